@@ -2,6 +2,9 @@
 
 No linger: an idle shard applies a message at once. More messages gather while a call is under way, so calls grow by
 themselves under load, up to a limit that keeps one call short (other clients wait for the store meanwhile).
+
+Partitions with much to apply, a snapshot above all, are in a lane of their own: the store takes a message of a snapshot in a
+hundred parts and more, for which the others' messages would wait otherwise.
 """
 
 import logging
@@ -25,6 +28,8 @@ from kvatlas.telemetry import LinkCollector, apply_span, current_traceparent, de
 CALL_MESSAGES = 512
 CALL_BYTES = 64 * 1024
 """What is handed to the index at once, which cuts it into calls that hold the store for a few milliseconds each."""
+LARGE_BYTES = 8 * 1024
+"""A partition with so much in its queue is large: about 1,000 blocks, which are two or three calls."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
@@ -32,7 +37,8 @@ log = logging.getLogger("kvatlas.indexer")
 
 
 class Applier:
-    """Applies the queued messages of one shard's partitions: one call to the index at a time, in each queue's order."""
+    """Applies the queued messages of one shard's partitions, in each queue's order: one call to the index at a time for the
+    small queues, and one for the large ones. A queue is in one call at a time."""
 
     def __init__(
         self,
@@ -55,8 +61,8 @@ class Applier:
         self._turn = 0
         self._links = LinkCollector()
         self._errors = RateLimitedLog(log, f"shard {shard}: ")
-        self._wakeup = Wakeup()
-        self.wake: Callable[[], None] = self._wakeup.wake
+        self._small, self._large = Wakeup(), Wakeup()
+        self.wake: Callable[[], None] = self._small.wake
         """To be called after an empty queue got a message."""
 
     def attach(self, queue: PartitionQueue) -> None:
@@ -70,22 +76,34 @@ class Applier:
 
     async def run(self) -> None:
         """Apply until cancelled. After an error of the store the same call is made again: applying twice is right."""
+        async with anyio.create_task_group() as lanes:
+            lanes.start_soon(self._run_lane, self._small)
+            lanes.start_soon(self._run_lane, self._large)
+
+    async def _run_lane(self, lane: Wakeup) -> None:
         while True:
-            await self._wakeup.wait()
-            while parts := self._take():
+            await lane.wait()
+            while parts := self._take(lane):
                 for part in parts:
                     if part.made_room and part.queue.on_room is not None:
                         await part.queue.on_room()
                 await self._apply(parts)
 
-    def _take(self) -> list[CallPart]:
-        """The next call: of each queue in turn what still fits."""
+    def _take(self, lane: Wakeup) -> list[CallPart]:
+        """The lane's next call: of each of its queues in turn what still fits. Wakes the other lane if that has something to
+        take."""
         queues = self._queues
         parts: list[CallPart] = []
         messages, size = CALL_MESSAGES, CALL_BYTES
         for step in range(len(queues)):
             queue = queues[(self._turn + step) % len(queues)]
-            part = queue.take(messages, size) if len(queue) else None
+            if not len(queue) or queue.in_flight:
+                continue
+            queues_lane = self._large if queue.queued_bytes >= LARGE_BYTES else self._small
+            if queues_lane is not lane:
+                queues_lane.wake()
+                continue
+            part = queue.take(messages, size)
             if part is None:
                 continue
             parts.append(part)

@@ -10,6 +10,7 @@ from typing import Any
 from kvatlas.settings import ProcessSettings
 from kvatlas.telemetry import setup_telemetry
 from kvatlas_cli.logs import log_to_stderr
+from kvatlas_cli.memory_release import start_memory_release
 
 NEW_OBJECTS = 50_000
 """The collector looks for cycles after this many objects more, not 700: services make hardly any, and what they keep by the
@@ -27,6 +28,7 @@ def run_service(
     gc.collect()
     gc.freeze()  # modules and classes stay: they are never walked again
     gc.set_threshold(NEW_OBJECTS, 20, 100)
+    start_memory_release()
     _run(component, settings, body, style=settings.log_format, metrics_page=metrics_page)
 
 

@@ -2,8 +2,9 @@
 
 Engines publish messages of HASHES blocks each, in chains of CHAIN blocks that nobody else has. Turns, in this order:
 `prepare MESSAGES FIRST LAST CONTENTS` makes that many messages for each of the engines FIRST to LAST - 1, of chains that are
-each engine's own or (CONTENTS `same`) the same for all; `publish RATE` waits for subscribers and publishes them in turn over
-the engines, RATE a second together or (0) as fast as the subscribers take them.
+(CONTENTS `own`) each engine's own, (`same`) the same for all, or (another word) its own and others than these; `publish
+RATE` waits for subscribers and publishes them in turn over the engines, RATE a second together or (0) as fast as the
+subscribers take them. `clear FIRST LAST`: these engines drop their caches.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from time import perf_counter, sleep
 
 from benchmarks.child_processes import take_turns
-from benchmarks.peer.engines import Engines, encode_stored
+from benchmarks.peer.engines import Engines, encode_cleared, encode_stored
 from benchmarks.peer.prompts import BLOCK_SIZE, VOCABULARY
 
 CHAIN = 64
@@ -21,8 +22,15 @@ CHAIN = 64
 
 
 def chain_tokens(owner: int | str, number: int) -> list[int]:
-    """The token ids of an engine's chain; `owner`: its number, or `same`."""
+    """The token ids of an owner's chain."""
     return random.Random(f"{owner}/{number}").choices(range(VOCABULARY), k=CHAIN * BLOCK_SIZE)
+
+
+def chain_owner(contents: str, engine: int) -> int | str:
+    """Whose chains an engine has: see `prepare`."""
+    if contents == "same":
+        return contents
+    return engine if contents == "own" else f"{contents}/{engine}"
 
 
 def last_chain(owner: int | str, hashes: int, messages: int) -> list[int]:
@@ -54,14 +62,16 @@ class _Process:
         if what == "prepare":
             messages, first, last = map(int, args[:3])
             by_engine = [
-                _encode_messages("same" if args[3] == "same" else engine, self._hashes, messages)
-                for engine in range(first, last)
+                _encode_messages(chain_owner(args[3], engine), self._hashes, messages) for engine in range(first, last)
             ]
             self._prepared = [
                 (engine, payload)
                 for payloads in zip(*by_engine, strict=True)
                 for engine, payload in enumerate(payloads, first)
             ]
+        elif what == "clear":
+            for engine in range(*map(int, args)):
+                self._engines.publish(engine, encode_cleared())
         else:
             await asyncio.to_thread(self._publish, float(args[0]))
         return []

@@ -34,6 +34,11 @@ def encode_stored(tokens: Sequence[int], block_size: int, parent: int | None = N
     return msgpack.packb([time.time(), [event], None]), hashes[-1]  # each socket is an engine of its own, of no rank
 
 
+def encode_cleared() -> bytes:
+    """The batch of an AllBlocksCleared."""
+    return msgpack.packb([time.time(), [{"type": "AllBlocksCleared"}], None])
+
+
 class Engines:
     """Event sockets of several engines, bound to loopback ports; `ports`: ready ones, or as many free ones as engines."""
 

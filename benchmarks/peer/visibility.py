@@ -68,7 +68,7 @@ async def _probe(subject: Subject) -> _Turn:
         ):
             await asyncio.to_thread(probe.wait_for_subscribers)
             blocks = count()
-            quiet = [await _see_one(probe, pipeline, next(blocks)) for _ in range(QUIET_PROBES)]
+            quiet = [await see_one(probe, pipeline, ENGINES, next(blocks)) for _ in range(QUIET_PROBES)]
             await engines.start(f"prepare {MESSAGES} 0 {ENGINES} own")
             await engines.results()
             await engines.start(f"publish {RATE}")
@@ -76,19 +76,19 @@ async def _probe(subject: Subject) -> _Turn:
             published = asyncio.create_task(engines.results())
             busy = []
             while not published.done():
-                busy.append(await _see_one(probe, pipeline, next(blocks)))
+                busy.append(await see_one(probe, pipeline, ENGINES, next(blocks)))
             await published
     return _Turn(sorted(quiet), sorted(busy))
 
 
-async def _see_one(probe: Engines, pipeline: Pipeline, number: int) -> float:
-    """Seconds until the block that is published now is found."""
+async def see_one(probe: Engines, pipeline: Pipeline, engine: int, number: int) -> float:
+    """Seconds until a block that `probe` publishes now is found with this engine of the pipeline."""
     tokens = random.Random(f"probe/{number}").choices(range(VOCABULARY), k=BLOCK_SIZE)
     payload, _ = encode_stored(tokens, BLOCK_SIZE)
     began = perf_counter()
     probe.publish(0, payload)
     async with asyncio.timeout(LOST_S):
-        while not await pipeline.depth(ENGINES, tokens):
+        while not await pipeline.depth(engine, tokens):
             await asyncio.sleep(0)
     seconds = perf_counter() - began
     await asyncio.sleep(PAUSE_S)

@@ -1,13 +1,15 @@
 """One shard's applier over the memory index; tests fill its queues."""
 
+import random
 import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.lowlevel
 import pytest
 
-from indexer.applier import CALL_BYTES, Applier
+from indexer.applier import CALL_BYTES, LARGE_BYTES, Applier
 from indexer.counters import IndexerCounters
 from kvatlas.bus.queue import PartitionQueue
 from kvatlas.bus.wire import SEQ, WORKER_ID, RawMessage
@@ -84,6 +86,59 @@ async def test_a_call_is_bounded_in_bytes_and_every_partition_gets_its_turn() ->
     async with applying(index, *filled):
         await until(lambda: all(one.queue.at_end for one in filled), what="all messages are applied")
     assert set(order[:3]) == {one.queue.partition for one in filled}
+
+
+async def test_small_queues_do_not_wait_for_a_large_one() -> None:
+    small_is_applied = anyio.Event()
+
+    class SlowIndex(MemoryIndex):
+        async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
+            if any(raw[WORKER_ID] == "large" for batch in batches for raw in batch.messages):
+                await small_is_applied.wait()
+            return await super().apply(shard, batches)
+
+    index = SlowIndex()
+    large, small = WorkerQueue("large"), WorkerQueue("small")
+    large.add(large.worker.begin(1), LARGE_BYTES)
+    async with applying(index, large, small) as applier:
+        await until(lambda: large.queue.in_flight, what="the large queue's call is under way")
+        small.add(small.worker.begin(1))
+        applier.wake()
+        await until(lambda: small.queue.at_end, what="the small queue is applied")
+        assert not large.queue.at_end
+        small_is_applied.set()
+        await until(lambda: large.queue.at_end, what="the large queue is applied")
+
+
+async def test_a_queue_that_grows_and_shrinks_is_in_one_call_at_a_time_and_in_order() -> None:
+    under_way: set[int] = set()
+
+    class SlowIndex(MemoryIndex):
+        async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
+            partitions = {batch.partition for batch in batches}
+            assert not partitions & under_way
+            under_way.update(partitions)
+            await anyio.lowlevel.checkpoint()
+            under_way.difference_update(partitions)
+            return await super().apply(shard, batches)
+
+    index, rng = SlowIndex(), random.Random(5)
+    filled = [WorkerQueue(f"w{i}") for i in range(4)]
+    for one in filled:
+        one.add(one.worker.begin(1))
+    async with applying(index, *filled) as applier:
+        for number in range(400):
+            one = rng.choice(filled)
+            one.add(
+                one.worker.store(SCOPE, number.to_bytes(8, "little")), rng.choice([100, LARGE_BYTES // 2, LARGE_BYTES])
+            )
+            applier.wake()
+            if rng.random() < 0.5:
+                await anyio.lowlevel.checkpoint()
+        await until(lambda: all(one.queue.at_end for one in filled), what="all messages are applied")
+    for one in filled:
+        assert await contents(index, one.worker.worker_id) == one.worker.held
+        assert not one.queue.failed.is_set()
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,10 @@ RANKS, BLOCKS = 64, 500
 STEPS_A_SECOND = 30.0
 LIFE_S = 600.0
 INDEXERS = 2
-STREAM_BYTES = 32 << 20
-"""Small, so that it is full, and no larger, soon."""
+STREAM_BYTES = 4 << 20
+"""Small, so that it is full, and no larger, after a quarter of an hour: as it grows, NATS takes more memory."""
+ROUTER_DEADLINE_MS = 500
+"""Above what other programs on the machine keep the store waiting: at the usual 10 ms they cause log lines."""
 SAMPLE_S = 2.0
 ROUTE_S = 0.2
 PROMPT_TOKENS = 512
@@ -76,6 +78,7 @@ async def run_soak(seconds: float, folder: Path, log: Callable[[str], None]) -> 
         start("sidecar", arguments, "is published")
         port = free_port()
         arguments = ["router", *servers, "--replica", "--tokenizer", "none", "--port", str(port), "--no-access-log"]
+        arguments += ["--decision-deadline-ms", str(ROUTER_DEADLINE_MS)]
         start("router", arguments, "router at")
         for child in children:
             await child.ready()
