@@ -31,7 +31,7 @@ from kvatlas.index.protocol import PartitionBatch
 CALL_COST = 450
 """What a call may cost, in changes of one block whose value is short: one or two microseconds of the store each, up to eight
 while a large hash grows on a busy machine."""
-WORKER_COST, SCOPE_COST, EVENT_COST = 20, 40, 4
+WORKER_COST, SCOPE_COST, EVENT_COST = 12, 10, 4
 SWITCH_COST = 20
 """Of an event without hashes: a holder begins or ends, or a digest is compared."""
 WHOLE_STEPS = 64
