@@ -12,6 +12,7 @@ from benchmarks.peer.engine_process import CHAIN, last_chain
 from benchmarks.peer.pipelines import running_pipeline
 from benchmarks.process_usage import usage_of
 from kvatlas.store.connection import Store
+from kvatlas_cli.memory_release import CHECK_EVERY_S
 
 HOLDERS = 8
 HASHES = 64
@@ -20,6 +21,8 @@ BLOCKS = HASHES * MESSAGES
 ROUNDS = 2
 DEADLINE_S = 120
 POLL_S = 0.05
+RELEASED_S = CHECK_EVERY_S + 1
+"""After a burst, until a service has given back what it left."""
 BLOCK_BYTES = 45
 HOLDER_BYTES = 4
 LEDGER_BYTES = 150
@@ -77,5 +80,8 @@ async def _measure(subject: Subject) -> _Turn:
                     while await pipeline.depth(engine, last_chain("same", HASHES, MESSAGES)) < CHAIN:
                         await anyio.sleep(POLL_S)
             index.append(await pipeline.index_bytes())
-        ledger = None if publisher is None else (usage_of(publisher).rss_bytes - ledger_before) / BLOCKS / HOLDERS
+        ledger = None
+        if publisher is not None:
+            await anyio.sleep(RELEASED_S)
+            ledger = (usage_of(publisher).rss_bytes - ledger_before) / BLOCKS / HOLDERS
         return _Turn((index[1] - index[0]) / BLOCKS, (index[2] - index[1]) / BLOCKS / (HOLDERS - 1), ledger, idle_mib)
