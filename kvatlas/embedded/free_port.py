@@ -1,19 +1,29 @@
 """Free loopback ports for servers that need their port number before they start."""
 
+import collections
 import errno
+import fcntl
+import functools
 import os
 import random
 import socket
+import tempfile
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 CLUSTER_BUS_OFFSET = 10_000
 
 # Below the range from which Linux takes the ports of outgoing connections (32768 and up): otherwise a client's connection
 # could occupy a server's port while the server restarts. A cluster's bus port, 10,000 higher, stays below it too.
-_LOWEST, _HIGHEST = 12_000, 22_000
+PORTS = range(12_000, 22_000)
 
 # Not the seeded global generator: processes that set the same seed would all try the same ports in the same order.
 _random = random.SystemRandom()
+
+# A port that was handed out is free until its server listens, which is seconds later: meanwhile no other process of this
+# user gets it. Each lock is one byte of one file; the kernel drops a process's locks with it.
+LEASES = 256
+_leased: collections.deque[int] = collections.deque()
 
 
 def is_free(port: int) -> bool:
@@ -30,9 +40,32 @@ def is_free(port: int) -> bool:
 
 
 def free_port(*, with_bus: bool = False) -> int:
-    """A port that is free now (`with_bus`: its cluster bus port too). Another process may still take it first."""
+    """A port that is free now (`with_bus`: its cluster bus port too), and that no other caller got recently.
+
+    It stays this process's for its next 255 calls. A program that doesn't ask here may still take it first.
+    """
     for _ in range(1_000):
-        port = _random.randrange(_LOWEST, _HIGHEST)
-        if is_free(port) and not (with_bus and not is_free(port + CLUSTER_BUS_OFFSET)):
+        port = _random.choice(PORTS)
+        if is_free(port) and not (with_bus and not is_free(port + CLUSTER_BUS_OFFSET)) and _lease(port):
             return port
-    raise OSError(errno.EADDRINUSE, f"{os.strerror(errno.EADDRINUSE)}: no free port from {_LOWEST} to {_HIGHEST}")
+    raise OSError(errno.EADDRINUSE, f"{os.strerror(errno.EADDRINUSE)}: no free port of {PORTS.start} to {PORTS.stop - 1}")
+
+
+def _lease(port: int) -> bool:
+    if port in _leased:
+        return False
+    locks = _locks()
+    try:
+        fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that another process holds
+        return False
+    _leased.append(port)
+    if len(_leased) > LEASES:
+        fcntl.lockf(locks, fcntl.LOCK_UN, 1, _leased.popleft())
+    return True
+
+
+@functools.cache
+def _locks() -> int:
+    path = Path(tempfile.gettempdir()) / f"kvatlas-ports-{os.getuid()}.lock"
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
