@@ -48,7 +48,9 @@ def free_port(*, with_bus: bool = False) -> int:
         port = _random.choice(PORTS)
         if is_free(port) and not (with_bus and not is_free(port + CLUSTER_BUS_OFFSET)) and _lease(port):
             return port
-    raise OSError(errno.EADDRINUSE, f"{os.strerror(errno.EADDRINUSE)}: no free port of {PORTS.start} to {PORTS.stop - 1}")
+    raise OSError(
+        errno.EADDRINUSE, f"{os.strerror(errno.EADDRINUSE)}: no free port of {PORTS.start} to {PORTS.stop - 1}"
+    )
 
 
 def _lease(port: int) -> bool:
