@@ -15,10 +15,11 @@ RUN python3 -m venv /opt/tools \
 COPY pyproject.toml ./
 COPY kvatlas ./kvatlas
 COPY kvatlas_cli ./kvatlas_cli
-COPY publishers ./publishers
-COPY indexer ./indexer
+COPY publishers ./kvatlas_publishers
+COPY indexer ./kvatlas_indexer
+COPY router ./kvatlas_router
 COPY router_client ./router_client
-COPY simulator ./simulator
+COPY simulator ./kvatlas_simulator
 ARG EXTRAS
 # --no-build-isolation: what has no wheel is built by the locked setuptools, not by one that pip would fetch without a hash
 RUN python3 -m venv --without-pip /opt/kvatlas \

@@ -17,7 +17,7 @@ dashed = $(subst $(comma),-,$(1))
 extras = $(foreach extra,$(subst $(comma), ,$(1)),--extra $(extra))
 
 QUICK := $(addprefix tests/,project $(addprefix kvatlas/,blocks bus cost fleet runtime) $(addprefix publishers/,ledger stream) \
-	$(addprefix router_client/,decision learning outliers pricing tokens) $(addprefix simulator/,cache engine) indexer/repair)
+	$(addprefix router_client/,decision learning pricing) $(addprefix router/,outliers tokens) $(addprefix simulator/,cache engine) indexer/repair)
 
 .DEFAULT_GOAL := help
 .PHONY: help lock test quick chaos clusters oracle integrations demo bench bench-longer bench-peer lab lint types image push image-test version clean
@@ -89,7 +89,7 @@ oracle: $(READY) .oracle/.ready ## compare predicted reuse with vLLM's own KV ca
 
 integrations: $(READY) .litellm-proxy/.ready .ray/.ready ## test with LiteLLM's proxy server and Ray Serve (installs both)
 	KVATLAS_LITELLM_PROXY=$(CURDIR)/.litellm-proxy/bin/python KVATLAS_RAY=$(CURDIR)/.ray/bin/python \
-		$(BIN)/python -m pytest -q tests/router_client/litellm/test_proxy_server.py tests/router_client/test_ray_serve.py
+		$(BIN)/python -m pytest -q tests/router/litellm/test_proxy_server.py tests/router_client/test_ray_serve.py
 
 .litellm-proxy/.ready .ray/.ready: Makefile pyproject.toml
 	@rm -rf $(@D)

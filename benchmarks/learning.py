@@ -25,8 +25,8 @@ from kvatlas.cost.regression import Evidence
 from kvatlas.identity import Scope
 from kvatlas.reservations import RedisReservations
 from kvatlas.store.connection import connected_store
-from simulator.demo.processes import FleetSettings, running_fleet, wait_until_routable
-from simulator.engine.step_cost import StepCost
+from kvatlas_simulator.demo.processes import FleetSettings, running_fleet, wait_until_routable
+from kvatlas_simulator.engine.step_cost import StepCost
 
 MODEL = "learned"
 SCOPE = Scope(MODEL, MODEL)

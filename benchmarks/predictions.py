@@ -19,9 +19,9 @@ from rich.table import Table
 from benchmarks.result import Result
 from kvatlas.predictions.accuracy import MEANING, Deviation
 from kvatlas.store.connection import connected_store
-from simulator.demo.load_generator import Outcome, send_workload
-from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
-from simulator.workload import chat_settings, generate_workload
+from kvatlas_simulator.demo.load_generator import Outcome, send_workload
+from kvatlas_simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
+from kvatlas_simulator.workload import chat_settings, generate_workload
 
 MODEL = "bench-model"
 ENGINES, INDEXERS = 4, 2

@@ -22,13 +22,15 @@ from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch, Position
+from kvatlas.bus.subjects import partition_of
 from kvatlas.embedded import valkey_server
 from kvatlas.events import IndexEvent, Message, Removed, ScopeUse, SnapshotChunk, Stored
-from kvatlas.identity import Scope, partition_of, shard_of
-from kvatlas.index.protocol import PartitionBatch, Position, ResidencyIndex
+from kvatlas.identity import Scope, shard_of
+from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import connected_store
-from publishers.stream.outbox import Outbox
+from kvatlas_publishers.stream.outbox import Outbox
 
 BLOCK_SIZE = 16
 CALL_MESSAGES = 64

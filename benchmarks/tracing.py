@@ -30,9 +30,8 @@ from benchmarks.route.workload import SCOPE
 from benchmarks.stalls import apply_messages
 from benchmarks.stores import valkey_store
 from kvatlas.bus import wire
-from kvatlas.events import EngineBatch, EngineStored
 from kvatlas.fleet.records import WorkerState
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
@@ -49,15 +48,16 @@ from kvatlas.telemetry import (
     store_span,
 )
 from kvatlas.telemetry.root_sampler import decide_roots_first
-from publishers.counters import PublisherCounters
-from publishers.ledger.ledger import Ledger
-from publishers.ledger.settings import LedgerSettings
-from publishers.stream.changelog import Changelog, IncarnationReason
-from router_client.proxy.request_trace import (
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.engine_events import EngineBatch, EngineStored
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.ledger.settings import LedgerSettings
+from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
+from kvatlas_router.proxy.request_trace import (
     request_span,
     trace_headers,
 )
-from simulator.demo.trace_receiver import running_receiver
+from kvatlas_simulator.demo.trace_receiver import running_receiver
 
 ROUNDS = 40
 CALLS = 250

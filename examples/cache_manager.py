@@ -5,7 +5,7 @@
 Needs the extra `simulator`; docs/cache-manager.md explains each step.
 """
 
-from simulator.cache import (
+from kvatlas_simulator.cache import (
     AllocationRequest,
     BlockUse,
     DeviceCaches,

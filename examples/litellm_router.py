@@ -11,10 +11,10 @@ import sys
 
 import litellm
 
+from kvatlas_router.litellm import KvatlasRouting
+from kvatlas_router.tokens import BudgetedTokenizer, ThreadedTokenizer
+from kvatlas_router.tokens.local_tokenizer import LocalTokenizer
 from router_client import SyncRouterClient
-from router_client.litellm import KvatlasRouting
-from router_client.tokens import BudgetedTokenizer, ThreadedTokenizer
-from router_client.tokens.local_tokenizer import LocalTokenizer
 
 TEXT = "The cache holds blocks of tokens; a router asks which worker holds the most of them. " * 60
 

@@ -24,9 +24,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from kvatlas_router.tokens import Api, TextRequest
+from kvatlas_router.tokens.local_tokenizer import LocalTokenizer
 from router_client import KvatlasError, Prompt, RouterClient, Scope
-from router_client.tokens import Api, TextRequest
-from router_client.tokens.local_tokenizer import LocalTokenizer
 
 
 class KvatlasRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not installed where types are checked

@@ -15,15 +15,16 @@ from time import perf_counter, time_ns
 import anyio
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from indexer.counters import IndexerCounters
+from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.bus.queue import CallPart, PartitionQueue
 from kvatlas.bus.wire import INCARNATION, TS_US, WORKER_ID, RawMessage
 from kvatlas.errors import DATA_ERRORS, InvalidValue, KvatlasError
-from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, ResidencyIndex
+from kvatlas.index.protocol import ApplyResult, ResidencyIndex
 from kvatlas.runtime.backoff import Backoff
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import LinkCollector, apply_span, current_traceparent, describe_batch, sampled_context
+from kvatlas_indexer.counters import IndexerCounters
 
 CALL_MESSAGES = 512
 CALL_BYTES = 64 * 1024

@@ -11,14 +11,14 @@ from functools import partial, reduce
 import anyio
 from redis.exceptions import RedisError
 
-from indexer.partition.reader import PartitionStatus
-from indexer.replica import Replica
 from kvatlas.blocks.residency import IndexMetrics, ModelBlocks
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import Liveness
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.store.connection import Store
 from kvatlas.telemetry import MetricSource, export_metrics, metrics_enabled
+from kvatlas_indexer.indexer_process import Replica
+from kvatlas_indexer.partition.reader import PartitionStatus
 
 SAMPLE_S = 10.0
 LOOK_S = 0.5

@@ -8,12 +8,8 @@ from contextlib import AsyncExitStack, closing, contextmanager
 import anyio
 from nats.errors import Error as NatsError
 
-from indexer import gauges
-from indexer.cleanup.library_expiry import LibraryExpiry
-from indexer.partition.event_stream import EventStream, stream_settings
-from indexer.replica import Replica
 from kvatlas.bus.connection import connect_nats
-from kvatlas.fleet.store import FLEET_LIBRARY, FleetStore
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
@@ -21,6 +17,10 @@ from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.settings import IndexerSettings
 from kvatlas.store.connection import open_store
 from kvatlas.telemetry import export_metrics
+from kvatlas_indexer import gauges
+from kvatlas_indexer.cleanup.library_expiry import LibraryExpiry
+from kvatlas_indexer.indexer_process import Replica
+from kvatlas_indexer.partition.event_stream import EventStream, stream_settings
 
 CLOSE_DEADLINE_S = 2.0
 GC_ALLOCATIONS = 100_000
@@ -68,8 +68,8 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         with export_metrics("indexer", counters), export_metrics("messages_in", counters), _rare_collections():
             async with anyio.create_task_group() as group:
                 if listener is not None:
-                    from indexer.status_page.application import application
                     from kvatlas.runtime.http_server import serve
+                    from kvatlas_indexer.status_page.application import application
 
                     replica.status_url = listener.url
                     group.start_soon(serve, application(replica, index, FleetStore(store)), listener)

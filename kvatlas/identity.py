@@ -6,7 +6,6 @@ from functools import lru_cache
 from hashlib import blake2b
 
 import msgpack
-import xxhash
 
 from kvatlas.errors import InvalidValue
 
@@ -138,11 +137,6 @@ def _is_worker_id(text: str) -> bool:
 def rank_worker_id(instance_id: str, dp_rank: int) -> str:
     """The worker id of data-parallel rank `dp_rank` of an instance: `<instance>-dp<rank>`."""
     return check_worker_id(f"{instance_id}-dp{dp_rank}")
-
-
-def partition_of(worker_id: str, partitions: int) -> int:
-    """The partition of a worker's messages: XXH3_64(worker_id) modulo the number of partitions."""
-    return xxhash.xxh3_64_intdigest(worker_id.encode()) % partitions
 
 
 def shard_of(partition: int, shards: int) -> int:

@@ -14,7 +14,7 @@ from kvatlas.blocks.reuse import ALL_READABLE, CacheReading
 from kvatlas.cost.protocol import Cost, CostTerm, Plan
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope, check_chain
-from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM, NOTHING, Over
+from kvatlas.reservations.room_and_slo import MISSES_SLO, NO_ROOM, NOTHING, Over
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, Count, OutputTokens, Positive, describe_mistake
 
 DEFAULT_BLOCK_TOKENS = 64

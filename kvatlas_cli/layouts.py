@@ -9,7 +9,7 @@ import anyio
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import Liveness
-from kvatlas.fleet.store import FleetStore, leases_key, members_key
+from kvatlas.fleet_store.fleet_store import FleetStore, leases_key, members_key
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.layout import (

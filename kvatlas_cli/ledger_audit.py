@@ -17,9 +17,9 @@ from nats.errors import Error as NatsError
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
-from kvatlas.bus.subjects import control_subject
+from kvatlas.bus.subjects import control_subject, partition_of
 from kvatlas.errors import InvalidValue
-from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.identity import Scope, shard_of
 from kvatlas.index.protocol import RecountResult, ResidencyIndex, WorkerRecord
 
 ANSWER_S = 2.0

@@ -8,7 +8,7 @@ from kvatlas.blocks.external_chain import hash_text
 from kvatlas.blocks.residency import Residency
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import FleetRecord
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.store.connection import Store
 from kvatlas_cli.output import age_text, count_text, print_json, print_table

@@ -3,7 +3,7 @@
 from contextlib import AbstractAsyncContextManager
 
 from kvatlas.errors import InvalidValue
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.settings import Settings
 from kvatlas.store.connection import Store, connected_store

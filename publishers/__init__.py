@@ -30,8 +30,8 @@ Invariants
 - Memory towards the bus is bounded: after an overflow of the outbox a new incarnation begins with a snapshot.
 """
 
-from publishers.feed.open_batches import OpenBatches
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.feed.open_batches import OpenBatches
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
 
 __all__ = ["OpenBatches", "Publisher", "PublisherSettings"]

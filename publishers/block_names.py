@@ -5,7 +5,7 @@ from hashlib import blake2b
 
 from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, extend_chain
 from kvatlas.errors import InvalidValue
-from kvatlas.events import EngineHash
+from kvatlas_publishers.engine_events import EngineHash
 
 NAMESPACE_BYTES = 8
 NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES

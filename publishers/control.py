@@ -12,16 +12,15 @@ from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, ScopeDigest
-from kvatlas.bus.subjects import control_subject, is_inbox
+from kvatlas.bus.subjects import control_subject, is_inbox, partition_of
 from kvatlas.errors import DATA_ERRORS
 from kvatlas.events import Marked
-from kvatlas.identity import partition_of
 from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
-from publishers.counters import PublisherCounters
-from publishers.diagnoses import Diagnoses
-from publishers.ledger.ledger import Ledger
-from publishers.stream.changelog import Changelog
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.diagnoses import Diagnoses
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.stream.changelog import Changelog
 
 MAX_SCOPES = 1_000
 """A reply with more would not fit a message of the bus."""

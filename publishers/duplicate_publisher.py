@@ -18,8 +18,8 @@ from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import read_heartbeat
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
-from publishers.counters import PublisherCounters
-from publishers.stream.changelog import Changelog
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.stream.changelog import Changelog
 
 SILENT_S = 6.0
 """Longer than routers wait for a heartbeat, much shorter than until a worker is retired."""

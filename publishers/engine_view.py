@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.fleet.records import EngineState, WorkerState
-from publishers.diagnoses import Diagnoses
-from publishers.ledger.ledger import Ledger
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.diagnoses import Diagnoses
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.settings import PublisherSettings
 
 if TYPE_CHECKING:
-    from publishers.engines.poller import EnginePoller
+    from kvatlas_publishers.engines.poller import EnginePoller
 
 
 class EngineView:

@@ -11,8 +11,8 @@ from nats.errors import Error as NatsError
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.fleet.records import Diagnosis, EngineEndpoint, EngineState, Heartbeat, WorkerState
 from kvatlas.version import own_version
-from publishers.counters import PublisherCounters
-from publishers.stream.outbox import Outbox
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.stream.outbox import Outbox
 
 HEARTBEAT_S = 1.0
 

@@ -13,11 +13,11 @@ from kvatlas.errors import InvalidValue
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import inject_headers, snapshot_span
-from publishers.counters import PublisherCounters
-from publishers.heartbeat import time_us
-from publishers.stream.changelog import Changelog, IncarnationReason
-from publishers.stream.grants import await_grant
-from publishers.stream.sender import Sender
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.heartbeat import time_us
+from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
+from kvatlas_publishers.stream.grants import await_grant
+from kvatlas_publishers.stream.sender import Sender
 
 RETRY_S = 1.0
 

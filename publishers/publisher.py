@@ -25,28 +25,28 @@ from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.subjects import events_subject
 from kvatlas.errors import DATA_ERRORS, InvalidValue
-from kvatlas.events import EngineBatch, EngineCleared, EngineHash, EngineRemoved, EngineStored
 from kvatlas.fleet.records import EngineState
 from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import export_metrics, flush_span, inject_headers
-from publishers.block_names import block_names
-from publishers.control import ControlResponder
-from publishers.counters import PublisherCounters, PublisherGauges
-from publishers.diagnoses import Diagnoses
-from publishers.duplicate_publisher import DuplicatePublisherWatch
-from publishers.engine_view import EngineView
-from publishers.engines.connector_blocks import TICKS_TO_LIVE
-from publishers.heartbeat import HeartbeatSender, time_us
-from publishers.incarnation_starter import IncarnationStarter
-from publishers.ledger.ledger import Ledger
-from publishers.self_report import SelfReport
-from publishers.settings import PublisherSettings
-from publishers.shared_store.notifier import StoreNotifier
-from publishers.stream.changelog import Changelog, IncarnationReason
-from publishers.stream.message_split import block_count
-from publishers.stream.sender import Sender
+from kvatlas_publishers.block_names import block_names
+from kvatlas_publishers.control import ControlResponder
+from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
+from kvatlas_publishers.diagnoses import Diagnoses
+from kvatlas_publishers.duplicate_publisher import DuplicatePublisherWatch
+from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.engine_view import EngineView
+from kvatlas_publishers.heartbeat import HeartbeatSender, time_us
+from kvatlas_publishers.incarnation_starter import IncarnationStarter
+from kvatlas_publishers.ledger.connectors.connector_blocks import TICKS_TO_LIVE
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.self_report import SelfReport
+from kvatlas_publishers.settings import PublisherSettings
+from kvatlas_publishers.shared_store.notifier import StoreNotifier
+from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
+from kvatlas_publishers.stream.message_split import block_count
+from kvatlas_publishers.stream.sender import Sender
 
 LINGER_S = 0.005
 CLOSE_S = 2.0
@@ -122,7 +122,7 @@ class Publisher:
         )
         poller = None
         if settings.engine_url:
-            from publishers.engines.poller import EnginePoller  # needs httpx: 6 MiB
+            from kvatlas_publishers.engines.poller import EnginePoller  # needs httpx: 6 MiB
 
             poller = EnginePoller(
                 settings.engine_url,

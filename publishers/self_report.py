@@ -10,13 +10,13 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.fleet.records import MAX_DIAGNOSIS_TEXT, MAX_SERVED_NAMES, Diagnosis
 from kvatlas.identity import MAX_NAME_BYTES
 from kvatlas.redaction import redact_url
-from publishers.counters import PublisherCounters, PublisherGauges
-from publishers.diagnoses import Diagnoses
-from publishers.engine_view import EngineView
-from publishers.heartbeat import DoctorFacts
-from publishers.settings import PublisherSettings
-from publishers.stream.changelog import Changelog
-from publishers.stream.sender import Sender
+from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
+from kvatlas_publishers.diagnoses import Diagnoses
+from kvatlas_publishers.engine_view import EngineView
+from kvatlas_publishers.heartbeat import DoctorFacts
+from kvatlas_publishers.settings import PublisherSettings
+from kvatlas_publishers.stream.changelog import Changelog
+from kvatlas_publishers.stream.sender import Sender
 
 BLOCKED_S = 2.0
 """A refused message is sent again, and a new leader of the stream elected, within this time."""

@@ -19,12 +19,12 @@ from kvatlas.validation import (
     Text,
     Url,
 )
-from publishers.engines.kv_geometry import read_token_bytes
-from publishers.engines.metrics import LoadContext
-from publishers.ledger.engine_groups import ReuseOfGroups
-from publishers.ledger.ledger import LedgerSettings
-from publishers.stream.checkpoints import CheckpointSettings
-from publishers.stream.outbox import OutboxLimits
+from kvatlas_publishers.engines.kv_geometry import read_token_bytes
+from kvatlas_publishers.engines.metrics import LoadContext
+from kvatlas_publishers.ledger.engine_groups import ReuseOfGroups
+from kvatlas_publishers.ledger.ledger import LedgerSettings
+from kvatlas_publishers.stream.checkpoints import CheckpointSettings
+from kvatlas_publishers.stream.outbox import OutboxLimits
 
 
 class PublisherSettings(BaseModel):

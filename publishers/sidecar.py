@@ -13,25 +13,25 @@ from nats.aio.client import Client
 
 from kvatlas.bus.connection import connect_nats
 from kvatlas.errors import InvalidValue, SettingsError
-from kvatlas.events import EngineBatch, EngineCleared
 from kvatlas.fleet.records import EngineKind, EngineState
 from kvatlas.settings import PublishSettings
-from publishers.feed.continuity import Continuity
-from publishers.feed.dead_letters import DeadLetters
-from publishers.feed.endpoints import endpoint_of_rank
-from publishers.feed.lmcache_subscription import LMCacheSubscription
-from publishers.feed.open_batches import OpenBatches
-from publishers.feed.subscriber import Feed, FeedSettings
-from publishers.ledger.ledger import Ledger
-from publishers.publisher import Publisher
-from publishers.saved_state import SavedState, StateFile
-from publishers.settings import PublisherSettings
-from publishers.sources.eventless_engine import EventlessEngine
-from publishers.sources.open_engine import OpenEngine
+from kvatlas_publishers.engine_events import EngineBatch, EngineCleared
+from kvatlas_publishers.feed.continuity import Continuity
+from kvatlas_publishers.feed.dead_letters import DeadLetters
+from kvatlas_publishers.feed.endpoints import endpoint_of_rank
+from kvatlas_publishers.feed.lmcache_subscription import LMCacheSubscription
+from kvatlas_publishers.feed.open_batches import OpenBatches
+from kvatlas_publishers.feed.subscriber import Feed, FeedSettings
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.saved_state import SavedState, StateFile
+from kvatlas_publishers.settings import PublisherSettings
+from kvatlas_publishers.sources.eventless_engine import EventlessEngine
+from kvatlas_publishers.sources.open_engine import OpenEngine
 
 if TYPE_CHECKING:
-    from publishers.shared_store.process import SharedStore
-    from publishers.sources.drained_engine import DrainedEngine
+    from kvatlas_publishers.shared_store.process import SharedStore
+    from kvatlas_publishers.sources.drained_engine import DrainedEngine
 
 SAVE_EVERY_S = 60.0
 SAVE_SHARE = 200
@@ -99,7 +99,7 @@ async def _status_page(
         yield
         return
     from kvatlas.runtime.http_server import listen, serve  # most sidecars of one machine serve no page
-    from publishers.status import application
+    from kvatlas_publishers.status import application
 
     listener = listen(settings.status_host, settings.status_port, "status page", settings.http)
     async with anyio.create_task_group() as tasks:
@@ -113,7 +113,7 @@ def _sidecar(
     settings: PublishSettings,
 ) -> "EngineSidecar | DrainedEngine | EventlessEngine | OpenEngine | SharedStore":
     if settings.engine is EngineKind.STORE:
-        from publishers.shared_store.process import SharedStore  # a process of its own
+        from kvatlas_publishers.shared_store.process import SharedStore  # a process of its own
 
         return SharedStore(settings)
     if not settings.events:
@@ -122,7 +122,7 @@ def _sidecar(
         return OpenEngine(settings)
     if settings.engine is not EngineKind.TENSORRT_LLM:
         return EngineSidecar(settings)
-    from publishers.sources.drained_engine import DrainedEngine  # needs httpx: 6 MiB
+    from kvatlas_publishers.sources.drained_engine import DrainedEngine  # needs httpx: 6 MiB
 
     return DrainedEngine(settings)
 

@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineBatch
 from kvatlas.runtime.metrics_page import METRICS_ROUTE
-from publishers.publisher import Publisher
-from publishers.status_page import status_page
+from kvatlas_publishers.engine_events import EngineBatch
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.status_page import status_page
 
 
 class BatchTaker(Protocol):

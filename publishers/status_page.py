@@ -4,14 +4,14 @@ import time
 from collections.abc import Sequence
 
 from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.subjects import partition_of
 from kvatlas.fleet.records import EngineState
-from kvatlas.identity import partition_of
 from kvatlas.quantities import age_text
 from kvatlas.status_page.content import QUIET_DASH, Cell, Column, Fact, Section, Table, Tone, number_cell
 from kvatlas.status_page.server import Source, StatusPage
 from kvatlas.status_page.workers import ago_cell, blocks_cell, load_cells, state_cell
-from publishers.publisher import Publisher
-from publishers.stream.changelog import Changelog
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.stream.changelog import Changelog
 
 MOST_NAMED = 3
 """Workers in the page's title."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
 from router_client.learning.timings import Timings
-from router_client.tokens.usage import Usage
+from router_client.learning.usage import Usage
 
 RequestT = TypeVar("RequestT", contravariant=True)
 """What is reserved for, and what a reservation of one worker, and of a pair, returns."""

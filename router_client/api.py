@@ -7,15 +7,16 @@ from kvatlas.errors import InvalidValue, KvatlasError, LayoutMismatch, NotSuppor
 from kvatlas.identity import Scope
 from kvatlas.request import Fallbacks, RequestHints, RequestShape, SelectionResult, Slo
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
-from kvatlas.reservations.limits import Over
+from kvatlas.reservations.room_and_slo import Over
+from router_client.basis import Basis
 from router_client.client import RouterClient
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import Basis
 from router_client.decision.fleet_cache import FleetReader, StaticFleet
 from router_client.decision.selector import Selector
 from router_client.decision.shadow_policy import Policy, RoundRobin
 from router_client.errors import ClientClosed, NoWorkers
 from router_client.learning.timings import AnswerClock, Timings
+from router_client.learning.usage import Usage
 from router_client.overlap_result import PromptOverlap, WorkerOverlap
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.overlap import OverlapIndex
@@ -31,7 +32,6 @@ from router_client.settings import (
     SloMode,
 )
 from router_client.sync import SyncChoice, SyncPairChoice, SyncRouterClient
-from router_client.tokens.usage import Usage
 
 __all__ = [
     "Advice",

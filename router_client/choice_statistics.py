@@ -5,21 +5,21 @@ import time
 
 from kvatlas.cost.protocol import Plan
 from kvatlas.request import SelectionResult
-from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM
+from kvatlas.reservations.room_and_slo import MISSES_SLO, NO_ROOM
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.telemetry import sampled_context
+from router_client.basis import Basis
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import Basis
 from router_client.decision.history import DecisionHistory, PastDecision
 from router_client.learning.bound_shares import BoundShares
 from router_client.learning.output_lengths import OutputLengths
 from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.learning.timings import Timings
+from router_client.learning.usage import Usage
 from router_client.pricing.pool import Pool
 from router_client.prompt import Prompt
 from router_client.request_feed import RequestFeed, describe_request
 from router_client.results import Choice, fell_open_for_want_of
-from router_client.tokens.usage import Usage
 
 
 class ChoiceStatistics:

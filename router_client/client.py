@@ -16,7 +16,7 @@ from kvatlas.blocks.residency import Residency
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.errors import NotSupported
 from kvatlas.fleet.records import FleetRecord
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.answering_index import open_answering_index
 from kvatlas.predictions.store import write_answer_report

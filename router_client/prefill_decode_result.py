@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvatlas.reservations.limits import NOTHING, Over
+from kvatlas.reservations.room_and_slo import NOTHING, Over
 from router_client.aliases import AsyncEnd, ChoiceAliases
 from router_client.learning.timings import Timings
+from router_client.learning.usage import Usage
 from router_client.pricing.prefill_decode import PairRanking
 from router_client.pricing.slo import Advice
 from router_client.results import Choice, ChoiceData, describe_difference
-from router_client.tokens.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.request import SelectionResult
 from router_client.learning.timings import Timings
+from router_client.learning.usage import Usage
 from router_client.prompt import Prompt
 from router_client.prompt_chain import PromptChain
-from router_client.tokens.usage import Usage
 
 BLOCK_TOKENS = 64
 """Of the hashes that a request is told with."""

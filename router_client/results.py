@@ -10,15 +10,15 @@ from kvatlas.cost.protocol import Cost
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import Outcome
-from kvatlas.reservations.limits import Over
+from kvatlas.reservations.room_and_slo import Over
 from router_client.aliases import AsyncEnd, ChoiceAliases
+from router_client.basis import Basis
 from router_client.booking.reservation import Reservation
-from router_client.decision.fail_open import Basis
 from router_client.learning.rates import Feedback
 from router_client.learning.timings import Timings
+from router_client.learning.usage import Usage
 from router_client.pricing.slo import Advice, advise, earliest_ttft_us
 from router_client.settings import LimitSettings
-from router_client.tokens.usage import Usage
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from math import inf
 from kvatlas.blocks.reuse import ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.errors import InvalidValue
-from kvatlas.index.replica.settings import ReplicaSettings
+from kvatlas.index.local_copy.settings import ReplicaSettings
 from kvatlas.request import Fallbacks
 from router_client.decision.fleet_cache import MAX_AGE_MS
 from router_client.decision.selector import Selector

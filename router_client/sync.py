@@ -25,13 +25,13 @@ from router_client.decision.history import DecisionHistory
 from router_client.errors import ClientClosed
 from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.learning.timings import Timings
+from router_client.learning.usage import Usage
 from router_client.loop_thread import LoopThread
 from router_client.overlap_result import PromptOverlap
 from router_client.prefill_decode_result import PairChoice, PairChoiceData
 from router_client.request_feed import RequestFeed
 from router_client.results import Choice, ChoiceData, Ranking
 from router_client.settings import RouterSettings
-from router_client.tokens.usage import Usage
 
 P = ParamSpec("P")
 T = TypeVar("T")

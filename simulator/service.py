@@ -9,17 +9,17 @@ from typing import Any
 import anyio
 
 from kvatlas.runtime.http_server import listen, serve
-from simulator.cache.kv_cache import KVCache
-from simulator.cache.resident_blocks import list_resident_blocks
-from simulator.engine.core import EngineCore
-from simulator.engine.engine_cache import EngineCache
-from simulator.engine.loop import EngineLoop, NoEvents
-from simulator.http.kv_transfer import KvTransfers
-from simulator.http.server import EngineApi
-from simulator.hybrid_cache import HybridCache, Retention
-from simulator.hybrid_cache.resident_blocks import list_hybrid_blocks
-from simulator.settings import EngineSettings
-from simulator.zmq_events import open_feed
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.cache.resident_blocks import list_resident_blocks
+from kvatlas_simulator.engine.core import EngineCore
+from kvatlas_simulator.engine.engine_cache import EngineCache
+from kvatlas_simulator.engine.loop import EngineLoop, NoEvents
+from kvatlas_simulator.http.kv_transfer import KvTransfers
+from kvatlas_simulator.http.server import EngineApi
+from kvatlas_simulator.hybrid_cache import HybridCache, Retention
+from kvatlas_simulator.hybrid_cache.resident_blocks import list_hybrid_blocks
+from kvatlas_simulator.settings import EngineSettings
+from kvatlas_simulator.zmq_events import open_feed
 
 GRACE_S = 2
 """How long open responses may continue after the engine is told to stop."""

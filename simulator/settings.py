@@ -5,13 +5,13 @@ from pydantic import Field, ValidationInfo, field_validator
 from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.settings import CommaList, Name, Port, Settings, ZmqEndpoint
 from kvatlas.validation import Count, Positive
-from simulator.cache.block_hash import SeededBlockHasher
-from simulator.cache.eviction import BuiltInPolicy
-from simulator.engine.scheduler import SchedulerLimits
-from simulator.engine.step_cost import StepCost
-from simulator.http.kv_transfer import Disaggregation
-from simulator.hybrid_cache.groups import CacheGroup, parse_groups
-from simulator.zmq_events import EventEncoding, FeedSettings
+from kvatlas_simulator.cache.block_hash import SeededBlockHasher
+from kvatlas_simulator.cache.eviction import BuiltInPolicy
+from kvatlas_simulator.engine.scheduler import SchedulerLimits
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.http.kv_transfer import Disaggregation
+from kvatlas_simulator.hybrid_cache.groups import CacheGroup, parse_groups
+from kvatlas_simulator.zmq_events import EventEncoding, FeedSettings
 
 _RATES = StepCost()
 MAX_GPU_BLOCKS = 1 << 22

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from simulator.engine.tokenizer import BYTE_TOKENS
+from kvatlas_simulator.engine.tokenizer import BYTE_TOKENS
 
 _Positive = Annotated[int, Field(ge=1)]
 

@@ -20,8 +20,8 @@ import zmq.asyncio
 
 from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.errors import SettingsError
-from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
-from simulator.hybrid_cache.groups import CacheGroup
+from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
+from kvatlas_simulator.hybrid_cache.groups import CacheGroup
 
 _log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from rich.text import Text
 
 from k8s.dashboards.dashboards import DASHBOARDS, Dashboard, Panel
 from kvatlas.embedded.free_port import LOOPBACK, free_port
-from simulator.demo.load_generator import send_workload
-from simulator.workload import Workload, chat_settings, generate_workload
+from kvatlas_simulator.demo.load_generator import send_workload
+from kvatlas_simulator.workload import Workload, chat_settings, generate_workload
 from tests.deployment.test_alerts import FILE
 from tests.end_to_end.prometheus import Prometheus
 from tests.end_to_end.test_observability import ScrapedFleet, running_fleet

@@ -22,7 +22,7 @@ from benchmarks.gateway.envoy import EnvoyProcess, Listener
 from benchmarks.process_usage import usage_of
 from benchmarks.timing import quantile
 from kvatlas.fleet.records import WorkerState
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from benchmarks.child_processes import server_process
 from benchmarks.gateway.envoy import EnvoyProcess, Listener
-from simulator.demo.demo import MODEL, SETTLE_S, SHARED_MACHINE, DemoSettings, open_probe, run_phases
-from simulator.demo.processes import FleetSettings, running_fleet, wait_until_routable
-from simulator.demo.report import Phase
-from simulator.workload import generate_workload
+from kvatlas_simulator.demo.demo import MODEL, SETTLE_S, SHARED_MACHINE, DemoSettings, open_probe, run_phases
+from kvatlas_simulator.demo.processes import FleetSettings, running_fleet, wait_until_routable
+from kvatlas_simulator.demo.report import Phase
+from kvatlas_simulator.workload import generate_workload
 
 TURNS = 2
 """Of each, one after the other, because the machine is shared."""

@@ -22,13 +22,15 @@ from benchmarks.timing import quantile, time_async_calls
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, unpack_hashes
 from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.bus.subjects import partition_of
 from kvatlas.bus.wire import RawMessage, to_raw
 from kvatlas.embedded import EmbeddedServer
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.events import Message, Removed, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
-from kvatlas.identity import Scope, partition_of
+from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import PartitionBatch, ResidencyIndex
+from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.sqlite.index import open_sqlite_index
 from kvatlas.store.connection import Store, connected_store

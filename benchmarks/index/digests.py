@@ -10,9 +10,10 @@ from benchmarks.result import Result
 from kvatlas.blocks.digest import Digest, sums_of
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.bus.subjects import partition_of
 from kvatlas.events import Checkpoint, IndexEvent, Message, Removed, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
-from kvatlas.identity import Scope, partition_of
-from kvatlas.index.protocol import PartitionBatch
+from kvatlas.identity import Scope
 from kvatlas.index.redis import apply_call
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY

@@ -30,20 +30,20 @@ from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.admission import Admission
 from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.partition_batch import Position
 from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
 from kvatlas.embedded import nats_server
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.index.local_copy.counters import ReplicaCounters
+from kvatlas.index.local_copy.local_copy import IndexReplica, ReplicaState, open_replica
+from kvatlas.index.local_copy.settings import ReplicaSettings
+from kvatlas.index.local_copy.store_copy import copy_shard
+from kvatlas.index.local_copy.stream_feed import StreamFeed
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import Position
 from kvatlas.index.redis.answering_index import AnsweringIndex
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.shard_reader import ShardReader
-from kvatlas.index.replica.counters import ReplicaCounters
-from kvatlas.index.replica.replica import IndexReplica, ReplicaState, open_replica
-from kvatlas.index.replica.settings import ReplicaSettings
-from kvatlas.index.replica.store_copy import copy_shard
-from kvatlas.index.replica.stream_feed import StreamFeed
 from kvatlas.reservations import RedisReservations
 from kvatlas.store.connection import Store
 from router_client import RouterClient, RouterSettings

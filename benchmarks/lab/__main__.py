@@ -17,15 +17,22 @@ from benchmarks.lab.study import Row, count_points, run_study
 from benchmarks.lab.study import to_markdown as study_to_markdown
 from benchmarks.peer.dynamo.processes import PYTHON
 from kvatlas.blocks.attention_groups import AttentionKind
-from simulator.hybrid_cache.groups import CacheGroup
-from simulator.lab.cache_layout import CacheLayout
-from simulator.lab.comparison import Point, Study, compare
-from simulator.lab.fleet_size import find_fleet_sizes
-from simulator.lab.generated_requests import WORKLOADS, generate
-from simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO
-from simulator.lab.report import SIZE_COLUMNS, save_picture, save_sizes_picture, size_rows, sizes_title, title_of
-from simulator.lab.requests import Workload
-from simulator.lab.traces import read_trace
+from kvatlas_simulator.hybrid_cache.groups import CacheGroup
+from kvatlas_simulator.lab.cache_layout import CacheLayout
+from kvatlas_simulator.lab.comparison import Point, Study, compare
+from kvatlas_simulator.lab.fleet_size import find_fleet_sizes
+from kvatlas_simulator.lab.generated_requests import WORKLOADS, generate
+from kvatlas_simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO
+from kvatlas_simulator.lab.report import (
+    SIZE_COLUMNS,
+    save_picture,
+    save_sizes_picture,
+    size_rows,
+    sizes_title,
+    title_of,
+)
+from kvatlas_simulator.lab.requests import Workload
+from kvatlas_simulator.lab.traces import read_trace
 
 GENERATED = ("agents", "tenants-bursty")
 MOST_REQUESTS = 1_000

@@ -28,18 +28,19 @@ from benchmarks.peer.engines import Engines
 from benchmarks.process_usage import usage_of
 from benchmarks.timing import quantile, time_async_calls, time_calls
 from kvatlas.blocks.hashing import SEED
+from kvatlas.bus.partition_batch import PartitionBatch
 from kvatlas.embedded import EmbeddedCluster, EmbeddedServer, valkey_cluster
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import ApplyResult, PartitionBatch, ResidencyIndex
+from kvatlas.index.protocol import ApplyResult, ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import connected_store
-from simulator.cache.kv_events import KVEvent
-from simulator.lab.event_path import EventPath
-from simulator.lab.policies.atlas import worker_name
-from simulator.lab.policies.dynamo.events import encode_batch, encode_event, mark_hash, mark_tokens, stored
-from simulator.lab.replay import FleetSettings, replay
-from simulator.lab.requests import LabRequest, Workload
+from kvatlas_simulator.cache.kv_events import KVEvent
+from kvatlas_simulator.lab.event_path import EventPath
+from kvatlas_simulator.lab.policies.atlas import worker_name
+from kvatlas_simulator.lab.policies.dynamo.events import encode_batch, encode_event, mark_hash, mark_tokens, stored
+from kvatlas_simulator.lab.replay import FleetSettings, replay
+from kvatlas_simulator.lab.requests import LabRequest, Workload
 
 FLEET = FleetSettings(workers=8, cache_tokens=500_000)
 SPEED = 2.0

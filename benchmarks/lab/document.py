@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvatlas.version import own_version
-from simulator.lab.comparison import Cell, Study
-from simulator.lab.report import COLUMNS, rows_of
+from kvatlas_simulator.lab.comparison import Cell, Study
+from kvatlas_simulator.lab.report import COLUMNS, rows_of
 
 RESULTS = Path("docs/results.md")
 PICTURE = Path("docs/results.png")

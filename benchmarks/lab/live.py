@@ -6,9 +6,9 @@ from dataclasses import replace
 import anyio
 
 from benchmarks.lab.document import Stopwatch, to_table, write_chapter
-from simulator.lab.comparison import Cell, Point, Study, compare, compare_live
-from simulator.lab.report import COLUMNS, rows_of, title_of
-from simulator.lab.requests import Workload
+from kvatlas_simulator.lab.comparison import Cell, Point, Study, compare, compare_live
+from kvatlas_simulator.lab.report import COLUMNS, rows_of, title_of
+from kvatlas_simulator.lab.requests import Workload
 
 REQUESTS = 400
 POINT = Point(workers=4, cache_tokens=500_000, speed=1.0)

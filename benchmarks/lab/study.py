@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.lab.document import to_table
-from simulator.lab.comparison import Point, Study, compare
-from simulator.lab.requests import Workload
-from simulator.lab.summary import Figures
+from kvatlas_simulator.lab.comparison import Point, Study, compare
+from kvatlas_simulator.lab.requests import Workload
+from kvatlas_simulator.lab.summary import Figures
 
 BLIND = ("least-loaded", "session", "prefix-hash", "cache-aware-tree", "weighted-scorers")
 OURS = ("kvatlas", "kvatlas-3-replicas")

@@ -20,7 +20,7 @@ from benchmarks.child_processes import ServerProcess, server_process
 from benchmarks.fleet_records import routable_record
 from benchmarks.timing import quantile
 from kvatlas.fleet.records import WorkerState
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store

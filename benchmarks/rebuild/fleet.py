@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 import uvloop
 
 from kvatlas.bus.connection import connect_nats
-from publishers import Publisher, PublisherSettings
+from kvatlas_publishers import Publisher, PublisherSettings
 
 BLOCK_SIZE = 16
 PROMPT_BLOCKS = 512

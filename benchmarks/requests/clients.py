@@ -14,8 +14,8 @@ import httpx
 
 from benchmarks.timing import quantile
 from kvatlas.runtime.background_task import BackgroundTask
-from simulator.service import EngineAddresses, run_engine
-from simulator.settings import EngineSettings
+from kvatlas_simulator.service import EngineAddresses, run_engine
+from kvatlas_simulator.settings import EngineSettings
 
 TIMEOUT_S = 120.0
 ANY_PORT = "tcp://127.0.0.1:0"

@@ -17,11 +17,11 @@ from benchmarks.fleet_records import routable_record
 from benchmarks.requests.clients import Request, Seen, repeating, running_engines, send, ttft_ms
 from kvatlas.embedded import valkey_server
 from kvatlas.fleet.records import ForwardPassMetrics, WorkerState
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import connected_store
-from simulator.engine.step_cost import StepCost
+from kvatlas_simulator.engine.step_cost import StepCost
 
 MODEL = "queue"
 ENGINES = 4

@@ -24,7 +24,7 @@ from benchmarks.requests.clients import Request, Seen, running_engines, send, tt
 from kvatlas.embedded import valkey_server
 from kvatlas.runtime.http_server import listen, serve
 from kvatlas.store.connection import connected_store
-from simulator.demo.processes import wait_until_routable
+from kvatlas_simulator.demo.processes import wait_until_routable
 
 MODEL = "routers"
 ENGINES = 16

@@ -13,7 +13,7 @@ from kvatlas.blocks.hashing import HASH_BYTES, extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
 from kvatlas.fleet.records import WorkerState
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store

@@ -15,7 +15,7 @@ from nats.aio.client import Client
 
 from benchmarks.child_processes import take_turns
 from kvatlas.bus.connection import connect_nats
-from publishers import Publisher, PublisherSettings
+from kvatlas_publishers import Publisher, PublisherSettings
 
 BLOCK_SIZE = 16
 MESSAGE_BLOCKS = 16

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from benchmarks.fleet_records import BLOCK_SIZE
 from benchmarks.spread.burst import OUTPUT_TOKENS, Burst, worker_name
-from simulator.cache.block_hash import SeededBlockHasher
-from simulator.cache.kv_cache import KVCache
-from simulator.engine.core import EngineCore
-from simulator.engine.generation_request import GenerationRequest
-from simulator.engine.scheduler import SchedulerLimits
+from kvatlas_simulator.cache.block_hash import SeededBlockHasher
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.engine.core import EngineCore
+from kvatlas_simulator.engine.generation_request import GenerationRequest
+from kvatlas_simulator.engine.scheduler import SchedulerLimits
 
 NUM_BLOCKS = 65_536
 

@@ -10,23 +10,24 @@ from time import process_time
 from benchmarks.result import Result
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.bus.subjects import partition_of
 from kvatlas.events import ScopeUse
 from kvatlas.fleet.records import EngineKind
-from kvatlas.identity import Scope, partition_of, shard_of
-from kvatlas.index.protocol import PartitionBatch
+from kvatlas.identity import Scope, shard_of
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
-from publishers.counters import PublisherCounters
-from publishers.engines import decode_batch
-from publishers.ledger.ledger import Ledger
-from publishers.settings import PublisherSettings
-from publishers.stream.changelog import Changelog, IncarnationReason
-from simulator.cache.block_hash import Namespace
-from simulator.engine.core import EngineCore
-from simulator.engine.generation_request import GenerationRequest
-from simulator.hybrid_cache import CacheGroup, HybridCache, Retention
-from simulator.workload import Conversation, WorkloadSettings, generate_workload
-from simulator.zmq_events import EventEncoding
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.engines import decode_batch
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.settings import PublisherSettings
+from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
+from kvatlas_simulator.cache.block_hash import Namespace
+from kvatlas_simulator.engine.core import EngineCore
+from kvatlas_simulator.engine.generation_request import GenerationRequest
+from kvatlas_simulator.hybrid_cache import CacheGroup, HybridCache, Retention
+from kvatlas_simulator.workload import Conversation, WorkloadSettings, generate_workload
+from kvatlas_simulator.zmq_events import EventEncoding
 
 BLOCK = 16
 POOL = 24_576

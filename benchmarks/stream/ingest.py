@@ -10,8 +10,9 @@ from benchmarks.child_processes import indexer_process
 from benchmarks.result import Result
 from benchmarks.stream.synthetic_publisher import publisher_process, worker_names
 from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.partition_batch import Position
 from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
-from kvatlas.index.protocol import Position, ResidencyIndex
+from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
 

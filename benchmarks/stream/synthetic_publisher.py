@@ -19,9 +19,9 @@ from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.subjects import events_subject
 from kvatlas.events import ScopeUse, Stored
 from kvatlas.identity import Scope
-from publishers.counters import PublisherCounters
-from publishers.stream.outbox import Outbox
-from publishers.stream.sender import Sender
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.stream.outbox import Outbox
+from kvatlas_publishers.stream.sender import Sender
 
 PARTITIONS = 64
 WORKERS = 16

@@ -7,11 +7,11 @@ from time import monotonic
 import anyio
 from redis.exceptions import RedisError
 
-from indexer.counters import IndexerCounters
-from indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas.errors import KvatlasError
 from kvatlas.store.connection import Store
 from kvatlas.store.function_library import MARK_EVERY_S, FunctionLibrary, read_unmarked
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 UNUSED_S = 6 * MARK_EVERY_S
 """A library must be without a mark for so long: a store that lost its data has no marks until processes make them again."""

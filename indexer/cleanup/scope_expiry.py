@@ -5,10 +5,10 @@ import logging
 import anyio
 from redis.exceptions import RedisError
 
-from indexer.counters import IndexerCounters
-from indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas.errors import KvatlasError
 from kvatlas.index.protocol import ResidencyIndex
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 UNUSED_S = 600.0
 """Far longer than any call to the store takes: the scopes of a message being applied were registered a second ago."""

@@ -10,11 +10,11 @@ from time import monotonic
 import anyio
 from redis.exceptions import RedisError
 
-from indexer.counters import IndexerCounters
-from indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas.errors import KvatlasError
 from kvatlas.identity import shard_of
 from kvatlas.index.protocol import ResidencyIndex, ScrubResult
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 PERIOD_S = 600.0
 BUDGET_BLOCKS = 500

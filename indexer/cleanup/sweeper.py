@@ -5,10 +5,10 @@ import logging
 import anyio
 from redis.exceptions import RedisError
 
-from indexer.counters import IndexerCounters
-from indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas.errors import KvatlasError
 from kvatlas.index.protocol import ResidencyIndex
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 BUDGET_BLOCKS = 2_000
 """Entries in a call: a few milliseconds of the store."""

@@ -10,21 +10,21 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from redis.exceptions import RedisError
 
-from indexer.cleanup.record_expiry import RecordExpiry
-from indexer.counters import IndexerCounters
-from indexer.liveness.failure_detector import FailureDetector, Retirement
-from indexer.ownership.owned_partitions import OwnedPartitions
-from indexer.repair.doubt import DoubtJudge
 from kvatlas.addresses import check_origin
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.subjects import ALL_ALIVE
 from kvatlas.errors import DATA_ERRORS, InvalidValue, KvatlasError
 from kvatlas.fleet.identities import Identities
 from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Repair, read_heartbeat
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
+from kvatlas_indexer.cleanup.record_expiry import RecordExpiry
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.liveness.failure_detector import FailureDetector, Retirement
+from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
+from kvatlas_indexer.repair.doubt import DoubtJudge
 
 WRITE_EVERY_S = 1.0
 SHORTEST_PAUSE_S = 0.05

@@ -13,13 +13,13 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from redis.exceptions import RedisError
 
-from indexer.counters import IndexerCounters
-from indexer.ownership.echo import Echo
-from indexer.ownership.owned_partitions import OwnedPartitions
-from indexer.ownership.rendezvous import target_partitions
 from kvatlas.errors import KvatlasError
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.quantities import ranges_text
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.ownership.echo import Echo
+from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
+from kvatlas_indexer.ownership.rendezvous import target_partitions
 
 LEASE_MS = 3_000
 RENEW_EVERY_S = 0.5

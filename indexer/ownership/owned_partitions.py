@@ -8,8 +8,8 @@ from typing import Protocol
 import anyio
 from anyio.abc import TaskGroup
 
-from indexer.partition.reader import PartitionStatus
-from kvatlas.identity import partition_of
+from kvatlas.bus.subjects import partition_of
+from kvatlas_indexer.partition.reader import PartitionStatus
 
 WORKERS_REMEMBERED = 100_000
 

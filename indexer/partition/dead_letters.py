@@ -8,12 +8,12 @@ from nats.errors import Error as NatsError
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
-from indexer.counters import IndexerCounters
 from kvatlas.bus.admission import PoisonMessage
 from kvatlas.bus.subjects import ALL_DEAD, DEAD_REASON, DEAD_STREAM, DEAD_SUBJECT, DEAD_WHY, dead_subject
 from kvatlas.bus.wire import MAX_MESSAGE_BYTES
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
+from kvatlas_indexer.counters import IndexerCounters
 
 QUEUE_LETTERS = 256
 

@@ -15,19 +15,20 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from redis.exceptions import RedisError
 
-from indexer.applier import Applier
-from indexer.counters import IndexerCounters
-from indexer.partition.dead_letters import DeadLetters
-from indexer.partition.event_stream import EventStream
 from kvatlas.bus.admission import Admission, PoisonMessage
+from kvatlas.bus.partition_batch import Position
 from kvatlas.bus.pull_consumer import PullConsumer, open_pull_consumer
 from kvatlas.bus.stream import StreamInfo
 from kvatlas.bus.subjects import partition_events
 from kvatlas.bus.wire import RawMessage
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.identities import Identities
-from kvatlas.index.protocol import Position, ResidencyIndex
+from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.runtime.backoff import Backoff
+from kvatlas_indexer.applier import Applier
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.partition.dead_letters import DeadLetters
+from kvatlas_indexer.partition.event_stream import EventStream
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0

@@ -8,16 +8,15 @@ import anyio
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from indexer.counters import IndexerCounters
-from indexer.ownership.owned_partitions import OwnedPartitions
-from indexer.repair.grants import GrantBudget
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import GrantRequest
-from kvatlas.bus.subjects import ALL_GRANTS, ALL_GRANTS_BEFORE, is_inbox
+from kvatlas.bus.subjects import ALL_GRANTS, ALL_GRANTS_BEFORE, is_inbox, partition_of
 from kvatlas.errors import InvalidValue
-from kvatlas.identity import partition_of
 from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
+from kvatlas_indexer.repair.grants import GrantBudget
 
 log = logging.getLogger("kvatlas.indexer")
 

@@ -10,11 +10,6 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from redis.exceptions import RedisError
 
-from indexer.counters import IndexerCounters
-from indexer.liveness.heartbeats import Heartbeats
-from indexer.ownership.owned_partitions import OwnedPartitions
-from indexer.repair.doubt import Doubt, DoubtJudge, SnapshotRequest
-from indexer.repair.grants import GrantBudget
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
 from kvatlas.bus.subjects import control_subject
@@ -22,6 +17,11 @@ from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.identity import shard_of
 from kvatlas.index.protocol import ResidencyIndex, Room, WorkerRecord
 from kvatlas.telemetry import inject_headers, snapshot_request_span
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.liveness.heartbeats import Heartbeats
+from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
+from kvatlas_indexer.repair.doubt import Doubt, DoubtJudge, SnapshotRequest
+from kvatlas_indexer.repair.grants import GrantBudget
 
 JUDGE_EVERY_S = 1.0
 ROOM_FRACTION = 0.1

@@ -8,11 +8,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from indexer.replica import Replica
-from indexer.status_page.sections import status_page
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.runtime.metrics_page import METRICS_ROUTE
+from kvatlas_indexer.indexer_process import Replica
+from kvatlas_indexer.status_page.sections import status_page
 
 
 def application(replica: Replica, index: ResidencyIndex, fleet: FleetStore) -> Starlette:

@@ -11,7 +11,7 @@ from kvatlas.blocks.tiers import Tier, tiers_of
 from kvatlas.blocks.token_text import parse_tokens
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineEndpoint, FleetRecord
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.status_page.content import QUIET_DASH, Cell, Column, Section, Table, Tone, number_cell

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
-from indexer.partition.reader import PartitionStatus
-from indexer.replica import Replica
-from indexer.status_page.overlap_probe import OverlapProbe
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.quantities import age_text, count_text, ranges_text
 from kvatlas.status_page.content import (
@@ -23,6 +20,9 @@ from kvatlas.status_page.content import (
 )
 from kvatlas.status_page.server import Source, StatusPage
 from kvatlas.status_page.workers import workers_section
+from kvatlas_indexer.indexer_process import Replica
+from kvatlas_indexer.partition.reader import PartitionStatus
+from kvatlas_indexer.status_page.overlap_probe import OverlapProbe
 
 MANY_PENDING = 1_000
 OUT_OF_REACH = Cell("on its own page", Tone.QUIET, "another replica reads it")

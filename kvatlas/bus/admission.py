@@ -5,7 +5,7 @@ from enum import StrEnum
 from time import time_ns
 from typing import Any
 
-from kvatlas.bus.subjects import worker_of
+from kvatlas.bus.subjects import partition_of, worker_of
 from kvatlas.bus.wire import (
     BLOCK_SIZE,
     INCARNATION,
@@ -20,7 +20,7 @@ from kvatlas.bus.wire import (
 )
 from kvatlas.errors import InvalidValue, KvatlasError, WireError
 from kvatlas.fleet.identities import Identities
-from kvatlas.identity import Scope, partition_of
+from kvatlas.identity import Scope
 from kvatlas.incarnation import check_incarnation
 from kvatlas.msgpack_input import unpack
 

@@ -20,13 +20,13 @@ from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from kvatlas.bus.connection import unsubscribe
+from kvatlas.bus.partition_batch import Position
 from kvatlas.bus.pull_protocol import PullStatus, PullWindow, last_consumer_seq, messages_returned, pull_status
 from kvatlas.bus.queue import PartitionQueue
 from kvatlas.bus.stream import stream_info
 from kvatlas.bus.subjects import STREAM
 from kvatlas.bus.wire import RawMessage
 from kvatlas.errors import KvatlasError
-from kvatlas.index.protocol import Position
 
 PULL_MESSAGES = 512
 PULL_BYTES = 704 * 1024

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from anyio import Event
 
+from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.bus.pull_protocol import parse_delivery
 from kvatlas.bus.wire import TS_US, WORKER_ID, RawMessage
-from kvatlas.index.protocol import PartitionBatch, Position
 
 QUEUE_MESSAGES = 4_096
 QUEUE_BYTES = 1024 * 1024

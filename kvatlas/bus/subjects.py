@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from math import gcd
 
+import xxhash
+
 from kvatlas.errors import InvalidValue
-from kvatlas.identity import check_worker_id, partition_of
+from kvatlas.identity import check_worker_id
 
 STREAM = "KVATLAS_EVENTS"
 ALL_EVENTS = "kvatlas.events.*.*"
@@ -20,6 +22,11 @@ DEAD_STREAM = "KVATLAS_DEAD"
 ALL_DEAD = "kvatlas.dead.*.*"
 DEAD_REASON, DEAD_WHY, DEAD_SUBJECT = "Kvatlas-Reason", "Kvatlas-Why", "Kvatlas-Subject"
 """Headers of a message there: why it was refused, in a word and in a line, and the subject that it came on."""
+
+
+def partition_of(worker_id: str, partitions: int) -> int:
+    """The partition of a worker's messages: XXH3_64(worker_id) modulo the number of partitions."""
+    return xxhash.xxh3_64_intdigest(worker_id.encode()) % partitions
 
 
 def events_subject(worker_id: str, partitions: int) -> str:

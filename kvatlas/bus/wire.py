@@ -86,7 +86,7 @@ RawMessage = list[Any]
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message. The sender keeps to MAX_MESSAGE_BYTES (see `publishers.stream.outbox`)."""
+    """The bytes of a message. The sender keeps to MAX_MESSAGE_BYTES (see `kvatlas_publishers.stream.outbox`)."""
     scopes = {
         scope_id: [
             use.scope.model_id,

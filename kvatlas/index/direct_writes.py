@@ -11,10 +11,12 @@ from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import FLAG_PINNED, Tier
 from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.bus.subjects import partition_of
 from kvatlas.errors import KvatlasError
 from kvatlas.events import Cleared, IndexEvent, Message, Removed, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
-from kvatlas.identity import Scope, check_worker_id, partition_of, shard_of
-from kvatlas.index.protocol import ApplyResult, PartitionBatch, WorkerRecord
+from kvatlas.identity import Scope, check_worker_id, shard_of
+from kvatlas.index.protocol import ApplyResult, WorkerRecord
 
 _TRIES = 5
 _HASHES_A_MESSAGE = 32_768

@@ -16,36 +16,13 @@ from typing import Protocol
 
 from kvatlas.blocks.residency import IndexMetrics, IndexWork, Overlap, Residency, ResidentBlocks
 from kvatlas.blocks.tiers import Tier
-from kvatlas.bus.wire import RawMessage
+from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
 from kvatlas.index.apply_counts import ApplyCounts
 
 DEFAULT_PARTITIONS = 64
 DEFAULT_SHARDS = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """A place in the stream: the stream's creation time (us since 1970) and the last applied stream seq."""
-
-    creation_us: int
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionBatch:
-    """Messages of one partition in stream order, and the position after the last of them.
-
-    `position` None applies messages without a stream (direct writes). `after_seq` is the stream seq before the first
-    message: if the store's position is lower (it lost its last writes) or of another stream, nothing is applied and the
-    partition is in `ApplyResult.moved`.
-    """
-
-    partition: int
-    messages: Sequence[RawMessage]
-    position: Position | None = None
-    after_seq: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from kvatlas.cost.protocol import Load, Prices, mean_load
 from kvatlas.reservations.likeness import RING, place_on_ring
-from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, Limits, Over, level
 from kvatlas.reservations.pair_choice import choose_pair
 from kvatlas.reservations.protocol import Ask, CrowdsUnknown, Evaluation, Offer, OfferEvaluation, OfferKind
+from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, Over, level
 
 
 class WorkerLoad(NamedTuple):

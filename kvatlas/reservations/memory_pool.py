@@ -10,8 +10,8 @@ from heapq import heapify, heappop, heappush
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Evidence
-from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit
 from kvatlas.reservations.protocol import LoadReport
+from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 
 SLACK = 64
 

@@ -23,7 +23,7 @@ from kvatlas.cost.regression import Evidence
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.reservations.likeness import likeness_of
-from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, Limits, limit_of
+from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, limit_of
 
 STEP_BLOCKS = 8
 MAX_STEPS = 1_024
@@ -170,7 +170,7 @@ class OfferEvaluation(NamedTuple):
     `load_known` False: its reported load is unknown or too old, and the mean of the others stands in. `predicted_tokens`:
     if above 0, the tokens that it counts as holding, after waiting `wait_us` longer than for its backlog. `again_tokens`:
     those that another worker is computing now and this one would compute as well. `over`: limits that it would exceed
-    (flags of `kvatlas.reservations.limits.Over`); `missed_us`: by how much it would miss the SLO.
+    (flags of `kvatlas.reservations.room_and_slo.Over`); `missed_us`: by how much it would miss the SLO.
     """
 
     load: Load

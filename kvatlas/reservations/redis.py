@@ -14,7 +14,6 @@ from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import ERRORS, FORM, Evidence
 from kvatlas.errors import DATA_ERRORS
 from kvatlas.reservations.evaluation import UsablePrediction, WorkerLoad, evaluate_offer
-from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, Limits
 from kvatlas.reservations.memory import CALLED_OFF_US
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
@@ -31,6 +30,7 @@ from kvatlas.reservations.protocol import (
     WorkerReport,
 )
 from kvatlas.reservations.redis_calls import call_pool, call_pool_ro
+from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
 

@@ -21,7 +21,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from kvatlas.errors import Unreachable
 from kvatlas.store.connection import Store
 from kvatlas.telemetry import sampled_context, store_span
-from kvatlas.telemetry.durations import Durations
+from kvatlas.telemetry.duration_series import Durations
 
 MARK_EVERY_S = 600.0
 USED_FOR_S = 24 * 3600

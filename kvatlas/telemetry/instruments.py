@@ -63,7 +63,7 @@ def _single(instrument: Instrument, name: str, factor: float = 1) -> dict[str, S
 _TIERS = ("hbm", "remote_hbm", "cpu_dram", "local_ssd", "object_store")
 
 
-# ---------------------------------------------------------------- publisher: publishers.counters.PublisherCounters
+# ---------------------------------------------------------------- publisher: kvatlas_publishers.counters.PublisherCounters
 
 ENGINE_BATCHES = _counter("publisher.engine.batches", "{batch}", "Batches received from the engine")
 ENGINE_EVENTS = _counter("publisher.engine.events", "{event}", "Events received from the engine")
@@ -165,7 +165,7 @@ PUBLISHER = {
     **_by(SAVES, "outcome", saves="saved", saves_failed="failed"),
 }
 
-# ---------------------------------------------------------------- engine: publishers.counters.PublisherGauges
+# ---------------------------------------------------------------- engine: kvatlas_publishers.counters.PublisherGauges
 
 FEED_CONNECTED = _gauge("publisher.feed.connected", "{feed}", "1 while the engine's event socket is connected")
 FEED_SILENCE = _gauge("publisher.feed.silence", "s", "Time since the engine's last batch of events")
@@ -191,7 +191,7 @@ ENGINE = {
     **_single(LEDGER_AWAITING, "awaiting_events"),
 }
 
-# ---------------------------------------------------------------- ledger: publishers.ledger.counters.LedgerCounters
+# ---------------------------------------------------------------- ledger: kvatlas_publishers.ledger.counters.LedgerCounters
 
 LEDGER_BLOCKS = _counter("ledger.blocks", "{block}", "Blocks that the engine stored and removed, by change")
 LEDGER_SKIPPED = _counter("ledger.skipped", "{block}", "Blocks that can't be published, by reason")
@@ -240,7 +240,7 @@ LEDGER = {
     **_single(LEDGER_REGROUPED, "regrouped"),
 }
 
-# ---------------------------------------------------------------- indexer: indexer.counters.IndexerCounters
+# ---------------------------------------------------------------- indexer: kvatlas_indexer.counters.IndexerCounters
 
 READ_MESSAGES = _counter("indexer.read.messages", "{message}", "Messages read from the stream")
 READ_BYTES = _counter("indexer.read.bytes", "By", "Bytes of messages read from the stream")
@@ -336,7 +336,7 @@ INDEXER = {
     **_single(STRAYS, "scrub_strays"),
 }
 
-# ---------------------------------------------------------------- replica: indexer.gauges.ReplicaGauges
+# ---------------------------------------------------------------- replica: kvatlas_indexer.gauges.ReplicaGauges
 
 PARTITIONS = _gauge("indexer.partitions.configured", "{partition}", "Partitions of the stream")
 PARTITIONS_OWNED = _gauge("indexer.partitions.owned", "{partition}", "Partitions owned by this replica")
@@ -364,7 +364,7 @@ REPLICA = {
     **_single(GRANTED_BYTES, "granted_snapshot_bytes"),
 }
 
-# ---------------------------------------------------------------- partition: indexer.partition.reader.PartitionStatus
+# ---------------------------------------------------------------- partition: kvatlas_indexer.partition.reader.PartitionStatus
 
 PARTITION_PENDING = _gauge("indexer.partition.pending", "{message}", "Messages that are not applied yet, by partition")
 PARTITION_LAG = _gauge(
@@ -395,7 +395,7 @@ INDEX = {
     **_by(INDEX_BYTES, "tier", **{f"bytes.{tier}": tier for tier in _TIERS}),
 }
 
-# ---------------------------------------------------------------- store: indexer.gauges.StoreGauges
+# ---------------------------------------------------------------- store: kvatlas_indexer.gauges.StoreGauges
 
 STORE = _by(STORE_MEMORY, "what", used_bytes="used", limit_bytes="limit")
 
@@ -508,7 +508,7 @@ RATES = {
     **_by(RATE_ERROR, "of", first_error="first token", next_error="next token"),
 }
 
-# ---------------------------------------------------------------- proxy: router_client.proxy.counters.ProxyCounters
+# ---------------------------------------------------------------- proxy: kvatlas_router.proxy.counters.ProxyCounters
 
 PROXY_REQUESTS = _counter("proxy.requests", "{request}", "Requests to route")
 PROXY_ENDS = _counter("proxy.ends", "{request}", "Requests ended, by how")
@@ -560,7 +560,7 @@ PROXY = {
     ),
 }
 
-# ---------------------------------------------------------------- proxy_load: router_client.proxy.exchange.Exchange
+# ---------------------------------------------------------------- proxy_load: kvatlas_router.proxy.exchange.Exchange
 
 PROXY_IN_FLIGHT = _gauge("proxy.in_flight", "{request}", "Requests that run in this router")
 PROXY_IN_FLIGHT_TOKENS = _gauge(
@@ -574,7 +574,7 @@ PROXY_LOAD = {
     **_single(PROXY_WAITING, "waiting"),
 }
 
-# ---------------------------------------------------------------- gateway: router_client.gateway.counters.GatewayCounters
+# ---------------------------------------------------------------- gateway: kvatlas_router.gateway.counters.GatewayCounters
 
 GATEWAY_STREAMS = _counter("gateway.requests", "{request}", "Requests that gateways asked about")
 GATEWAY_PICKS = _counter("gateway.picks", "{request}", "Requests by what their endpoint was picked by, or why none was")
@@ -611,14 +611,14 @@ GATEWAY = {
     **_single(GATEWAY_PICK_TIME, "pick_time"),
 }
 
-# ---------------------------------------------------------------- gateway_load: router_client.gateway.counters.GatewayGauges
+# ---------------------------------------------------------------- gateway_load: kvatlas_router.gateway.counters.GatewayGauges
 
 GATEWAY_IN_FLIGHT = _gauge("gateway.in_flight", "{request}", "Requests with an endpoint whose end is not known yet")
 GATEWAY_WAITING = _gauge("gateway.waiting", "{request}", "Requests that wait in this picker for an engine with room")
 
 GATEWAY_LOAD = {**_single(GATEWAY_IN_FLIGHT, "in_flight"), **_single(GATEWAY_WAITING, "waiting")}
 
-# ---------------------------------------------------------------- index_replica: kvatlas.index.replica.counters.ReplicaCounters
+# ------------------------------------------------ index_replica: kvatlas.index.local_copy.counters.ReplicaCounters
 
 COPY_ANSWERS = _counter(
     "index_replica.answers", "{lookup}", "Lookups of a router with a replica of the index, by who answered and why"
@@ -657,9 +657,9 @@ INDEX_REPLICA_NOW = {
     **_single(COPY_BLOCKS, "blocks"),
     **_single(COPY_MEMORY, "memory_bytes"),
 }
-"""Of kvatlas.index.replica.replica.IndexReplica."""
+"""Of kvatlas.index.local_copy.local_copy.IndexReplica."""
 
-# ---------------------------------------------------------------- outliers: router_client.outliers.monitor.OutlierCounters
+# ---------------------------------------------------------------- outliers: kvatlas_router.outliers.monitor.OutlierCounters
 
 ENGINE_ANSWERS = _counter("outliers.answers", "{answer}", "Engines' answers, by what they say about their worker")
 EJECTIONS = _counter("outliers.changes", "{worker}", "Workers ejected because they fail, and readmitted")
@@ -667,13 +667,13 @@ EJECTIONS = _counter("outliers.changes", "{worker}", "Workers ejected because th
 EJECTED_NOW = _gauge("outliers.ejected", "{worker}", "Workers left alone because they fail")
 
 EJECTED = _single(EJECTED_NOW, "ejected_workers")
-"""Of router_client.outliers.monitor.OutlierMonitor."""
+"""Of kvatlas_router.outliers.monitor.OutlierMonitor."""
 OUTLIERS = {
     **_by(ENGINE_ANSWERS, "verdict", good="good", bad="bad"),
     **_by(EJECTIONS, "change", ejections="ejected", readmissions="readmitted"),
 }
 
-# ---------------------------------------------------------------- tokens: router_client.tokens.counters.TokenCounters
+# ---------------------------------------------------------------- tokens: kvatlas_router.tokens.counters.TokenCounters
 
 TOKENIZED = _counter("tokens.requests", "{request}", "Requests, by how their token ids were found or why not")
 TOKENIZE_TIME = _histogram("tokens.duration", "s", "Waiting for a prompt's token ids")
@@ -764,7 +764,7 @@ def _messaging(operation: str) -> Mapping[str, str]:
 
 
 STORE_CALL = _single(DB_TIME, "duration")
-"""Of kvatlas.telemetry.durations.Duration, as the next."""
+"""Of kvatlas.telemetry.duration_series.Duration, as the next."""
 HTTP_REQUEST = _single(HTTP_TIME, "duration")
 MESSAGES_OUT = {"sends": Series(MESSAGES_SENT, _messaging("send"))}
 """Of the publisher's counters, once more, as the next of the indexer's."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from hashlib import sha256
 
-from kvatlas.fleet.store import FLEET_LIBRARY
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.store import answers_key

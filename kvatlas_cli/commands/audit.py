@@ -7,7 +7,7 @@ import typer
 
 from kvatlas.bus.connection import connect_nats
 from kvatlas.fleet.records import EngineState
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.settings import QuerySettings
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.ledger_audit import Difference, WorkerAudit, audit_workers

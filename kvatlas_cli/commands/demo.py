@@ -2,7 +2,7 @@
 
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.runner import run_service
-from simulator.demo import DemoSettings, run_demo
+from kvatlas_simulator.demo import DemoSettings, run_demo
 
 
 @with_settings(DemoSettings)

@@ -9,13 +9,13 @@ from kvatlas_cli.process_group import run_process_group
 from kvatlas_cli.runner import run_service
 
 if TYPE_CHECKING:
-    from router_client.gateway.service import RunningPicker
+    from kvatlas_router.gateway.service import RunningPicker
 
 
 @with_settings(GatewaySettings)
 def epp(settings: GatewaySettings) -> None:
     """Choose the engine for each request of a gateway: an endpoint picker over Envoy's external processing."""
-    from router_client.gateway.service import run_endpoint_picker  # needs the extra
+    from kvatlas_router.gateway.service import run_endpoint_picker  # needs the extra
 
     if settings.processes == 1:
         run_service("epp", settings, run_endpoint_picker(settings, ready=_ready))

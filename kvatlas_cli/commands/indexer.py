@@ -8,13 +8,13 @@ from kvatlas_cli.output import print_notice
 from kvatlas_cli.runner import run_service
 
 if TYPE_CHECKING:
-    from indexer.replica import Replica
+    from kvatlas_indexer.indexer_process import Replica
 
 
 @with_settings(IndexerSettings)
 def indexer(settings: IndexerSettings) -> None:
     """Apply what publishers send to the index. Any number of replicas share the partitions."""
-    from indexer.service import run_indexer  # needs the extra
+    from kvatlas_indexer.service import run_indexer  # needs the extra
 
     run_service(
         "indexer", settings, run_indexer(settings, ready=_print_ready), metrics_page=settings.status_port is not None

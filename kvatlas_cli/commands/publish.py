@@ -11,13 +11,13 @@ from kvatlas_cli.output import print_notice
 from kvatlas_cli.runner import run_service
 
 if TYPE_CHECKING:
-    from publishers.publisher import Publisher
+    from kvatlas_publishers.publisher import Publisher
 
 
 @with_settings(PublishSettings)
 def publish(settings: PublishSettings) -> None:
     """Follow one engine's KV events and publish what it holds to the index. SIGUSR1: routers send its workers nothing new."""
-    from publishers.sidecar import run_sidecar  # needs the extra
+    from kvatlas_publishers.sidecar import run_sidecar  # needs the extra
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before the workers are published there is nothing to drain
     run_service(

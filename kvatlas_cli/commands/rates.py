@@ -7,7 +7,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import EngineRates
 from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_rates_of
 from kvatlas.cost.regression import Evidence
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.reservations import RedisReservations
 from kvatlas.settings import QuerySettings
 from kvatlas_cli.flags import JsonFlag, with_settings

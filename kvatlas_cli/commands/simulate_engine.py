@@ -3,8 +3,8 @@
 from kvatlas_cli.flags import with_settings
 from kvatlas_cli.output import print_notice
 from kvatlas_cli.runner import run_service
-from simulator.service import EngineAddresses, run_engine
-from simulator.settings import EngineSettings
+from kvatlas_simulator.service import EngineAddresses, run_engine
+from kvatlas_simulator.settings import EngineSettings
 
 
 @with_settings(EngineSettings)

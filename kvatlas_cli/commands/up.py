@@ -31,7 +31,7 @@ from kvatlas_cli.output import print_json_line, print_notice
 from kvatlas_cli.runner import run_service
 
 if TYPE_CHECKING:
-    from indexer.replica import Replica
+    from kvatlas_indexer.indexer_process import Replica
 
 LOCK_FILE = "up.lock"
 NOT_IN_WORKER_ID = re.compile(r"[^A-Za-z0-9_-]+")
@@ -107,7 +107,7 @@ def _check_values(flags: dict[str, str]) -> None:
 
 
 async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool) -> None:
-    from indexer.service import run_indexer  # needs the extra
+    from kvatlas_indexer.service import run_indexer  # needs the extra
 
     async with AsyncExitStack() as stack:
         temporary = settings.state_dir is None
@@ -139,7 +139,7 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
             group.start_soon(partial(run_indexer, indexer_settings, ready=on_ready))
             await ready.wait()
             if sidecars:
-                from publishers.sidecar import run_sidecar  # needs the extra
+                from kvatlas_publishers.sidecar import run_sidecar  # needs the extra
 
                 group.start_soon(run_sidecar, sidecars)
             _print_addresses(nats_url, redis_url, None if temporary else state_dir, sidecars, as_json)
@@ -182,7 +182,7 @@ async def discover_sidecars(
     The block size is learned from events: those of an engine with context parallelism, or with several kinds of attention, have
     other blocks than the engine's flag says.
     """
-    from publishers.engines.discovery import discover, shift_port
+    from kvatlas_publishers.engines.discovery import discover, shift_port
 
     folder = state_dir / "publishers" / flags["worker_id"]
     folder.mkdir(parents=True, exist_ok=True)

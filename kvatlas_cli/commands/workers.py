@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from kvatlas.blocks.digest import WORDS, Digest
 from kvatlas.fleet.records import FleetRecord, to_jsonable
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import RedisIndex
 from kvatlas.settings import QuerySettings
 from kvatlas_cli.flags import JsonFlag, with_settings

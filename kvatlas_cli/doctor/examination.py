@@ -15,7 +15,7 @@ from kvatlas.bus.stream import StreamInfo
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.fleet.identities import Identities
 from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Liveness
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.layout import Layout

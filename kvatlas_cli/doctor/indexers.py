@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 
 from kvatlas.errors import Unreachable
-from kvatlas.fleet.store import leases_key, members_key
+from kvatlas.fleet_store.fleet_store import leases_key, members_key
 from kvatlas.quantities import ranges_text
 from kvatlas.store.connection import UNREACHABLE, Store, reason
 from kvatlas_cli.doctor.report import Finding, Level, join_names
@@ -13,7 +13,7 @@ async def read_indexers(store: Store, now_us: int, layout: int = 0) -> tuple[lis
     """A layout's members alive at this time of the store, sorted, and the holder of each partition's lease. Raises
     Unreachable.
 
-    Read directly (keys: `kvatlas.fleet.store`), because the functions may be missing or of another version.
+    Read directly (keys: `kvatlas.fleet_store.fleet_store`), because the functions may be missing or of another version.
     """
     try:
         members = await store.client.hgetall(members_key(layout))

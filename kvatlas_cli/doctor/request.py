@@ -8,7 +8,7 @@ from typing import Any
 from kvatlas.bus.access import NatsAccess
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet.records import FleetRecord, Heartbeat
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope, scope_from_canonical
 from kvatlas.index.redis.keys import SCOPES
 from kvatlas.index.redis.shard_reader import read_hash
@@ -129,11 +129,11 @@ class RequestFollower:
 
         import httpx  # of the extra router
 
+        from kvatlas_router.tokens.budget import BudgetedTokenizer, TokenizerBudget
+        from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
+        from kvatlas_router.tokens.prompt_reader import PromptReader
+        from kvatlas_router.tokens.text_request import Api, TextRequest
         from router_client.chain_cache import ChainCache
-        from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
-        from router_client.tokens.engine_tokenizer import EngineTokenizer
-        from router_client.tokens.prompt_reader import PromptReader
-        from router_client.tokens.text_request import Api, TextRequest
 
         text = TextRequest.parse(Api.CHAT if _CHAT in body else Api.COMPLETIONS, dumps(body).encode())
         urls = [one.endpoint.url for one in fleet.values() if one.routable and one.endpoint.pool_id == scope.pool_id]

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from kvatlas.errors import LayoutMismatch
-from kvatlas.fleet.store import FLEET_LIBRARY
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.index.redis.layout import Layout, read_layout
 from kvatlas.reservations.redis_calls import POOL_LIBRARY

@@ -13,10 +13,10 @@ from nats.aio.client import Client
 from nats.errors import NoRespondersError
 from nats.js.errors import APIError
 
+from kvatlas.bus.partition_batch import Position
 from kvatlas.bus.stream import StreamInfo, microseconds_of, stream_info
 from kvatlas.bus.subjects import ALL_EVENTS, DEAD_REASON, DEAD_STREAM, DEAD_SUBJECT, DEAD_WHY, STREAM
 from kvatlas.bus.wire import MAX_MESSAGE_BYTES
-from kvatlas.index.protocol import Position
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from kvatlas.blocks.digest import WORDS, Digest
 from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.subjects import partition_of
 from kvatlas.fleet.records import Diagnosis, FleetRecord
-from kvatlas.fleet.store import FleetStore
-from kvatlas.identity import partition_of
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.index import RedisIndex
 from kvatlas.predictions.accuracy import AnswerReport

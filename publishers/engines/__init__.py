@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 
 from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineBatch
 from kvatlas.fleet.records import EngineKind
-from publishers.engines import open_events, sglang, vllm
-from publishers.engines.payload import MAX_PAYLOAD_BYTES
+from kvatlas_publishers.engine_events import EngineBatch
+from kvatlas_publishers.engines import open_events, sglang, vllm
+from kvatlas_publishers.engines.payload import MAX_PAYLOAD_BYTES
 
 __all__ = ["MAX_PAYLOAD_BYTES", "decode_batch"]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import EngineEventError, InvalidValue
-from kvatlas.events import EngineEvent, EngineHash, EngineRemoved, EngineStored
 from kvatlas.msgpack_input import unpack
 from kvatlas.validation import MAX_BLOCK_TOKENS
+from kvatlas_publishers.engine_events import EngineEvent, EngineHash, EngineRemoved, EngineStored
 
 MAX_EVENTS = 1024
 """The most that the server puts in one batch."""

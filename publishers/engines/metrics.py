@@ -1,4 +1,4 @@
-"""Reads an engine's state and load from its metrics page (pure; `publishers.engines.poller` fetches it).
+"""Reads an engine's state and load from its metrics page (pure; `kvatlas_publishers.engines.poller` fetches it).
 
 Names as released: vLLM 0.9 to 0.33 (`vllm:*`), SGLang 0.4.7 to 0.5.23 (`sglang:*`).
 

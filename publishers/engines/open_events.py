@@ -22,7 +22,10 @@ from pydantic import ValidationError
 from kvatlas.blocks.external_chain import MAX_HASH, ROOT, hash_text, name_hash
 from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import EngineEventError, InvalidValue, UnknownTier
-from kvatlas.events import (
+from kvatlas.identity import DEFAULT_EXTERNAL_CHAIN
+from kvatlas.msgpack_input import MAX_OTHER_VALUES, unpack
+from kvatlas.validation import describe_mistake
+from kvatlas_publishers.engine_events import (
     EngineBatch,
     EngineCleared,
     EngineDropped,
@@ -33,10 +36,7 @@ from kvatlas.events import (
     LocalHashes,
     OpenHeader,
 )
-from kvatlas.identity import DEFAULT_EXTERNAL_CHAIN
-from kvatlas.msgpack_input import MAX_OTHER_VALUES, unpack
-from kvatlas.validation import describe_mistake
-from publishers.engines.open_models import (
+from kvatlas_publishers.engines.open_models import (
     ENGINE_EVENT,
     AllBlocksCleared,
     BatchFields,
@@ -47,7 +47,7 @@ from publishers.engines.open_models import (
     RouterFields,
     StoredData,
 )
-from publishers.engines.payload import MAX_PAYLOAD_BYTES
+from kvatlas_publishers.engines.payload import MAX_PAYLOAD_BYTES
 
 _JSON_STARTS = b"{[ \t\r\n"
 """Of these no batch in msgpack begins with any: it is a map."""
@@ -65,7 +65,7 @@ def decode_batch(payload: bytes) -> EngineBatch:
 
 def batch_of(raw: Any) -> EngineBatch:
     """A batch in either form as JSON types. Events that can't be read are named in `EngineBatch.skipped`; see
-    `publishers.engines.payload.decode` for what such an event makes lost. Raises EngineEventError for what is no batch."""
+    `engines.payload.decode` for what such an event makes lost. Raises EngineEventError for what is no batch."""
     raw_events = raw.get("events") if isinstance(raw, dict) else None
     if not isinstance(raw_events, list):
         raise EngineEventError(f"batch is {raw!r:.60}; expected an object with events")

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvatlas.errors import EngineEventError, InvalidValue, UnknownTier
-from kvatlas.events import EngineBatch, EngineEvent, EngineHash
 from kvatlas.msgpack_input import unpack
 from kvatlas.validation import MAX_BLOCK_TOKENS
+from kvatlas_publishers.engine_events import EngineBatch, EngineEvent, EngineHash
 
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 

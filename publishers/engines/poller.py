@@ -1,4 +1,4 @@
-"""Polls an engine's health and metrics over HTTP each second (thin: the parsing is in `publishers.engines.metrics`)."""
+"""Polls an engine's health and metrics over HTTP each second (thin: the parsing is in `kvatlas_publishers.engines.metrics`)."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,10 @@ from kvatlas.errors import DATA_ERRORS, InvalidValue
 from kvatlas.fleet.records import EngineKind, EngineState, WorkerState
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.validation import MAX_BLOCK_TOKENS, MAX_NUMBER
-from publishers.counters import PublisherCounters
-from publishers.diagnoses import Diagnoses
-from publishers.engines.metrics import LoadContext, has_metrics, read_metrics
-from publishers.engines.recognition import diagnose_kind, kind_of_page
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.diagnoses import Diagnoses
+from kvatlas_publishers.engines.decoder_check import diagnose_kind, kind_of_page
+from kvatlas_publishers.engines.metrics import LoadContext, has_metrics, read_metrics
 
 POLL_S = 1.0
 ANSWER_S = 2.0

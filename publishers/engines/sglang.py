@@ -7,8 +7,8 @@ so.
 """
 
 from kvatlas.blocks.tiers import Tier, parse_tier
-from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
-from publishers.engines import payload as wire
+from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvatlas_publishers.engines import payload as wire
 
 _FIELDS = {
     "BlockStored": (

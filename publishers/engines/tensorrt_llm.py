@@ -24,8 +24,8 @@ from typing import Any
 from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import DATA_ERRORS, EngineEventError
-from kvatlas.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
 from kvatlas.validation import MAX_BLOCK_TOKENS, MAX_NUMBER
+from kvatlas_publishers.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
 
 HASH_ALGORITHM = "v1_block_key"
 """The one that can be computed here; records without `hash_algo` have it."""

@@ -23,9 +23,9 @@ from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import ExtraKeys
 from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import EngineEventError, UnknownTier
-from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
 from kvatlas.validation import MAX_LOOKAHEAD
-from publishers.engines import payload as wire
+from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvatlas_publishers.engines import payload as wire
 
 MAX_GROUPS = 1_024
 

@@ -26,7 +26,7 @@ import msgpack
 from xxhash import xxh3_128_digest
 
 from kvatlas.errors import InvalidValue
-from publishers.feed.payload_digests import DIGEST_BYTES, PayloadDigests
+from kvatlas_publishers.feed.payload_digests import DIGEST_BYTES, PayloadDigests
 
 REMEMBERED_PAYLOADS = 16_384
 """More than an engine's replay buffer (10,000 by default): what a replay brought comes again on the feed."""

@@ -20,13 +20,13 @@ import anyio
 import httpx
 
 from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineBatch, EngineEvent
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
-from publishers.counters import PublisherCounters
-from publishers.diagnoses import Diagnoses
-from publishers.engines.tensorrt_llm import HASH_ALGORITHM, MAX_BODY_BYTES, EventDecoder, Record, read_records
-from publishers.feed.dead_letters import DeadLetters
-from publishers.feed.undecodable import STARTING_OVER, Distrust
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.diagnoses import Diagnoses
+from kvatlas_publishers.engine_events import EngineBatch, EngineEvent
+from kvatlas_publishers.engines.tensorrt_llm import HASH_ALGORITHM, MAX_BODY_BYTES, EventDecoder, Record, read_records
+from kvatlas_publishers.feed.dead_letters import DeadLetters
+from kvatlas_publishers.feed.undecodable import STARTING_OVER, Distrust
 
 PATH = "/kv_cache_events"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05

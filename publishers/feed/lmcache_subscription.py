@@ -1,5 +1,5 @@
 """Follows the events of LMCache's multiprocess server (0.5.6), over the transport that the endpoint names: ZMQ, or gRPC
-(`publishers.feed.lmcache_grpc`).
+(`kvatlas_publishers.feed.lmcache_grpc`).
 
 Over ZMQ a DEALER sends `[request id, operation, payload...]`, each frame msgpack; the server answers `[request id, operation,
 answer]`. `subscribe_kv_events(instance_id, model_name, cursor, max_events)` is answered again and again: each batch after the
@@ -22,10 +22,10 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from kvatlas.errors import EngineEventError, SettingsError
-from kvatlas.events import EngineBatch, EngineEvent
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
-from publishers.engines.lmcache import MAX_EVENTS, ChunkEvents
-from publishers.ledger.ledger import Ledger
+from kvatlas_publishers.engine_events import EngineBatch, EngineEvent
+from kvatlas_publishers.engines.lmcache import MAX_EVENTS, ChunkEvents
+from kvatlas_publishers.ledger.ledger import Ledger
 
 GRPC = "grpc://"
 SUBSCRIBE = "subscribe_kv_events"
@@ -97,7 +97,7 @@ class LMCacheSubscription:
         """One subscription, until it ends. Raises EngineEventError saying why, nothing if all is to be told again."""
         self._subscribed = False
         if self._endpoint.startswith(GRPC):
-            from publishers.feed.lmcache_grpc import stream  # needs the extra
+            from kvatlas_publishers.feed.lmcache_grpc import stream  # needs the extra
 
             await stream.follow(
                 self._endpoint.removeprefix(GRPC),

@@ -20,14 +20,14 @@ from typing import Any
 
 from kvatlas.blocks.external_chain import MAX_HASH
 from kvatlas.errors import InvalidValue
-from kvatlas.events import EngineBatch, EngineEvent, EngineStored, OpenHeader
 from kvatlas.fleet.records import read_load
 from kvatlas.identity import EXTERNAL_PREFIX, OWN_CHAIN
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
-from publishers.engines.open_events import batch_of, decode_batch
-from publishers.feed.continuity import Continuity
-from publishers.feed.undecodable import STARTING_OVER, Distrust
-from publishers.publisher import Publisher
+from kvatlas_publishers.engine_events import EngineBatch, EngineEvent, EngineStored, OpenHeader
+from kvatlas_publishers.engines.open_events import batch_of, decode_batch
+from kvatlas_publishers.feed.continuity import Continuity
+from kvatlas_publishers.feed.undecodable import STARTING_OVER, Distrust
+from kvatlas_publishers.publisher import Publisher
 
 log = logging.getLogger("kvatlas.publisher")
 

@@ -4,7 +4,7 @@ in for it, seconds late (pure; times are the caller's seconds).
 
 from dataclasses import dataclass
 
-from publishers.feed.connection_state import Connection
+from kvatlas_publishers.feed.connection_state import Connection
 
 FOREIGN_S = 2.0
 """Another topic may be heard for this long before ours counts as wrong: engines may share a socket."""

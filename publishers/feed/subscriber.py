@@ -15,21 +15,21 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from kvatlas.errors import EngineEventError, InvalidValue, Unreachable
-from kvatlas.events import EngineBatch
 from kvatlas.fleet.records import EngineKind
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
-from publishers.counters import PublisherCounters
-from publishers.diagnoses import Diagnoses
-from publishers.engines import decode_batch
-from publishers.engines.recognition import diagnose_kind, kind_of_batch
-from publishers.feed.connection_state import FIRST_SILENCE_S, Connection, ConnectionState, Task
-from publishers.feed.continuity import Continuity, Step
-from publishers.feed.dead_letters import DeadLetters
-from publishers.feed.endpoints import to_connect
-from publishers.feed.receiver import Receiver
-from publishers.feed.replay import SEQ_BYTES, Replay, request_replay
-from publishers.feed.socket_watch import SocketWatch, Suspicion
-from publishers.feed.undecodable import RATION_S, STARTING_OVER, Distrust, UndecodableQueue, UndecodableRecorder
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.diagnoses import Diagnoses
+from kvatlas_publishers.engine_events import EngineBatch
+from kvatlas_publishers.engines import decode_batch
+from kvatlas_publishers.engines.decoder_check import diagnose_kind, kind_of_batch
+from kvatlas_publishers.feed.connection_state import FIRST_SILENCE_S, Connection, ConnectionState, Task
+from kvatlas_publishers.feed.continuity import Continuity, Step
+from kvatlas_publishers.feed.dead_letters import DeadLetters
+from kvatlas_publishers.feed.endpoints import to_connect
+from kvatlas_publishers.feed.receiver import Receiver
+from kvatlas_publishers.feed.replay import SEQ_BYTES, Replay, request_replay
+from kvatlas_publishers.feed.socket_watch import SocketWatch, Suspicion
+from kvatlas_publishers.feed.undecodable import RATION_S, STARTING_OVER, Distrust, UndecodableQueue, UndecodableRecorder
 
 POLL_S = 0.5
 """Longest wait for a message before the connection is looked at."""
@@ -47,7 +47,7 @@ log = logging.getLogger("kvatlas.publisher")
 class FeedSettings:
     """Where an engine's sockets are. `bind`: the engine connects to the event socket, so it is bound here.
 
-    `distrust_poison`: see `publishers.feed.undecodable`."""
+    `distrust_poison`: see `kvatlas_publishers.feed.undecodable`."""
 
     engine: EngineKind
     endpoint: str

@@ -18,10 +18,10 @@ from xxhash import xxh3_128_digest
 
 from kvatlas.errors import EngineEventError
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
-from publishers.counters import PublisherCounters
-from publishers.engines import MAX_PAYLOAD_BYTES
-from publishers.feed.continuity import Batch
-from publishers.feed.dead_letters import DeadLetters
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.engines import MAX_PAYLOAD_BYTES
+from kvatlas_publishers.feed.continuity import Batch
+from kvatlas_publishers.feed.dead_letters import DeadLetters
 
 STARTING_OVER = "dropping all known blocks and starting a new incarnation"
 MAX_ASIDE = 64

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
-from kvatlas.events import EngineHash, EngineStored
+from kvatlas_publishers.engine_events import EngineHash, EngineStored
 
 MAX_TOKENS = 1 << 20
 """Kept at four bytes each."""

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from typing import NewType
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.events import EngineHash
 from kvatlas.identity import OWN_CHAIN
+from kvatlas_publishers.engine_events import EngineHash
 
 COPIES_BITS = 24
 """`Stretch.copies` has a field of this many bits for each tier, the device tier lowest: usually one small integer."""

@@ -28,15 +28,15 @@ from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
-from kvatlas.events import EngineHash, EngineStored, LocalHashes
 from kvatlas.identity import OWN_CHAIN
-from publishers.ledger.awaiting_parent import AwaitingParent
-from publishers.ledger.block import Block, Stretch
-from publishers.ledger.engine_groups import EngineGroups, ToldGroup
-from publishers.ledger.holdings import Holding
-from publishers.ledger.lineage import Lineage, Place
-from publishers.ledger.residency import Residency
-from publishers.ledger.shared_hashes import CertainCopies
+from kvatlas_publishers.engine_events import EngineHash, EngineStored, LocalHashes
+from kvatlas_publishers.ledger.awaiting_parent import AwaitingParent
+from kvatlas_publishers.ledger.block import Block, Stretch
+from kvatlas_publishers.ledger.engine_groups import EngineGroups, ToldGroup
+from kvatlas_publishers.ledger.holdings import Holding
+from kvatlas_publishers.ledger.lineage import Lineage, Place
+from kvatlas_publishers.ledger.residency import Residency
+from kvatlas_publishers.ledger.shared_hashes import CertainCopies
 
 VERSION = 7
 WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD, WITHOUT_UNPROVEN, WITHOUT_CHAINS_AND_SMALL_BLOCKS = 2, 3, 4, 5, 6

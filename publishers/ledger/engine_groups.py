@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
 from kvatlas.errors import InvalidValue
-from kvatlas.events import EngineStored
-from publishers.ledger.settings import LedgerSettings
+from kvatlas_publishers.engine_events import EngineStored
+from kvatlas_publishers.ledger.settings import LedgerSettings
 
 
 @dataclass(frozen=True, slots=True)

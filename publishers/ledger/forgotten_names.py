@@ -3,9 +3,9 @@ again, or nobody knows which blocks they are."""
 
 from collections.abc import Callable, Container, Iterable, Iterator
 
-from kvatlas.events import EngineHash
-from publishers.ledger.block import Block
-from publishers.ledger.lineage import Lineage
+from kvatlas_publishers.engine_events import EngineHash
+from kvatlas_publishers.ledger.block import Block
+from kvatlas_publishers.ledger.lineage import Lineage
 
 
 class ForgottenNames:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import EngineHash
-from publishers.ledger.block import COPIES_BITS
+from kvatlas_publishers.engine_events import EngineHash
+from kvatlas_publishers.ledger.block import COPIES_BITS
 
 
 class Holding:

@@ -11,8 +11,8 @@ from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES, thin, unpack_hashes
 from kvatlas.blocks.tiers import Tier, tiers_of
 from kvatlas.events import Cleared, IndexEvent, Removed, SnapshotChunk, Stored
-from publishers.ledger.block import Namespace, Stretch, reversed_hashes
-from publishers.ledger.prefix_closure import UsableChange
+from kvatlas_publishers.ledger.block import Namespace, Stretch, reversed_hashes
+from kvatlas_publishers.ledger.prefix_closure import UsableChange
 
 CHUNK_BLOCKS = 4096
 """A snapshot chunk has at most 32 KiB of hashes."""

@@ -28,35 +28,24 @@ from dataclasses import replace
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
-from kvatlas.events import (
-    Cleared,
-    EngineBatch,
-    EngineDropped,
-    EngineHash,
-    EngineRemoved,
-    EngineStored,
-    Heads,
-    IndexEvent,
-    Marked,
-    ScopeUse,
-    SnapshotChunk,
-)
+from kvatlas.events import Cleared, Heads, IndexEvent, Marked, ScopeUse, SnapshotChunk
 from kvatlas.identity import OWN_CHAIN
-from publishers.engines.connector_blocks import ConnectorBlocks
-from publishers.ledger import dump as ledger_dump
-from publishers.ledger.block import Block
-from publishers.ledger.counters import LedgerCounters
-from publishers.ledger.engine_groups import EngineGroups
-from publishers.ledger.holdings import Holdings
-from publishers.ledger.index_events import IndexEvents
-from publishers.ledger.lineage import Lineage
-from publishers.ledger.marks.mark_events import MarkEvents
-from publishers.ledger.marks.marks import Marks
-from publishers.ledger.prefix_closure import PrefixClosure, UsableChange
-from publishers.ledger.residency import Residency
-from publishers.ledger.resolver import BlockResolver, has_keys
-from publishers.ledger.settings import LedgerSettings
-from publishers.shared_store.writes import StoreWrites, is_stores
+from kvatlas_publishers.engine_events import EngineBatch, EngineDropped, EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger import dump as ledger_dump
+from kvatlas_publishers.ledger.block import Block
+from kvatlas_publishers.ledger.connectors.connector_blocks import ConnectorBlocks
+from kvatlas_publishers.ledger.connectors.shared_store_writes import StoreWrites, is_stores
+from kvatlas_publishers.ledger.counters import LedgerCounters
+from kvatlas_publishers.ledger.engine_groups import EngineGroups
+from kvatlas_publishers.ledger.holdings import Holdings
+from kvatlas_publishers.ledger.index_events import IndexEvents
+from kvatlas_publishers.ledger.lineage import Lineage
+from kvatlas_publishers.ledger.marks.mark_events import MarkEvents
+from kvatlas_publishers.ledger.marks.marks import Marks
+from kvatlas_publishers.ledger.prefix_closure import PrefixClosure, UsableChange
+from kvatlas_publishers.ledger.residency import Residency
+from kvatlas_publishers.ledger.resolver import BlockResolver, has_keys
+from kvatlas_publishers.ledger.settings import LedgerSettings
 
 __all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]
 

@@ -15,11 +15,12 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.events import EngineHash, EngineStored, ScopeUse
+from kvatlas.events import ScopeUse
 from kvatlas.identity import OWN_CHAIN, Scope
-from publishers.ledger.block import Block, Namespace, Stretch
-from publishers.ledger.settings import LedgerSettings
-from publishers.ledger.variants import Variants
+from kvatlas_publishers.engine_events import EngineHash, EngineStored
+from kvatlas_publishers.ledger.block import Block, Namespace, Stretch
+from kvatlas_publishers.ledger.settings import LedgerSettings
+from kvatlas_publishers.ledger.variants import Variants
 
 LONG_STRETCH = 128
 """Blocks that a stretch has at most: to take one out, the names behind it are moved."""

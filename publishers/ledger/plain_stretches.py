@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.events import EngineHash, EngineStored
-from publishers.ledger.block import Stretch
-from publishers.ledger.holdings import Holdings
-from publishers.ledger.lineage import Lineage, Part, Place
+from kvatlas_publishers.engine_events import EngineHash, EngineStored
+from kvatlas_publishers.ledger.block import Stretch
+from kvatlas_publishers.ledger.holdings import Holdings
+from kvatlas_publishers.ledger.lineage import Lineage, Part, Place
 
 
 class PlainStretches:

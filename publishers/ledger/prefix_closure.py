@@ -7,7 +7,7 @@ block that a batch changed, and per descendant only if a hole opens or is filled
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from publishers.ledger.block import COPIES_BITS, ORPHAN, Stretch, tiers_held
+from kvatlas_publishers.ledger.block import COPIES_BITS, ORPHAN, Stretch, tiers_held
 
 _SECOND_TIER = 1 << COPIES_BITS
 

@@ -9,17 +9,17 @@ from dataclasses import replace
 from itertools import groupby
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import EngineCleared, EngineDropped, EngineHash, EngineRemoved, EngineStored
-from publishers.ledger.block import COPIES_BITS, Block, Stretch
-from publishers.ledger.counters import LedgerCounters
-from publishers.ledger.engine_groups import EngineGroups
-from publishers.ledger.forgotten_names import ForgottenNames
-from publishers.ledger.holdings import Holding, Holdings
-from publishers.ledger.lineage import Lineage, Place
-from publishers.ledger.marks.sparse_holdings import SparseHoldings
-from publishers.ledger.plain_stretches import PlainStretches
-from publishers.ledger.resolver import BlockResolver, has_keys
-from publishers.ledger.shared_hashes import SharedHashes
+from kvatlas_publishers.engine_events import EngineCleared, EngineDropped, EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger.block import COPIES_BITS, Block, Stretch
+from kvatlas_publishers.ledger.counters import LedgerCounters
+from kvatlas_publishers.ledger.engine_groups import EngineGroups
+from kvatlas_publishers.ledger.forgotten_names import ForgottenNames
+from kvatlas_publishers.ledger.holdings import Holding, Holdings
+from kvatlas_publishers.ledger.lineage import Lineage, Place
+from kvatlas_publishers.ledger.marks.sparse_holdings import SparseHoldings
+from kvatlas_publishers.ledger.plain_stretches import PlainStretches
+from kvatlas_publishers.ledger.resolver import BlockResolver, has_keys
+from kvatlas_publishers.ledger.shared_hashes import SharedHashes
 
 
 class Residency:

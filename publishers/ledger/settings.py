@@ -21,7 +21,7 @@ class LedgerSettings:
     `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
     `adapter_ids`: the names of adapters by the ids of an engine that tells no names; of others' blocks nothing is held.
     `keep_untold`: hold blocks whose removal nobody tells, until `Ledger.expire` says so. `has_store`: those of an object store
-    are in a shared store with a publisher of its own (`publishers.shared_store`).
+    are in a shared store with a publisher of its own (`kvatlas_publishers.shared_store`).
     Raises InvalidValue for sizes below 1 or names that can't be a scope's.
     """
 

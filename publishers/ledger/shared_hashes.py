@@ -7,11 +7,11 @@ certainly held. Rare, so nothing here is on the path of other hashes.
 from collections.abc import Callable, Iterable, Sequence
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import EngineHash
-from publishers.ledger.block import COPIES_FIELD, Block
-from publishers.ledger.counters import LedgerCounters
-from publishers.ledger.holdings import Holding, Holdings
-from publishers.ledger.lineage import Lineage
+from kvatlas_publishers.engine_events import EngineHash
+from kvatlas_publishers.ledger.block import COPIES_FIELD, Block
+from kvatlas_publishers.ledger.counters import LedgerCounters
+from kvatlas_publishers.ledger.holdings import Holding, Holdings
+from kvatlas_publishers.ledger.lineage import Lineage
 
 
 class CertainCopies:

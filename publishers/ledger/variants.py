@@ -7,8 +7,8 @@ parent's hash is held again.
 
 from collections.abc import Callable, Iterable
 
-from kvatlas.events import EngineHash
-from publishers.ledger.block import Block
+from kvatlas_publishers.engine_events import EngineHash
+from kvatlas_publishers.ledger.block import Block
 
 
 class Variants:

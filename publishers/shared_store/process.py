@@ -20,17 +20,17 @@ from nats.errors import Error as NatsError
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import notices_to_store, writer_of
 from kvatlas.errors import InvalidValue, WireError
-from kvatlas.events import EngineBatch, EngineHash
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.settings import PublishSettings
-from publishers.engines.connector_blocks import TICKS_TO_LIVE
-from publishers.feed.lmcache_subscription import LMCacheSubscription
-from publishers.ledger.ledger import Ledger
-from publishers.publisher import STORE_TTL_S, Publisher
-from publishers.saved_state import SavedState, StateFile
-from publishers.settings import PublisherSettings
-from publishers.shared_store.notice import StoredInStore, decode
-from publishers.shared_store.receiver import adapters_gone, events_of
+from kvatlas_publishers.engine_events import EngineBatch, EngineHash
+from kvatlas_publishers.feed.lmcache_subscription import LMCacheSubscription
+from kvatlas_publishers.ledger.connectors.connector_blocks import TICKS_TO_LIVE
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.publisher import STORE_TTL_S, Publisher
+from kvatlas_publishers.saved_state import SavedState, StateFile
+from kvatlas_publishers.settings import PublisherSettings
+from kvatlas_publishers.shared_store.notice import StoredInStore, decode
+from kvatlas_publishers.shared_store.receiver import adapters_gone, events_of
 
 SAVE_EVERY_S = 60.0
 CLEAR_LOOK_S = 1.0
@@ -39,7 +39,7 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class SharedStore:
-    """One store; it has the methods of `publishers.sidecar.EngineSidecar`."""
+    """One store; it has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
 
     def __init__(self, settings: PublishSettings) -> None:
         """Raises SettingsError for a state folder that can't be written."""

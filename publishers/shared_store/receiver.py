@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import WireError
-from kvatlas.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
 from kvatlas.identity import Scope
-from publishers.ledger.settings import LedgerSettings
-from publishers.shared_store.notice import (
+from kvatlas_publishers.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger.settings import LedgerSettings
+from kvatlas_publishers.shared_store.notice import (
     AdapterGone,
     GoneFromStore,
     StoreChange,

@@ -12,16 +12,16 @@ import zmq.asyncio
 from nats.aio.client import Client
 
 from kvatlas.settings import PublishSettings
-from publishers.feed.dead_letters import DeadLetters
-from publishers.feed.event_drain import EventDrain
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.feed.dead_letters import DeadLetters
+from kvatlas_publishers.feed.event_drain import EventDrain
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
 
 log = logging.getLogger("kvatlas.publisher")
 
 
 class DrainedEngine:
-    """One such engine; it has the methods of `publishers.sidecar.EngineSidecar`."""
+    """One such engine; it has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
 
     def __init__(self, settings: PublishSettings) -> None:
         self._settings = PublisherSettings.of(settings)

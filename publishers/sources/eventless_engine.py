@@ -13,14 +13,14 @@ from nats.aio.client import Client
 
 from kvatlas.fleet.records import EngineState
 from kvatlas.settings import PublishSettings
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
 
 log = logging.getLogger("kvatlas.publisher")
 
 
 class EventlessEngine:
-    """One such engine rank; it has the methods of `publishers.sidecar.EngineSidecar`."""
+    """One such engine rank; it has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
 
     def __init__(self, settings: PublishSettings) -> None:
         self._settings = PublisherSettings.of(settings)

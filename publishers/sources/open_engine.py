@@ -16,16 +16,16 @@ import zmq.asyncio
 from nats.aio.client import Client
 
 from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineBatch
 from kvatlas.fleet.records import EngineState
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.settings import PublishSettings
-from publishers.engines import MAX_PAYLOAD_BYTES
-from publishers.feed.dead_letters import DeadLetters
-from publishers.feed.open_batches import OpenBatches
-from publishers.feed.undecodable import STARTING_OVER, Distrust
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.engine_events import EngineBatch
+from kvatlas_publishers.engines import MAX_PAYLOAD_BYTES
+from kvatlas_publishers.feed.dead_letters import DeadLetters
+from kvatlas_publishers.feed.open_batches import OpenBatches
+from kvatlas_publishers.feed.undecodable import STARTING_OVER, Distrust
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
 
 READ_BYTES = 1 << 16
 LINES_AT_ONCE = 64
@@ -36,7 +36,7 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class OpenEngine:
-    """One such engine; it has the methods of `publishers.sidecar.EngineSidecar`, and `take` for what is sent to the page."""
+    """One such engine; it has the methods of `EngineSidecar`, and `take` for what is sent to the page."""
 
     def __init__(self, settings: PublishSettings) -> None:
         self._settings = PublisherSettings.of(settings)
@@ -136,7 +136,7 @@ class OpenEngine:
         self._record_loss(why)
 
     def _record_loss(self, why: str) -> None:
-        """Blocks may be gone that are still claimed: see `publishers.feed.undecodable`."""
+        """Blocks may be gone that are still claimed: see `kvatlas_publishers.feed.undecodable`."""
         if self._distrust is not None and self._distrust.record_loss(monotonic()):
             self._start_over(why)
 

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.events import Cleared, EngineBatch, EngineEvent, IndexEvent, Removed, Stored
-from publishers.counters import PublisherCounters
-from publishers.ledger.ledger import Ledger
-from publishers.stream.checkpoints import CheckpointClock, CheckpointSettings
-from publishers.stream.incarnation import next_incarnation
-from publishers.stream.outbox import Headers, Outbox, OutboxLimits
+from kvatlas.events import Cleared, IndexEvent, Removed, Stored
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.engine_events import EngineBatch, EngineEvent
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.stream.checkpoints import CheckpointClock, CheckpointSettings
+from kvatlas_publishers.stream.incarnation import next_incarnation
+from kvatlas_publishers.stream.outbox import Headers, Outbox, OutboxLimits
 
 
 class IncarnationReason(StrEnum):

@@ -16,7 +16,7 @@ from kvatlas.bus.control import GrantReply, GrantRequest
 from kvatlas.bus.subjects import grant_subject
 from kvatlas.errors import InvalidValue
 from kvatlas.runtime.backoff import Backoff
-from publishers.counters import PublisherCounters
+from kvatlas_publishers.counters import PublisherCounters
 
 ANSWER_S = 1.0
 FIRST_PAUSE_S = 0.2

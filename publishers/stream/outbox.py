@@ -25,7 +25,7 @@ from kvatlas.events import (
     SnapshotChunk,
     SnapshotEnd,
 )
-from publishers.stream.message_split import SMALLEST_MESSAGE_BYTES, split_chunks, split_into_messages
+from kvatlas_publishers.stream.message_split import SMALLEST_MESSAGE_BYTES, split_chunks, split_into_messages
 
 Headers = Mapping[str, str] | None
 

@@ -15,10 +15,10 @@ from nats.errors import ConnectionClosedError, ConnectionDrainingError, MaxPaylo
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.runtime.backoff import Backoff
 from kvatlas.runtime.wakeup import Wakeup
-from publishers.counters import PublisherCounters
-from publishers.stream.message_split import SMALLEST_MESSAGE_BYTES
-from publishers.stream.outbox import Outbox
-from publishers.stream.puback import NegativeAck, Refusal, read_ack
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.stream.message_split import SMALLEST_MESSAGE_BYTES
+from kvatlas_publishers.stream.outbox import Outbox
+from kvatlas_publishers.stream.puback import NegativeAck, Refusal, read_ack
 
 ACK_TIMEOUT_S = 2.0
 LONGEST_ACK_TIMEOUT_S = 30.0

@@ -19,11 +19,12 @@ from kvatlas.reservations import (
 )
 from kvatlas.reservations.evaluation import Candidates, WorkerLoad, evaluate
 from kvatlas.reservations.protocol import ID_BYTES
+from kvatlas.store.circuit_breaker import CircuitBreaker
+from kvatlas.store.deadline import STORE_FAILURES, Deadline, LateCalls
 from kvatlas.telemetry import sampled_context
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import STORE_FAILURES, CircuitBreaker, Deadline, LateCalls
 from router_client.decision.fleet_cache import FleetCache
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import Quote

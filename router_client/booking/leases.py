@@ -14,8 +14,8 @@ from typing import NamedTuple
 from kvatlas.reservations import Outcome, Reservations
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
+from kvatlas.store.deadline import STORE_FAILURES
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import STORE_FAILURES
 
 BEATS_A_LEASE = 3
 RETRY_S = 0.1

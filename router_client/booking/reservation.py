@@ -1,8 +1,8 @@
 """One reservation of this router, as the caller that routes the request holds it."""
 
 from kvatlas.reservations import Outcome, Reservations
+from kvatlas.store.deadline import STORE_FAILURES, Deadline, LateCalls
 from router_client.booking.leases import Leases
-from router_client.decision.fail_open import STORE_FAILURES, Deadline, LateCalls
 
 
 class Reservation:

@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 from kvatlas.errors import Unreachable
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Ask, CrowdsUnknown, Evaluation, Outcome, Reservations
+from kvatlas.store.deadline import STORE_FAILURES, Deadline, LateCalls
+from router_client.basis import Basis
 from router_client.booking.booker import Booker, BookingResult, evaluate_without_bookings
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import STORE_FAILURES, Basis, Deadline, LateCalls
 from router_client.decision.fleet_cache import FleetCache
 from router_client.decision.index_lookup import IndexLookup, Situation
 from router_client.decision.policy import RoutingPolicy
-from router_client.pricing.crowds import CrowdQuotes
+from router_client.pricing.look_alikes import CrowdQuotes
 from router_client.pricing.overlap import OverlapIndex, PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairRanking

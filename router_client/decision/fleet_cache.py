@@ -8,8 +8,8 @@ from typing import Protocol
 from kvatlas.blocks.reuse import ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.fleet.records import FleetRecord
+from kvatlas.store.deadline import READ_SHARE, STORE_FAILURES, Deadline
 from kvatlas.telemetry import step_span
-from router_client.decision.fail_open import READ_SHARE, STORE_FAILURES, Deadline
 from router_client.learning.bound_shares import BoundShares
 from router_client.pricing.pool import Pool
 
@@ -18,7 +18,7 @@ EMPTY_GRACE_S = 10.0
 
 
 class FleetReader(Protocol):
-    """Reads a pool's workers; `kvatlas.fleet.store.FleetStore` is one."""
+    """Reads a pool's workers; `kvatlas.fleet_store.fleet_store.FleetStore` is one."""
 
     async def pool(self, pool_id: str) -> Mapping[str, FleetRecord]:
         """Every worker of a pool by id, also those that get no requests now. Raises Unreachable."""

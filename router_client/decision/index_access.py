@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvatlas.errors import NotSupported
+from kvatlas.index.local_copy.settings import ReplicaSettings
 from kvatlas.index.redis.answering_index import AnsweringIndex
-from kvatlas.index.replica.settings import ReplicaSettings
 from kvatlas.store.connection import Store
 from router_client.pricing.overlap import OverlapIndex
 
@@ -20,7 +20,7 @@ async def open_overlap_index(
         yield index
         return
     try:
-        from kvatlas.index.replica.replica import open_replica  # needs the extra
+        from kvatlas.index.local_copy.local_copy import open_replica  # needs the extra
     except ModuleNotFoundError as error:
         raise NotSupported(
             f"a replica of the index needs {error.name}, which is not installed: pip install 'kvatlas[replica]'"

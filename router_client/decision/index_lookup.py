@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from time import perf_counter
 
+from kvatlas.store.circuit_breaker import CircuitBreaker
+from kvatlas.store.deadline import READ_SHARE, STORE_FAILURES, Deadline
 from kvatlas.telemetry import sampled_context
+from router_client.basis import Basis
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import READ_SHARE, STORE_FAILURES, Basis, CircuitBreaker, Deadline
 from router_client.pricing.overlap import OverlapIndex, PromptLookup, look_up_overlap
 from router_client.pricing.pool import Pool
 from router_client.prompt import Prompt, Strategy

@@ -9,7 +9,7 @@ from dataclasses import replace
 from kvatlas.reservations import Ask
 from router_client.booking.ask import build_ask
 from router_client.decision.shadow_policy import Policy, RoundRobin
-from router_client.pricing.crowds import CrowdQuotes, quote_crowds
+from router_client.pricing.look_alikes import CrowdQuotes, quote_crowds
 from router_client.pricing.overlap import PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairQuotes, quote_pairs

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from kvatlas.blocks.reuse import ReuseRule, ReuseRules
 from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import SelectionResult
+from router_client.learning.usage import Usage
 from router_client.prompt import Prompt
-from router_client.tokens.usage import Usage
 
 LEAST_ANSWERS = 20
 FADING = 0.99

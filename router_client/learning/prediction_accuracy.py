@@ -15,9 +15,10 @@ from kvatlas.predictions.accuracy import MAX_FOREIGN_TENANTS, AnswerCounts, Answ
 from kvatlas.request import SelectionResult
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
-from router_client.decision.fail_open import STORE_FAILURES, Basis
+from kvatlas.store.deadline import STORE_FAILURES
+from router_client.basis import Basis
+from router_client.learning.usage import Usage
 from router_client.prompt import Prompt
-from router_client.tokens.usage import Usage
 
 REPORT_S = 2.0
 """Report interval; repeated when unchanged because the store expires reports after 60 s."""

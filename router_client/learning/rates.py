@@ -25,13 +25,13 @@ from kvatlas.request import SelectionResult
 from kvatlas.reservations import Reservations
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
+from kvatlas.store.deadline import STORE_FAILURES
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import STORE_FAILURES
 from router_client.learning.rate_metrics import RateMetrics
 from router_client.learning.timings import Timings
+from router_client.learning.usage import Usage
 from router_client.pricing.ranking import IN_FLIGHT, RankedResults
 from router_client.settings import RouterSettings
-from router_client.tokens.usage import Usage
 
 FIRST_READ_S = 1.0
 CLOSE_S = 1.0

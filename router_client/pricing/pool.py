@@ -19,7 +19,7 @@ from kvatlas.fleet.records import (
     Role,
 )
 from kvatlas.reservations.likeness import likeness_of
-from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, limit_of
+from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, limit_of
 
 MOST_SKIPPED = 64
 

@@ -17,12 +17,12 @@ from kvatlas.cost.protocol import Piece
 from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Ask, Evaluation, Offer, OfferEvaluation, PairLayout
-from kvatlas.reservations.limits import Limit
-from router_client.disaggregation.protocol import TransferProtocol
+from kvatlas.reservations.room_and_slo import Limit
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Candidate, Pool, serves_whole
 from router_client.pricing.quotes import Quote, quote_candidates
 from router_client.pricing.ranking import Criteria, RankedResults
+from router_client.pricing.transfer_protocol import TransferProtocol
 from router_client.prompt import Prompt
 
 

@@ -12,7 +12,7 @@ from kvatlas.cost.protocol import Load, TermKind, mean_load
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import OfferEvaluation
 from kvatlas.reservations.evaluation import worth_us
-from kvatlas.reservations.limits import NO_ROOM, Over, level
+from kvatlas.reservations.room_and_slo import NO_ROOM, Over, level
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import Quote, quote_candidates

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from kvatlas.request import SelectionResult, Slo
-from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, Limits
+from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits
 from router_client.pricing.quotes import Quote
 from router_client.prompt import Prompt
 from router_client.settings import LimitSettings, SloMode

@@ -9,11 +9,11 @@
 `KVCache` is the cache manager of one device, `DeviceCaches` that of several; docs/cache-manager.md explains both.
 """
 
-from simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority
-from simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
-from simulator.cache.block_table import BlockTable
-from simulator.cache.devices import DeviceCaches, SequenceMove
-from simulator.cache.errors import (
+from kvatlas_simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority
+from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
+from kvatlas_simulator.cache.block_table import BlockTable
+from kvatlas_simulator.cache.devices import DeviceCaches, SequenceMove
+from kvatlas_simulator.cache.errors import (
     CacheError,
     InsufficientBlocks,
     SequenceExists,
@@ -22,14 +22,14 @@ from simulator.cache.errors import (
     SequenceSwappedOut,
     UnknownDevice,
 )
-from simulator.cache.eviction import BlockUse, BuiltInPolicy, EvictionKey, EvictionPolicy
-from simulator.cache.geometry import DataType, KVGeometry
-from simulator.cache.kv_cache import KVCache
-from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
-from simulator.cache.prefix_cache import PrefixSettings
-from simulator.cache.pressure import MemoryPressure, PressureThresholds
-from simulator.cache.sequence_blocks import PrefixMatch
-from simulator.cache.stats import CacheStats, Defragmentation, GarbageCollection
+from kvatlas_simulator.cache.eviction import BlockUse, BuiltInPolicy, EvictionKey, EvictionPolicy
+from kvatlas_simulator.cache.geometry import DataType, KVGeometry
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
+from kvatlas_simulator.cache.prefix_cache import PrefixSettings
+from kvatlas_simulator.cache.pressure import MemoryPressure, PressureThresholds
+from kvatlas_simulator.cache.sequence_blocks import PrefixMatch
+from kvatlas_simulator.cache.stats import CacheStats, Defragmentation, GarbageCollection
 
 __all__ = [
     "AllocationRequest",

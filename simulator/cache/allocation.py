@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
-from simulator.cache.block_hash import Namespace
-from simulator.cache.block_table import BlockTable
-from simulator.cache.errors import SequenceId
-from simulator.cache.geometry import KVGeometry
+from kvatlas_simulator.cache.block_hash import Namespace
+from kvatlas_simulator.cache.block_table import BlockTable
+from kvatlas_simulator.cache.errors import SequenceId
+from kvatlas_simulator.cache.geometry import KVGeometry
 
 
 class Priority(IntEnum):

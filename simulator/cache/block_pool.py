@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from simulator.cache.prefix_tree import PrefixNode
+from kvatlas_simulator.cache.prefix_tree import PrefixNode
 
 
 class Block:

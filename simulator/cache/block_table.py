@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.errors import InsufficientBlocks
+from kvatlas_simulator.cache.errors import InsufficientBlocks
 
 
 def count_blocks(tokens: int, block_size: int) -> int:

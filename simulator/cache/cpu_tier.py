@@ -1,7 +1,7 @@
 """The CPU tier: room for a fixed number of blocks, cached ones and those of sequences that are swapped out."""
 
-from simulator.cache.eviction import BlockUse, EvictionKey, EvictionPolicy, EvictionQueue
-from simulator.cache.prefix_tree import PrefixNode
+from kvatlas_simulator.cache.eviction import BlockUse, EvictionKey, EvictionPolicy, EvictionQueue
+from kvatlas_simulator.cache.prefix_tree import PrefixNode
 
 
 class CpuTier:

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.allocation import AllocationRequest, CacheHandle
-from simulator.cache.errors import SequenceExists, SequenceId, SequenceNotFound, UnknownDevice
-from simulator.cache.kv_cache import KVCache
-from simulator.cache.stats import CacheStats
+from kvatlas_simulator.cache.allocation import AllocationRequest, CacheHandle
+from kvatlas_simulator.cache.errors import SequenceExists, SequenceId, SequenceNotFound, UnknownDevice
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.cache.stats import CacheStats
 
 
 @dataclass(frozen=True, slots=True)

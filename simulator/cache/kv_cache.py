@@ -16,26 +16,26 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority
-from simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
-from simulator.cache.block_pool import BlockPool
-from simulator.cache.block_table import BlockTable, count_blocks
-from simulator.cache.cpu_tier import CpuTier
-from simulator.cache.errors import (
+from kvatlas_simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority
+from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
+from kvatlas_simulator.cache.block_pool import BlockPool
+from kvatlas_simulator.cache.block_table import BlockTable, count_blocks
+from kvatlas_simulator.cache.cpu_tier import CpuTier
+from kvatlas_simulator.cache.errors import (
     InsufficientBlocks,
     SequenceExists,
     SequenceId,
     SequenceNotFound,
     SequenceSwappedOut,
 )
-from simulator.cache.eviction import BuiltInPolicy, EvictionPolicy
-from simulator.cache.geometry import KVGeometry
-from simulator.cache.kv_events import KVEvent
-from simulator.cache.prefix_cache import PrefixCache, PrefixSettings
-from simulator.cache.prefix_tree import PrefixNode
-from simulator.cache.pressure import MemoryPressure, PressureThresholds
-from simulator.cache.sequence_blocks import LiveSequence, PrefixMatch, SequenceBlocks
-from simulator.cache.stats import CacheStats, Defragmentation, GarbageCollection
+from kvatlas_simulator.cache.eviction import BuiltInPolicy, EvictionPolicy
+from kvatlas_simulator.cache.geometry import KVGeometry
+from kvatlas_simulator.cache.kv_events import KVEvent
+from kvatlas_simulator.cache.prefix_cache import PrefixCache, PrefixSettings
+from kvatlas_simulator.cache.prefix_tree import PrefixNode
+from kvatlas_simulator.cache.pressure import MemoryPressure, PressureThresholds
+from kvatlas_simulator.cache.sequence_blocks import LiveSequence, PrefixMatch, SequenceBlocks
+from kvatlas_simulator.cache.stats import CacheStats, Defragmentation, GarbageCollection
 
 
 class KVCache:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.block_hash import BlockHasher, Namespace
-from simulator.cache.block_pool import Block, BlockPool
-from simulator.cache.cpu_tier import CpuTier
-from simulator.cache.errors import InsufficientBlocks
-from simulator.cache.eviction import BlockUse, EvictionKey, EvictionPolicy, EvictionQueue
-from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
-from simulator.cache.prefix_tree import PrefixNode, PrefixTree
+from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace
+from kvatlas_simulator.cache.block_pool import Block, BlockPool
+from kvatlas_simulator.cache.cpu_tier import CpuTier
+from kvatlas_simulator.cache.errors import InsufficientBlocks
+from kvatlas_simulator.cache.eviction import BlockUse, EvictionKey, EvictionPolicy, EvictionQueue
+from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
+from kvatlas_simulator.cache.prefix_tree import PrefixNode, PrefixTree
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ too, so a hash collision only costs a hit.
 
 from collections.abc import Collection, Iterator, Sequence
 
-from simulator.cache.block_hash import BlockHasher, Namespace
+from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace
 
 
 class PrefixNode:

@@ -6,9 +6,9 @@ Real engines have no such request, which is why there are publishers.
 from typing import Any
 
 from kvatlas.blocks.hashing import extend_chain
-from simulator.cache.kv_cache import KVCache
-from simulator.cache.kv_events import Medium
-from simulator.cache.prefix_tree import PrefixNode
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.cache.kv_events import Medium
+from kvatlas_simulator.cache.prefix_tree import PrefixNode
 
 TIER_OF = {Medium.GPU: "hbm", Medium.CPU: "cpu_dram"}
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from simulator.cache.allocation import Priority
-from simulator.cache.block_hash import Namespace
-from simulator.cache.block_pool import BlockPool
-from simulator.cache.block_table import BlockTable, count_blocks
-from simulator.cache.prefix_cache import PrefixCache, PrefixSettings
-from simulator.cache.prefix_tree import PrefixNode
+from kvatlas_simulator.cache.allocation import Priority
+from kvatlas_simulator.cache.block_hash import Namespace
+from kvatlas_simulator.cache.block_pool import BlockPool
+from kvatlas_simulator.cache.block_table import BlockTable, count_blocks
+from kvatlas_simulator.cache.prefix_cache import PrefixCache, PrefixSettings
+from kvatlas_simulator.cache.prefix_tree import PrefixNode
 
 
 @dataclass(frozen=True, slots=True)

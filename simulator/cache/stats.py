@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from simulator.cache.pressure import MemoryPressure
+from kvatlas_simulator.cache.pressure import MemoryPressure
 
 
 @dataclass(frozen=True, slots=True)

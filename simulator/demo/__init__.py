@@ -1,5 +1,5 @@
 """`kvatlas demo`: the whole system on one machine, one workload twice, a table and a picture."""
 
-from simulator.demo.demo import DemoSettings, run_demo
+from kvatlas_simulator.demo.demo import DemoSettings, run_demo
 
 __all__ = ["DemoSettings", "run_demo"]

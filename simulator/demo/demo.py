@@ -21,13 +21,13 @@ from kvatlas.settings import CommaList, ProcessSettings
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import requested_exporters
 from kvatlas.validation import Count, Positive
-from simulator.demo.load_generator import Outcome, send_workload
-from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
-from simulator.demo.report import Phase, build_table, save_picture
-from simulator.demo.request_path import draw_path, environment
-from simulator.demo.trace_receiver import running_receiver
-from simulator.hybrid_cache.groups import parse_groups
-from simulator.workload import Workload, WorkloadSettings, chat_settings, generate_workload
+from kvatlas_simulator.demo.load_generator import Outcome, send_workload
+from kvatlas_simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
+from kvatlas_simulator.demo.report import Phase, build_table, save_picture
+from kvatlas_simulator.demo.request_path import draw_path, environment
+from kvatlas_simulator.demo.trace_receiver import running_receiver
+from kvatlas_simulator.hybrid_cache.groups import parse_groups
+from kvatlas_simulator.workload import Workload, WorkloadSettings, chat_settings, generate_workload
 
 SETTLE_S = 20.0
 _POLL_S = 0.05

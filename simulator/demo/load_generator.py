@@ -11,9 +11,9 @@ import httpx
 
 from kvatlas.errors import Unreachable
 from kvatlas.predictions.accuracy import Deviation, Prediction, deviation
+from kvatlas_router.proxy.headers import DECISION_HEADER
+from kvatlas_simulator.workload import Conversation, Session, Turn, Workload
 from router_client.learning.prediction_accuracy import BY_INDEX
-from router_client.proxy.headers import DECISION_HEADER
-from simulator.workload import Conversation, Session, Turn, Workload
 
 KEEPALIVE_S = 2.0
 """Below the router's 5 s: a request on a connection that the router is just closing would fail."""

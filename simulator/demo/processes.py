@@ -17,7 +17,7 @@ from kvatlas.embedded import nats_server, valkey_server
 from kvatlas.embedded.child_process import child_command
 from kvatlas.embedded.free_port import LOOPBACK, free_port
 from kvatlas.errors import KvatlasError
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store
 
 START_S = 40.0

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from kvatlas.predictions.accuracy import MEANING, Deviation
-from simulator.demo.load_generator import Outcome
+from kvatlas_simulator.demo.load_generator import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.tree import Tree
 
-from simulator.demo.trace_receiver import ReceivedSpan
+from kvatlas_simulator.demo.trace_receiver import ReceivedSpan
 
 _SHOWN: Mapping[str, str] = {
     "kvatlas.worker": "{}",

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from simulator.cache.kv_events import KVEvent
-from simulator.engine.engine_cache import EngineCache
-from simulator.engine.generation_request import GeneratedToken, GenerationRequest
-from simulator.engine.scheduler import Batch, EngineSequence, Scheduler, SchedulerLimits
-from simulator.engine.step_cost import StepCost
-from simulator.engine.tokenizer import AnswerTokens
+from kvatlas_simulator.cache.kv_events import KVEvent
+from kvatlas_simulator.engine.engine_cache import EngineCache
+from kvatlas_simulator.engine.generation_request import GeneratedToken, GenerationRequest
+from kvatlas_simulator.engine.scheduler import Batch, EngineSequence, Scheduler, SchedulerLimits
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.engine.tokenizer import AnswerTokens
 
 
 @dataclass(frozen=True, slots=True)

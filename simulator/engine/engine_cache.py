@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from simulator.cache.allocation import AllocationRequest
-from simulator.cache.block_hash import Namespace
-from simulator.cache.errors import SequenceId
-from simulator.cache.kv_events import KVEvent
-from simulator.cache.pressure import MemoryPressure
-from simulator.cache.sequence_blocks import PrefixMatch
-from simulator.cache.stats import CacheStats
+from kvatlas_simulator.cache.allocation import AllocationRequest
+from kvatlas_simulator.cache.block_hash import Namespace
+from kvatlas_simulator.cache.errors import SequenceId
+from kvatlas_simulator.cache.kv_events import KVEvent
+from kvatlas_simulator.cache.pressure import MemoryPressure
+from kvatlas_simulator.cache.sequence_blocks import PrefixMatch
+from kvatlas_simulator.cache.stats import CacheStats
 
 
 class EngineCache(Protocol):

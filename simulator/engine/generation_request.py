@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from kvatlas.errors import InvalidValue, KvatlasError
-from simulator.cache.block_hash import Namespace
+from kvatlas_simulator.cache.block_hash import Namespace
 
 FinishReason: TypeAlias = Literal["length"]
 """Synthetic tokens contain no stop token: every answer has `max_tokens` tokens."""

@@ -10,9 +10,9 @@ from typing import Protocol
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from simulator.cache.kv_events import KVEvent
-from simulator.engine.core import EngineCore, EngineLoad
-from simulator.engine.generation_request import GeneratedToken, GenerationRequest
+from kvatlas_simulator.cache.kv_events import KVEvent
+from kvatlas_simulator.engine.core import EngineCore, EngineLoad
+from kvatlas_simulator.engine.generation_request import GeneratedToken, GenerationRequest
 
 _log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from simulator.cache.allocation import AllocationRequest
-from simulator.cache.pressure import MemoryPressure
-from simulator.cache.sequence_blocks import PrefixMatch
-from simulator.engine.engine_cache import EngineCache
-from simulator.engine.generation_request import GenerationRequest, QueueFull, RequestTooLarge
-from simulator.engine.tokenizer import AnswerTokens
+from kvatlas_simulator.cache.allocation import AllocationRequest
+from kvatlas_simulator.cache.pressure import MemoryPressure
+from kvatlas_simulator.cache.sequence_blocks import PrefixMatch
+from kvatlas_simulator.engine.engine_cache import EngineCache
+from kvatlas_simulator.engine.generation_request import GenerationRequest, QueueFull, RequestTooLarge
+from kvatlas_simulator.engine.tokenizer import AnswerTokens
 
 
 @dataclass(frozen=True, slots=True)

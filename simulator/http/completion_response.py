@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.block_hash import Namespace
-from simulator.engine.generation_request import GeneratedToken, GenerationRequest, QueueFull
-from simulator.engine.loop import EngineLoop
-from simulator.engine.tokenizer import decode
-from simulator.http.kv_transfer import KvTransfers, Transfer, TransferFailed
-from simulator.http.request_bodies import ChatRequest, CompletionRequest
+from kvatlas_simulator.cache.block_hash import Namespace
+from kvatlas_simulator.engine.generation_request import GeneratedToken, GenerationRequest, QueueFull
+from kvatlas_simulator.engine.loop import EngineLoop
+from kvatlas_simulator.engine.tokenizer import decode
+from kvatlas_simulator.http.kv_transfer import KvTransfers, Transfer, TransferFailed
+from kvatlas_simulator.http.request_bodies import ChatRequest, CompletionRequest
 
 _STOPPING = "the engine is stopping"
 

@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvatlas.errors import InvalidValue, KvatlasError
-from simulator.engine.loop import EngineLoop
-from simulator.http.request_bodies import ChatRequest, CompletionRequest
+from kvatlas_simulator.engine.loop import EngineLoop
+from kvatlas_simulator.http.request_bodies import ChatRequest, CompletionRequest
 
 WAIT_S = 60.0
 """How long engines wait for each other."""

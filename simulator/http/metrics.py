@@ -7,8 +7,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from simulator.cache.pressure import MemoryPressure
-from simulator.engine.loop import EngineLoop
+from kvatlas_simulator.cache.pressure import MemoryPressure
+from kvatlas_simulator.engine.loop import EngineLoop
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

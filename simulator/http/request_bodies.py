@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvatlas.errors import InvalidValue
 from kvatlas.validation import describe_expected
-from simulator.engine.tokenizer import encode
-from simulator.http.chat_template import render
+from kvatlas_simulator.engine.tokenizer import encode
+from kvatlas_simulator.http.chat_template import render
 
 
 class StreamOptions(BaseModel):

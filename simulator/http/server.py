@@ -13,11 +13,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvatlas.errors import InvalidValue
-from simulator.engine.loop import EngineLoop
-from simulator.http.completion_response import ChatResponse, CompletionResponse, error_response
-from simulator.http.kv_transfer import Disaggregation, KvTransfers
-from simulator.http.metrics import CONTENT_TYPE, EngineMetrics
-from simulator.http.request_bodies import ChatRequest, CompletionRequest, parse_tokenize
+from kvatlas_simulator.engine.loop import EngineLoop
+from kvatlas_simulator.http.completion_response import ChatResponse, CompletionResponse, error_response
+from kvatlas_simulator.http.kv_transfer import Disaggregation, KvTransfers
+from kvatlas_simulator.http.metrics import CONTENT_TYPE, EngineMetrics
+from kvatlas_simulator.http.request_bodies import ChatRequest, CompletionRequest, parse_tokenize
 
 VLLM_VERSION = "0.33.0"
 """The vLLM version whose protocols the engine speaks."""

@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from simulator.cache.block_hash import Namespace
-from simulator.cache.kv_events import BlockRemoved, GpuCleared, KVEvent, Medium
+from kvatlas_simulator.cache.block_hash import Namespace
+from kvatlas_simulator.cache.kv_events import BlockRemoved, GpuCleared, KVEvent, Medium
 
 
 class Content:

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 
 from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.errors import InvalidValue
-from simulator.cache.allocation import AllocationRequest
-from simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
-from simulator.cache.block_table import count_blocks
-from simulator.cache.errors import InsufficientBlocks, SequenceExists, SequenceId, SequenceNotFound
-from simulator.cache.geometry import KVGeometry
-from simulator.cache.kv_events import BlocksStored, KVEvent, Medium
-from simulator.cache.pressure import MemoryPressure, PressureThresholds
-from simulator.cache.sequence_blocks import PrefixMatch
-from simulator.cache.stats import CacheStats
-from simulator.hybrid_cache.block_pool import Block, Content, SharedBlockPool
-from simulator.hybrid_cache.groups import CacheGroup, Retention
+from kvatlas_simulator.cache.allocation import AllocationRequest
+from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
+from kvatlas_simulator.cache.block_table import count_blocks
+from kvatlas_simulator.cache.errors import InsufficientBlocks, SequenceExists, SequenceId, SequenceNotFound
+from kvatlas_simulator.cache.geometry import KVGeometry
+from kvatlas_simulator.cache.kv_events import BlocksStored, KVEvent, Medium
+from kvatlas_simulator.cache.pressure import MemoryPressure, PressureThresholds
+from kvatlas_simulator.cache.sequence_blocks import PrefixMatch
+from kvatlas_simulator.cache.stats import CacheStats
+from kvatlas_simulator.hybrid_cache.block_pool import Block, Content, SharedBlockPool
+from kvatlas_simulator.hybrid_cache.groups import CacheGroup, Retention
 
 
 @dataclass(slots=True)

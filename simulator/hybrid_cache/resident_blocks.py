@@ -1,13 +1,13 @@
-"""What a hybrid engine holds, in the index's terms: `simulator.cache.resident_blocks` for groups."""
+"""What a hybrid engine holds, in the index's terms: `kvatlas_simulator.cache.resident_blocks` for groups."""
 
 from collections import defaultdict
 from typing import Any
 
 from kvatlas.blocks.hashing import extend_chain
-from simulator.cache.kv_events import Medium
-from simulator.cache.resident_blocks import TIER_OF
-from simulator.hybrid_cache.block_pool import Content
-from simulator.hybrid_cache.cache import HybridCache, extend_runs
+from kvatlas_simulator.cache.kv_events import Medium
+from kvatlas_simulator.cache.resident_blocks import TIER_OF
+from kvatlas_simulator.hybrid_cache.block_pool import Content
+from kvatlas_simulator.hybrid_cache.cache import HybridCache, extend_runs
 
 
 def list_hybrid_blocks(cache: HybridCache) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The KV cache groups of a fleet's model, and the caches that the lab's engines get for them.
 
-The simulator's own caches, with blocks of two tokens (`simulator.lab.requests`). Windows, chunks and intervals of real tokens
+The simulator's own caches, with blocks of two tokens (`lab.requests`). Windows, chunks and intervals of real tokens
 are turned into as many of those blocks. A window that ends within a block is rounded up to a whole one: an engine needs, and
 a prompt is resumed by, whole blocks.
 """
@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.errors import InvalidValue
-from simulator.cache.block_hash import SeededBlockHasher
-from simulator.cache.kv_cache import KVCache
-from simulator.engine.engine_cache import EngineCache
-from simulator.hybrid_cache.cache import HybridCache
-from simulator.hybrid_cache.groups import CacheGroup, Retention
+from kvatlas_simulator.cache.block_hash import SeededBlockHasher
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.engine.engine_cache import EngineCache
+from kvatlas_simulator.hybrid_cache.cache import HybridCache
+from kvatlas_simulator.hybrid_cache.groups import CacheGroup, Retention
 
 CACHE_BLOCK = 2
 """Tokens of a block in the lab's caches."""

@@ -11,13 +11,13 @@ from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
 from kvatlas.errors import InvalidValue
-from simulator.engine.step_cost import StepCost
-from simulator.lab.cache_layout import CacheLayout
-from simulator.lab.policies.catalogue import DYNAMO, LIVE_POLICIES, POLICIES
-from simulator.lab.policies.dynamo.policy import check_installed
-from simulator.lab.replay import FleetSettings, replay
-from simulator.lab.requests import Workload
-from simulator.lab.summary import Figures, Objective, Summary
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.lab.cache_layout import CacheLayout
+from kvatlas_simulator.lab.policies.catalogue import DYNAMO, LIVE_POLICIES, POLICIES
+from kvatlas_simulator.lab.policies.dynamo.policy import check_installed
+from kvatlas_simulator.lab.replay import FleetSettings, replay
+from kvatlas_simulator.lab.requests import Workload
+from kvatlas_simulator.lab.summary import Figures, Objective, Summary
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -130,7 +130,7 @@ async def compare_live(
 
     Raises InvalidValue for a policy that is not kvatlas', KvatlasError for a server that does not start.
     """
-    from simulator.lab.live import replay_live  # a replay in virtual time needs neither servers nor clients
+    from kvatlas_simulator.lab.live import replay_live  # a replay in virtual time needs neither servers nor clients
 
     for name in study.policies:
         if name not in LIVE_POLICIES:

@@ -1,6 +1,6 @@
 """An engine in virtual time: the simulator's cache and scheduler rules, at the cost of a few events a request.
 
-It decides as `simulator.engine.scheduler` does, step by step, and takes equal steps at once: while nothing but decoding
+It decides as `kvatlas_simulator.engine.scheduler` does, step by step, and takes equal steps at once: while nothing but decoding
 happens, and no sequence begins or fills a block, a step differs from the one before only by the KV that it reads. A test
 holds it against the scheduler, request by request.
 
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.allocation import AllocationRequest
-from simulator.cache.block_hash import Namespace
-from simulator.cache.kv_events import KVEvent
-from simulator.cache.pressure import MemoryPressure
-from simulator.cache.sequence_blocks import PrefixMatch
-from simulator.engine.engine_cache import EngineCache
-from simulator.engine.scheduler import SchedulerLimits
-from simulator.engine.step_cost import StepCost
-from simulator.hybrid_cache.cache import HybridCache
-from simulator.lab.cache_layout import CACHE_BLOCK
-from simulator.lab.requests import LabRequest, written, written_tokens
+from kvatlas_simulator.cache.allocation import AllocationRequest
+from kvatlas_simulator.cache.block_hash import Namespace
+from kvatlas_simulator.cache.kv_events import KVEvent
+from kvatlas_simulator.cache.pressure import MemoryPressure
+from kvatlas_simulator.cache.sequence_blocks import PrefixMatch
+from kvatlas_simulator.engine.engine_cache import EngineCache
+from kvatlas_simulator.engine.scheduler import SchedulerLimits
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.hybrid_cache.cache import HybridCache
+from kvatlas_simulator.lab.cache_layout import CACHE_BLOCK
+from kvatlas_simulator.lab.requests import LabRequest, written, written_tokens
 
 
 class EngineRequest:
@@ -77,7 +77,7 @@ class Advance:
 
 
 class VirtualEngine:
-    """One engine. `cache` has blocks of two tokens (`simulator.lab.cache_layout`); `block_tokens` is their real size, at
+    """One engine. `cache` has blocks of two tokens (`lab.cache_layout`); `block_tokens` is their real size, at
     least 2.
 
     `ends_us` is when its current step ends (infinite: idle); call `advance` then.

@@ -1,7 +1,7 @@
 """What publishers read of a fleet's loads: vLLM's metrics tell running and waiting requests, and the blocks that are held."""
 
 from kvatlas.fleet.records import ForwardPassMetrics, WorkerState
-from simulator.lab.engine import VirtualEngine
+from kvatlas_simulator.lab.engine import VirtualEngine
 
 
 class EngineMetrics:

@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
-from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
-from kvatlas.identity import partition_of
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.bus.subjects import partition_of
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import PartitionBatch
-from publishers.counters import PublisherCounters
-from publishers.ledger.ledger import Ledger
-from publishers.ledger.settings import LedgerSettings
-from publishers.stream.changelog import Changelog, IncarnationReason
-from publishers.stream.checkpoints import CheckpointSettings
-from simulator.cache.kv_events import BlockRemoved, BlocksStored, KVEvent, Medium
-from simulator.hybrid_cache.groups import CacheGroup
-from simulator.lab.cache_layout import CACHE_BLOCK, CacheLayout
-from simulator.lab.requests import MODEL
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.ledger.settings import LedgerSettings
+from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
+from kvatlas_publishers.stream.checkpoints import CheckpointSettings
+from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored, KVEvent, Medium
+from kvatlas_simulator.hybrid_cache.groups import CacheGroup
+from kvatlas_simulator.lab.cache_layout import CACHE_BLOCK, CacheLayout
+from kvatlas_simulator.lab.requests import MODEL
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from simulator.lab.comparison import Point, Study, replay_once, run_in_processes, with_effective_events
-from simulator.lab.summary import Summary
+from kvatlas_simulator.lab.comparison import Point, Study, replay_once, run_in_processes, with_effective_events
+from kvatlas_simulator.lab.summary import Summary
 
 
 class FleetSize(NamedTuple):

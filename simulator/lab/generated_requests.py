@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import count
 
 from kvatlas.identity import DEFAULT_TENANT
-from simulator.lab.requests import Identity, LabRequest, Workload
+from kvatlas_simulator.lab.requests import Identity, LabRequest, Workload
 
 BLOCK_TOKENS = 64
 REQUESTS = 4_000

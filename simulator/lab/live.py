@@ -17,27 +17,27 @@ import anyio
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.bus.connection import connect_nats
 from kvatlas.cost import EngineProfile, EngineRates
-from kvatlas.events import EngineBatch
 from kvatlas.fleet.records import EngineKind
 from kvatlas.store.connection import connected_store
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.engine_events import EngineBatch
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
+from kvatlas_simulator.demo.processes import FleetSettings as ServerSettings
+from kvatlas_simulator.demo.processes import running_fleet, wait_until_routable
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.lab.cache_layout import CacheLayout
+from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
+from kvatlas_simulator.lab.engine_metrics import EngineMetrics
+from kvatlas_simulator.lab.event_path import to_engine_event
+from kvatlas_simulator.lab.policies.atlas import AtlasSettings, worker_name
+from kvatlas_simulator.lab.replay import START_US, FleetSettings, Outcome, Served, build_engines, draw_arrivals
+from kvatlas_simulator.lab.requests import MODEL, LabRequest, Workload
 from router_client.client import RouterClient
 from router_client.learning.timings import Timings
+from router_client.learning.usage import Usage
 from router_client.prompt import Prompt
 from router_client.results import Choice
 from router_client.settings import LearningSettings, RouterSettings
-from router_client.tokens.usage import Usage
-from simulator.demo.processes import FleetSettings as ServerSettings
-from simulator.demo.processes import running_fleet, wait_until_routable
-from simulator.engine.step_cost import StepCost
-from simulator.lab.cache_layout import CacheLayout
-from simulator.lab.engine import EngineRequest, VirtualEngine
-from simulator.lab.engine_metrics import EngineMetrics
-from simulator.lab.event_path import to_engine_event
-from simulator.lab.policies.atlas import AtlasSettings, worker_name
-from simulator.lab.replay import START_US, FleetSettings, Outcome, Served, build_engines, draw_arrivals
-from simulator.lab.requests import MODEL, LabRequest, Workload
 
 SAMPLE_S = 0.1
 """Engines' loads are read so often; heartbeats take the newest one."""

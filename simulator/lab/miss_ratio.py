@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from simulator.engine.scheduler import SchedulerLimits
-from simulator.lab.replay import FleetSettings, draw_arrivals, replay
-from simulator.lab.requests import LabRequest, Workload
+from kvatlas_simulator.engine.scheduler import SchedulerLimits
+from kvatlas_simulator.lab.replay import FleetSettings, draw_arrivals, replay
+from kvatlas_simulator.lab.requests import LabRequest, Workload
 
 MOST_SAMPLED_USES = 400_000
 """Uses of blocks that are followed, about: two seconds' work."""

@@ -9,15 +9,15 @@ from heapq import heappop, heappush
 from itertools import count
 
 from kvatlas.index.memory.index import MemoryIndex
-from simulator.cache.kv_events import KVEvent
-from simulator.engine.scheduler import SchedulerLimits
-from simulator.engine.step_cost import StepCost
-from simulator.lab.cache_layout import CacheLayout
-from simulator.lab.engine import EngineRequest, VirtualEngine
-from simulator.lab.event_path import EventPath
-from simulator.lab.policies.atlas import worker_name
-from simulator.lab.policies.catalogue import POLICIES, Fleet
-from simulator.lab.requests import LabRequest, Workload
+from kvatlas_simulator.cache.kv_events import KVEvent
+from kvatlas_simulator.engine.scheduler import SchedulerLimits
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.lab.cache_layout import CacheLayout
+from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
+from kvatlas_simulator.lab.event_path import EventPath
+from kvatlas_simulator.lab.policies.atlas import worker_name
+from kvatlas_simulator.lab.policies.catalogue import POLICIES, Fleet
+from kvatlas_simulator.lab.requests import LabRequest, Workload
 
 REPORT_US = 1e6
 """Engines' loads are read each second, as heartbeats bring them."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.identity import DEFAULT_TENANT, Scope
-from simulator.cache.block_hash import Namespace
+from kvatlas_simulator.cache.block_hash import Namespace
 
 MODEL = "lab-model"
 CONTENT_IDS = 1 << 31

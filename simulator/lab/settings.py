@@ -10,13 +10,13 @@ from pydantic_settings import NoDecode
 from kvatlas.cost.rates_file import read_rates
 from kvatlas.settings import CommaList, ProcessSettings
 from kvatlas.validation import Count, Positive
-from simulator.engine.step_cost import StepCost
-from simulator.hybrid_cache.groups import parse_groups
-from simulator.lab.cache_layout import CacheLayout
-from simulator.lab.comparison import Point
-from simulator.lab.miss_ratio import SIZES
-from simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO, LIVE_POLICIES, POLICIES
-from simulator.lab.summary import Objective
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.hybrid_cache.groups import parse_groups
+from kvatlas_simulator.lab.cache_layout import CacheLayout
+from kvatlas_simulator.lab.comparison import Point
+from kvatlas_simulator.lab.miss_ratio import SIZES
+from kvatlas_simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO, LIVE_POLICIES, POLICIES
+from kvatlas_simulator.lab.summary import Objective
 
 _RATES = StepCost()
 

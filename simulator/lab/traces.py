@@ -22,7 +22,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, V
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.validation import describe_mistake
-from simulator.lab.requests import CONTENT_IDS, Identity, LabRequest, Workload
+from kvatlas_simulator.lab.requests import CONTENT_IDS, Identity, LabRequest, Workload
 
 MOONCAKE_BLOCK_TOKENS = 512
 LOG_BLOCK_TOKENS = 64

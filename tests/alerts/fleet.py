@@ -13,11 +13,11 @@ import httpx
 from kvatlas.embedded import nats_server, valkey_server
 from kvatlas.embedded.async_servers import EmbeddedServer
 from kvatlas.embedded.free_port import LOOPBACK, free_port
-from router_client.gateway.ext_proc.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
-from router_client.gateway.server import SERVICE
+from kvatlas_router.gateway.ext_proc.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
+from kvatlas_router.gateway.server import SERVICE
 from tests.alerts.odd_engine import OddEngine, odd_engine
 from tests.chaos.child_process import ChildProcess
-from tests.router_client.gateway.messages import answer_body, answer_headers, request_body, request_headers
+from tests.router.gateway.messages import answer_body, answer_headers, request_body, request_headers
 
 REQUESTS_PER_S = 8
 PICKS_PER_S = 2

@@ -6,7 +6,7 @@ import zmq
 from benchmarks.peer.engine_process import CHAIN, chain_tokens, last_chain
 from benchmarks.peer.engines import Engines, encode_stored
 from kvatlas.blocks.hashing import HASH_BYTES, extend_chain
-from publishers.engines.vllm import decode_batch
+from kvatlas_publishers.engines.vllm import decode_batch
 
 
 def test_a_batch_is_one_that_our_adapter_reads() -> None:

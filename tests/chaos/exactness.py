@@ -16,7 +16,7 @@ from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
 from kvatlas.bus.subjects import control_subject
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import EngineState, Liveness
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store

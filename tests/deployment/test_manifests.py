@@ -22,8 +22,8 @@ from kvatlas.settings import (
     PublishSettings,
 )
 from kvatlas_cli.app import COMMANDS
-from router_client.gateway.server import LIVENESS, READINESS
-from simulator.settings import EngineSettings
+from kvatlas_router.gateway.server import LIVENESS, READINESS
+from kvatlas_simulator.settings import EngineSettings
 from tests.deployment.manifests import (
     ENGINES,
     KUSTOMIZATIONS,
@@ -69,8 +69,8 @@ def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettin
 
 def listens_at(settings: ProcessSettings) -> tuple[str, int | None, set[str]]:
     """Where a process serves its pages, and which."""
-    from indexer.status_page import application as indexer_status
-    from publishers import status as publisher_status
+    from kvatlas_indexer.status_page import application as indexer_status
+    from kvatlas_publishers import status as publisher_status
 
     match settings:
         case IndexerSettings():
@@ -80,7 +80,7 @@ def listens_at(settings: ProcessSettings) -> tuple[str, int | None, set[str]]:
             pages = publisher_status.application([], 1)
             return settings.status_host, settings.status_port, {route.path for route in pages.routes}  # type: ignore[attr-defined]
         case ProxySettings() | EngineSettings():
-            source = {ProxySettings: "router_client/proxy/application.py", EngineSettings: "simulator/http/server.py"}
+            source = {ProxySettings: "router/proxy/application.py", EngineSettings: "simulator/http/server.py"}
             text = (ROOT / source[type(settings)]).read_text()
             return settings.host, settings.port, set(re.findall(r'Route\("([^"]+)"', text))
     raise AssertionError(f"{settings} serves nothing")

@@ -1,14 +1,16 @@
 """One worker's publisher without sockets, before an index."""
 
 from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.bus.subjects import partition_of
 from kvatlas.fleet.records import EngineKind, EngineState, FleetRecord, Liveness
-from kvatlas.identity import partition_of, shard_of
-from kvatlas.index.protocol import PartitionBatch, ResidencyIndex
-from publishers.counters import PublisherCounters
-from publishers.engines import decode_batch
-from publishers.ledger.ledger import Ledger
-from publishers.settings import PublisherSettings
-from publishers.stream.changelog import Changelog, IncarnationReason
+from kvatlas.identity import shard_of
+from kvatlas.index.protocol import ResidencyIndex
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.engines import decode_batch
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.settings import PublisherSettings
+from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
 from router_client import Prompt, RouterClient
 from tests.router_client.pools import CountingFleet
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.store.connection import open_store
 from router_client import Prompt, RouterClient, RouterSettings
 from tests.end_to_end.processes import query, service
 from tests.eventually import until
-from tests.router_client.proxy.engines import MODEL, running_proxy
-from tests.router_client.proxy.test_proxy import decision
+from tests.router.proxy.engines import MODEL, running_proxy
+from tests.router.proxy.test_proxy import decision
 from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio

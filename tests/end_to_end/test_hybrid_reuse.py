@@ -15,7 +15,7 @@ from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import open_store
-from publishers.publisher import Publisher
+from kvatlas_publishers.publisher import Publisher
 from router_client import Prompt, RouterClient
 from router_client.prompt_chain import PromptChain
 from tests.end_to_end.processes import service

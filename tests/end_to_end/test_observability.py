@@ -15,7 +15,7 @@ import yaml
 
 from k8s.dashboards.dashboards import DASHBOARDS
 from kvatlas.embedded.free_port import LOOPBACK, free_port
-from simulator.demo.trace_receiver import TraceReceiver, running_receiver
+from kvatlas_simulator.demo.trace_receiver import TraceReceiver, running_receiver
 from tests.deployment.test_alerts import FILE, RULES, SERIES, selectors_in
 from tests.end_to_end.processes import service
 from tests.end_to_end.prometheus import Prometheus

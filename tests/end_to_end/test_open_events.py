@@ -15,7 +15,6 @@ import msgpack
 import pytest
 from nats.aio.client import Client
 
-from indexer.service import run_indexer
 from kvatlas.blocks.external_chain import external_chain, hash_text
 from kvatlas.blocks.hashing import extend_chain, local_hash, unpack_hashes
 from kvatlas.bus.connection import connect_nats
@@ -23,9 +22,10 @@ from kvatlas.embedded.free_port import free_port
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
 from kvatlas.settings import IndexerSettings
-from publishers.feed.open_batches import OpenBatches
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
+from kvatlas_indexer.service import run_indexer
+from kvatlas_publishers.feed.open_batches import OpenBatches
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
 from router_client import Fallbacks, Prompt, RequestHints, RouterClient, RouterSettings
 from tests.end_to_end.processes import ROOT, query, service
 from tests.eventually import until

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from kvatlas.blocks.tiers import Tier, parse_tier
-from kvatlas.events import EngineHash, EngineStored
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
-from publishers.engines import decode_batch
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.engine_events import EngineHash, EngineStored
+from kvatlas_publishers.engines import decode_batch
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 from router_client import Prompt, RouterClient
 from tests.end_to_end.processes import query, service
 from tests.eventually import until

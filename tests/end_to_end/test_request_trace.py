@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from kvatlas.embedded.free_port import LOOPBACK, free_port
-from simulator.demo.trace_receiver import ReceivedSpan, TraceReceiver, running_receiver
+from kvatlas_simulator.demo.trace_receiver import ReceivedSpan, TraceReceiver, running_receiver
 from tests.end_to_end.processes import service
 from tests.eventually import until
 

@@ -19,8 +19,8 @@ from kvatlas.index.redis.index import open_redis_index
 from kvatlas.settings import PublishSettings
 from kvatlas.store.connection import open_store
 from kvatlas_cli.ledger_audit import Verdict, audit_workers
-from publishers.publisher import Publisher
-from publishers.sidecar import run_sidecar
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.sidecar import run_sidecar
 from router_client import Prompt, PromptOverlap, RouterClient, RouterSettings
 from tests.end_to_end.processes import service
 from tests.eventually import until

@@ -11,13 +11,13 @@ from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import open_store
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.settings import PublisherSettings
+from kvatlas_simulator.cache.allocation import AllocationRequest
+from kvatlas_simulator.cache.block_hash import Namespace, SeededBlockHasher
+from kvatlas_simulator.hybrid_cache import CacheGroup, HybridCache, Retention
+from kvatlas_simulator.hybrid_cache.resident_blocks import list_hybrid_blocks
+from kvatlas_simulator.zmq_events import EventEncoding
 from router_client import Prompt
-from simulator.cache.allocation import AllocationRequest
-from simulator.cache.block_hash import Namespace, SeededBlockHasher
-from simulator.hybrid_cache import CacheGroup, HybridCache, Retention
-from simulator.hybrid_cache.resident_blocks import list_hybrid_blocks
-from simulator.zmq_events import EventEncoding
 from tests.end_to_end.socketless_worker import SocketlessWorker
 
 pytestmark = pytest.mark.anyio

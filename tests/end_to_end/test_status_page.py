@@ -15,7 +15,7 @@ from playwright.async_api import Browser, Page, async_playwright
 from kvatlas.store.connection import Store, connected_store
 from tests.eventually import until
 from tests.indexer.running_replica import running_replica
-from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
+from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 

@@ -13,17 +13,17 @@ from nats.errors import Error as NatsError
 from redis.exceptions import ResponseError
 
 from kvatlas.bus.control import ControlOp
-from kvatlas.bus.subjects import alive_subject, control_subject, events_subject
+from kvatlas.bus.subjects import alive_subject, control_subject, events_subject, partition_of
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Heartbeat, Liveness, WorkerState
-from kvatlas.fleet.store import pool_workers_key
-from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.fleet_store.fleet_store import pool_workers_key
+from kvatlas.identity import Scope, shard_of
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.store import answers_key
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.settings import IndexerSettings, ProxySettings, PublishSettings
-from publishers.engines.metrics import _SGLANG, _VLLM
+from kvatlas_publishers.engines.metrics import _SGLANG, _VLLM
 from tests.chaos.fleet import MODEL, PARTITIONS, SHARDS
 from tests.fuzz.targets import HOSTILE, Targets
 from tests.fuzz.values import NUMBERS, TEXTS, any_value, mutated, pack, packed

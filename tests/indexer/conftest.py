@@ -6,7 +6,7 @@ from nats.aio.client import Client
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.stream import StreamSettings, ensure_stream
 from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store, connected_store
 
 STREAM = StreamSettings(storage="memory", max_bytes=256 << 20)

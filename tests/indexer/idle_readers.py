@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from indexer.ownership.owned_partitions import OwnedPartitions, WorkerState
-from indexer.partition.reader import PartitionStatus
+from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions, WorkerState
+from kvatlas_indexer.partition.reader import PartitionStatus
 from tests.indexer.bus_publisher import PARTITIONS
 
 

@@ -8,8 +8,8 @@ import sys
 import anyio
 from anyio.to_thread import run_sync
 
-from indexer.replica import Replica
-from indexer.service import IndexerSettings, run_indexer
+from kvatlas_indexer.indexer_process import Replica
+from kvatlas_indexer.service import IndexerSettings, run_indexer
 
 
 def say_ready(_: Replica) -> None:

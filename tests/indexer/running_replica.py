@@ -7,10 +7,10 @@ import anyio
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from indexer.replica import Replica
-from indexer.service import IndexerSettings, run_indexer
 from kvatlas.bus.control import ControlOp, ControlRequest
 from kvatlas.bus.subjects import control_subject
+from kvatlas_indexer.indexer_process import Replica
+from kvatlas_indexer.service import IndexerSettings, run_indexer
 from tests.eventually import until
 from tests.indexer.bus_publisher import BusPublisher
 

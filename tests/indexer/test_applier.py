@@ -9,14 +9,16 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from indexer.applier import CALL_BYTES, LARGE_BYTES, Applier
-from indexer.counters import IndexerCounters
+from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.bus.queue import PartitionQueue
+from kvatlas.bus.subjects import partition_of
 from kvatlas.bus.wire import SEQ, WORKER_ID, RawMessage
 from kvatlas.errors import InvalidValue
-from kvatlas.identity import Scope, partition_of
+from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position
+from kvatlas.index.protocol import ApplyResult
+from kvatlas_indexer.applier import CALL_BYTES, LARGE_BYTES, Applier
+from kvatlas_indexer.counters import IndexerCounters
 from tests.eventually import until
 from tests.kvatlas.index.message_source import MessageSource, contents
 

@@ -7,12 +7,12 @@ import anyio
 import pytest
 from anyio.abc import Process
 
-from indexer.service import run_indexer
 from kvatlas.embedded import EmbeddedServer, child_command, nats_server
 from kvatlas.embedded.binaries import nats_server_binary
 from kvatlas.embedded.free_port import free_port
 from kvatlas.errors import KvatlasError
 from kvatlas.settings import IndexerSettings
+from kvatlas_indexer.service import run_indexer
 
 pytestmark = pytest.mark.anyio
 

@@ -6,12 +6,12 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from indexer import gauges
-from indexer.gauges import MAX_MODELS, OTHER_MODELS, StoreGauges, largest_models, measure
-from indexer.partition.reader import PartitionStatus
 from kvatlas.blocks.residency import IndexMetrics, ModelBlocks, TierBlocks
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.store.connection import Store
+from kvatlas_indexer import gauges
+from kvatlas_indexer.gauges import MAX_MODELS, OTHER_MODELS, StoreGauges, largest_models, measure
+from kvatlas_indexer.partition.reader import PartitionStatus
 from tests.eventually import until
 
 

@@ -14,7 +14,7 @@ from kvatlas.embedded import EmbeddedServer
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.identities import TenantRefused, load_identities
 from kvatlas.fleet.records import EngineEndpoint, EngineKind
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import open_store

@@ -7,7 +7,7 @@ from nats.aio.client import Client
 
 from kvatlas.embedded import EmbeddedServer
 from kvatlas.fleet.records import Liveness
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store, connected_store
 from tests.eventually import until

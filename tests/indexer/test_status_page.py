@@ -8,8 +8,7 @@ from nats.aio.client import Client
 
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.bus.connection import connect_nats
-from kvatlas.bus.subjects import alive_subject
-from kvatlas.identity import partition_of
+from kvatlas.bus.subjects import alive_subject, partition_of
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusPublisher, heartbeat
 from tests.indexer.running_replica import answering_requests, running_replica

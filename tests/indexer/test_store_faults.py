@@ -7,17 +7,17 @@ import pytest
 from nats.aio.client import Client
 from redis.exceptions import ReadOnlyError
 
-from indexer.gauges import gauges_of
-from indexer.service import run_indexer
 from kvatlas.embedded import EmbeddedServer, valkey_server
 from kvatlas.errors import Unreachable, UnsuitableStore
-from kvatlas.fleet.store import FLEET_LIBRARY, LEASES, FleetStore
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, LEASES, FleetStore
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.settings import IndexerSettings
 from kvatlas.store.connection import Store, connected_store
 from kvatlas_cli.doctor.store import own_libraries
+from kvatlas_indexer.gauges import gauges_of
+from kvatlas_indexer.service import run_indexer
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusPublisher, has_applied_all, indexed, published
 from tests.indexer.running_replica import answering_requests, running_replica

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas.bus.subjects import partition_of
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import (
     DEFAULT_TENANT,
     MAX_NAME_BYTES,
     Scope,
     check_worker_id,
-    partition_of,
     pool_id,
     rank_worker_id,
     scope_from_canonical,

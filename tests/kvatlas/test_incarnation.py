@@ -4,7 +4,7 @@ import pytest
 
 from kvatlas.errors import InvalidValue
 from kvatlas.incarnation import MAX_LEAD_MS, RANDOM_BITS, check_incarnation
-from publishers.stream.incarnation import next_incarnation
+from kvatlas_publishers.stream.incarnation import next_incarnation
 
 NOW_US = 1_790_000_000_000_000
 

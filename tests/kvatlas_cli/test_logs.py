@@ -17,7 +17,7 @@ def test_a_line_for_people_has_time_level_component_and_trace(capsys: pytest.Cap
     log_to_stderr("info", "console")
     _log.info("worker w1: back after %g s", 2.5)
     with TracerProvider().get_tracer("test").start_as_current_span("request") as span:
-        logging.getLogger("router_client.proxy").warning("worker w2: refused; trying another")
+        logging.getLogger("kvatlas_router.proxy").warning("worker w2: refused; trying another")
     first, second = capsys.readouterr().err.splitlines()
     time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
     assert re.fullmatch(rf"{time} info indexer: worker w1: back after 2\.5 s", first)

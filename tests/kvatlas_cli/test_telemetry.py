@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas.embedded import ServerProcess
-from simulator.demo.trace_receiver import running_receiver
+from kvatlas_simulator.demo.trace_receiver import running_receiver
 from tests.eventually import until_sync
 from tests.kvatlas_cli.conftest import TOKENS, UNUSED_ADDRESS, start_command
 

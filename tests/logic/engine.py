@@ -9,8 +9,8 @@ from zlib import crc32
 
 from kvatlas.blocks.hashing import HASH_BYTES, extend_chain
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
 from kvatlas.identity import Scope
+from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
 
 if TYPE_CHECKING:
     from tests.logic.world import World

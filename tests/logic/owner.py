@@ -7,19 +7,19 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from indexer.counters import IndexerCounters
-from indexer.liveness.failure_detector import FailureDetector
-from indexer.liveness.heartbeats import Heartbeats
-from indexer.partition.reader import start_position
-from indexer.repair.doubt import DoubtJudge
-from indexer.repair.grants import GrantBudget
-from indexer.repair.repair_loop import RepairLoop
 from kvatlas.bus.admission import Admission
 from kvatlas.bus.control import ControlRequest
+from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import Heartbeat
-from kvatlas.index.protocol import PartitionBatch, Position
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.liveness.failure_detector import FailureDetector
+from kvatlas_indexer.liveness.heartbeats import Heartbeats
+from kvatlas_indexer.partition.reader import start_position
+from kvatlas_indexer.repair.doubt import DoubtJudge
+from kvatlas_indexer.repair.grants import GrantBudget
+from kvatlas_indexer.repair.repair_loop import RepairLoop
 from tests.logic.steps import Steps, pause
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from kvatlas.bus.subjects import events_subject
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState
-from publishers.counters import PublisherCounters
-from publishers.feed.continuity import Batch, Continuity, Step
-from publishers.feed.undecodable import Distrust
-from publishers.heartbeat import HeartbeatSender
-from publishers.ledger.ledger import Ledger
-from publishers.ledger.settings import LedgerSettings
-from publishers.stream.changelog import Changelog, IncarnationReason
-from publishers.stream.outbox import OutboxLimits
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.feed.continuity import Batch, Continuity, Step
+from kvatlas_publishers.feed.undecodable import Distrust
+from kvatlas_publishers.heartbeat import HeartbeatSender
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.ledger.settings import LedgerSettings
+from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
+from kvatlas_publishers.stream.outbox import OutboxLimits
 from tests.logic.engine import BLOCK_SIZE, TieredBlock
 
 if TYPE_CHECKING:

@@ -5,11 +5,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.memory.shard import MemoryShard
-from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, Room, ScrubResult, WorkerRecord
+from kvatlas.index.protocol import ApplyResult, Room, ScrubResult, WorkerRecord
 from tests.logic.steps import pause
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class SteppedIndex(MemoryIndex):
 
 
 class Fleet:
-    """The fleet's records (as `kvatlas.fleet.store.FleetStore`)."""
+    """The fleet's records (as `kvatlas.fleet_store.fleet_store.FleetStore`)."""
 
     def __init__(self) -> None:
         self.records: dict[str, FleetRecord] = {}

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvatlas.identity import partition_of, shard_of
+from kvatlas.bus.subjects import partition_of
+from kvatlas.identity import shard_of
 from tests.logic.bus import Stream
 from tests.logic.engine import Engine, scope_of
 from tests.logic.invariants import Invariants, Violation

@@ -14,7 +14,7 @@ import pytest
 
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.settings import PublisherSettings
 from router_client import Prompt
 from tests.end_to_end.socketless_worker import SocketlessWorker
 from tests.oracle.conftest import PYTHON

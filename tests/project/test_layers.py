@@ -102,8 +102,11 @@ def test_no_file_is_a_catch_all(package: str) -> None:
 @pytest.mark.parametrize(
     ("modules", "unused"),
     [
-        ("publishers.sidecar, kvatlas_cli.commands.publish", "httpx indexer kvatlas.index kvatlas.reservations redis"),
-        ("indexer.service, kvatlas_cli.commands.indexer", "httpx publishers router_client starlette uvicorn"),
+        (
+            "kvatlas_publishers.sidecar, kvatlas_cli.commands.publish",
+            "httpx indexer kvatlas.index kvatlas.reservations redis",
+        ),
+        ("kvatlas_indexer.service, kvatlas_cli.commands.indexer", "httpx publishers router_client starlette uvicorn"),
     ],
 )
 def test_a_process_imports_nothing_that_only_others_use(modules: str, unused: str) -> None:

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 from anyio.abc import TaskGroup
 
-from publishers.feed.lmcache_grpc.kv_events_pb2 import Batch, Ping, Pong, Record, Subscription
+from kvatlas_publishers.feed.lmcache_grpc.kv_events_pb2 import Batch, Ping, Pong, Record, Subscription
 
 PING = msgpack.packb(22)
 SUBSCRIBE = msgpack.packb("subscribe_kv_events")

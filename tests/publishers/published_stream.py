@@ -7,14 +7,14 @@ import anyio
 from nats.aio.client import Client
 
 from kvatlas.bus.control import ControlReply, ControlRequest
-from kvatlas.bus.subjects import ALL_EVENTS, STREAM, control_subject
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.bus.subjects import ALL_EVENTS, STREAM, control_subject, partition_of
 from kvatlas.bus.wire import decode, decode_raw
 from kvatlas.events import Message
-from kvatlas.identity import Scope, partition_of
+from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import PartitionBatch
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
 
 PARTITIONS = 64
 SETTINGS = PublisherSettings(worker_id="w", model_id="model", block_size=16, partitions=PARTITIONS)

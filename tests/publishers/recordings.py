@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvatlas.blocks.tiers import Tier, parse_tier
-from kvatlas.events import EngineHash
 from kvatlas.fleet.records import EngineKind
+from kvatlas_publishers.engine_events import EngineHash
 
 FOLDER = Path(__file__).parent.parent / "data" / "engine-recordings"
 FILES = sorted(FOLDER.glob("*.jsonl.gz"))

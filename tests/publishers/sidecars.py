@@ -9,10 +9,10 @@ from nats.aio.client import Client
 
 from kvatlas.fleet.records import EngineKind
 from kvatlas.settings import PublishSettings
-from publishers.engines import decode_batch
-from publishers.ledger.ledger import Ledger, LedgerSettings
-from publishers.publisher import Publisher
-from publishers.sidecar import run_sidecar
+from kvatlas_publishers.engines import decode_batch
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine
 from tests.publishers.published_stream import read_stream

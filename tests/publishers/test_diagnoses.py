@@ -11,8 +11,8 @@ from nats.aio.client import Client
 
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.fleet.records import Diagnosis, EngineKind, Heartbeat
-from publishers.publisher import Publisher
-from publishers.sidecar import run_sidecar
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.indexer.running_replica import running_replica
 from tests.publishers.engines.engine_http import engine_http

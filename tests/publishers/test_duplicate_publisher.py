@@ -7,11 +7,11 @@ from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
 from kvatlas.bus.stream import StreamSettings, ensure_stream
 from kvatlas.bus.subjects import control_subject
-from publishers.counters import PublisherCounters
-from publishers.ledger.ledger import Ledger, LedgerSettings
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
-from publishers.stream.changelog import Changelog, IncarnationReason
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
+from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
 from tests.eventually import until
 from tests.publishers.published_stream import PARTITIONS, read_stream
 

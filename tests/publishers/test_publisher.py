@@ -17,10 +17,11 @@ from kvatlas.bus.stream import StreamSettings, ensure_stream
 from kvatlas.bus.subjects import ALL_EVENTS, STREAM, alive_subject
 from kvatlas.embedded import EmbeddedServer, nats_server
 from kvatlas.errors import InvalidValue
-from kvatlas.events import EngineRemoved, EngineStored, SnapshotBegin, SnapshotEnd
+from kvatlas.events import SnapshotBegin, SnapshotEnd
 from kvatlas.fleet.records import EngineKind, EngineState, Heartbeat
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.engine_events import EngineRemoved, EngineStored
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
 from tests.eventually import until
 from tests.publishers.engines.engine_http import engine_http
 from tests.publishers.published_stream import SCOPE, SETTINGS, ask, flushed, read_stream, tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from publishers.saved_state import SavedState, StateFile
+from kvatlas_publishers.saved_state import SavedState, StateFile
 
 STATE = SavedState("w1", 12 << 20, b"position", b"ledger" * 1000, 1_700_000_000_000_000, "v1", {"sql": "/a"})
 

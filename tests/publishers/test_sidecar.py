@@ -17,9 +17,9 @@ from kvatlas.embedded import nats_server
 from kvatlas.errors import SettingsError, Unreachable
 from kvatlas.fleet.records import EngineKind, EngineState
 from kvatlas.settings import PublishSettings
-from publishers.feed.undecodable import BURST
-from publishers.publisher import Publisher
-from publishers.sidecar import run_sidecar
+from kvatlas_publishers.feed.undecodable import BURST
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine, recording
 from tests.publishers.published_stream import read_stream

@@ -15,8 +15,8 @@ from nats.aio.client import Client
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.fleet.records import EngineKind, EngineState, Heartbeat
 from kvatlas.settings import PublishSettings
-from publishers.publisher import Publisher
-from publishers.sidecar import run_sidecar
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.engines.engine_http import engine_http
 from tests.publishers.fake_engine import FakeEngine, recording

@@ -13,7 +13,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.embedded import nats_server
 from kvatlas.embedded.free_port import free_port
 from kvatlas.fleet.records import EngineKind, EngineState, Heartbeat
-from publishers.sidecar import run_sidecar
+from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.kvatlas.status_page.page_text import texts
 from tests.publishers.fake_engine import FakeEngine, recording

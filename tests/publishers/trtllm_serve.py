@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from typing import Any
 
-from publishers.engines.tensorrt_llm import plain_block_hash
+from kvatlas_publishers.engines.tensorrt_llm import plain_block_hash
 
 BLOCK = 4
 WINDOW = 256

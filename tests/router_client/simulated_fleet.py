@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kvatlas.fleet.records import FleetRecord, ForwardPassMetrics, WorkerState
+from kvatlas_simulator.cache.block_hash import SeededBlockHasher
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.engine.core import EngineCore
+from kvatlas_simulator.engine.generation_request import GeneratedToken, GenerationRequest
+from kvatlas_simulator.engine.scheduler import SchedulerLimits
+from kvatlas_simulator.engine.step_cost import StepCost
 from router_client import AnswerClock, Choice, Prompt, RouterClient, StaticFleet, Timings, Usage
-from simulator.cache.block_hash import SeededBlockHasher
-from simulator.cache.kv_cache import KVCache
-from simulator.engine.core import EngineCore
-from simulator.engine.generation_request import GeneratedToken, GenerationRequest
-from simulator.engine.scheduler import SchedulerLimits
-from simulator.engine.step_cost import StepCost
 from tests.router_client.pools import SCOPE, worker
 
 SAMPLE_US = 1_000_000

@@ -11,7 +11,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import QuillcacheProfile
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.fleet.records import EngineState, Liveness, Role
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex

@@ -12,11 +12,11 @@ from anyio.streams.text import TextReceiveStream
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
-from tests.router_client.proxy.engines import BLOCK_SIZE, MODEL, SCOPE, record
-from tests.router_client.tokens.small_model import save_simulators
+from tests.router.proxy.engines import BLOCK_SIZE, MODEL, SCOPE, record
+from tests.router.tokens.small_model import save_simulators
 
 PYTHON = os.environ.get("KVATLAS_RAY", "")
 pytestmark = [

@@ -10,10 +10,10 @@ import pytest
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.errors import InvalidValue
 from kvatlas.store.connection import Store
+from kvatlas_simulator.lab.recorder import TraceRecorder
+from kvatlas_simulator.lab.traces import read_trace
 from router_client.request_feed import BLOCK_TOKENS, MOST_WAITING, RequestFeed
-from simulator.lab.recorder import TraceRecorder
-from simulator.lab.traces import read_trace
-from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
+from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 
 pytestmark = pytest.mark.anyio
 

@@ -13,8 +13,8 @@ import zmq
 import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from simulator.service import EngineAddresses, run_engine
-from simulator.settings import EngineSettings
+from kvatlas_simulator.service import EngineAddresses, run_engine
+from kvatlas_simulator.settings import EngineSettings
 from tests.eventually import until
 
 FREE_PORT = "tcp://127.0.0.1:0"

@@ -5,7 +5,7 @@ import httpx
 import pytest
 
 from kvatlas.errors import SettingsError
-from simulator.service import run_engine
+from kvatlas_simulator.service import run_engine
 from tests.simulator.running_engine import engine_settings, running_engine, wait_for_requests
 
 pytestmark = pytest.mark.anyio

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from simulator.workload import Conversation, WorkloadSettings, generate_workload
+from kvatlas_simulator.workload import Conversation, WorkloadSettings, generate_workload
 
 SMALL = WorkloadSettings(seed=3, sessions=20, system_prompts=2, system_prompt_tokens=(30, 40), user_tokens=(2, 6))
 

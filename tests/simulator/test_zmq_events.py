@@ -9,8 +9,8 @@ import zmq
 import zmq.asyncio
 
 from kvatlas.errors import SettingsError
-from simulator.cache.kv_events import GpuCleared
-from simulator.zmq_events import EventEncoding, FeedSettings, open_feed
+from kvatlas_simulator.cache.kv_events import GpuCleared
+from kvatlas_simulator.zmq_events import EventEncoding, FeedSettings, open_feed
 from tests.simulator.running_engine import Batch, fold, listening, replayed, running_engine
 
 pytestmark = pytest.mark.anyio

@@ -14,9 +14,11 @@ from kvatlas.blocks.residency import (
     residency_order,
 )
 from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
+from kvatlas.bus.partition_batch import PartitionBatch, Position
+from kvatlas.bus.subjects import partition_of
 from kvatlas.bus.wire import SCOPES, scope_use
 from kvatlas.errors import NotSupported
-from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.identity import Scope, shard_of
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.gallop import STRIDE, differences
 from kvatlas.index.holder_entries import number_bytes
@@ -27,8 +29,6 @@ from kvatlas.index.protocol import (
     DEFAULT_PARTITIONS,
     DEFAULT_SHARDS,
     ApplyResult,
-    PartitionBatch,
-    Position,
     RecountResult,
     Room,
     ScrubResult,

@@ -11,11 +11,12 @@ from typing import Any
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.holder_entries import number_bytes
 from kvatlas.index.memory.block_table import BlockTable, split
 from kvatlas.index.memory.mark_table import HolderMarks
-from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, ScrubResult, WorkerRecord
+from kvatlas.index.protocol import ApplyResult, ScrubResult, WorkerRecord
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.bus.partition_batch import PartitionBatch
 from kvatlas.bus.wire import (
     CHUNK,
     CODE,
@@ -26,7 +27,6 @@ from kvatlas.bus.wire import (
     WORKER_ID,
     RawMessage,
 )
-from kvatlas.index.protocol import PartitionBatch
 
 CALL_COST = 450
 """What a call may cost, in changes of one block whose value is short: one or two microseconds of the store each, up to eight

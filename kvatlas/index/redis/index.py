@@ -22,22 +22,16 @@ from kvatlas.blocks.residency import (
     residency_order,
 )
 from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.partition_batch import PartitionBatch, Position
+from kvatlas.bus.subjects import partition_of
 from kvatlas.errors import InvalidValue, NoIndexYet, NotSupported
-from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.identity import Scope, shard_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.gallop import STRIDE, differences
 from kvatlas.index.holder_entries import depths_by_number
 from kvatlas.index.mark_lookup import MarkedHolder, check_reach, has_mark, walk_positions
-from kvatlas.index.protocol import (
-    ApplyResult,
-    PartitionBatch,
-    Position,
-    RecountResult,
-    Room,
-    ScrubResult,
-    WorkerRecord,
-)
+from kvatlas.index.protocol import ApplyResult, RecountResult, Room, ScrubResult, WorkerRecord
 from kvatlas.index.redis.apply_call import ApplyAnswer, pack_call, unpack_answer
 from kvatlas.index.redis.call_plan import CALL_COST, CallBatch, Place, cut_call
 from kvatlas.index.redis.holder_names import HolderNames

@@ -9,9 +9,10 @@ import msgpack
 
 from kvatlas.blocks.digest import FLAG_WORDS, WORDS
 from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.partition_batch import Position
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import check_worker_id
-from kvatlas.index.protocol import Position, WorkerRecord
+from kvatlas.index.protocol import WorkerRecord
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 HOLDER_BYTES = 3

@@ -11,9 +11,9 @@ from kvatlas.blocks.digest import Digest, FlagDigest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
 from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch
 from kvatlas.identity import SCOPE_ID_BYTES
 from kvatlas.index.mark_lookup import HEAD_SUFFIX
-from kvatlas.index.protocol import PartitionBatch
 from kvatlas.index.redis.call_plan import HASHES_AT, WITH_HASHES
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from time import monotonic
 
 from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch
 from kvatlas.errors import InvalidValue, LayoutMismatch
 from kvatlas.identity import SCOPE_ID_BYTES, Scope, scope_from_canonical
-from kvatlas.index.protocol import PartitionBatch
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import SCOPE_USES, SCOPES, ShardKeys
 from kvatlas.index.redis.records import TOUCHED_BYTES

@@ -2,7 +2,8 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from kvatlas.index.protocol import PartitionBatch, ScrubResult
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.index.protocol import ScrubResult
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.recount import BLOCKS_A_PASS, WORKERS_A_PASS, Recount, Strays, WorkerCount

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.partition_batch import Position
 from kvatlas.errors import InvalidValue
-from kvatlas.index.protocol import Position
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import (
     StoredRecord,

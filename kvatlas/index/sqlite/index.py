@@ -8,9 +8,11 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from kvatlas.identity import Scope, partition_of, scope_from_canonical, shard_of
+from kvatlas.bus.partition_batch import PartitionBatch, Position
+from kvatlas.bus.subjects import partition_of
+from kvatlas.identity import Scope, scope_from_canonical, shard_of
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, ScrubResult
+from kvatlas.index.protocol import ApplyResult, ScrubResult
 from kvatlas.index.sqlite.changes import TrackedDict, keep_on_error
 from kvatlas.index.sqlite.file import Changes, IndexFile
 from kvatlas.index.sqlite.shard import SqliteShard

@@ -6,11 +6,11 @@ import msgpack
 
 from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.partition_batch import Position
 from kvatlas.index.holder_entries import number_bytes
 from kvatlas.index.memory.block_table import Holder
 from kvatlas.index.memory.mark_table import HolderMarks
 from kvatlas.index.memory.shard import MemoryShard, Record
-from kvatlas.index.protocol import Position
 from kvatlas.index.sqlite.changes import RowIds, TrackedDict, ValuesByScope
 from kvatlas.index.sqlite.file import Changes, IndexFile
 

@@ -13,7 +13,7 @@ from kvatlas.settings import RecordSettings
 from kvatlas_cli.flags import with_settings
 from kvatlas_cli.output import count_text, print_notice
 from kvatlas_cli.runner import run_service
-from simulator.lab.recorder import TraceRecorder
+from kvatlas_simulator.lab.recorder import TraceRecorder
 
 PATH = "/kvatlas/requests"
 CONNECT_S = 5.0

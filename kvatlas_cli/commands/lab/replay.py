@@ -12,11 +12,11 @@ import typer
 
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import print_json, print_notice, print_table
-from simulator.lab.comparison import Study, compare, compare_live
-from simulator.lab.fleet_size import find_fleet_sizes, most_replays
-from simulator.lab.generated_requests import REQUESTS, WORKLOADS, generate
-from simulator.lab.miss_ratio import measure_curve, replayed_hit_rate, sizes_to_replay
-from simulator.lab.report import (
+from kvatlas_simulator.lab.comparison import Study, compare, compare_live
+from kvatlas_simulator.lab.fleet_size import find_fleet_sizes, most_replays
+from kvatlas_simulator.lab.generated_requests import REQUESTS, WORKLOADS, generate
+from kvatlas_simulator.lab.miss_ratio import measure_curve, replayed_hit_rate, sizes_to_replay
+from kvatlas_simulator.lab.report import (
     COLUMNS,
     CURVE_COLUMNS,
     SIZE_COLUMNS,
@@ -32,9 +32,9 @@ from simulator.lab.report import (
     title_of,
     to_jsonable,
 )
-from simulator.lab.requests import Workload
-from simulator.lab.settings import ReplaySettings
-from simulator.lab.traces import read_trace
+from kvatlas_simulator.lab.requests import Workload
+from kvatlas_simulator.lab.settings import ReplaySettings
+from kvatlas_simulator.lab.traces import read_trace
 
 _Trace = Annotated[
     str,

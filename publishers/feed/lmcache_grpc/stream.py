@@ -12,8 +12,8 @@ import anyio
 import grpc.aio
 
 from kvatlas.errors import EngineEventError
-from publishers.engines.lmcache import MAX_BATCH_BYTES, MAX_EVENTS
-from publishers.feed.lmcache_grpc.kv_events_pb2 import Batch, Ping, Pong, Subscription
+from kvatlas_publishers.engines.lmcache import MAX_BATCH_BYTES, MAX_EVENTS
+from kvatlas_publishers.feed.lmcache_grpc.kv_events_pb2 import Batch, Ping, Pong, Subscription
 
 SUBSCRIBE = "/lmcache.mp.ObservabilityService/SubscribeKvEvents"
 PING = "/lmcache.mp.ControllerService/Ping"

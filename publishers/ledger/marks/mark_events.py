@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from kvatlas.blocks.digest import MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.events import Cleared, Heads, IndexEvent, Marked, Unmarked
-from publishers.ledger.block import Stretch, packed_hashes
-from publishers.ledger.index_events import CHUNK_BLOCKS
-from publishers.ledger.marks.marks import MarkChange, Marks
+from kvatlas_publishers.ledger.block import Stretch, packed_hashes
+from kvatlas_publishers.ledger.index_events import CHUNK_BLOCKS
+from kvatlas_publishers.ledger.marks.marks import MarkChange, Marks
 
 _BITS_BYTES = 8
 

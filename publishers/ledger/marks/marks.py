@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import NamedTuple, Self
 
 from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
-from publishers.ledger.block import Stretch
+from kvatlas_publishers.ledger.block import Stretch
 
 SEGMENT = 64
 """Blocks a head has a bit for each."""

@@ -8,7 +8,7 @@ anchor (vLLM 0.33, `SlidingWindowManager.reachable_block_mask`). So the hashes j
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvatlas.events import EngineHash
+from kvatlas_publishers.engine_events import EngineHash
 
 _NONE: Mapping[int, EngineHash] = {}
 

@@ -6,10 +6,10 @@ held by a group while any of its hashes is. So are the parts of a block, of a gr
 
 from collections.abc import Callable, Container, Iterable, Sequence
 
-from kvatlas.events import EngineHash, EngineStored
-from publishers.ledger.block import Block, Stretch
-from publishers.ledger.holdings import Holding, Holdings
-from publishers.ledger.marks.small_blocks import SmallBlocks
+from kvatlas_publishers.engine_events import EngineHash, EngineStored
+from kvatlas_publishers.ledger.block import Block, Stretch
+from kvatlas_publishers.ledger.holdings import Holding, Holdings
+from kvatlas_publishers.ledger.marks.small_blocks import SmallBlocks
 
 
 class SparseHoldings:

@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from simulator.lab.engine import VirtualEngine
-from simulator.lab.policies.protocol import OpenRequests
-from simulator.lab.requests import LabRequest
+from kvatlas_simulator.lab.engine import VirtualEngine
+from kvatlas_simulator.lab.policies.protocol import OpenRequests
+from kvatlas_simulator.lab.requests import LabRequest
 
 
 class SentPrefixes:

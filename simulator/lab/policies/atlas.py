@@ -17,6 +17,12 @@ from kvatlas.identity import pool_id
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.reservations import Booking, LoadReport, MemoryReservations, Outcome, WorkerReport
 from kvatlas.reservations.protocol import ID_BYTES
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
+from kvatlas_simulator.lab.engine_metrics import EngineMetrics, read_true_load
+from kvatlas_simulator.lab.event_path import finish
+from kvatlas_simulator.lab.policies.protocol import LoadBlind
+from kvatlas_simulator.lab.requests import MODEL, LabRequest
 from router_client.booking.booker import evaluate_without_bookings
 from router_client.decision.policy import RoutingPolicy
 from router_client.learning.rates import PoolRates
@@ -26,12 +32,6 @@ from router_client.pricing.quotes import rendezvous_weight
 from router_client.pricing.ranking import IN_FLIGHT, RankedResults
 from router_client.prompt import Prompt
 from router_client.settings import BookingSettings, RouterSettings
-from simulator.engine.step_cost import StepCost
-from simulator.lab.engine import EngineRequest, VirtualEngine
-from simulator.lab.engine_metrics import EngineMetrics, read_true_load
-from simulator.lab.event_path import finish
-from simulator.lab.policies.protocol import LoadBlind
-from simulator.lab.requests import MODEL, LabRequest
 
 POOL = pool_id(MODEL, MODEL)
 

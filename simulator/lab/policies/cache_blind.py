@@ -5,8 +5,8 @@ import random
 
 import xxhash
 
-from simulator.lab.policies.protocol import LoadBlind, OpenRequests
-from simulator.lab.requests import LabRequest
+from kvatlas_simulator.lab.policies.protocol import LoadBlind, OpenRequests
+from kvatlas_simulator.lab.requests import LabRequest
 
 
 class RandomChoice(LoadBlind):

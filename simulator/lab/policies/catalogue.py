@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvatlas.index.memory.index import MemoryIndex
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.lab.engine import VirtualEngine
+from kvatlas_simulator.lab.policies.approximate_trees import CacheAwareTree, WeightedScorers
+from kvatlas_simulator.lab.policies.atlas import Atlas, AtlasSettings, OverlapOnly
+from kvatlas_simulator.lab.policies.cache_blind import LeastLoaded, PrefixHash, RandomChoice, RoundRobin, SessionSticky
+from kvatlas_simulator.lab.policies.dynamo.policy import PACKAGE, Dynamo
+from kvatlas_simulator.lab.policies.oracle import Oracle
+from kvatlas_simulator.lab.policies.protocol import Policy
 from router_client.settings import BookingSettings
-from simulator.engine.step_cost import StepCost
-from simulator.lab.engine import VirtualEngine
-from simulator.lab.policies.approximate_trees import CacheAwareTree, WeightedScorers
-from simulator.lab.policies.atlas import Atlas, AtlasSettings, OverlapOnly
-from simulator.lab.policies.cache_blind import LeastLoaded, PrefixHash, RandomChoice, RoundRobin, SessionSticky
-from simulator.lab.policies.dynamo.policy import PACKAGE, Dynamo
-from simulator.lab.policies.oracle import Oracle
-from simulator.lab.policies.protocol import Policy
 
 
 @dataclass(frozen=True, slots=True)

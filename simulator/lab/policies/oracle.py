@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from kvatlas.validation import DEFAULT_DECODE_TOKENS
-from simulator.engine.step_cost import StepCost
-from simulator.lab.engine import EngineRequest, VirtualEngine
-from simulator.lab.policies.protocol import LoadBlind
-from simulator.lab.requests import LabRequest, written, written_tokens
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
+from kvatlas_simulator.lab.policies.protocol import LoadBlind
+from kvatlas_simulator.lab.requests import LabRequest, written, written_tokens
 
 
 class Oracle(LoadBlind):

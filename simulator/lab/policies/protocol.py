@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from simulator.cache.kv_events import KVEvent
-from simulator.lab.engine import EngineRequest, VirtualEngine
-from simulator.lab.requests import LabRequest
+from kvatlas_simulator.cache.kv_events import KVEvent
+from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
+from kvatlas_simulator.lab.requests import LabRequest
 
 
 class Policy(Protocol):

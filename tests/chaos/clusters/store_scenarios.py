@@ -1,7 +1,8 @@
 """Faults of a Valkey cluster: servers that die, fail over, and give the shards' slots to each other."""
 
+from kvatlas.bus.subjects import partition_of
 from kvatlas.embedded import EmbeddedServer
-from kvatlas.identity import partition_of, shard_of
+from kvatlas.identity import shard_of
 from tests.chaos.clusters.store_cluster import StoreCluster, slot_of_shard
 from tests.chaos.fleet import PARTITIONS, SHARDS, Fleet
 from tests.chaos.scenario_run import ScenarioRun

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvatlas.store.connection import Store
-from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
-from tests.router_client.proxy.faulty_engine import Answer, faulty_engine, in_turn, status, well
+from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
+from tests.router.proxy.faulty_engine import Answer, faulty_engine, in_turn, status, well
 
 REQUESTS = 120
 AT_ONCE = 8

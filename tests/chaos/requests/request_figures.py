@@ -10,7 +10,7 @@ from kvatlas.embedded import valkey_server
 from kvatlas.store.connection import open_store
 from tests.chaos.requests.request_faults import FAULTS, REQUESTS, run
 from tests.chaos.requests.rolled_routers import ROUTERS, RouterProcess, roll
-from tests.router_client.proxy.faulty_engine import well
+from tests.router.proxy.faulty_engine import well
 
 STREAMS = 200
 

@@ -19,12 +19,12 @@ from starlette.responses import Response, StreamingResponse
 
 from kvatlas.settings import ProxySettings
 from kvatlas.store.connection import Store
-from router_client.proxy.service import run_proxy
+from kvatlas_router.proxy.service import run_proxy
 from tests.chaos.child_process import ChildProcess
 from tests.end_to_end.processes import ROOT
 from tests.eventually import until
-from tests.router_client.proxy.engines import MODEL, running_fleet
-from tests.router_client.proxy.faulty_engine import Answer, faulty_engine
+from tests.router.proxy.engines import MODEL, running_fleet
+from tests.router.proxy.faulty_engine import Answer, faulty_engine
 
 ROUTERS = 3
 ENGINES = 4

@@ -11,9 +11,9 @@ import pytest
 from kvatlas.store.connection import Store, open_store
 from tests.chaos.requests.request_faults import AT_ONCE, FAULTS, REQUESTS, drive, run
 from tests.chaos.requests.rolled_routers import RouterTask, roll
-from tests.router_client.proxy.engines import running_fleet, running_proxy
-from tests.router_client.proxy.faulty_engine import faulty_engine, well
-from tests.router_client.proxy.raw_engine import HEAD, chunk, raw_engine, silent_engine
+from tests.router.proxy.engines import running_fleet, running_proxy
+from tests.router.proxy.faulty_engine import faulty_engine, well
+from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, silent_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -41,8 +41,8 @@ async def test_no_request_is_lost_to_one_bad_engine_of_four(store: Store, valkey
 async def test_no_request_is_lost_to_an_engine_that_is_away_or_hangs(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, first: bytes | None
 ) -> None:
-    monkeypatch.setattr("router_client.proxy.service.PATIENCE_S", 0.2)
-    monkeypatch.setattr("router_client.upstream.engine_watch.PROBE_S", 0.2)
+    monkeypatch.setattr("kvatlas_router.proxy.service.PATIENCE_S", 0.2)
+    monkeypatch.setattr("kvatlas_router.upstream.engine_watch.PROBE_S", 0.2)
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(store, {}))
         rude = await stack.enter_async_context(raw_engine(b"") if first is None else silent_engine(first))

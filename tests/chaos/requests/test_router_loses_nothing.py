@@ -15,7 +15,7 @@ import pytest
 from anyio.to_thread import run_sync
 
 from kvatlas.errors import Unreachable
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from tests.chaos.child_process import ChildProcess
 from tests.chaos.fleet import MODEL, PARTITIONS, Fleet, running_fleet
 from tests.chaos.proxy import LOOPBACK

@@ -10,7 +10,7 @@ from kvatlas.bus.control import ControlOp, ControlRequest
 from kvatlas.bus.stream import StreamSettings, ensure_stream
 from kvatlas.bus.subjects import STREAM, control_subject
 from kvatlas.errors import KvatlasError
-from kvatlas.fleet.store import LEASES
+from kvatlas.fleet_store.fleet_store import LEASES
 from kvatlas.index.redis.index import open_redis_index
 from tests.chaos.fleet import Fleet, Indexer
 from tests.chaos.scenario_run import ScenarioRun

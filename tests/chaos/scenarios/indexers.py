@@ -4,7 +4,7 @@ from time import monotonic
 
 import anyio
 
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from tests.chaos.fleet import PARTITIONS, RETIRE_AFTER_S, Fleet, Indexer
 from tests.chaos.scenario_run import ScenarioRun
 from tests.end_to_end.processes import query

@@ -9,8 +9,9 @@ from redis.asyncio import Redis
 from benchmarks.store_calls import SLOW_LOG
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import FLAG_PINNED, Tier
+from kvatlas.bus.subjects import partition_of
 from kvatlas.embedded import valkey_server
-from kvatlas.identity import partition_of, shard_of
+from kvatlas.identity import shard_of
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
 from tests.chaos.fleet import PARTITIONS, SHARDS, Fleet

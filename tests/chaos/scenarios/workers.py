@@ -5,7 +5,7 @@ from time import monotonic
 import httpx
 
 from kvatlas.fleet.records import EngineState, Liveness
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from tests.chaos.fleet import Fleet, Worker
 from tests.chaos.scenario_run import ScenarioRun

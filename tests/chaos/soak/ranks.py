@@ -11,10 +11,10 @@ import random
 import sys
 from contextlib import AsyncExitStack
 
-from simulator.cache.allocation import AllocationRequest
-from simulator.cache.block_hash import SeededBlockHasher
-from simulator.cache.kv_cache import KVCache
-from simulator.zmq_events import EventEncoding, FeedSettings, ZmqEventFeed, open_feed
+from kvatlas_simulator.cache.allocation import AllocationRequest
+from kvatlas_simulator.cache.block_hash import SeededBlockHasher
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.zmq_events import EventEncoding, FeedSettings, ZmqEventFeed, open_feed
 
 BLOCK = 16
 HEADS, HEAD_BLOCKS, TAIL_BLOCKS = 8, 24, 8

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from indexer.cleanup.library_expiry import UNUSED_S, LibraryExpiry
-from indexer.counters import IndexerCounters
 from kvatlas.store.connection import Store
 from kvatlas.store.function_library import FunctionLibrary, mark_key
+from kvatlas_indexer.cleanup.library_expiry import UNUSED_S, LibraryExpiry
+from kvatlas_indexer.counters import IndexerCounters
 from tests.indexer.idle_readers import owned_partitions
 
 pytestmark = pytest.mark.anyio

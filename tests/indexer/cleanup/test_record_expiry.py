@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from indexer.cleanup.record_expiry import RecordExpiry
 from kvatlas.index.protocol import WorkerRecord
+from kvatlas_indexer.cleanup.record_expiry import RecordExpiry
 
 CLOSED = WorkerRecord("w", incarnation=5, seq=9, partition=0, closed=True)
 

@@ -1,9 +1,9 @@
 import pytest
 
-from indexer.cleanup.scope_expiry import ScopeExpiry
-from indexer.counters import IndexerCounters
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
+from kvatlas_indexer.cleanup.scope_expiry import ScopeExpiry
+from kvatlas_indexer.counters import IndexerCounters
 from tests.indexer.idle_readers import owned_partitions
 from tests.kvatlas.index.message_source import MessageSource, apply_messages
 

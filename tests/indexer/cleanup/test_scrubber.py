@@ -4,15 +4,15 @@ import msgpack
 import pytest
 from nats.aio.client import Client
 
-from indexer.cleanup.scrubber import Scrubber
-from indexer.counters import IndexerCounters
+from kvatlas.bus.subjects import partition_of
 from kvatlas.embedded import EmbeddedServer
-from kvatlas.identity import partition_of
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.shard_reader import ShardReader
 from kvatlas.store.connection import Store
+from kvatlas_indexer.cleanup.scrubber import Scrubber
+from kvatlas_indexer.counters import IndexerCounters
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusPublisher, has_applied_all, indexed, published
 from tests.indexer.idle_readers import owned_partitions

@@ -1,11 +1,11 @@
 import anyio
 import pytest
 
-from indexer.cleanup.sweeper import Sweeper
-from indexer.counters import IndexerCounters
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
+from kvatlas_indexer.cleanup.sweeper import Sweeper
+from kvatlas_indexer.counters import IndexerCounters
 from tests.eventually import until
 from tests.indexer.idle_readers import owned_partitions
 from tests.kvatlas.index.message_source import MessageSource, apply_messages

@@ -1,13 +1,13 @@
 import pytest
 
-from indexer.liveness.failure_detector import (
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Heartbeat, Liveness
+from kvatlas_indexer.liveness.failure_detector import (
     BLIND_FOR_S,
     LOST_AFTER_S,
     RETIRE_AFTER_S,
     FailureDetector,
     Retirement,
 )
-from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Heartbeat, Liveness
 
 
 def endpoint(worker_id: str) -> EngineEndpoint:

@@ -6,9 +6,9 @@ import pytest
 from nats.aio.client import Client
 from nats.errors import FlushTimeoutError
 
-from indexer.ownership.echo import Echo
 from kvatlas.bus.connection import connect_nats
 from kvatlas.embedded import EmbeddedServer, nats_server
+from kvatlas_indexer.ownership.echo import Echo
 from tests.eventually import until
 
 pytestmark = pytest.mark.anyio

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from indexer.ownership.owned_partitions import OwnedPartitions
-from kvatlas.identity import partition_of
+from kvatlas.bus.subjects import partition_of
+from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS
 from tests.indexer.idle_readers import IdleReader, owned_partitions

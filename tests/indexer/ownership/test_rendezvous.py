@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.ownership.rendezvous import target_partitions, targets
+from kvatlas_indexer.ownership.rendezvous import target_partitions, targets
 
 members = st.lists(st.text("abcdefgh0123-", min_size=1, max_size=12), min_size=1, max_size=8, unique=True)
 

@@ -9,21 +9,21 @@ import pytest
 from anyio.abc import TaskGroup
 from nats.aio.client import Client
 
-from indexer.applier import CALL_MESSAGES, Applier
-from indexer.counters import IndexerCounters
-from indexer.partition.dead_letters import DeadLetters
-from indexer.partition.event_stream import EventStream
-from indexer.partition.reader import PartitionReader
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
-from kvatlas.bus.subjects import DEAD_REASON, DEAD_STREAM, STREAM
+from kvatlas.bus.subjects import DEAD_REASON, DEAD_STREAM, STREAM, partition_of
 from kvatlas.bus.wire import MAX_MESSAGE_BYTES
 from kvatlas.embedded import EmbeddedServer
 from kvatlas.errors import Unreachable
-from kvatlas.identity import partition_of
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position
+from kvatlas.index.protocol import ApplyResult
+from kvatlas_indexer.applier import CALL_MESSAGES, Applier
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.partition.dead_letters import DeadLetters
+from kvatlas_indexer.partition.event_stream import EventStream
+from kvatlas_indexer.partition.reader import PartitionReader
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, BusPublisher, has_applied_all, indexed, published
 from tests.indexer.conftest import STREAM as STREAM_SETTINGS

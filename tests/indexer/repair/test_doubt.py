@@ -2,7 +2,8 @@ from itertools import pairwise
 
 import pytest
 
-from indexer.repair.doubt import (
+from kvatlas.index.protocol import WorkerRecord
+from kvatlas_indexer.repair.doubt import (
     LONGEST_PATIENCE_S,
     OOM_PATIENCE_S,
     PATIENCE_S,
@@ -11,7 +12,6 @@ from indexer.repair.doubt import (
     SnapshotRequest,
     doubt_of,
 )
-from kvatlas.index.protocol import WorkerRecord
 
 
 def record(incarnation: int = 5, seq: int = 10, **flags: object) -> WorkerRecord:

@@ -9,12 +9,11 @@ import pytest
 from nats.aio.client import Client
 from nats.errors import NoRespondersError
 
-from indexer.counters import IndexerCounters
-from indexer.repair.grant_server import GrantServer
-from indexer.repair.grants import LIMIT_BYTES, GrantBudget
 from kvatlas.bus.control import GrantReply, GrantRequest
-from kvatlas.bus.subjects import grant_subject
-from kvatlas.identity import partition_of
+from kvatlas.bus.subjects import grant_subject, partition_of
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.repair.grant_server import GrantServer
+from kvatlas_indexer.repair.grants import LIMIT_BYTES, GrantBudget
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS
 from tests.indexer.idle_readers import owned_partitions

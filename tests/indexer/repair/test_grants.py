@@ -1,6 +1,6 @@
-from indexer.repair.grants import GRANT_S, GrantBudget
 from kvatlas.bus.control import GrantRequest
 from kvatlas.index.protocol import WorkerRecord
+from kvatlas_indexer.repair.grants import GRANT_S, GrantBudget
 
 
 def request(worker_id: str, snapshot_bytes: int, incarnation: int = 1) -> GrantRequest:

@@ -3,10 +3,10 @@ import pytest
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.admission import Admission, PoisonMessage, PoisonReason
-from kvatlas.bus.subjects import events_subject
+from kvatlas.bus.subjects import events_subject, partition_of
 from kvatlas.bus.wire import INCARNATION, MAX_MESSAGE_BYTES, MESSAGE_VERSION, SCOPES, TS_US, WORKER_ID, encode
 from kvatlas.events import Message, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
-from kvatlas.identity import Scope, partition_of
+from kvatlas.identity import Scope
 
 PARTITIONS = 64
 SCOPE = Scope("model", "tokenizer")

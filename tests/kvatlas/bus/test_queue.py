@@ -1,9 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas.bus.partition_batch import Position
 from kvatlas.bus.queue import QUEUE_BYTES, QUEUE_MESSAGES, PartitionQueue
 from kvatlas.bus.wire import SEQ, RawMessage
-from kvatlas.index.protocol import Position
 
 Entry = tuple[RawMessage | None, int, str]
 """The arguments of `add`."""

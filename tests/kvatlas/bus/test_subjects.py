@@ -4,9 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.bus.subjects import alive_subject, control_subject, events_subject, is_inbox, partition_events, worker_of
+from kvatlas.bus.subjects import (
+    alive_subject,
+    control_subject,
+    events_subject,
+    is_inbox,
+    partition_events,
+    partition_of,
+    worker_of,
+)
 from kvatlas.errors import InvalidValue
-from kvatlas.identity import partition_of
 from tests.kvatlas.strategies import worker_ids
 
 

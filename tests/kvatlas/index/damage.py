@@ -1,7 +1,8 @@
 """Changes an index's blocks without its knowledge."""
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.bus.subjects import partition_of
+from kvatlas.identity import Scope, shard_of
 from kvatlas.index.holder_entries import find_entry, number_bytes
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex

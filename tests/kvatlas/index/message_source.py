@@ -6,6 +6,8 @@ from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.bus.subjects import partition_of
 from kvatlas.events import (
     Cleared,
     Heads,
@@ -20,8 +22,8 @@ from kvatlas.events import (
     Stored,
     Unmarked,
 )
-from kvatlas.identity import Scope, partition_of, shard_of
-from kvatlas.index.protocol import ApplyResult, PartitionBatch, ResidencyIndex
+from kvatlas.identity import Scope, shard_of
+from kvatlas.index.protocol import ApplyResult, ResidencyIndex
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1_000

@@ -12,11 +12,11 @@ from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch
 from kvatlas.errors import Unreachable
 from kvatlas.events import Cleared, Removed, SnapshotBegin, SnapshotChunk, SnapshotEnd, Stored
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import PartitionBatch
 from kvatlas.index.redis import apply_call, call_plan
 from kvatlas.index.redis.call_plan import Place, cut_call
 from kvatlas.index.redis.index import RedisIndex, open_redis_index

@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvatlas.blocks.hashing import pack_hashes
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.bus.subjects import partition_of
 from kvatlas.bus.wire import WORKER_ID, RawMessage
-from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.identity import Scope, shard_of
 from kvatlas.index.holder_entries import MAX_HOLDER
-from kvatlas.index.protocol import PartitionBatch
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import SCOPE_USES, SCOPES, ShardKeys
 from kvatlas.store.connection import Store, connected_store

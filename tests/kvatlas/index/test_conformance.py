@@ -6,11 +6,13 @@ from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, unpack_hashes
 from kvatlas.blocks.residency import ModelBlocks, TierBlocks
 from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.partition_batch import PartitionBatch, Position
+from kvatlas.bus.subjects import partition_of
 from kvatlas.bus.wire import RawMessage, to_raw
 from kvatlas.events import Checkpoint, Message, Removed, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd, Stored
-from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.identity import Scope, shard_of
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import PartitionBatch, Position, ResidencyIndex
+from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import RedisIndex
 from kvatlas.index.sqlite.index import SqliteIndex
 from tests.kvatlas.index.message_source import BLOCK_BYTES, MessageSource, apply_messages, contents

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvatlas.blocks.hashing import pack_hashes
+from kvatlas.bus.partition_batch import Position
 from kvatlas.identity import Scope
-from kvatlas.index.protocol import Position
 from kvatlas.index.redis import holder_names, shard_reader
 from kvatlas.index.redis import index as redis_index
 from kvatlas.index.redis.index import RedisIndex, open_redis_index

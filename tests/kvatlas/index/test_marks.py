@@ -6,11 +6,13 @@ import pytest
 
 from kvatlas.blocks.hashing import extend_chain, unpack_hashes
 from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.bus.subjects import partition_of
 from kvatlas.events import Checkpoint, Marked
-from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.identity import Scope, shard_of
 from kvatlas.index.mark_lookup import HEAD_SUFFIX, SEGMENT
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import PartitionBatch, ResidencyIndex
+from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import RedisIndex
 from tests.kvatlas.index.damage import Damage
 from tests.kvatlas.index.message_source import MessageSource, apply_messages, split

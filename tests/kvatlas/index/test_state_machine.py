@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from kvatlas.blocks.hashing import extend_chain, unpack_hashes
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
+from kvatlas.bus.subjects import partition_of
 from kvatlas.events import Checkpoint
-from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.identity import Scope, shard_of
 from kvatlas.index.mark_lookup import SEGMENT
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import RedisIndex, open_redis_index

@@ -28,8 +28,8 @@ from kvatlas.reservations import (
     WorkerReport,
 )
 from kvatlas.reservations.likeness import RING
-from kvatlas.reservations.limits import Limit, Limits
 from kvatlas.reservations.redis_calls import pool_keys
+from kvatlas.reservations.room_and_slo import Limit, Limits
 from kvatlas.store.connection import open_store
 from tests.kvatlas.reservations.asks import (
     LEASE_US,

@@ -17,7 +17,7 @@ from kvatlas.reservations import (
     WorkerReport,
 )
 from kvatlas.reservations.likeness import RING, likeness_of, place_on_ring
-from kvatlas.reservations.limits import Limit, Limits, limit_of
+from kvatlas.reservations.room_and_slo import Limit, Limits, limit_of
 from kvatlas.store.connection import Store
 from tests.kvatlas.reservations.asks import (
     LEASE_US,

@@ -11,7 +11,7 @@ import pytest
 
 from kvatlas.cost import Load
 from kvatlas.cost.regression import FORM, SUMS, Evidence
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.outliers import OutlierChange, OutlierStore, Verdict
 from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.accuracy import AnswerReport

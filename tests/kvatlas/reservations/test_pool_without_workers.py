@@ -3,7 +3,7 @@
 import pytest
 
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.reservations import Booking, Outcome, RedisReservations
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store

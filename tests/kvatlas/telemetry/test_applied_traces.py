@@ -6,14 +6,15 @@ import anyio
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from indexer.applier import Applier
-from indexer.counters import IndexerCounters
+from kvatlas.bus.partition_batch import Position
 from kvatlas.bus.queue import PartitionQueue
-from kvatlas.identity import partition_of
+from kvatlas.bus.subjects import partition_of
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import ApplyResult, Position
+from kvatlas.index.protocol import ApplyResult
 from kvatlas.telemetry import flush_span, inject_headers
 from kvatlas.telemetry.spans import PROCESS
+from kvatlas_indexer.applier import Applier
+from kvatlas_indexer.counters import IndexerCounters
 from tests.eventually import until
 from tests.kvatlas.index.message_source import MessageSource
 

@@ -6,13 +6,13 @@ from anyio.abc import TaskStatus
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from indexer.replica import Replica
-from indexer.service import run_indexer
 from kvatlas.identity import Scope
 from kvatlas.settings import IndexerSettings
 from kvatlas.telemetry.spans import PROCESS, SEND
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
+from kvatlas_indexer.indexer_process import Replica
+from kvatlas_indexer.service import run_indexer
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
 from router_client import NoWorkers, Prompt, RouterClient, RouterSettings
 from tests.eventually import until
 

@@ -6,24 +6,24 @@ from typing import TYPE_CHECKING
 import pytest
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from indexer.counters import IndexerCounters
-from indexer.gauges import PartitionGauges, ReplicaGauges, StoreGauges
 from kvatlas.blocks.residency import IndexWork, ModelBlocks, TierBlocks
 from kvatlas.cost import EngineRates
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.fleet.records import EngineState
-from kvatlas.index.replica.counters import ReplicaCounters
+from kvatlas.index.local_copy.counters import ReplicaCounters
 from kvatlas.predictions.accuracy import AnswerCounts
 from kvatlas.runtime.http_border import HttpCounters
 from kvatlas.telemetry import INSTRUMENTS, export_metrics
 from kvatlas.telemetry.instruments import TOTALS, Instrument
 from kvatlas.telemetry.metric_export import read_distributions
-from publishers.counters import PublisherCounters, PublisherGauges
-from publishers.ledger.counters import LedgerCounters
+from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.gauges import PartitionGauges, ReplicaGauges, StoreGauges
+from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
+from kvatlas_publishers.ledger.counters import LedgerCounters
+from kvatlas_router.gateway.counters import GatewayCounters, GatewayGauges
+from kvatlas_router.proxy.counters import ProxyCounters
+from kvatlas_router.tokens import TokenCounters
 from router_client import RouterCounters
-from router_client.gateway.counters import GatewayCounters, GatewayGauges
-from router_client.proxy.counters import ProxyCounters
-from router_client.tokens import TokenCounters
 from tests.kvatlas.telemetry.test_metric_export import read
 
 if TYPE_CHECKING:

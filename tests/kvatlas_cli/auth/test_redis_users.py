@@ -13,7 +13,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from kvatlas.embedded.free_port import free_port
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
-from kvatlas.fleet.store import FLEET_LIBRARY, FleetStore
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.outliers import OutlierChange, OutlierStore, Verdict

@@ -11,7 +11,7 @@ from kvatlas.settings import DoctorSettings, PublishSettings, Settings
 from kvatlas.store.connection import open_store
 from kvatlas_cli.doctor import Finding, Level, examine
 from kvatlas_cli.ledger_audit import audit_workers
-from publishers.sidecar import run_sidecar
+from kvatlas_publishers.sidecar import run_sidecar
 from router_client import Prompt, RouterClient, RouterSettings
 from tests.eventually import until
 from tests.indexer.running_replica import running_replica

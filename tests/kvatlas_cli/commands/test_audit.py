@@ -17,8 +17,8 @@ from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.store.connection import connected_store
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
 from tests.end_to_end.processes import environment
 from tests.indexer.running_replica import running_replica
 from tests.kvatlas.index.damage import Damage

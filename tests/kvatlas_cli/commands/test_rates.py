@@ -8,7 +8,7 @@ import pytest
 from kvatlas.cost import EngineRates, Plan
 from kvatlas.cost.learned_rates import FinishedRequest, estimate_of, rows_of
 from kvatlas.cost.regression import Evidence
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.reservations import RedisReservations
 from kvatlas.store.connection import connected_store
 from tests.kvatlas_cli.conftest import Cli

@@ -5,7 +5,7 @@ import json
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import connected_store
 from tests.kvatlas_cli.conftest import BLOCK_SIZE, CHAIN, SCOPE, Cli

@@ -14,11 +14,11 @@ from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Heartbeat, Liveness, WorkerState
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.settings import PublishSettings
 from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.doctor import Finding, Level, examine
-from publishers.sidecar import run_sidecar
+from kvatlas_publishers.sidecar import run_sidecar
 from tests.end_to_end.processes import environment
 from tests.eventually import until
 from tests.indexer.running_replica import running_replica

@@ -21,7 +21,7 @@ from kvatlas.bus.subjects import ALL_EVENTS, STREAM, events_subject
 from kvatlas.embedded import nats_server
 from kvatlas.settings import PublishSettings
 from kvatlas_cli.doctor import Finding, Level, examine
-from publishers.sidecar import run_sidecar
+from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.kvatlas_cli.doctor.installation import (
     MODEL,
@@ -32,7 +32,7 @@ from tests.kvatlas_cli.doctor.installation import (
     running_installation,
 )
 from tests.publishers.fake_engine import FakeEngine
-from tests.router_client.proxy.engines import running_proxy
+from tests.router.proxy.engines import running_proxy
 from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio

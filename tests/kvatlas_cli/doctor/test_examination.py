@@ -10,7 +10,7 @@ from kvatlas.predictions.store import read_answer_reports
 from kvatlas_cli.doctor import Finding, Level, examine
 from tests.eventually import until
 from tests.kvatlas_cli.doctor.installation import MODEL, Installation, now_us, run_doctor
-from tests.router_client.proxy.engines import running_proxy
+from tests.router.proxy.engines import running_proxy
 
 pytestmark = pytest.mark.anyio
 

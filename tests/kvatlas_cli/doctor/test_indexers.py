@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvatlas.fleet.store import LEASES, FleetStore
+from kvatlas.fleet_store.fleet_store import LEASES, FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas_cli.doctor import Level
 from tests.kvatlas_cli.doctor.installation import Installation

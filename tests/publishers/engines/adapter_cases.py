@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineBatch, EngineStored
 from kvatlas.fleet.records import EngineKind
-from publishers.engines import decode_batch
-from publishers.engines.tensorrt_llm import EventDecoder, read_records
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.engine_events import EngineBatch, EngineStored
+from kvatlas_publishers.engines import decode_batch
+from kvatlas_publishers.engines.tensorrt_llm import EventDecoder, read_records
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.publishers.engines.open_traffic import BLOCK as OPEN_BLOCK
 from tests.publishers.engines.open_traffic import KEPT as OPEN_KEPT
 from tests.publishers.engines.open_traffic import OpenTraffic

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineStored
-from publishers.ledger.ledger import Ledger
+from kvatlas_publishers.engine_events import EngineStored
+from kvatlas_publishers.ledger.ledger import Ledger
 from tests.publishers.engines.adapter_cases import AdapterCase, cases
 from tests.publishers.ledger.naive_ledger import FoldedIndex
 

@@ -7,7 +7,14 @@ import pytest
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind, Role
-from publishers.engines.discovery import EventSource, discover, resolve_endpoint, sglang_offer, shift_port, vllm_offer
+from kvatlas_publishers.engines.discovery import (
+    EventSource,
+    discover,
+    resolve_endpoint,
+    sglang_offer,
+    shift_port,
+    vllm_offer,
+)
 from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio

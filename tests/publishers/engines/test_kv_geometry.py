@@ -9,9 +9,9 @@ import pytest
 from kvatlas.errors import InvalidValue, SettingsError
 from kvatlas.fleet.records import EngineKind
 from kvatlas.settings import PublishSettings
-from publishers.engines.kv_geometry import read_token_bytes, token_bytes_of
-from publishers.ledger.engine_groups import ReuseOfGroups
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.engines.kv_geometry import read_token_bytes, token_bytes_of
+from kvatlas_publishers.ledger.engine_groups import ReuseOfGroups
+from kvatlas_publishers.settings import PublisherSettings
 
 LLAMA_8B: dict[str, Any] = {
     "num_hidden_layers": 32,

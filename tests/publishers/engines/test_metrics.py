@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
-from publishers.engines.metrics import _VLLM, LoadContext, read_metrics
+from kvatlas_publishers.engines.metrics import _VLLM, LoadContext, read_metrics
 
 VLLM = LoadContext("w", EngineKind.VLLM, block_bytes=1 << 20, locality_domain="rack1")
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from kvatlas.blocks.hashing import local_hash
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineBatch, EngineCleared, EngineDropped, EngineRemoved, EngineStored
 from kvatlas.fleet.records import EngineKind, ForwardPassMetrics, read_load
 from kvatlas.request import RequestHints
-from publishers.engines import decode_batch
-from publishers.engines.open_models import json_schema
+from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineDropped, EngineRemoved, EngineStored
+from kvatlas_publishers.engines import decode_batch
+from kvatlas_publishers.engines.open_models import json_schema
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "events.md").read_text()

@@ -8,11 +8,11 @@ import pytest
 from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineCleared, EngineRemoved, EngineStored
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
-from publishers.engines import MAX_PAYLOAD_BYTES, decode_batch
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.engine_events import EngineCleared, EngineRemoved, EngineStored
+from kvatlas_publishers.engines import MAX_PAYLOAD_BYTES, decode_batch
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 
 BOTH = [EngineKind.VLLM, EngineKind.SGLANG]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvatlas.fleet.records import EngineKind, EngineState
-from publishers.counters import PublisherCounters
-from publishers.diagnoses import Diagnoses
-from publishers.engines.metrics import LoadContext
-from publishers.engines.poller import FAILURES_TO_DOWN, EnginePoller
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.diagnoses import Diagnoses
+from kvatlas_publishers.engines.metrics import LoadContext
+from kvatlas_publishers.engines.poller import FAILURES_TO_DOWN, EnginePoller
 from tests.publishers.engines.engine_http import EngineHttp, engine_http
 
 pytestmark = pytest.mark.anyio

@@ -7,9 +7,9 @@ import pytest
 
 from kvatlas.blocks.hashing import extend_chain, unpack_hashes
 from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineBatch
-from publishers.engines.tensorrt_llm import EventDecoder, plain_block_hash, read_records
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.engine_events import EngineBatch
+from kvatlas_publishers.engines.tensorrt_llm import EventDecoder, plain_block_hash, read_records
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.publishers.trtllm_serve import BLOCK, WINDOW, TrtllmServe
 
 PROMPT = list(range(1, 4 * BLOCK + 1))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from publishers.feed.connection_state import GRACE_S, LONGEST_SILENCE_S, Connection, ConnectionState, Task
+from kvatlas_publishers.feed.connection_state import GRACE_S, LONGEST_SILENCE_S, Connection, ConnectionState, Task
 
 SILENCE_S = 2.0
 

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.errors import InvalidValue
-from publishers.feed.continuity import COMPARED_PAYLOADS, REMEMBERED_PAYLOADS, REPLAY_TRIES, Batch, Continuity, Step
+from kvatlas_publishers.feed.continuity import (
+    COMPARED_PAYLOADS,
+    REMEMBERED_PAYLOADS,
+    REPLAY_TRIES,
+    Batch,
+    Continuity,
+    Step,
+)
 
 
 def payloads(first: int, last: int, process: int = 0) -> list[Batch]:

@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from publishers.feed.dead_letters import KEPT_PAYLOAD_BYTES, DeadLetters
+from kvatlas_publishers.feed.dead_letters import KEPT_PAYLOAD_BYTES, DeadLetters
 
 
 def test_dead_letters_are_kept_in_files_of_bounded_size(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from kvatlas.errors import SettingsError
-from publishers.feed.endpoints import endpoint_of_rank, to_connect
+from kvatlas_publishers.feed.endpoints import endpoint_of_rank, to_connect
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from nats.aio.client import Client
 
 from kvatlas.fleet.records import EngineKind
 from kvatlas.settings import PublishSettings
-from publishers.feed.event_drain import SUSPICIOUS_GAPS, DrainPosition
-from publishers.feed.undecodable import BURST
-from publishers.publisher import Publisher
-from publishers.sidecar import run_sidecar
+from kvatlas_publishers.feed.event_drain import SUSPICIOUS_GAPS, DrainPosition
+from kvatlas_publishers.feed.undecodable import BURST
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.published_stream import read_stream
 from tests.publishers.trtllm_serve import BLOCK, TrtllmServe, serving

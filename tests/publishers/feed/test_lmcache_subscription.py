@@ -11,11 +11,11 @@ import zmq.asyncio
 from kvatlas.blocks.tiers import Tier
 from kvatlas.embedded.free_port import free_port
 from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineBatch, EngineRemoved, EngineStored
-from publishers.engines.lmcache import ChunkEvents
-from publishers.feed import lmcache_subscription
-from publishers.feed.lmcache_subscription import LMCacheSubscription
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.engine_events import EngineBatch, EngineRemoved, EngineStored
+from kvatlas_publishers.engines.lmcache import ChunkEvents
+from kvatlas_publishers.feed import lmcache_subscription
+from kvatlas_publishers.feed.lmcache_subscription import LMCacheSubscription
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.eventually import until
 from tests.publishers.lmcache_server import GrpcLMCacheServer, LMCacheServer
 

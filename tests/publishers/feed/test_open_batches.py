@@ -17,10 +17,10 @@ from kvatlas.blocks.external_chain import external_chain
 from kvatlas.blocks.hashing import extend_chain, local_hash, unpack_hashes
 from kvatlas.errors import EngineEventError
 from kvatlas.fleet.records import EngineKind, EngineState
-from publishers.control import digests_by_scope
-from publishers.feed.open_batches import OpenBatches
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
+from kvatlas_publishers.control import digests_by_scope
+from kvatlas_publishers.feed.open_batches import OpenBatches
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine
 from tests.publishers.published_stream import read_stream

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from publishers.feed.payload_digests import DIGEST_BYTES, PayloadDigests
+from kvatlas_publishers.feed.payload_digests import DIGEST_BYTES, PayloadDigests
 
 
 @given(st.integers(0, 1 << 63), st.integers(1, 8), st.lists(st.binary(max_size=3), max_size=40), st.integers(0, 40))

@@ -7,7 +7,7 @@ import anyio
 import pytest
 import zmq
 
-from publishers.feed.receiver import Receiver
+from kvatlas_publishers.feed.receiver import Receiver
 
 pytestmark = pytest.mark.anyio
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from publishers.feed.connection_state import Connection
-from publishers.feed.socket_watch import FOREIGN_S, SocketWatch
+from kvatlas_publishers.feed.connection_state import Connection
+from kvatlas_publishers.feed.socket_watch import FOREIGN_S, SocketWatch
 
 
 @pytest.fixture

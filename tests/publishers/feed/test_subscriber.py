@@ -10,14 +10,14 @@ import pytest
 import zmq.asyncio
 from nats.aio.client import Client
 
-from kvatlas.events import EngineBatch
 from kvatlas.fleet.records import EngineKind
-from publishers.counters import PublisherCounters
-from publishers.diagnoses import Diagnoses
-from publishers.feed.continuity import Continuity
-from publishers.feed.dead_letters import DeadLetters
-from publishers.feed.subscriber import BATCHES_AT_ONCE, Feed, FeedSettings
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.diagnoses import Diagnoses
+from kvatlas_publishers.engine_events import EngineBatch
+from kvatlas_publishers.feed.continuity import Continuity
+from kvatlas_publishers.feed.dead_letters import DeadLetters
+from kvatlas_publishers.feed.subscriber import BATCHES_AT_ONCE, Feed, FeedSettings
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine, recording
 from tests.publishers.sidecars import assert_published, ledger_of, sidecar

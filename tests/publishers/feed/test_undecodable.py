@@ -1,6 +1,6 @@
 """Whose an undecodable payload was, and how often everything held is dropped for one."""
 
-from publishers.feed.undecodable import Distrust, UndecodableQueue
+from kvatlas_publishers.feed.undecodable import Distrust, UndecodableQueue
 
 
 def test_the_next_message_shows_that_a_bad_payload_was_the_engines() -> None:

@@ -12,24 +12,11 @@ from dataclasses import dataclass, field
 from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import (
-    Cleared,
-    EngineBatch,
-    EngineDropped,
-    EngineHash,
-    EngineRemoved,
-    EngineStored,
-    Heads,
-    IndexEvent,
-    Marked,
-    Removed,
-    SnapshotChunk,
-    Stored,
-    Unmarked,
-)
+from kvatlas.events import Cleared, Heads, IndexEvent, Marked, Removed, SnapshotChunk, Stored, Unmarked
 from kvatlas.identity import Scope
-from publishers.ledger.marks.marks import SEGMENT
-from publishers.ledger.resolver import with_root_salt
+from kvatlas_publishers.engine_events import EngineBatch, EngineDropped, EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger.marks.marks import SEGMENT
+from kvatlas_publishers.ledger.resolver import with_root_salt
 from tests.publishers.naive_reuse import Group, allows
 
 Key = tuple[bytes, bytes]

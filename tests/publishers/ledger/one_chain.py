@@ -3,15 +3,10 @@
 from typing import Any
 
 from kvatlas.blocks.hashing import extend_chain
-from kvatlas.events import (
-    EngineBatch,
-    EngineEvent,
-    EngineStored,
-    Removed,
-    Stored,
-)
+from kvatlas.events import Removed, Stored
 from kvatlas.identity import Scope
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.engine_events import EngineBatch, EngineEvent, EngineStored
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 
 SCOPE_ID = Scope("m", "t").scope_id
 

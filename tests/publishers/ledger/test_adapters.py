@@ -1,7 +1,7 @@
 """Adapters that the engine tells by an id of its own."""
 
-from kvatlas.events import EngineRemoved
 from kvatlas.identity import Scope
+from kvatlas_publishers.engine_events import EngineRemoved
 from tests.publishers.ledger.one_chain import fold, held, ledger, store
 
 

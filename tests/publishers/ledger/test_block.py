@@ -8,10 +8,11 @@ import pytest
 from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import EngineBatch, EngineEvent, EngineHash, EngineRemoved, EngineStored, Removed
-from publishers.ledger.block import packed_hashes, reversed_hashes
-from publishers.ledger.ledger import Ledger, LedgerSettings
-from publishers.ledger.lineage import LONG_STRETCH
+from kvatlas.events import Removed
+from kvatlas_publishers.engine_events import EngineBatch, EngineEvent, EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger.block import packed_hashes, reversed_hashes
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.ledger.lineage import LONG_STRETCH
 
 SETTINGS = LedgerSettings("m", "t", block_size=2)
 TOKENS = list(range(2 * LONG_STRETCH))

@@ -6,11 +6,11 @@ import pytest
 
 from kvatlas.blocks.external_chain import hash_text, name_hash
 from kvatlas.blocks.hashing import local_hash
-from kvatlas.events import EngineBatch, EngineEvent, EngineHash, EngineStored, LocalHashes
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import DEFAULT_EXTERNAL_CHAIN
-from publishers.engines import decode_batch
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.engine_events import EngineBatch, EngineEvent, EngineHash, EngineStored, LocalHashes
+from kvatlas_publishers.engines import decode_batch
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.publishers.engines.open_traffic import BLOCK, OpenTraffic
 from tests.publishers.ledger.naive_ledger import FoldedIndex
 

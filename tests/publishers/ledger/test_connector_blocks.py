@@ -6,11 +6,11 @@ import msgpack
 import pytest
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import EngineBatch, EngineRemoved, EngineStored
-from publishers.engines.connector_blocks import TICKS_TO_LIVE
-from publishers.engines.sglang import decode_batch as decode_sglang
-from publishers.engines.vllm import decode_batch
-from publishers.ledger.ledger import Ledger
+from kvatlas_publishers.engine_events import EngineBatch, EngineRemoved, EngineStored
+from kvatlas_publishers.engines.sglang import decode_batch as decode_sglang
+from kvatlas_publishers.engines.vllm import decode_batch
+from kvatlas_publishers.ledger.connectors.connector_blocks import TICKS_TO_LIVE
+from kvatlas_publishers.ledger.ledger import Ledger
 from tests.publishers.ledger.one_chain import fold, ledger, store
 
 CPU, STORE = Tier.CPU_DRAM, Tier.OBJECT_STORE

@@ -6,21 +6,11 @@ from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
 from kvatlas.errors import InvalidValue
-from kvatlas.events import (
-    Cleared,
-    EngineBatch,
-    EngineCleared,
-    EngineRemoved,
-    Heads,
-    Marked,
-    Removed,
-    SnapshotBegin,
-    Stored,
-    Unmarked,
-)
-from publishers.counters import PublisherCounters
-from publishers.ledger.ledger import Ledger, LedgerSettings
-from publishers.stream.changelog import Changelog, IncarnationReason
+from kvatlas.events import Cleared, Heads, Marked, Removed, SnapshotBegin, Stored, Unmarked
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineRemoved
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
 from tests.publishers.ledger.one_chain import TOKENS, fold, hashes, held, ledger, reverse, store
 
 FULL, MAMBA, WINDOW = AttentionKind.FULL, AttentionKind.MAMBA, AttentionKind.SLIDING_WINDOW

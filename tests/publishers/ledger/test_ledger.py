@@ -8,15 +8,9 @@ import pytest
 from kvatlas.blocks.hashing import extend_chain, pack_hashes
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
-from kvatlas.events import (
-    Cleared,
-    EngineCleared,
-    EngineRemoved,
-    EngineStored,
-    Removed,
-    Stored,
-)
-from publishers.ledger.ledger import LEAST_REMEMBERED, Ledger, LedgerSettings
+from kvatlas.events import Cleared, Removed, Stored
+from kvatlas_publishers.engine_events import EngineCleared, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger.ledger import LEAST_REMEMBERED, Ledger, LedgerSettings
 from tests.publishers.ledger.one_chain import SCOPE_ID, fold, hashes, held, ledger, reverse, store
 
 

@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.engine_events import (
+    EngineBatch,
+    EngineCleared,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+)
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.publishers.ledger.naive_ledger import FoldedIndex, NaiveLedger
 
 BLOCK_SIZE = 2

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from kvatlas.blocks.hashing import extend_chain, unpack_hashes
-from kvatlas.events import EngineStored
-from publishers.engines import decode_batch
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.engine_events import EngineStored
+from kvatlas_publishers.engines import decode_batch
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.publishers.ledger.naive_ledger import FoldedIndex, NaiveLedger
 from tests.publishers.recordings import FILES, Held, Recording, read_recording
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
-from publishers.ledger.block import Namespace, Stretch
-from publishers.ledger.marks.marks import SEGMENT, MarkChange, Marks
+from kvatlas_publishers.ledger.block import Namespace, Stretch
+from kvatlas_publishers.ledger.marks.marks import SEGMENT, MarkChange, Marks
 from tests.publishers.naive_reuse import Group, allows
 
 FULL = AttentionGroup(AttentionKind.FULL, 16)

@@ -6,9 +6,10 @@ import msgpack
 import pytest
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import EngineRemoved, EngineStored, Removed, Stored
-from publishers.engines.vllm import decode_batch
-from publishers.ledger.ledger import Ledger
+from kvatlas.events import Removed, Stored
+from kvatlas_publishers.engine_events import EngineRemoved, EngineStored
+from kvatlas_publishers.engines.vllm import decode_batch
+from kvatlas_publishers.ledger.ledger import Ledger
 from tests.publishers.ledger.one_chain import CHAIN, fold, held, ledger, store
 
 

@@ -2,14 +2,10 @@
 
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import (
-    Cleared,
-    EngineRemoved,
-    Removed,
-    Stored,
-)
+from kvatlas.events import Cleared, Removed, Stored
 from kvatlas.identity import Scope
-from publishers.ledger.ledger import Ledger
+from kvatlas_publishers.engine_events import EngineRemoved
+from kvatlas_publishers.ledger.ledger import Ledger
 from tests.publishers.ledger.one_chain import SCOPE_ID, TOKENS, fold, hashes, held, ledger, reverse, store
 
 

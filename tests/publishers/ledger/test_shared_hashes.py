@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored, Removed
+from kvatlas.events import Removed
 from kvatlas.identity import Scope
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.publishers.ledger.one_chain import SCOPE_ID, fold, hashes_of, ledger, reverse, store
 
 SETTINGS = LedgerSettings("m", "t", block_size=1, salt_is_tenant=True)

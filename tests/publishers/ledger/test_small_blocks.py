@@ -9,9 +9,9 @@ import pytest
 from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
-from kvatlas.events import EngineCleared, EngineRemoved, EngineStored
-from publishers.ledger.ledger import Ledger
-from publishers.ledger.marks.small_blocks import SmallBlocks
+from kvatlas_publishers.engine_events import EngineCleared, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.ledger.marks.small_blocks import SmallBlocks
 from tests.publishers.ledger.one_chain import fold, ledger
 
 FULL, WINDOW = AttentionKind.FULL, AttentionKind.SLIDING_WINDOW

@@ -9,9 +9,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored
-from publishers.ledger import lineage
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.engine_events import (
+    EngineBatch,
+    EngineCleared,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+)
+from kvatlas_publishers.ledger import lineage
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.publishers.ledger.naive_ledger import FoldedIndex, NaiveLedger
 from tests.publishers.ledger.test_ledger_against_naive import BLOCK_SIZE, check, engine_hash
 

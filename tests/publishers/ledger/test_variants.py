@@ -1,7 +1,8 @@
 """Several engine hashes for one block: a child is found only behind the hash that it names as its parent."""
 
-from kvatlas.events import EngineRemoved, Removed, Stored
-from publishers.ledger.ledger import Ledger
+from kvatlas.events import Removed, Stored
+from kvatlas_publishers.engine_events import EngineRemoved
+from kvatlas_publishers.ledger.ledger import Ledger
 from tests.publishers.ledger.one_chain import fold, hashes, held, ledger, store
 
 

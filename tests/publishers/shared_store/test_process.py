@@ -14,17 +14,17 @@ from nats.aio.client import Client
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import shared_store_subject
-from kvatlas.events import EngineBatch, EngineStored
 from kvatlas.fleet.records import EngineKind, Heartbeat
 from kvatlas.identity import Scope
 from kvatlas.settings import PublishSettings
-from publishers.feed import lmcache_subscription
-from publishers.ledger.ledger import Ledger
-from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
-from publishers.shared_store import process
-from publishers.shared_store.notice import AdapterGone, StoreChange, StoreCleared, StoredInStore, encode
-from publishers.sidecar import run_sidecar
+from kvatlas_publishers.engine_events import EngineBatch, EngineStored
+from kvatlas_publishers.feed import lmcache_subscription
+from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
+from kvatlas_publishers.shared_store import process
+from kvatlas_publishers.shared_store.notice import AdapterGone, StoreChange, StoreCleared, StoredInStore, encode
+from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.lmcache_server import LMCacheServer
 from tests.publishers.published_stream import read_stream

@@ -6,15 +6,16 @@ import pytest
 
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.partition_batch import PartitionBatch
 from kvatlas.bus.wire import decode, decode_raw
 from kvatlas.errors import InvalidValue
-from kvatlas.events import EngineBatch, EngineRemoved, EngineStored, Removed, SnapshotBegin
+from kvatlas.events import Removed, SnapshotBegin
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import PartitionBatch
-from publishers.counters import PublisherCounters
-from publishers.ledger.ledger import Ledger, LedgerSettings
-from publishers.stream.changelog import Changelog, IncarnationReason
-from publishers.stream.outbox import OutboxLimits
+from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.engine_events import EngineBatch, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
+from kvatlas_publishers.stream.outbox import OutboxLimits
 
 NOW_US = 1_763_700_000_000_000
 

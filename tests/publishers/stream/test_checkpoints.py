@@ -1,4 +1,4 @@
-from publishers.stream.checkpoints import CheckpointClock, CheckpointSettings
+from kvatlas_publishers.stream.checkpoints import CheckpointClock, CheckpointSettings
 
 SETTINGS = CheckpointSettings(every_messages=10, every_s=30, idle_s=2)
 

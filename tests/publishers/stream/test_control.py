@@ -11,8 +11,9 @@ from nats.js.api import StorageType, StreamConfig
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, GrantReply, GrantRequest
 from kvatlas.bus.subjects import ALL_EVENTS, STREAM, alive_subject, control_subject, grant_subject
-from kvatlas.events import Checkpoint, EngineStored
-from publishers.publisher import Publisher
+from kvatlas.events import Checkpoint
+from kvatlas_publishers.engine_events import EngineStored
+from kvatlas_publishers.publisher import Publisher
 from tests.eventually import until
 from tests.publishers.published_stream import PARTITIONS, SCOPE, SETTINGS, ask, flushed, read_stream, tokens
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvatlas.bus.wire import MAX_INCARNATION
 from kvatlas.errors import InvalidValue
-from publishers.stream.incarnation import next_incarnation
+from kvatlas_publishers.stream.incarnation import next_incarnation
 
 NOW_US = 1_763_700_000_000_000
 PLAUSIBLE = st.integers(0, MAX_INCARNATION >> 1)

@@ -6,7 +6,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.wire import encode
 from kvatlas.events import Checkpoint, Cleared, IndexEvent, Message, Removed, ScopeUse, Stored
 from kvatlas.identity import Scope
-from publishers.stream.message_split import event_bytes, split_into_messages
+from kvatlas_publishers.stream.message_split import event_bytes, split_into_messages
 
 SCOPES = [Scope("m" * n, "t", adapter) for n, adapter in ((1, None), (400, "lora"), (9, "другой"))]
 USES = {scope.scope_id: ScopeUse(scope, 16, 1 << 20) for scope in SCOPES}

@@ -13,7 +13,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.wire import decode
 from kvatlas.events import IndexEvent, Message, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd, Stored
 from kvatlas.identity import Scope
-from publishers.stream.outbox import Outbox, OutboxLimits, Outgoing
+from kvatlas_publishers.stream.outbox import Outbox, OutboxLimits, Outgoing
 
 SCOPE = Scope("model", "tokenizer")
 USES = {SCOPE.scope_id: ScopeUse(SCOPE, 16, 0)}

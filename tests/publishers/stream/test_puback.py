@@ -1,6 +1,6 @@
 import pytest
 
-from publishers.stream.puback import NegativeAck, Refusal, read_ack
+from kvatlas_publishers.stream.puback import NegativeAck, Refusal, read_ack
 
 
 @pytest.mark.parametrize(

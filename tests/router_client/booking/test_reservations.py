@@ -9,7 +9,7 @@ import pytest
 from kvatlas.cost import Load
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.fleet.records import FleetRecord
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations

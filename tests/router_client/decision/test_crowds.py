@@ -11,7 +11,7 @@ import pytest
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.fleet.records import EngineState, FleetRecord
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.reservations import RedisReservations
 from kvatlas.reservations.redis_calls import pool_keys

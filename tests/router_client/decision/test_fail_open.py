@@ -9,11 +9,13 @@ from kvatlas.blocks.residency import Overlap
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineEndpoint, FleetRecord
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.circuit_breaker import CircuitBreaker
 from kvatlas.store.connection import connected_store
+from kvatlas.store.deadline import Deadline, LateCalls
 from router_client import (
     Basis,
     BookingSettings,
@@ -24,7 +26,6 @@ from router_client import (
     RouterSettings,
     StaticFleet,
 )
-from router_client.decision.fail_open import CircuitBreaker, Deadline, LateCalls
 from tests.eventually import until
 from tests.router_client.pools import SCOPE, hold, pool, worker
 

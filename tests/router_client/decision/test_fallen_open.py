@@ -9,8 +9,8 @@ from kvatlas.errors import Unreachable
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.reservations import Booking, Evaluation, MemoryReservations
+from kvatlas.store.deadline import CALLS_A_DECISION, StoreLatency
 from router_client import LearningSettings, NoWorkers, Prompt, RouterClient, RouterSettings, StaticFleet
-from router_client.decision.fail_open import CALLS_A_DECISION, StoreLatency
 from router_client.results import fell_open_for_want_of
 from tests.eventually import until
 from tests.router_client.decision.test_fail_open import BreakableFleet, BreakableIndex

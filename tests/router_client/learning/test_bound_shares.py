@@ -6,10 +6,10 @@ from kvatlas.blocks.hashing import extend_chain
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
+from kvatlas_router.tokens import Usage
 from router_client import Prompt, RouterClient
 from router_client.learning.bound_shares import LEAST_ANSWERS
 from router_client.settings import RouterSettings
-from router_client.tokens import Usage
 from tests.kvatlas.index.message_source import MessageSource, apply_messages
 from tests.router_client.pools import CountingFleet
 

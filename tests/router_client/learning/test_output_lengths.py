@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.request import RequestHints
+from kvatlas_router.tokens import Api, TextRequest
 from router_client import Choice, LearningSettings, Prompt, RouterClient, RouterSettings, StaticFleet, Usage
 from router_client.learning.output_lengths import MOST_SESSIONS, OutputLengths
 from router_client.prompt import OutputLimits
-from router_client.tokens import Api, TextRequest
 from tests.router_client.pools import SCOPE, pool, worker
 
 pytestmark = pytest.mark.anyio

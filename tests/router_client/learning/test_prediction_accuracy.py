@@ -3,8 +3,8 @@
 import pytest
 
 from kvatlas.predictions.accuracy import ENOUGH_ANSWERS, AnswerReport, Deviation, Prediction, deviation
+from kvatlas_router.tokens import Usage
 from router_client.learning.prediction_accuracy import PredictionAccuracy
-from router_client.tokens import Usage
 
 KNOWN = Prediction(100, cached_tokens=80, unconfirmed_tokens=32)
 

@@ -12,6 +12,7 @@ from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.reservations import LoadReport, MemoryReservations, RedisReservations, Reservations, WorkerReport
 from kvatlas.store.connection import Store, connected_store
+from kvatlas_simulator.engine.step_cost import StepCost
 from router_client import (
     Choice,
     CostProfile,
@@ -26,7 +27,6 @@ from router_client import (
     Timings,
     Usage,
 )
-from simulator.engine.step_cost import StepCost
 from tests.eventually import until
 from tests.router_client.pools import SCOPE, pool, worker
 from tests.router_client.simulated_fleet import SimulatedFleet

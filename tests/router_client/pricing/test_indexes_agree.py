@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import CostProfile, EngineProfile, QuillcacheProfile
 from kvatlas.fleet.records import EngineKind, EngineState, FleetRecord, Role
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
 from kvatlas.store.connection import Store

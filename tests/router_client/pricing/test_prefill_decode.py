@@ -13,7 +13,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import EngineProfile, Load, Piece, Plan
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.fleet.records import EngineKind, FleetRecord, Role
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.reservations import Ask, MemoryReservations, RedisReservations, Reservations, WorkerReport

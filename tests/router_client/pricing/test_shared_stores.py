@@ -12,7 +12,7 @@ from kvatlas.fleet.records import EngineKind, EngineState, FleetRecord, Liveness
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.request import SelectionResult
 from router_client import Prompt, RouterClient, RouterSettings, StaticFleet
-from router_client.pricing.crowds import LEAST_CANDIDATES, quote_crowds
+from router_client.pricing.look_alikes import LEAST_CANDIDATES, quote_crowds
 from router_client.pricing.overlap import HeldPrefix, Run
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import quote_candidates

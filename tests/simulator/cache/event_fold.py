@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
+from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
 
 
 class EventFold:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from simulator.cache import BlockUse, EvictionPolicy, Namespace, PrefixSettings
+from kvatlas_simulator.cache import BlockUse, EvictionPolicy, Namespace, PrefixSettings
 
 Prefix = tuple[Namespace, tuple[int, ...]]
 

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from simulator.cache import (
+from kvatlas_simulator.cache import (
     AllocationRequest,
     BlockUse,
     BuiltInPolicy,
@@ -20,7 +20,7 @@ from simulator.cache import (
     PrefixSettings,
     PressureThresholds,
 )
-from simulator.cache.prefix_tree import PrefixNode
+from kvatlas_simulator.cache.prefix_tree import PrefixNode
 from tests.simulator.cache.naive_cache import NaiveCache, Prefix
 
 SIZE = 2

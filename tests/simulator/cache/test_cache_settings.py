@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas.errors import InvalidValue
-from simulator.cache import (
+from kvatlas_simulator.cache import (
     AllocationRequest,
     BlockTable,
     CacheError,

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from kvatlas.errors import InvalidValue
-from simulator.cache import (
+from kvatlas_simulator.cache import (
     AllocationRequest,
     DeviceCaches,
     InsufficientBlocks,

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from simulator.cache.eviction import EvictionQueue
+from kvatlas_simulator.cache.eviction import EvictionQueue
 
 KEYS = st.tuples(st.integers(0, 5), st.integers(0, 2))
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from simulator.cache.allocation import AllocationRequest
-from simulator.cache.block_hash import Namespace, SeededBlockHasher
-from simulator.cache.errors import InsufficientBlocks
-from simulator.cache.eviction import BuiltInPolicy
-from simulator.cache.kv_cache import KVCache
-from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
-from simulator.cache.pressure import MemoryPressure
+from kvatlas_simulator.cache.allocation import AllocationRequest
+from kvatlas_simulator.cache.block_hash import Namespace, SeededBlockHasher
+from kvatlas_simulator.cache.errors import InsufficientBlocks
+from kvatlas_simulator.cache.eviction import BuiltInPolicy
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
+from kvatlas_simulator.cache.pressure import MemoryPressure
 
 PLAIN = Namespace()
 

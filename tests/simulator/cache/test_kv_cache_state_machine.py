@@ -8,13 +8,13 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from simulator.cache.allocation import AllocationRequest
-from simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
-from simulator.cache.errors import InsufficientBlocks
-from simulator.cache.eviction import BuiltInPolicy
-from simulator.cache.kv_cache import KVCache
-from simulator.cache.kv_events import Medium
-from simulator.cache.sequence_blocks import PrefixMatch
+from kvatlas_simulator.cache.allocation import AllocationRequest
+from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
+from kvatlas_simulator.cache.errors import InsufficientBlocks
+from kvatlas_simulator.cache.eviction import BuiltInPolicy
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.cache.kv_events import Medium
+from kvatlas_simulator.cache.sequence_blocks import PrefixMatch
 from tests.simulator.cache.event_fold import EventFold
 
 BLOCK_SIZE = 2

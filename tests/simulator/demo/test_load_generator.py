@@ -4,8 +4,8 @@ import pytest
 
 from kvatlas.embedded.free_port import free_port
 from kvatlas.errors import Unreachable
-from simulator.demo.load_generator import send_workload
-from simulator.workload import chat_settings, generate_workload
+from kvatlas_simulator.demo.load_generator import send_workload
+from kvatlas_simulator.workload import chat_settings, generate_workload
 
 
 @pytest.mark.anyio

@@ -1,11 +1,11 @@
 """Engines and requests for the tests of this folder, and readers of step results."""
 
-from simulator.cache.block_hash import SeededBlockHasher
-from simulator.cache.kv_cache import KVCache
-from simulator.engine.core import EngineCore, StepResult
-from simulator.engine.generation_request import GenerationRequest
-from simulator.engine.scheduler import SchedulerLimits
-from simulator.engine.step_cost import StepCost
+from kvatlas_simulator.cache.block_hash import SeededBlockHasher
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.engine.core import EngineCore, StepResult
+from kvatlas_simulator.engine.generation_request import GenerationRequest
+from kvatlas_simulator.engine.scheduler import SchedulerLimits
+from kvatlas_simulator.engine.step_cost import StepCost
 
 RATES = StepCost(
     prefill_us_per_token=10,

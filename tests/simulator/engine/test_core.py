@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from simulator.cache.block_hash import Namespace
-from simulator.cache.kv_events import BlocksStored, GpuCleared
-from simulator.engine.core import EngineCore
-from simulator.engine.generation_request import GenerationRequest
-from simulator.engine.scheduler import SchedulerLimits
+from kvatlas_simulator.cache.block_hash import Namespace
+from kvatlas_simulator.cache.kv_events import BlocksStored, GpuCleared
+from kvatlas_simulator.engine.core import EngineCore
+from kvatlas_simulator.engine.generation_request import GenerationRequest
+from kvatlas_simulator.engine.scheduler import SchedulerLimits
 from tests.simulator.engine.engines import answer_of, cached_tokens_of, make_engine, make_request, run_to_end
 
 

@@ -3,12 +3,12 @@
 import anyio
 import pytest
 
-from simulator.cache.block_hash import SeededBlockHasher
-from simulator.cache.kv_cache import KVCache
-from simulator.cache.kv_events import KVEvent
-from simulator.engine.core import EngineCore
-from simulator.engine.generation_request import GenerationRequest
-from simulator.engine.loop import EngineLoop
+from kvatlas_simulator.cache.block_hash import SeededBlockHasher
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.cache.kv_events import KVEvent
+from kvatlas_simulator.engine.core import EngineCore
+from kvatlas_simulator.engine.generation_request import GenerationRequest
+from kvatlas_simulator.engine.loop import EngineLoop
 from tests.eventually import until
 from tests.simulator.cache.event_fold import EventFold
 

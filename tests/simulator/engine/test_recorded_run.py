@@ -9,13 +9,13 @@ from random import Random
 import pytest
 import xxhash
 
-from simulator.cache.block_hash import Namespace, SeededBlockHasher
-from simulator.cache.eviction import BuiltInPolicy
-from simulator.cache.kv_cache import KVCache
-from simulator.cache.kv_events import BlockRemoved, BlocksStored, KVEvent
-from simulator.engine.core import EngineCore, StepResult
-from simulator.engine.generation_request import GenerationRequest
-from simulator.engine.scheduler import SchedulerLimits
+from kvatlas_simulator.cache.block_hash import Namespace, SeededBlockHasher
+from kvatlas_simulator.cache.eviction import BuiltInPolicy
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored, KVEvent
+from kvatlas_simulator.engine.core import EngineCore, StepResult
+from kvatlas_simulator.engine.generation_request import GenerationRequest
+from kvatlas_simulator.engine.scheduler import SchedulerLimits
 from tests.simulator.engine.engines import RATES
 
 NAMESPACES = (Namespace(), Namespace(), Namespace(adapter="a"), Namespace(cache_salt="s"))

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from simulator.engine.core import StepResult
-from simulator.engine.generation_request import GenerationRequest, QueueFull, RequestTooLarge
-from simulator.engine.scheduler import SchedulerLimits
+from kvatlas_simulator.engine.core import StepResult
+from kvatlas_simulator.engine.generation_request import GenerationRequest, QueueFull, RequestTooLarge
+from kvatlas_simulator.engine.scheduler import SchedulerLimits
 from tests.simulator.cache.event_fold import EventFold
 from tests.simulator.engine.engines import answer_of, cached_tokens_of, make_engine, make_request, run_to_end
 

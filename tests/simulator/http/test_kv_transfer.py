@@ -9,7 +9,7 @@ import anyio
 import httpx
 import pytest
 
-from router_client.disaggregation.kv_transfer_params import ASK
+from kvatlas_router.disaggregation.kv_transfer_params import ASK
 from tests.simulator.running_engine import running_engine, scrape_metrics
 
 pytestmark = pytest.mark.anyio

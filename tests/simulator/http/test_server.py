@@ -4,7 +4,7 @@ import anyio
 import httpx
 import pytest
 
-from simulator.http.chat_template import render
+from kvatlas_simulator.http.chat_template import render
 from tests.simulator.http.conversation import MESSAGES, TEXT, TOOLS
 from tests.simulator.running_engine import running_engine, wait_for_requests
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import pytest
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.allocation import AllocationRequest
-from simulator.cache.errors import InsufficientBlocks, SequenceExists, SequenceNotFound
-from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent
-from simulator.engine.core import EngineCore
-from simulator.engine.generation_request import GenerationRequest
-from simulator.hybrid_cache import CacheGroup, HybridCache, Retention
-from simulator.zmq_events import EventEncoding
+from kvatlas_simulator.cache.allocation import AllocationRequest
+from kvatlas_simulator.cache.errors import InsufficientBlocks, SequenceExists, SequenceNotFound
+from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent
+from kvatlas_simulator.engine.core import EngineCore
+from kvatlas_simulator.engine.generation_request import GenerationRequest
+from kvatlas_simulator.hybrid_cache import CacheGroup, HybridCache, Retention
+from kvatlas_simulator.zmq_events import EventEncoding
 from tests.publishers.naive_reuse import Group, NaiveReuse
 from tests.simulator.engine.engines import cached_tokens_of, run_to_end
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from kvatlas.errors import InvalidValue
-from simulator.lab.comparison import Point, Study, compare
-from simulator.lab.generated_requests import generate
-from simulator.lab.replay import FleetSettings, replay
-from simulator.lab.summary import Figures, Objective
+from kvatlas_simulator.lab.comparison import Point, Study, compare
+from kvatlas_simulator.lab.generated_requests import generate
+from kvatlas_simulator.lab.replay import FleetSettings, replay
+from kvatlas_simulator.lab.summary import Figures, Objective
 
 PYTHON = Path(".bench-peer/bin/python")
 

@@ -8,20 +8,20 @@ import pytest
 
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.errors import InvalidValue
-from simulator.cache.block_hash import SeededBlockHasher
-from simulator.cache.kv_cache import KVCache
-from simulator.cache.kv_events import BlockRemoved, BlocksStored
-from simulator.engine.core import EngineCore
-from simulator.engine.engine_cache import EngineCache
-from simulator.engine.generation_request import GenerationRequest
-from simulator.engine.scheduler import SchedulerLimits
-from simulator.engine.step_cost import StepCost
-from simulator.engine.tokenizer import AnswerTokens
-from simulator.hybrid_cache.cache import HybridCache
-from simulator.hybrid_cache.groups import Retention, parse_groups
-from simulator.lab.cache_layout import CacheLayout
-from simulator.lab.engine import EngineRequest, VirtualEngine
-from simulator.lab.requests import LabRequest
+from kvatlas_simulator.cache.block_hash import SeededBlockHasher
+from kvatlas_simulator.cache.kv_cache import KVCache
+from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored
+from kvatlas_simulator.engine.core import EngineCore
+from kvatlas_simulator.engine.engine_cache import EngineCache
+from kvatlas_simulator.engine.generation_request import GenerationRequest
+from kvatlas_simulator.engine.scheduler import SchedulerLimits
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.engine.tokenizer import AnswerTokens
+from kvatlas_simulator.hybrid_cache.cache import HybridCache
+from kvatlas_simulator.hybrid_cache.groups import Retention, parse_groups
+from kvatlas_simulator.lab.cache_layout import CacheLayout
+from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
+from kvatlas_simulator.lab.requests import LabRequest
 
 BLOCK = 16
 VOCABULARY = 32_000

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from kvatlas.errors import InvalidValue
-from simulator.engine.step_cost import StepCost
-from simulator.lab.comparison import Point, Study, compare
-from simulator.lab.fleet_size import find_fleet_sizes, most_replays
-from simulator.lab.generated_requests import generate
-from simulator.lab.report import size_rows, sizes_to_jsonable
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.lab.comparison import Point, Study, compare
+from kvatlas_simulator.lab.fleet_size import find_fleet_sizes, most_replays
+from kvatlas_simulator.lab.generated_requests import generate
+from kvatlas_simulator.lab.report import size_rows, sizes_to_jsonable
 
 LARGEST = Point(6, 60_000, speed=8.0)
 POLICIES = ("round-robin", "kvatlas")

@@ -9,17 +9,17 @@ import pytest
 
 from kvatlas.errors import InvalidValue, SettingsError
 from kvatlas.index.memory.index import MemoryIndex
-from simulator.engine.step_cost import StepCost
-from simulator.hybrid_cache.groups import parse_groups
-from simulator.lab.cache_layout import CacheLayout
-from simulator.lab.engine import EngineRequest, VirtualEngine
-from simulator.lab.event_path import EventPath
-from simulator.lab.generated_requests import BLOCK_TOKENS, generate
-from simulator.lab.policies.atlas import Atlas, AtlasSettings, worker_name
-from simulator.lab.replay import FleetSettings, build_engines, replay
-from simulator.lab.requests import LabRequest, Workload
-from simulator.lab.settings import ReplaySettings
-from simulator.lab.summary import Figures, Objective
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.hybrid_cache.groups import parse_groups
+from kvatlas_simulator.lab.cache_layout import CacheLayout
+from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
+from kvatlas_simulator.lab.event_path import EventPath
+from kvatlas_simulator.lab.generated_requests import BLOCK_TOKENS, generate
+from kvatlas_simulator.lab.policies.atlas import Atlas, AtlasSettings, worker_name
+from kvatlas_simulator.lab.replay import FleetSettings, build_engines, replay
+from kvatlas_simulator.lab.requests import LabRequest, Workload
+from kvatlas_simulator.lab.settings import ReplaySettings
+from kvatlas_simulator.lab.summary import Figures, Objective
 
 MODELS = [("full", "swa:500"), ("mamba", "full"), ("full", "chunked:512"), ("full", "swa:200", "mamba", "chunked:256")]
 

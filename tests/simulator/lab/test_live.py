@@ -3,10 +3,10 @@
 import pytest
 
 from kvatlas.errors import InvalidValue
-from simulator.lab.comparison import Point, Study, compare_live
-from simulator.lab.generated_requests import generate
-from simulator.lab.replay import replay
-from simulator.lab.summary import Figures
+from kvatlas_simulator.lab.comparison import Point, Study, compare_live
+from kvatlas_simulator.lab.generated_requests import generate
+from kvatlas_simulator.lab.replay import replay
+from kvatlas_simulator.lab.summary import Figures
 
 pytestmark = pytest.mark.anyio
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.lab.generated_requests import generate
-from simulator.lab.miss_ratio import UNHURRIED, measure_curve, replayed_hit_rate, sizes_to_replay
-from simulator.lab.replay import draw_arrivals
-from simulator.lab.requests import LabRequest, Workload
+from kvatlas_simulator.lab.generated_requests import generate
+from kvatlas_simulator.lab.miss_ratio import UNHURRIED, measure_curve, replayed_hit_rate, sizes_to_replay
+from kvatlas_simulator.lab.replay import draw_arrivals
+from kvatlas_simulator.lab.requests import LabRequest, Workload
 
 SIZE = 4
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from kvatlas.errors import InvalidValue
-from simulator.engine.step_cost import StepCost
-from simulator.lab.comparison import Point, Study, compare
-from simulator.lab.generated_requests import WORKLOADS, generate
-from simulator.lab.policies.catalogue import DYNAMO, POLICIES
-from simulator.lab.replay import FleetSettings, draw_arrivals, replay
-from simulator.lab.requests import Workload
-from simulator.lab.summary import Figures, Objective
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.lab.comparison import Point, Study, compare
+from kvatlas_simulator.lab.generated_requests import WORKLOADS, generate
+from kvatlas_simulator.lab.policies.catalogue import DYNAMO, POLICIES
+from kvatlas_simulator.lab.replay import FleetSettings, draw_arrivals, replay
+from kvatlas_simulator.lab.requests import Workload
+from kvatlas_simulator.lab.summary import Figures, Objective
 
 FLEET = FleetSettings(workers=4, cache_tokens=60_000)
 

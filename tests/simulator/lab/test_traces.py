@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvatlas.errors import InvalidValue
-from simulator.lab.traces import read_trace
+from kvatlas_simulator.lab.traces import read_trace
 
 
 def write(folder: Path, lines: list[Any], *, zipped: bool = False) -> Path:

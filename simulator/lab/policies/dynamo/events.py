@@ -6,8 +6,8 @@ from typing import Any
 import msgpack
 import xxhash
 
-from simulator.cache.kv_events import BlockRemoved, GpuCleared, KVEvent
-from simulator.lab.requests import DEFAULT_IDENTITY, Identity
+from kvatlas_simulator.cache.kv_events import BlockRemoved, GpuCleared, KVEvent
+from kvatlas_simulator.lab.requests import DEFAULT_IDENTITY, Identity
 
 _MARK = 0xFFFF_FFFF
 

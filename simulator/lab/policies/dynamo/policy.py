@@ -20,9 +20,9 @@ from typing import Any
 import zmq
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.kv_events import GpuCleared, KVEvent
-from simulator.lab.engine import EngineRequest, VirtualEngine
-from simulator.lab.policies.dynamo.events import (
+from kvatlas_simulator.cache.kv_events import GpuCleared, KVEvent
+from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
+from kvatlas_simulator.lab.policies.dynamo.events import (
     encode_batch,
     encode_event,
     mark_hash,
@@ -31,8 +31,8 @@ from simulator.lab.policies.dynamo.events import (
     stored,
     token_of,
 )
-from simulator.lab.policies.protocol import LoadBlind
-from simulator.lab.requests import LabRequest
+from kvatlas_simulator.lab.policies.protocol import LoadBlind
+from kvatlas_simulator.lab.requests import LabRequest
 
 PACKAGE = "ai-dynamo-runtime"
 INSTALL = f"python -m venv dynamo && dynamo/bin/pip install {PACKAGE}==1.6.1"

@@ -5,8 +5,9 @@ import pytest
 from kvatlas.blocks.digest import WORDS, Digest
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import FLAG_PINNED, FLAG_RESUMABLE, Tier
+from kvatlas.bus.subjects import partition_of
 from kvatlas.events import ScopeUse
-from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.identity import Scope, shard_of
 from kvatlas.index.protocol import ResidencyIndex, ScrubResult
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import SCOPES

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from kvatlas.blocks.hashing import extend_chain, unpack_hashes
 from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.partition_batch import PartitionBatch, Position
+from kvatlas.bus.subjects import partition_of
 from kvatlas.bus.wire import RawMessage
-from kvatlas.identity import Scope, partition_of
+from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import PartitionBatch, Position, ResidencyIndex
+from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.sqlite.index import open_sqlite_index
 from router_client import Prompt, RouterClient, RouterSettings, StaticFleet
 from tests.kvatlas.index.message_source import MessageSource, apply_messages, split
@@ -147,8 +149,9 @@ async def test_a_router_over_the_file_knows_at_once_after_a_restart_who_holds_a_
 _WRITER = """
 import sys, anyio
 from kvatlas.blocks.hashing import extend_chain
-from kvatlas.identity import Scope, partition_of
-from kvatlas.index.protocol import PartitionBatch, Position
+from kvatlas.bus.subjects import partition_of
+from kvatlas.identity import Scope
+from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.index.sqlite.index import open_sqlite_index
 from tests.kvatlas.index.message_source import MessageSource
 

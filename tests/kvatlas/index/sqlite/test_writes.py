@@ -7,8 +7,9 @@ import pytest
 
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
-from kvatlas.identity import Scope, partition_of
-from kvatlas.index.protocol import Position
+from kvatlas.bus.partition_batch import Position
+from kvatlas.bus.subjects import partition_of
+from kvatlas.identity import Scope
 from kvatlas.index.sqlite.index import SqliteIndex, open_sqlite_index
 from tests.kvatlas.index.message_source import MessageSource, apply_messages
 

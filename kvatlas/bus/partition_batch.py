@@ -1,0 +1,29 @@
+"""Messages of one partition, and the place in the stream that they reach to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvatlas.bus.wire import RawMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in the stream: the stream's creation time (us since 1970) and the last applied stream seq."""
+
+    creation_us: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionBatch:
+    """Messages of one partition in stream order, and the position after the last of them.
+
+    `position` None applies messages without a stream (direct writes). `after_seq` is the stream seq before the first
+    message: if the store's position is lower (it lost its last writes) or of another stream, nothing is applied and the
+    partition is in `ApplyResult.moved`.
+    """
+
+    partition: int
+    messages: Sequence[RawMessage]
+    position: Position | None = None
+    after_seq: int | None = None

@@ -1,0 +1,1 @@
+"""The fleet in the store: records of workers, members, leases."""

@@ -1,0 +1,104 @@
+"""Copies what the store has of a shard into a memory index, while messages go on being applied there.
+
+The copy is not of one moment. A worker's record is read first; its blocks are read while later messages change them. So the
+messages that follow the record must be applied to the copy once more, from a stream position that was the store's before
+the record was read: each says what a block's tiers and marks are from then on, whatever was there before, so that what they
+touch ends as in the store, and what they don't touch was read as it is. `start_position` gives that position.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+
+from nats.aio.client import Client
+
+from kvatlas.bus.partition_batch import Position
+from kvatlas.bus.stream import stream_info
+from kvatlas.bus.subjects import STREAM, partition_events
+from kvatlas.errors import KvatlasError
+from kvatlas.identity import shard_of
+from kvatlas.index.holder_entries import number_bytes
+from kvatlas.index.memory.mark_table import HolderMarks
+from kvatlas.index.memory.shard import MemoryShard, Record
+from kvatlas.index.redis.layout import Layout
+from kvatlas.index.redis.records import StoredRecord, unpack_incarnation
+from kvatlas.index.redis.shard_reader import ShardReader
+
+_NO_MESSAGE = 10037
+"""JetStream's error code: the stream has no message of that subject."""
+VALUES_REMEMBERED = 10_000
+
+
+async def start_position(client: Client, readers: Sequence[ShardReader], layout: Layout) -> Position:
+    """The position after which a copy that is begun now needs the stream's messages. Raises KvatlasError if the store's
+    positions are of another stream, Unreachable, and nats errors."""
+    stored = {
+        partition: await readers[shard_of(partition, layout.shards)].position(partition)
+        for partition in range(layout.partitions)
+    }
+    stream = await stream_info(client)
+    first = stream.last_seq
+    for partition, position in stored.items():
+        if position is None:
+            continue  # nothing of it was ever applied: its workers' snapshots are yet to come
+        if position.creation_us != stream.creation_us:
+            raise KvatlasError("the store's positions are of another stream; waiting for the indexer")
+        filters = partition_events(partition, layout.partitions, layout.publishers)
+        if position.seq < first and max([await _last_seq(client, one) for one in filters]) > position.seq:
+            first = position.seq
+    return Position(stream.creation_us, first)
+
+
+async def _last_seq(client: Client, filter_subject: str) -> int:
+    """The stream seq of the filter's last message; 0 if the stream has none. Raises KvatlasError, and nats errors."""
+    asked = json.dumps({"last_by_subj": filter_subject}).encode()
+    answer = json.loads((await client.request(f"$JS.API.STREAM.MSG.GET.{STREAM}", asked, timeout=5)).data)
+    error = answer.get("error")
+    if error is None:
+        return int(answer["message"]["seq"])
+    if error.get("err_code") == _NO_MESSAGE:
+        return 0
+    raise KvatlasError(f"stream {STREAM}: {error.get('description')}")
+
+
+async def copy_shard(reader: ShardReader, shard: MemoryShard, check_size: Callable[[int], None]) -> None:
+    """Fill an empty shard. `check_size` is called now and then, first with how many blocks there are and then with 0, and may
+    raise. Raises Unreachable."""
+    records = await reader.records()
+    touched, dropped = await reader.all_touched(), await reader.dropped()
+    scope_ids: set[bytes] = set()
+    for worker_id, stored in records.items():
+        shard.workers[worker_id] = record_of(stored)
+        for holder in (stored.active, stored.loading):
+            if holder:
+                number, used = int.from_bytes(holder, "big"), touched.get(holder, {})
+                shard.table.adopt(number, worker_id, used, active=holder == stored.active)
+                if holder in dropped:
+                    shard.table.marks.marked[number_bytes(number)] = HolderMarks(dropped[holder])
+                scope_ids |= used.keys()
+    check_size(sum([await reader.count(reader.keys.blocks(scope_id)) for scope_id in scope_ids]))
+    known: dict[bytes, bytes] = {}
+    for scope_id in sorted(scope_ids):
+        async for blocks in reader.scan(reader.keys.blocks(scope_id)):
+            shard.table.load(scope_id, blocks, known)
+            if len(known) > VALUES_REMEMBERED:
+                known.clear()
+            check_size(0)
+        if shard.table.marks.marked:
+            async for fields in reader.scan(reader.keys.marks(scope_id)):
+                shard.table.marks.load(scope_id, fields)
+                check_size(0)
+
+
+def record_of(stored: StoredRecord) -> Record:
+    """A worker's fence as the memory index has it. It is not bad: that comes of what is in the copy."""
+    return Record(
+        partition=stored.partition,
+        incarnation=unpack_incarnation(stored.incarnation),
+        seq=stored.seq,
+        active=int.from_bytes(stored.active, "big") if stored.active else -1,
+        loading=int.from_bytes(stored.loading, "big") if stored.loading else -1,
+        closed=bool(stored.closed),
+        oom=bool(stored.oom),
+        want=(unpack_incarnation(stored.want_incarnation), stored.want_seq),
+        chunks=stored.chunks,
+    )

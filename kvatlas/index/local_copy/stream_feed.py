@@ -1,0 +1,171 @@
+"""Applies the event stream to a memory index, and knows how old the index may be.
+
+One consumer reads all partitions. Now and then the server is asked how far the consumer has got and what is still before it:
+once that much is applied, the index has all that the stream had when the question was asked.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from secrets import token_hex
+from time import monotonic
+
+import anyio
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+from kvatlas.bus.admission import Admission, PoisonMessage
+from kvatlas.bus.partition_batch import PartitionBatch, Position
+from kvatlas.bus.pull_consumer import PullConsumer, open_pull_consumer
+from kvatlas.bus.queue import EVERY_PARTITION, PartitionQueue
+from kvatlas.bus.subjects import ALL_EVENTS, STREAM, partition_of
+from kvatlas.bus.wire import WORKER_ID, RawMessage
+from kvatlas.identity import shard_of
+from kvatlas.index.local_copy.counters import ReplicaCounters
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.runtime.backoff import Backoff
+from kvatlas.runtime.wakeup import Wakeup
+
+SLICE_MESSAGES = 32
+SLICE_BYTES = 16 * 1024
+"""What is applied before other tasks of the process have their turn: a few milliseconds."""
+PROBE_TIMEOUT_S = 2.0
+MOST_PROBES = 64
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+
+log = logging.getLogger("kvatlas.replica")
+
+
+class StreamFeed:
+    """Feeds one memory index from `start` on while `run` runs."""
+
+    def __init__(
+        self,
+        client: Client,
+        index: MemoryIndex,
+        admission: Admission,
+        start: Position,
+        counters: ReplicaCounters,
+        *,
+        probe_s: float,
+    ) -> None:
+        """`probe_s`: between two questions how far the consumer has got."""
+        self.current_s = float("-inf")
+        """All that the stream had at this moment of the monotonic clock is applied."""
+        self._client = client
+        self._index = index
+        self._position = start
+        self._counters = counters
+        self._probe_s = probe_s
+        self._admission = admission
+        self._wakeup = Wakeup()
+        self._goals: deque[tuple[int, float]] = deque(maxlen=MOST_PROBES)
+        """(message of the consumer, since when the stream has had all up to it)."""
+
+    async def run(self) -> None:
+        """Apply until cancelled. If the consumer or the connection is lost, another consumer reads on after the last message
+        applied. Raises KvatlasError if the stream is another one, and one of DATA_ERRORS for a message that can't be
+        applied."""
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while True:
+            began_s = monotonic()
+            try:
+                why = await self._read()
+            except (NatsError, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+            if monotonic() - began_s > LONGEST_PAUSE_S:
+                backoff.reset()
+            pause_s = backoff.next_s()
+            log.info("replica: reading again from position %d in %g s (%s)", self._position.seq, pause_s, why)
+            await anyio.sleep(pause_s)
+
+    async def _read(self) -> str:
+        """Read with one consumer until it is lost; returns why."""
+        name = f"kva-replica-{token_hex(6)}"
+
+        def make(pending: int) -> PullConsumer:
+            return PullConsumer(
+                name,
+                self._position,
+                pending,
+                partition=EVERY_PARTITION,
+                client=self._client,
+                admit=self._admit,
+                on_queued=self._wakeup.wake,
+                counters=self._counters,
+            )
+
+        async with open_pull_consumer(self._client, name, [ALL_EVENTS], self._position, make) as consumer:
+            self._goals.clear()
+            errors: list[BaseException] = []
+            tasks = [asyncio.create_task(work, name=name) for work in (self._apply(consumer), self._probe(consumer))]
+            for task in tasks:
+                task.add_done_callback(lambda done: self._end(consumer, done, errors))
+            try:
+                await consumer.pull()
+                why = await consumer.wait_until_lost()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            if errors:
+                raise errors[0]
+            return why
+
+    @staticmethod
+    def _end(consumer: PullConsumer, done: "asyncio.Task[None]", errors: list[BaseException]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            errors.append(error)
+            consumer.queue.fail(str(error))
+
+    def _admit(self, subject: str, payload: bytes) -> RawMessage | None:
+        try:
+            return self._admission.admit(subject, payload)
+        except PoisonMessage:
+            self._counters.refused += 1
+            return None
+
+    async def _apply(self, consumer: PullConsumer) -> None:
+        queue = consumer.queue
+        while True:
+            await self._wakeup.wait()
+            while (part := queue.take(SLICE_MESSAGES, SLICE_BYTES)) is not None:
+                if part.made_room:
+                    await consumer.pull()
+                await self._fold(part.batch.messages)
+                queue.record_applied(part.batch)
+                assert part.batch.position is not None
+                self._position = part.batch.position
+                self._settle(queue)
+                await asyncio.sleep(0)  # requests come between two slices
+
+    async def _fold(self, messages: Sequence[RawMessage]) -> None:
+        index = self._index
+        by_shard: dict[int, list[PartitionBatch]] = {}
+        for raw in messages:
+            partition = partition_of(raw[WORKER_ID], index.partitions)
+            by_shard.setdefault(shard_of(partition, index.shards), []).append(PartitionBatch(partition, [raw]))
+        for shard, batches in by_shard.items():
+            await index.apply(shard, batches)
+
+    async def _probe(self, consumer: PullConsumer) -> None:
+        jetstream = self._client.jetstream()
+        while True:
+            asked_s = monotonic()
+            try:
+                info = await jetstream.consumer_info(STREAM, consumer.name, timeout=PROBE_TIMEOUT_S)
+            except (NatsError, TimeoutError) as error:  # whether the consumer is lost is seen elsewhere
+                log.debug("replica: no answer about its consumer: %s", error)
+            else:
+                delivered = info.delivered.consumer_seq if info.delivered is not None else 0
+                self._goals.append((delivered + (info.num_pending or 0), asked_s))
+                self._settle(consumer.queue)
+            await anyio.sleep(self._probe_s)
+
+    def _settle(self, queue: PartitionQueue) -> None:
+        """Note which goals are reached."""
+        applied = queue.received - len(queue)
+        while self._goals and self._goals[0][0] <= applied:
+            _, self.current_s = self._goals.popleft()

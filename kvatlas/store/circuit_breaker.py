@@ -1,0 +1,40 @@
+"""A circuit breaker: a store that keeps failing is called only now and then."""
+
+import time
+from collections.abc import Callable
+
+FAILURES = 3
+REST_S = 0.25
+
+
+class CircuitBreaker:
+    """Stops calling a store that failed `failures` times in a row; one call each `rest_s` tries it again."""
+
+    def __init__(
+        self, failures: int = FAILURES, rest_s: float = REST_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._failures = failures
+        self._rest_s = rest_s
+        self._clock = clock
+        self._failed = 0
+        self._next_try = 0.0
+
+    def may_call(self) -> bool:
+        """True also for the one call that tries the store again: follow it by `record_success` or `record_failure`."""
+        if self._failed < self._failures:
+            return True
+        now = self._clock()
+        if now < self._next_try:
+            return False
+        self._next_try = now + self._rest_s
+        return True
+
+    def record_success(self) -> None:
+        """The store answered."""
+        self._failed = 0
+
+    def record_failure(self) -> None:
+        """The store did not answer."""
+        self._failed += 1
+        if self._failed >= self._failures:
+            self._next_try = self._clock() + self._rest_s

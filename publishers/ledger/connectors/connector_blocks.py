@@ -1,0 +1,132 @@
+"""What a KV connector's events need before they are folded: chunks larger than the engine's blocks, and stores that tell no
+removals.
+
+- LMCache stores and removes chunks of several blocks under one hash. A chunk is cut at the engine's block size; its last block
+  has the chunk's hash, so that the next chunk finds its parent, the others have names made of it. They come and go together.
+- A shared store (Mooncake's, a file system's) evicts what others stored too, and says so to nobody. Its blocks are left out, or
+  held for a time after they were last stored.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.tiers import Tier
+from kvatlas_publishers.engine_events import EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger.counters import LedgerCounters
+
+TICKS_TO_LIVE = 4
+"""A block of a store that tells no removals is held until the fourth tick after it was last stored."""
+
+_Copy = tuple[Tier, int, EngineHash]
+_PART = b"part\x00"
+
+
+def part_name(chunk: EngineHash, part: int) -> bytes:
+    """The name of a chunk's block that is not its last."""
+    return _PART + part.to_bytes(4, "big") + (chunk if isinstance(chunk, bytes) else b"%d" % chunk)
+
+
+class ConnectorBlocks:
+    """Of one engine. `held(tier, group, name)`: does the ledger count a copy of it?"""
+
+    def __init__(self, counters: LedgerCounters, held: Callable[[Tier, int, EngineHash], bool], *, keep: bool) -> None:
+        """`keep`: blocks whose removals are not told are held for a time, else left out."""
+        self._counters = counters
+        self._held = held
+        self._keep = keep
+        self._tick = 0
+        self._stored_at: dict[_Copy, int] = {}
+        """Blocks whose removals are not told, and the tick at which each was last stored."""
+
+    def stored(self, event: EngineStored, block_size: int | None) -> Sequence[EngineStored]:
+        """The event as the ledger folds it; none if its blocks are left out."""
+        event = cut_chunks(event, block_size)
+        if event.removal_told:
+            return (event,)
+        if not self._keep:
+            self._counters.removal_untold += len(event.hashes)
+            return ()
+        copies = [(event.tier, event.group, name) for name in event.hashes]
+        if any(copy in self._stored_at for copy in copies):  # stored again: the same copy, for longer
+            self._stored_at.update((copy, self._tick) for copy in copies if copy in self._stored_at)
+            return [one for part in _single(event) for one in self._first_time(part)]
+        self._stored_at.update(dict.fromkeys(copies, self._tick))
+        return (event,)
+
+    def _first_time(self, event: EngineStored) -> Sequence[EngineStored]:
+        copy = event.tier, event.group, event.hashes[0]
+        if copy in self._stored_at:
+            return ()
+        self._stored_at[copy] = self._tick
+        return (event,)
+
+    def removed(self, event: EngineRemoved) -> EngineRemoved:
+        """The event with all blocks of the chunks that it names."""
+        names = list(self._with_parts(event))
+        for name in names:
+            self._stored_at.pop((event.tier, event.group, name), None)
+        return event if len(names) == len(event.hashes) else replace(event, hashes=names)
+
+    def clear(self, tiers: Collection[Tier]) -> None:
+        """All blocks of these tiers are gone."""
+        self._stored_at = {copy: tick for copy, tick in self._stored_at.items() if copy[0] not in tiers}
+
+    def ages(self) -> list[tuple[Tier, int, EngineHash, int]]:
+        """The blocks whose removals are not told, and how many ticks ago each was last stored: for `restore`."""
+        return [(*copy, self._tick - tick) for copy, tick in self._stored_at.items()]
+
+    def expire(self) -> list[EngineRemoved]:
+        """A tick has passed: the removals of blocks that were not stored again for too long."""
+        self._tick += 1
+        due = [copy for copy, tick in self._stored_at.items() if tick + TICKS_TO_LIVE <= self._tick]
+        for copy in due:
+            del self._stored_at[copy]
+        return [EngineRemoved([name], tier, group) for tier, group, name in reversed(due)]
+
+    def restore(self, copies: Iterable[_Copy], ages: Mapping[_Copy, int] | None = None) -> None:
+        """Of a saved ledger: which stores tell their removals is not saved, so all blocks of stores have a time to live.
+        `ages`: ticks that have passed of it; of others none have."""
+        stores, aged = (Tier.LOCAL_SSD, Tier.OBJECT_STORE), ages or {}
+        self._stored_at = {copy: self._tick - aged.get(copy, 0) for copy in copies if copy[0] in stores}
+
+    def _with_parts(self, event: EngineRemoved) -> Iterator[EngineHash]:
+        """Child first."""
+        for name in event.hashes:
+            yield name
+            parts = 0
+            while self._held(event.tier, event.group, part_name(name, parts)):
+                parts += 1
+            yield from (part_name(name, part) for part in reversed(range(parts)))
+
+
+def cut_chunks(event: EngineStored, block_size: int | None) -> EngineStored:
+    """An event of chunks as one of blocks of the engine's size."""
+    size = event.block_size
+    if (
+        block_size is None
+        or size <= block_size
+        or size % block_size
+        or len(event.token_ids) != size * len(event.hashes)
+    ):
+        return event
+    parts = size // block_size
+    names: list[EngineHash] = []
+    for chunk in event.hashes:
+        names += [part_name(chunk, part) for part in range(parts - 1)]
+        names.append(chunk)
+    return replace(event, hashes=names, block_size=block_size, extra_keys=None)
+
+
+def _single(event: EngineStored) -> Iterator[EngineStored]:
+    """The event, a block each."""
+    size, keys = event.block_size if event.token_ids else 0, event.extra_keys
+    for at, name in enumerate(event.hashes):
+        yield replace(
+            event,
+            hashes=[name],
+            parent=event.hashes[at - 1] if at else event.parent,
+            token_ids=event.token_ids[at * size : (at + 1) * size],
+            extra_keys=keys[at : at + 1] if keys else None,
+            sequence_hashes=event.sequence_hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES],
+        )

@@ -1,0 +1,15 @@
+"""The routers that serve requests: the OpenAI-compatible proxy (`proxy/`) and the endpoint picker for gateways (`gateway/`).
+
+Both stand on the library `router_client`, which overlaps, prices, books and learns. Here is what only a server needs:
+
+    proxy/            requests over HTTP: parse, route, send to an engine, relay the answer
+    gateway/          the same decisions over gRPC, for Envoy and the Gateway API's inference extension
+    tokens/           from text to token ids
+    admission/        a queue for requests that no worker has room for
+    upstream/         connections to engines, and what their answers say
+    outliers/         workers that fail too often are left alone for a while
+    disaggregation/   a prefill worker and a decode worker for one request
+    held_bookings.py  bookings for requests that other programs send
+    litellm/          LiteLLM's Router and proxy choose their deployments by kvatlas
+    status_page/      what `kvatlas router` shows of itself
+"""

@@ -1,0 +1,150 @@
+"""A worker for a request: around those that fail, in turn if every one is full, or none if all would be too late.
+
+The proxy and the endpoint picker admit requests here.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvatlas.errors import KvatlasError, Unreachable
+from kvatlas.reservations.room_and_slo import NO_ROOM
+from kvatlas_router.admission.queue import AdmissionQueue
+from kvatlas_router.disaggregation.pair_booker import Booked, PairBooker
+from kvatlas_router.outliers.avoidance import Avoidance, EnginesRest
+from kvatlas_router.tokens.text_request import TextRequest
+from router_client.pricing.slo import Advice
+from router_client.prompt import Prompt
+
+_log = logging.getLogger("kvatlas_router.proxy")
+
+
+class RequestShed(KvatlasError):
+    """Every engine would miss the SLO by far: the request is refused, and its booking released."""
+
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__("every engine would miss the SLO by far; try again later")
+        self.retry_after_s = retry_after_s
+
+
+class AdmissionCounters(Protocol):
+    """`queued`: requests that waited for a worker with room."""
+
+    queued: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """`shed`: refuse a request if that is the advice. `tenant_header` and `priority_header`: where a request's tenant and
+    priority in the queue are, in lower case; '' for none."""
+
+    shed: bool = False
+    tenant_header: str = ""
+    priority_header: str = ""
+
+
+class Admission:
+    """Books workers; safe to share between tasks of one event loop. What it returns is ended by `end`."""
+
+    def __init__(
+        self,
+        pairs: PairBooker,
+        avoidance: Avoidance,
+        queue: AdmissionQueue,
+        counters: AdmissionCounters,
+        settings: AdmissionSettings | None = None,
+    ) -> None:
+        self._pairs = pairs
+        self._avoidance = avoidance
+        self._queue = queue
+        self._counters = counters
+        self._settings = settings or AdmissionSettings()
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a worker with room."""
+        return self._queue.waiting()
+
+    async def admit(
+        self,
+        prompt: Prompt,
+        text: TextRequest | None,
+        header: Callable[[bytes], str | None],
+        *,
+        priority: int | None = None,
+    ) -> Booked:
+        """The first worker, or pair, for a request, whose headers `header` reads by their names in lower case. `text`: None for
+        a request whose prompt is not read. `priority`: instead of its header's.
+
+        Raises NoWorkers, EnginesRest, Unreachable, QueueFull and RequestShed.
+        """
+        if self._queue.settings.requests:
+            choice = await self._book_in_turn(prompt, text, header, priority)
+        else:
+            choice = await self.book(prompt, text)
+        if self._settings.shed and choice.advice is Advice.SHED:
+            await self.end(prompt, choice)
+            raise RequestShed(choice.retry_after_s)
+        return choice
+
+    async def book(
+        self, prompt: Prompt, text: TextRequest | None, tried: frozenset[str] = frozenset(), *, apart: bool = True
+    ) -> Booked:
+        """A worker that was not tried yet, whether it has room or not. `apart`: or a pair. Raises NoWorkers, EnginesRest and
+        Unreachable."""
+
+        def book(avoid: frozenset[str]) -> Awaitable[Booked]:
+            return self._pairs.book(prompt, text, avoid, apart=apart)
+
+        return await self._avoidance.choose(prompt, tried, book)
+
+    async def end(self, prompt: Prompt, choice: Booked) -> None:
+        """The request is over: as failed, but a choice that was finished stays finished."""
+        try:
+            await choice.done(status=0)
+        except Unreachable as error:
+            _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
+        self._queue.record_end(prompt.scope.pool_id)
+
+    async def _book_in_turn(
+        self,
+        prompt: Prompt,
+        text: TextRequest | None,
+        header: Callable[[bytes], str | None],
+        priority: int | None,
+    ) -> Booked:
+        waited = False
+
+        async def book() -> Booked | None:
+            nonlocal waited
+            try:
+                choice = await self.book(prompt, text)
+            except EnginesRest:
+                waited = True
+                return None
+            if not choice.over & NO_ROOM:
+                return choice
+            waited = True
+            await choice.done(status=0)
+            return None
+
+        named = self._settings.tenant_header
+        tenant = header(named.encode()) if named else None
+        choice: Booked = await self._queue.admit(
+            prompt.scope.pool_id,
+            book,
+            priority=self._priority(header) if priority is None else priority,
+            tenant=tenant or prompt.scope.tenant_id,
+            tokens=prompt.input_tokens,
+        )
+        self._counters.queued += waited
+        return choice
+
+    def _priority(self, header: Callable[[bytes], str | None]) -> int:
+        """As vLLM's: lower is earlier, 0 by default."""
+        named = self._settings.priority_header
+        try:
+            return int((header(named.encode()) if named else None) or 0)
+        except ValueError:
+            return 0

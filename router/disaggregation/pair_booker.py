@@ -1,0 +1,96 @@
+"""Books a pair for a request, or one worker: because that is cheaper, because it can't go apart, or because that failed."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
+
+from kvatlas.fleet.records import FleetRecord, Role
+from kvatlas_router.tokens.text_request import TextRequest
+from router_client.client import RouterClient
+from router_client.errors import NoWorkers
+from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.transfer_protocol import TransferProtocol
+from router_client.prompt import Prompt
+from router_client.results import Choice
+
+Booked = Choice | PairChoice
+"""A PairChoice has a prefill worker here."""
+
+
+class _Prefillers(NamedTuple):
+    """A pool's prefill workers. `meet`: all of them meet their partner in a room, as SGLang's do."""
+
+    ids: frozenset[str]
+    meet: bool
+
+
+class PairBooker:
+    """Books for the proxy; a pool without prefill workers costs one look-up in a dictionary."""
+
+    def __init__(
+        self, client: RouterClient, records: Callable[[], Awaitable[Mapping[str, FleetRecord]]], *, apart: bool = True
+    ) -> None:
+        """`records`: the fleet's, the same object until they are read again. `apart` False: never a pair."""
+        self._client = client
+        self._records = records
+        self._apart = apart
+        self._seen: Mapping[str, FleetRecord] | None = None
+        self._pools: dict[str, _Prefillers] = {}
+
+    async def book(
+        self,
+        prompt: Prompt,
+        text: TextRequest | None,
+        avoid: frozenset[str],
+        *,
+        apart: bool = True,
+        dry_run: bool = False,
+    ) -> Booked:
+        """`apart` False: a pair only if no single worker is left. `text` None: a request whose prompt is not read. `dry_run`:
+        nothing is booked. Raises NoWorkers, and what booking raises."""
+        prefillers = await self._prefillers_of(prompt.scope.pool_id)
+        if prefillers is None:
+            return await self._client.reserve(prompt, avoid=avoid, dry_run=dry_run)
+        pairs = self._apart and text is not None and _can_go_apart(text, prefillers)
+        if apart and pairs:
+            return await self._book_pair(prompt, avoid, dry_run=dry_run)
+        try:
+            return await self._book_whole(prompt, avoid, prefillers.ids, dry_run=dry_run)
+        except NoWorkers:
+            if not pairs:
+                raise
+        return await self._book_pair(prompt, avoid, dry_run=dry_run)
+
+    async def _book_pair(self, prompt: Prompt, avoid: frozenset[str], *, dry_run: bool) -> Booked:
+        pair = await self._client.reserve_pd(prompt, avoid=avoid, dry_run=dry_run)
+        return pair.decode if pair.prefill is None else pair
+
+    async def _book_whole(
+        self, prompt: Prompt, avoid: frozenset[str], prefillers: frozenset[str], *, dry_run: bool
+    ) -> Choice:
+        """Decode workers may serve whole requests too, if need be; prefill workers if there is no other."""
+        try:
+            return (await self._client.reserve_pd(prompt, avoid=avoid | prefillers, dry_run=dry_run)).decode
+        except NoWorkers:
+            return await self._client.reserve(prompt, avoid=avoid, dry_run=dry_run)
+
+    async def _prefillers_of(self, pool_id: str) -> _Prefillers | None:
+        records = await self._records()
+        if records is not self._seen:
+            self._seen = records
+            found: dict[str, list[FleetRecord]] = {}
+            for record in records.values():
+                if record.routable and record.endpoint.role is Role.PREFILL:
+                    found.setdefault(record.endpoint.pool_id, []).append(record)
+            self._pools = {id: _describe(members) for id, members in found.items()}
+        return self._pools.get(pool_id)
+
+
+def _describe(members: list[FleetRecord]) -> _Prefillers:
+    protocols = {TransferProtocol.of(record.endpoint.kind) for record in members}
+    return _Prefillers(frozenset(r.endpoint.id for r in members), protocols == {TransferProtocol.BOOTSTRAP})
+
+
+def _can_go_apart(text: TextRequest, prefillers: _Prefillers) -> bool:
+    """vLLM's prefill engine drops the KV when one decode request has read it, and its partner never computes the prompt: so
+    not several answers or prompts, nor prompts' log probabilities."""
+    return prefillers.meet or (text.prompts == 1 and text.choices == 1 and not text.cache_reading.prompt_logprobs)

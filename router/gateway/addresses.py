@@ -1,0 +1,111 @@
+"""Endpoints as gateways name them (ip:port), and the workers that have them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+from kvatlas.addresses import host_and_port, parse_ip
+from kvatlas.errors import InvalidValue
+from kvatlas.fleet.records import FleetRecord
+from kvatlas_router.upstream.engine_addresses import AddressPolicy
+
+
+def endpoint_of(url: str, policy: AddressPolicy) -> str:
+    """The ip:port of an engine's URL, an IPv6 address in brackets.
+
+    Raises InvalidValue for a URL that has none, because a gateway can't be told a name or to speak TLS, and for an address
+    where no engine may be.
+    """
+    try:
+        host, port = host_and_port(url)
+    except InvalidValue:
+        host, port = "", 0
+    ip = parse_ip(host)
+    if ip is None or not url.startswith("http:"):
+        raise InvalidValue(
+            f"{url or '(no address)'}; gateways send requests to http://IP:PORT only, set --advertise-url"
+        )
+    if not policy.allows(host, port, ip):
+        raise InvalidValue(f"{url}; this is no address to send requests to (--engine-addresses)")
+    return join_endpoint(str(ip), port)
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """The address of a host, without brackets, and a port."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(endpoint: str) -> str:
+    """The host of ip:port, or of an ip alone."""
+    if endpoint.startswith("["):
+        return endpoint[1:].partition("]")[0]
+    return endpoint if endpoint.count(":") > 1 else endpoint.partition(":")[0]
+
+
+class Candidates(NamedTuple):
+    """Who may get a request. `workers`: by id; None: all that have an address. `unpublished`: endpoints of pods that
+    nobody publishes for."""
+
+    workers: frozenset[str] | None
+    unpublished: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddresses:
+    """The endpoints of a fleet's workers; the ranks of a data-parallel engine share one.
+
+    `unusable`: why a worker has none, by id.
+    """
+
+    endpoints: Mapping[str, str]
+    unusable: Mapping[str, str]
+    _by_endpoint: Mapping[str, Sequence[str]] = field(repr=False)
+    _by_host: Mapping[str, Sequence[str]] = field(repr=False)
+
+    @classmethod
+    def of(cls, records: Mapping[str, FleetRecord], policy: AddressPolicy) -> Self:
+        """`policy`: where engines may be."""
+        endpoints: dict[str, str] = {}
+        unusable: dict[str, str] = {}
+        by_endpoint: dict[str, list[str]] = {}
+        by_host: dict[str, list[str]] = {}
+        for worker_id, record in records.items():
+            try:
+                endpoint = endpoint_of(record.endpoint.url, policy)
+            except InvalidValue as error:
+                unusable[worker_id] = str(error)
+                continue
+            endpoints[worker_id] = endpoint
+            by_endpoint.setdefault(endpoint, []).append(worker_id)
+            by_host.setdefault(host_of(endpoint), []).append(worker_id)
+        return cls(endpoints, unusable, by_endpoint, by_host)
+
+    def among(self, pool: Collection[str] | None, subset: Collection[str] | None = None) -> Candidates:
+        """The workers at the pool's endpoints, and those of its endpoints that are nobody's; of these only what `subset`
+        names, if there is one. An ip alone names all of its ports.
+
+        `pool` None: it is not known; then all workers, or those of the subset, and its other endpoints.
+        """
+        members = pool if subset is None else subset if pool is None else _shared(pool, subset)
+        if members is None:
+            return Candidates(frozenset(self.endpoints) if self.unusable else None)
+        workers: list[str] = []
+        unpublished: list[str] = []
+        for member in dict.fromkeys(members):
+            has_port = member != host_of(member)
+            found = self._by_endpoint.get(member) if has_port else self._by_host.get(member)
+            if found is not None:
+                workers += found
+            elif has_port:
+                unpublished.append(member)
+        return Candidates(frozenset(workers), unpublished)
+
+    def worker_at(self, endpoint: str) -> str | None:
+        """The worker at an endpoint; None if there is none, or several."""
+        found = self._by_endpoint.get(endpoint, ())
+        return found[0] if len(found) == 1 else None
+
+
+def _shared(pool: Collection[str], subset: Collection[str]) -> Sequence[str]:
+    named = frozenset(subset)
+    return [endpoint for endpoint in pool if endpoint in named or host_of(endpoint) in named]

@@ -1,0 +1,117 @@
+"""Reads usage and times from an answer while it passes."""
+
+import json
+
+from kvatlas_router.gateway.picker import Renaming
+from kvatlas_router.proxy.answer_usage import timings_of, usage_of_body, usage_of_one_answer
+from kvatlas_router.proxy.event_stream import EventStream
+from kvatlas_router.proxy.headers import RawHeaders
+from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.engine_answer import EVENT_STREAM
+from router_client.learning.timings import AnswerClock, Timings
+from router_client.learning.usage import Usage
+
+MOST_BYTES = 4 << 20
+"""Of an answer that is no stream: a longer one is passed on and not read."""
+
+
+class AnswerReader:
+    """Bytes in, bytes out: the same ones, but for the usage of a stream whose client did not ask for it.
+
+    `renaming`: answers of JSON and streams of events name the client's model instead of the engine's; such a whole answer is
+    held back until its end.
+
+    `clock`: starts when the reader is made: when the request goes to its engine. An answer that is compressed, or of another
+    status than 200, is not read. `is_stream`: of server-sent events. `has_content`: a part of the answer is there: of a stream
+    that is read an event with content, of any other answer its first bytes.
+    """
+
+    def __init__(
+        self,
+        text: TextRequest | None,
+        *,
+        hides_usage: bool,
+        renaming: Renaming | None = None,
+        clock: AnswerClock | None = None,
+    ) -> None:
+        self.is_stream = False
+        self.has_content = False
+        self._text = text
+        self._hides_usage = hides_usage
+        self._names = () if renaming is None else _spellings(renaming)
+        self._clock = clock or AnswerClock()
+        self._stream: EventStream | None = None
+        self._whole: bytearray | None = None
+        self._usage: Usage | None = None
+
+    def begin(self, status: int, headers: RawHeaders) -> None:
+        """The answer's status and headers."""
+        kind = _value(headers, b"content-type")
+        self.is_stream = kind.startswith(EVENT_STREAM.encode())
+        wanted = self._text is not None or bool(self._names)
+        if not wanted or status != 200 or _value(headers, b"content-encoding") not in (b"", b"identity"):
+            return
+        if self.is_stream:
+            self._stream = EventStream(hide_usage=self._hides_usage)
+        elif b"json" in kind:
+            self._whole = bytearray()
+
+    @property
+    def changes_length(self) -> bool:
+        """May the answer get another length than the engine said?"""
+        return bool(self._names) and self._whole is not None
+
+    def feed(self, part: bytes, *, last: bool) -> bytes:
+        """The bytes for the client now; may be empty."""
+        if self._stream is not None:
+            before = self._stream.parts
+            passed = self._stream.feed(part) if part else b""
+            self._count_parts(self._stream.parts - before)
+            return self._rename(passed + self._stream.end() if last else passed)
+        self._count_parts(1 if part and not self.has_content else 0)  # when its tokens were made is not known
+        if self._whole is not None:
+            self._whole += part
+            if len(self._whole) > MOST_BYTES:
+                held = bytes(self._whole)
+                self._whole = None
+                return held if self._names else part
+            if self._names:
+                return self._rename(bytes(self._whole)) if last else b""
+        return part
+
+    def end(self) -> None:
+        """The answer is complete."""
+        if self._stream is not None:
+            self._usage = self._stream.usage
+        elif self._whole is not None:
+            self._usage = usage_of_body(bytes(self._whole))
+        if self._text is not None:
+            self._usage = usage_of_one_answer(self._text, self._usage)
+
+    def _count_parts(self, parts: int) -> None:
+        self._clock.part(parts)
+        self.has_content = self.has_content or parts > 0
+
+    def _rename(self, passed: bytes) -> bytes:
+        for engines, clients in self._names:
+            passed = passed.replace(engines, clients)
+        return passed
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the engine reports of one prompt; None: nothing to compare with."""
+        return self._usage
+
+    @property
+    def timings(self) -> Timings | None:
+        return None if self._text is None else timings_of(self._text, self._clock, self._usage)
+
+
+def _value(headers: RawHeaders, name: bytes) -> bytes:
+    return next((value.lower() for each, value in headers if each == name), b"")
+
+
+def _spellings(renaming: Renaming) -> tuple[tuple[bytes, bytes], ...]:
+    """The member `model` as engines write it, and as the client gets it. Inside a JSON text its quotes would be escaped."""
+    target, model = json.dumps(renaming.target).encode(), json.dumps(renaming.model).encode()
+    return tuple((b'"model":' + space + target, b'"model":' + space + model) for space in (b"", b" "))

@@ -1,0 +1,71 @@
+"""A request as the picker reads it: its call, and what the extension's objects say of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from kvatlas.errors import InvalidValue
+from kvatlas_router.gateway.extension_objects import OBJECTIVE_HEADERS, PoolObjects
+from kvatlas_router.gateway.field_metrics import RequestLabels
+from kvatlas_router.gateway.picker import Renaming, RequestHead
+from kvatlas_router.proxy.engine_call import AdministrationPath, EngineCall, read_call
+from kvatlas_router.tokens.text_request import parse_object
+from router_client.pricing.transfer_protocol import NotForClients, replace_fields
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRequest:
+    """`changed`: the body for the engine, if it is not the client's. `renaming`: it names another model than the client's.
+    `priority`: of its objective, as queues have it: lower is earlier; None: it has none."""
+
+    head: RequestHead
+    call: EngineCall
+    changed: bytes | None
+    labels: RequestLabels
+    renaming: Renaming | None = None
+    priority: int | None = None
+
+    @classmethod
+    async def read(cls, head: RequestHead, body: bytes | None, objects: PoolObjects, tenant_header: str) -> Self:
+        """A call that can't be read is one of no known model. Raises AdministrationPath, and NotForClients. `body` None: it
+        was not waited for."""
+        call = await _read_call(head, body)
+        model = _model_of(call)
+        renaming = None
+        if (
+            model
+            and body
+            and (target := objects.rewrite(model)) != model
+            and (renamed := _rename(call.body, target)) is not None
+        ):
+            renaming = Renaming(target, model)
+            call = await _read_call(head, renamed)
+        objective = next((name for header in OBJECTIVE_HEADERS if (name := head.first(header)) is not None), None)
+        importance = 0 if objective is None else objects.priorities.get(objective, 0)
+        tenant = (head.first(tenant_header.encode()) or "") if tenant_header else ""
+        labels = RequestLabels(model, _model_of(call), tenant, importance)
+        changed = call.body if body is not None and call.body != body else None
+        return cls(head, call, changed, labels, renaming, None if objective is None else -importance)
+
+
+async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
+    kind = head.first(b"content-type") or ""
+    try:
+        return await read_call(head.method, head.path, head.query, kind, body or b"")
+    except (AdministrationPath, NotForClients):
+        raise
+    except InvalidValue:
+        return EngineCall(None, body or b"", len(body or b""))
+
+
+def _model_of(call: EngineCall) -> str:
+    return call.model or (call.text.model if call.text is not None else None) or ""
+
+
+def _rename(body: bytes, target: str) -> bytes | None:
+    """The JSON body with another model; None for a body that is no JSON object."""
+    try:
+        asked: Mapping[str, Any] = parse_object(body)
+    except InvalidValue:
+        return None
+    return replace_fields(asked, body, {"model": target})

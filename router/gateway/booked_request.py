@@ -1,0 +1,159 @@
+"""One request on a worker of the fleet, from its choice to the end of its booking."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from kvatlas_router.admission.admission import Admission
+from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.gateway.asked_request import AskedRequest
+from kvatlas_router.gateway.picker import Destination
+from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.proxy.headers import RawHeaders
+from kvatlas_router.tokens.text_request import TextRequest
+from router_client.learning.timings import Timings
+from router_client.learning.usage import Usage
+from router_client.prompt import Prompt
+
+LEAST_LEFT_S = 0.5
+MOST_LEFT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class BookedPrompt:
+    """A prompt, and the worker, or the pair, that was chosen for it."""
+
+    prompt: Prompt
+    choice: Booked
+
+    @property
+    def pool_id(self) -> str:
+        return self.prompt.scope.pool_id
+
+
+Move = Callable[[Prompt, str], Awaitable[BookedPrompt | None]]
+"""Books the worker at the endpoint that answered; None if it is no worker of the fleet, or can't be booked."""
+
+
+class LeftBookings:
+    """Ends bookings whose answers go on without the picker, when they are expected to be over.
+
+    A load report of the engine replaces what was booked on it before, so an error lasts until the next report.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def hold(self, choice: Booked, end: Callable[[], Awaitable[None]]) -> None:
+        """End a booking after the time that its request costs."""
+        task = asyncio.create_task(_end_later(choice, end), name="kvatlas left booking")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End all of them now."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _end_later(choice: Booked, end: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await asyncio.sleep(min(max(choice.score_us / 1e6, LEAST_LEFT_S), MOST_LEFT_S))
+        await choice.done()
+    finally:
+        await end()
+
+
+@dataclass(frozen=True, slots=True)
+class BookedParts:
+    """What all booked requests of a picker share."""
+
+    admission: Admission
+    outliers: OutlierMonitor
+    left: LeftBookings
+    move: Move
+
+
+class BookedRequest:
+    """See `PickedRequest`. What its answer says of its worker is recorded for all routers, as the proxy records it."""
+
+    def __init__(
+        self,
+        booked: BookedPrompt,
+        destination: Destination,
+        text: TextRequest | None,
+        parts: BookedParts,
+        *,
+        asked: AskedRequest,
+        answer_headers: Mapping[str, str],
+        hides_usage: bool,
+    ) -> None:
+        """`text`: the request, if the choice was made by its prompt."""
+        self.destination = destination
+        self.text = text
+        self.hides_usage = hides_usage
+        self.labels = asked.labels
+        self.renaming = asked.renaming
+        self.answer_headers = answer_headers
+        self._booked = booked
+        self._parts = parts
+        self._judged = False
+        self._moved = False
+        parts.outliers.record_sent(booked.pool_id, booked.choice.worker_id)
+
+    async def begin(self, status: int, headers: RawHeaders, served: str | None) -> None:
+        """See `PickedRequest`. A fallback that answered is booked instead of the chosen worker."""
+        self._judged = True
+        if served is None or served == self.destination.endpoints[0]:
+            self._judge(status, headers)
+            return
+        self._moved = True
+        outliers, first = self._parts.outliers, self._booked
+        line = f"the gateway went on to {served}"
+        outliers.record_bad(first.pool_id, first.choice.worker_id, line, unreachable=True)
+        await self._end()
+        moved = await self._parts.move(first.prompt, served)
+        if moved is not None:
+            self._booked = moved
+            outliers.record_sent(moved.pool_id, moved.choice.worker_id)
+            self._judge(status, headers)
+
+    async def first_token(self) -> None:
+        """See `PickedRequest`."""
+        await self._booked.choice.first_token()
+
+    async def finish(self, usage: Usage | None, timings: Timings | None) -> None:
+        """See `PickedRequest`."""
+        if self._moved:
+            # what the fallback was predicted to hold was never asked, and its time includes the first try
+            usage = timings = None
+        try:
+            await self._booked.choice.done(usage=usage, timings=timings)
+        finally:
+            await self._end()
+
+    async def fail(self) -> None:
+        """See `PickedRequest`."""
+        self._record_unanswered()
+        await self._end()
+
+    async def leave(self) -> None:
+        """See `PickedRequest`."""
+        self._record_unanswered()
+        self._parts.left.hold(self._booked.choice, self._end)
+
+    def _record_unanswered(self) -> None:
+        if not self._judged:
+            self._judged = True
+            self._parts.outliers.record_unknown(self._booked.pool_id, self._booked.choice.worker_id)
+
+    def _judge(self, status: int, headers: RawHeaders) -> None:
+        booked = self._booked
+        self._parts.outliers.record_status(booked.pool_id, booked.choice.worker_id, status, headers)
+
+    async def _end(self) -> None:
+        await self._parts.admission.end(self._booked.prompt, self._booked.choice)

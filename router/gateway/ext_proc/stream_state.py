@@ -1,0 +1,316 @@
+"""One stream of external processing as a state machine: what the gateway sent, and what may be sent back when. No I/O.
+
+A stream is one HTTP request. Its request and its answer are two halves, each in the order headers, body, trailers, and what
+is sent back keeps that order. In full duplex, nothing of the request is sent back before its destination is known, and then
+all of it; in the other modes each message gets one reply.
+
+A gateway may answer a request itself, before it was sent anywhere: then the answer comes while the request's half still
+waits, and is passed on like any other.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+
+from kvatlas.errors import InvalidValue
+from kvatlas_router.gateway.ext_proc.ext_proc_pb2 import (
+    BUFFERED,
+    FULL_DUPLEX_STREAMED,
+    NONE,
+    BodySendMode,
+    CommonResponse,
+    HeaderMutation,
+    HttpBody,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+from kvatlas_router.gateway.ext_proc.messages import (
+    answer_pieces,
+    first_value,
+    headers_only,
+    read_headers,
+    read_served,
+    read_subset,
+    read_upstream,
+    request_pieces,
+    set_destination,
+    set_header,
+)
+from kvatlas_router.gateway.picker import Destination, RequestHead
+from kvatlas_router.proxy.headers import RawHeaders
+
+
+class ResponseMode(StrEnum):
+    """How much of an answer passes through the picker.
+
+    `whole`: all that the gateway sends. `headers`: the picker asks for the answer's headers only, where the gateway lets it
+    choose. `none`: the picker leaves the stream when it has sent the request back.
+    """
+
+    WHOLE = "whole"
+    HEADERS = "headers"
+    NONE = "none"
+
+
+class OutOfOrder(InvalidValue):
+    """A gateway's message that can't come at this point of its stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskDestination:
+    """The request's destination is needed: next is `forward`, or the stream ends with a refusal.
+
+    `body` None: it was not waited for.
+    """
+
+    head: RequestHead
+    body: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """An answer begins: next is `pass_head`. `served`: the endpoint that answered, if the gateway says so; `upstream`: the
+    same by an attribute that Envoy has anyway. `over`: it has no body."""
+
+    status: int
+    headers: RawHeaders
+    served: str | None
+    upstream: str | None
+    over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """A part of an answer: next is `pass_part`. `over`: it is the last."""
+
+    body: bytes
+    over: bool
+    trailers: bool = False
+
+
+Event = AskDestination | AnswerHead | AnswerPart
+
+
+class _Phase(Enum):
+    """Of either half."""
+
+    HEADERS = auto()
+    """Nothing has come yet."""
+    WAITING = auto()
+    """Of a request: what comes of it is kept, or is answered by `forward`."""
+    PASSING = auto()
+    """What comes is sent back at once."""
+    OVER = auto()
+
+
+@dataclass(slots=True)
+class StreamState:
+    """`wants_body`: does the decision read the body of this request? `most_body_bytes`: a longer one is not waited for.
+    `response_mode`: as configured. `request_mode`, `answer_mode`: how the gateway sends bodies."""
+
+    wants_body: Callable[[RequestHead], bool]
+    response_mode: ResponseMode = ResponseMode.WHOLE
+    most_body_bytes: int = 64 << 20
+    request_mode: BodySendMode = NONE
+    answer_mode: BodySendMode = NONE
+    _request: _Phase = _Phase.HEADERS
+    _answer: _Phase = _Phase.HEADERS
+    _head: RequestHead | None = None
+    _kept: list[bytes] = field(default_factory=list)
+    _kept_bytes: int = 0
+    _kept_ends: bool = False
+    _trailers_kept: bool = False
+    _body_was_asked: bool = False
+
+    @property
+    def request_over(self) -> bool:
+        """Was all of the request sent back?"""
+        return self._request is _Phase.OVER or (self._request is _Phase.PASSING and self.request_mode == NONE)
+
+    @property
+    def answer_over(self) -> bool:
+        """Was all of the answer that the gateway sends sent back, up to its end?"""
+        return self._answer is _Phase.OVER
+
+    @property
+    def answer_begun(self) -> bool:
+        return self._answer is not _Phase.HEADERS
+
+    @property
+    def can_change_answer(self) -> bool:
+        """May parts of the answer's body be changed, or left out?"""
+        return self.answer_mode == FULL_DUPLEX_STREAMED
+
+    def receive(self, message: ProcessingRequest) -> Event | Iterator[ProcessingResponse]:
+        """What the message asks for, or the replies to it. Raises OutOfOrder."""
+        match message.WhichOneof("request"):
+            case "request_headers":
+                return self._request_headers(message)
+            case "request_body":
+                return self._request_body(message.request_body)
+            case "request_trailers":
+                return self._request_trailers()
+            case "response_headers":
+                return self._answer_headers(message)
+            case "response_body":
+                return self._answer_body(message.response_body)
+            case "response_trailers":
+                return self._answer_trailers()
+            case None:
+                return iter(())  # a kind of message that is newer than this code
+            case other:
+                raise OutOfOrder(f"unknown message {other}")
+
+    # ------------------------------------------------------------ request
+
+    def _request_headers(self, message: ProcessingRequest) -> Event | Iterator[ProcessingResponse]:
+        if self._request is not _Phase.HEADERS:
+            raise OutOfOrder("request headers came twice")
+        protocol = message.protocol_config
+        self.request_mode, self.answer_mode = protocol.request_body_mode, protocol.response_body_mode
+        over = message.request_headers.end_of_stream
+        headers = read_headers(message.request_headers.headers)
+        self._head = RequestHead(headers, read_subset(message))
+        self._request = _Phase.WAITING
+        self._kept_ends = over
+        if over or self.request_mode not in (BUFFERED, FULL_DUPLEX_STREAMED) or not self.wants_body(self._head):
+            return AskDestination(self._head, b"" if over else None)
+        self._body_was_asked = True
+        return iter((self._headers_reply(),) if self.request_mode == BUFFERED else ())
+
+    def _headers_reply(self) -> ProcessingResponse:
+        """In answer to the request's headers, without a destination: then the gateway sends the body."""
+        response = ProcessingResponse()
+        response.request_headers.response.SetInParent()
+        self._override_mode(response)
+        return response
+
+    def _override_mode(self, response: ProcessingResponse) -> None:
+        if self.response_mode is ResponseMode.HEADERS and self.answer_mode != NONE:
+            response.mode_override.CopyFrom(headers_only(self.request_mode))
+
+    def _request_body(self, part: HttpBody) -> Event | Iterator[ProcessingResponse]:
+        if self._request is _Phase.PASSING:
+            if part.end_of_stream:
+                self._request = _Phase.OVER
+            if self.request_mode == FULL_DUPLEX_STREAMED:
+                return request_pieces(part.body, last=part.end_of_stream)
+            response = ProcessingResponse()
+            response.request_body.response.SetInParent()
+            return iter((response,))
+        if self._request is not _Phase.WAITING or self._head is None or self._kept_ends:
+            raise OutOfOrder("a piece of the request's body came without its headers, or behind its end")
+        self._kept.append(part.body)
+        self._kept_bytes += len(part.body)
+        self._kept_ends = part.end_of_stream
+        if self._kept_bytes > self.most_body_bytes:
+            return AskDestination(self._head, None)
+        if self._kept_ends or self.request_mode == BUFFERED:
+            return AskDestination(self._head, b"".join(self._kept))
+        return iter(())
+
+    def _request_trailers(self) -> Event | Iterator[ProcessingResponse]:
+        if self._request is _Phase.PASSING:
+            self._request = _Phase.OVER
+            return iter((_trailers_reply(),))
+        if self._request is not _Phase.WAITING or self._head is None or self._trailers_kept or self._kept_ends:
+            raise OutOfOrder("request trailers came without headers, or behind the request's end")
+        self._trailers_kept = True
+        return AskDestination(self._head, b"".join(self._kept))
+
+    def forward(self, destination: Destination) -> Iterator[ProcessingResponse]:
+        """Send the request on: its headers with the destination, and all of the body that is here.
+
+        The body can be changed (`destination.body`) if it was given to the decision.
+        """
+        self._request = _Phase.OVER if self._kept_ends or self._trailers_kept else _Phase.PASSING
+        headers = dict(destination.headers)
+        changed = destination.body is not None
+        body = b"".join(self._kept) if destination.body is None else destination.body
+        if changed and self._head is not None and self._head.first(b"content-length") is not None:
+            headers["content-length"] = str(len(body))
+        response = ProcessingResponse()
+        if self._body_was_asked and self.request_mode == BUFFERED:  # the headers have had their reply
+            self._request = _Phase.OVER
+            common = response.request_body.response
+            if changed:
+                common.body_mutation.body = body
+            _send_to(response, common, destination, headers)
+            yield response
+        else:
+            _send_to(response, response.request_headers.response, destination, headers)
+            self._override_mode(response)
+            yield response
+            if self.request_mode == FULL_DUPLEX_STREAMED and (self._kept or body):
+                yield from request_pieces(body, last=self._kept_ends)
+        if self._trailers_kept:
+            yield _trailers_reply()
+        self._kept.clear()
+
+    # ------------------------------------------------------------ answer
+
+    def _answer_headers(self, message: ProcessingRequest) -> AnswerHead:
+        if self._answer is not _Phase.HEADERS:
+            raise OutOfOrder("answer headers came twice")
+        over = message.response_headers.end_of_stream
+        self._answer = _Phase.OVER if over else _Phase.PASSING
+        headers = read_headers(message.response_headers.headers)
+        text = first_value(headers, b":status") or ""
+        status = int(text) if text.isascii() and text.isdigit() and len(text) == 3 else 0
+        return AnswerHead(status, headers, read_served(message), read_upstream(message), over)
+
+    def pass_head(self, headers: Mapping[str, str], *, changes_length: bool = False) -> ProcessingResponse:
+        """The reply to an answer's headers, with further ones. `changes_length`: its body will have another length."""
+        response = ProcessingResponse()
+        response.response_headers.response.SetInParent()
+        mutation = response.response_headers.response.header_mutation
+        _set_headers(mutation, headers)
+        if changes_length:
+            mutation.remove_headers.append("content-length")
+        return response
+
+    def _answer_body(self, part: HttpBody) -> AnswerPart:
+        if self._answer is not _Phase.PASSING:
+            raise OutOfOrder("a piece of the answer's body came without its headers, or behind its end")
+        if part.end_of_stream:
+            self._answer = _Phase.OVER
+        return AnswerPart(part.body, part.end_of_stream)
+
+    def _answer_trailers(self) -> AnswerPart:
+        if self._answer is not _Phase.PASSING:
+            raise OutOfOrder("answer trailers came without headers, or behind the answer's end")
+        self._answer = _Phase.OVER
+        return AnswerPart(b"", over=True, trailers=True)
+
+    def pass_part(self, part: AnswerPart, body: bytes) -> Iterator[ProcessingResponse]:
+        """The replies to a part of an answer: `body` goes on to the client, the part's own unless `can_change_answer`."""
+        if self.can_change_answer:
+            yield from answer_pieces(body, last=part.over and not part.trailers)
+        elif not part.trailers:
+            response = ProcessingResponse()
+            response.response_body.response.SetInParent()
+            yield response
+        if part.trailers:
+            response = ProcessingResponse()
+            response.response_trailers.SetInParent()
+            yield response
+
+
+def _send_to(
+    response: ProcessingResponse, common: CommonResponse, destination: Destination, headers: Mapping[str, str]
+) -> None:
+    common.clear_route_cache = True
+    set_destination(response, common.header_mutation, destination.endpoints)
+    _set_headers(common.header_mutation, headers)
+    common.header_mutation.remove_headers.extend(destination.withdrawn)
+
+
+def _set_headers(mutation: HeaderMutation, headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        set_header(mutation, name, value)
+
+
+def _trailers_reply() -> ProcessingResponse:
+    response = ProcessingResponse()
+    response.request_trailers.SetInParent()
+    return response

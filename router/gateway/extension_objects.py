@@ -1,0 +1,135 @@
+"""What the extension's objects say of requests: InferenceObjective their priority, InferenceModelRewrite another model.
+
+Version v1alpha2, of the group `inference.networking.x-k8s.io` (Inference Extension) or `llm-d.ai` (llm-d-router 0.9).
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from kvatlas_router.gateway.kubernetes_api import KubernetesApi, PeriodicRead, parse_objects
+
+OBJECTIVE_HEADERS = (b"x-gateway-inference-objective", b"x-llm-d-inference-objective")
+
+
+class _Metadata(BaseModel):
+    name: str
+    creationTimestamp: str = ""  # noqa: N815 - Kubernetes' name
+
+
+class _PoolRef(BaseModel):
+    name: str
+
+
+class _ObjectiveSpec(BaseModel):
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    poolRef: _PoolRef  # noqa: N815
+
+
+class _Objective(BaseModel):
+    metadata: _Metadata
+    spec: _ObjectiveSpec
+
+
+class _ModelMatch(BaseModel):
+    value: Annotated[str, Field(min_length=1)]
+
+
+class _Match(BaseModel):
+    model: _ModelMatch
+
+
+class _Target(BaseModel):
+    weight: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    modelRewrite: Annotated[str, Field(min_length=1)]  # noqa: N815
+
+
+class _Rule(BaseModel):
+    matches: list[_Match] = []
+    targets: list[_Target] = []
+
+
+class _RewriteSpec(BaseModel):
+    poolRef: _PoolRef  # noqa: N815
+    rules: list[_Rule]
+
+
+class _Rewrite(BaseModel):
+    metadata: _Metadata
+    spec: _RewriteSpec
+
+
+Targets = Sequence[tuple[str, int]]
+"""Models with their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolObjects:
+    """`priorities`: by objective's name, higher is more important. `rewrites`: targets by the model that a request names;
+    `rewrites_any`: those of requests for any other model."""
+
+    priorities: Mapping[str, int] = field(default_factory=dict)
+    rewrites: Mapping[str, Targets] = field(default_factory=dict)
+    rewrites_any: Targets = ()
+
+    @classmethod
+    def of(cls, pool: str, objectives: Iterable[Any], rewrites: Iterable[Any]) -> tuple["PoolObjects", Sequence[str]]:
+        """From the objects of a namespace, and a line for each that can't be read: it is left out.
+
+        An exact match goes before a rule for all models, then the older object, then the earlier rule.
+        """
+        wrong: list[str] = []
+        priorities = {
+            one.metadata.name: one.spec.priority or 0
+            for one in parse_objects("InferenceObjective", _Objective, objectives, wrong)
+            if one.spec.poolRef.name == pool
+        }
+        exact: dict[str, Targets] = {}
+        for_any: Targets = ()
+        found = [
+            one
+            for one in parse_objects("InferenceModelRewrite", _Rewrite, rewrites, wrong)
+            if one.spec.poolRef.name == pool
+        ]
+        for one in sorted(found, key=lambda each: (each.metadata.creationTimestamp, each.metadata.name)):
+            for rule in one.spec.rules:
+                targets = [(target.modelRewrite, target.weight) for target in rule.targets]
+                for match in rule.matches:
+                    exact.setdefault(match.model.value, targets)
+                if not rule.matches:
+                    for_any = for_any or targets
+        return cls(priorities, exact, for_any), wrong
+
+    def rewrite(self, model: str) -> str:
+        """The model that the engine is asked for; with several targets it is drawn by their weights."""
+        targets = self.rewrites.get(model, self.rewrites_any)
+        if not targets:
+            return model
+        return random.choices([name for name, _ in targets], [weight for _, weight in targets])[0]
+
+
+class ExtensionObjects(PeriodicRead):
+    """A pool's objects, read again and again; the last ones stay while the API does not answer."""
+
+    def __init__(self, api: KubernetesApi | None, group: str, pool: str) -> None:
+        """`api` None: there are none."""
+        super().__init__("extension's objects")
+        self.current = PoolObjects()
+        self._api = api
+        self._version = f"{group}/v1alpha2"
+        self._pool = pool
+
+    async def start(self) -> None:
+        """Read once, then in the background; nothing without an API."""
+        if self._api is not None:
+            await super().start()
+
+    async def _read(self) -> Sequence[str]:
+        assert self._api is not None
+        objectives = await self._api.list_objects(self._version, "inferenceobjectives")
+        rewrites = await self._api.list_objects(self._version, "inferencemodelrewrites")
+        self.current, wrong = PoolObjects.of(self._pool, objectives, rewrites)
+        return wrong

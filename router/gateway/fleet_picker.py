@@ -1,0 +1,314 @@
+"""Picks endpoints as `kvatlas router` does: the fleet's workers by their cost, and pods that nobody publishes for.
+
+A completion or a chat goes where its prompt costs least. Any other request, and one whose prompt is not known, goes to the
+least loaded worker of its model, or of any model if it names none that is known: its engine says what is wrong with it.
+"""
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.fleet.records import FleetRecord
+from kvatlas.identity import Scope
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas_router.admission.admission import Admission, RequestShed
+from kvatlas_router.admission.queue import QueueFull
+from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.gateway.addresses import Candidates, WorkerAddresses
+from kvatlas_router.gateway.asked_request import AskedRequest
+from kvatlas_router.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
+from kvatlas_router.gateway.counters import GatewayCounters
+from kvatlas_router.gateway.extension_objects import ExtensionObjects
+from kvatlas_router.gateway.picker import Destination, PickedRequest, Refusal, RequestHead
+from kvatlas_router.gateway.pool_pods import PoolPods
+from kvatlas_router.gateway.unpublished_pods import UnpublishedPods
+from kvatlas_router.outliers.avoidance import EnginesRest
+from kvatlas_router.proxy.answer_usage import usage_fields
+from kvatlas_router.proxy.client_request import ErrorKind
+from kvatlas_router.proxy.engine_call import AdministrationPath
+from kvatlas_router.proxy.headers import decision_header
+from kvatlas_router.proxy.request_reader import UnknownModel
+from kvatlas_router.proxy.request_router import RequestRouter
+from kvatlas_router.tokens.prompt_reader import RequestPrompt
+from kvatlas_router.tokens.text_request import TextRequest
+from router_client.decision.selector import Selector
+from router_client.errors import NoWorkers
+from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.transfer_protocol import NotForClients, replace_fields
+from router_client.prompt import Prompt
+
+CURLS_OWN = "application/x-www-form-urlencoded"
+"""What curl says of JSON too, unless it is told."""
+
+_log = logging.getLogger("kvatlas_router.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPickerSettings:
+    """`fallbacks`: further endpoints for the gateway's retries. `ask_usage`: let streams report their usage to the picker.
+    `tenant_header`: in lower case. `prefill_header`: tells an engine's sidecar the prefill worker's endpoint; '' if there is
+    none."""
+
+    fallbacks: int = 0
+    ask_usage: bool = True
+    tenant_header: str = ""
+    prefill_header: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """`text`: a completion or a chat, whose answer can be compared."""
+
+    prompt: RequestPrompt
+    text: TextRequest | None
+
+
+class FleetPicker:
+    """See `EndpointPicker`."""
+
+    def __init__(
+        self,
+        parts: RequestRouter,
+        admission: Admission,
+        pods: PoolPods,
+        objects: ExtensionObjects,
+        counters: GatewayCounters,
+        settings: FleetPickerSettings | None = None,
+    ) -> None:
+        self._parts = parts
+        self._admission = admission
+        self._pods = pods
+        self._objects = objects
+        self._counters = counters
+        self._settings = settings or FleetPickerSettings()
+        self._unpublished = UnpublishedPods()
+        self._left = LeftBookings()
+        self._booked_parts = BookedParts(admission, parts.outliers, self._left, self._book_served)
+        self._log = RateLimitedLog(_log)
+        self._records: Mapping[str, FleetRecord] = {}
+        self._addresses = WorkerAddresses.of({}, parts.addresses)
+        self._members = pods.endpoints
+        self._candidates = self._addresses.among(self._members)
+        self._has_models = False
+
+    async def close(self) -> None:
+        """End the bookings of requests that were left."""
+        await self._left.close()
+
+    def ready_endpoints(self) -> int:
+        """How many endpoints may get requests, as last read."""
+        routable = {at for id, at in self._addresses.endpoints.items() if self._records[id].routable}
+        pool = self._pods.endpoints
+        if pool is None:
+            return len(routable)
+        return len(self._addresses.among(pool).unpublished) + len(routable & set(pool))
+
+    def wants_body(self, head: RequestHead) -> bool:
+        """Bodies of JSON name a model, and may have a prompt. A form names a model too, which matters if there are several."""
+        kind = (head.first(b"content-type") or "json").lower()
+        reads = (
+            "json" in kind
+            or kind.startswith(CURLS_OWN)
+            or (self._has_models and kind.startswith("multipart/form-data"))
+        )
+        return reads and head.method in ("POST", "PUT", "PATCH")
+
+    async def pick(self, head: RequestHead, body: bytes | None, *, may_hide_usage: bool) -> PickedRequest | Refusal:
+        """See `EndpointPicker`."""
+        failure = ""
+        try:
+            await self._read_addresses()
+        except Unreachable as error:  # nothing was ever read
+            failure = str(error)
+        try:
+            asked = await AskedRequest.read(head, body, self._objects.current, self._settings.tenant_header)
+        except AdministrationPath as error:
+            self._counters.refused += 1
+            return Refusal(ErrorKind.NO_PATH, str(error), None)
+        except NotForClients as error:
+            self._counters.refused += 1
+            return Refusal(ErrorKind.INVALID, str(error), None)
+        candidates = self._candidates_of(head)
+        if not self._prefers_unpublished(candidates):
+            picked = await self._pick_worker(asked, candidates, may_hide_usage=may_hide_usage)
+            if not isinstance(picked, str):
+                return picked
+            failure = failure or picked
+        if candidates.unpublished:
+            self._counters.unpublished += 1
+            self._log.report(
+                "unpublished",
+                f"{len(candidates.unpublished)} pods have no publisher, such as {candidates.unpublished[0]}; "
+                "routing to them by prefix and own load",
+            )
+            return self._unpublished.choose(asked, candidates.unpublished, self._settings.fallbacks)
+        self._counters.refused += 1
+        return Refusal(ErrorKind.UNAVAILABLE, failure)
+
+    # ------------------------------------------------------------ who may get it
+
+    async def _read_addresses(self) -> None:
+        records = await self._parts.catalogue.records()
+        if records is self._records:
+            return
+        self._records, self._addresses = records, WorkerAddresses.of(records, self._parts.addresses)
+        self._candidates = self._addresses.among(self._members)
+        self._has_models = len({record.endpoint.pool_id for record in records.values()}) > 1
+        self._counters.no_address += len(self._addresses.unusable)
+        for worker_id, why in self._addresses.unusable.items():
+            self._log.report(f"address of {worker_id}", f"worker {worker_id} gets no requests: {why}")
+
+    def _candidates_of(self, head: RequestHead) -> Candidates:
+        if head.subset is not None:
+            return self._addresses.among(self._pods.endpoints, head.subset)
+        if self._members is not self._pods.endpoints:
+            self._members = self._pods.endpoints
+            self._candidates = self._addresses.among(self._members)
+        return self._candidates
+
+    def _prefers_unpublished(self, candidates: Candidates) -> bool:
+        """Pods that nobody publishes for get their share of requests, as nothing says that they have more to do."""
+        if not candidates.unpublished or candidates.workers is None:
+            return False
+        routable = sum(self._records[worker_id].routable for worker_id in candidates.workers)
+        return random.random() * (routable + len(candidates.unpublished)) >= routable
+
+    # ------------------------------------------------------------ workers
+
+    async def _pick_worker(
+        self, asked: AskedRequest, candidates: Candidates, *, may_hide_usage: bool
+    ) -> PickedRequest | Refusal | str:
+        """A text says why no worker can take it."""
+        if candidates.workers is not None and not candidates.workers:
+            return "none of the endpoints that may be chosen is a worker's"
+        try:
+            read, booked = await self._book(asked, candidates.workers)
+        except RequestShed as error:
+            self._counters.shed += 1
+            return Refusal(ErrorKind.BUSY, str(error), error.retry_after_s)
+        except QueueFull as error:
+            self._counters.queue_full += 1
+            return Refusal(ErrorKind.BUSY, str(error), error.retry_after_s)
+        except EnginesRest as error:
+            self._counters.refused += 1
+            return Refusal(ErrorKind.BUSY, str(error), error.retry_after_s)
+        except (NoWorkers, Unreachable) as error:
+            return str(error)
+        choice = booked.choice
+        endpoints = self._endpoints(choice)
+        if not endpoints:  # it is newer than the addresses
+            await self._admission.end(booked.prompt, choice)
+            return f"worker {choice.worker_id} has no address that a gateway can use"
+        if read.prompt.prompt_tokens is None:
+            self._counters.by_load += 1
+        else:
+            self._counters.by_prompt += 1
+        text, hides_usage = read.text, False
+        fields: dict[str, Any] = {}
+        if text is not None:
+            hides_usage = may_hide_usage and self._settings.ask_usage and text.streamed and not text.wants_usage
+            fields = dict(usage_fields(text)) if hides_usage else {}
+        changed = asked.changed
+        if text is not None and fields:
+            changed = replace_fields(text.body, asked.call.body, fields)
+        name, value = decision_header(choice, read.prompt, attempt=1)
+        return BookedRequest(
+            booked,
+            Destination(endpoints, self._headers(choice), changed),
+            text,
+            self._booked_parts,
+            asked=asked,
+            answer_headers={name.decode(): value.decode()},
+            hides_usage=hides_usage,
+        )
+
+    async def _book(self, asked: AskedRequest, workers: frozenset[str] | None) -> tuple[_Read, BookedPrompt]:
+        """Raises what `Admission.admit` raises."""
+        read = await self._read(asked, workers)
+        try:
+            return read, await self._admit(read, asked, workers)
+        except InvalidValue:  # a token id, found only when its block was hashed; the engine says so to the client
+            read = self._guess(asked, workers)
+            return read, await self._admit(read, asked, workers)
+
+    async def _admit(self, read: _Read, asked: AskedRequest, workers: frozenset[str] | None) -> BookedPrompt:
+        among = _among(read.prompt.prompt, workers)
+        choice = await self._admission.admit(among, read.text, asked.head.first, priority=asked.priority)
+        return BookedPrompt(among, choice)
+
+    def _endpoints(self, choice: Booked) -> Sequence[str]:
+        """Of the chosen worker, then of the next ones; none if it has none."""
+        known = self._addresses.endpoints
+        first = known.get(choice.worker_id)
+        prefill = choice.prefill if isinstance(choice, PairChoice) else None
+        if first is None or (prefill is not None and prefill.worker_id not in known):
+            return ()
+        endpoints = {first: None}
+        if self._settings.fallbacks:
+            decode = choice.decode if isinstance(choice, PairChoice) else choice
+            for result in decode.ranking:
+                if (endpoint := known.get(result.worker_id)) is not None:
+                    endpoints.setdefault(endpoint)
+                if len(endpoints) > self._settings.fallbacks:
+                    break
+        return list(endpoints)
+
+    def _headers(self, choice: Booked) -> Mapping[str, str]:
+        """For the engine, or its sidecar, which lets the prefill worker compute the prompt."""
+        if not isinstance(choice, PairChoice) or choice.prefill is None:
+            return choice.headers
+        return {**choice.headers, self._settings.prefill_header: self._addresses.endpoints[choice.prefill.worker_id]}
+
+    async def _book_served(self, prompt: Prompt, served: str) -> BookedPrompt | None:
+        self._counters.served_elsewhere += 1
+        worker_id = self._addresses.worker_at(served)
+        if worker_id is None:
+            return None
+        among = _among(prompt, frozenset((worker_id,)))
+        try:
+            return BookedPrompt(among, await self._admission.book(among, None, apart=False))
+        except (NoWorkers, EnginesRest, Unreachable):
+            return None
+
+    # ------------------------------------------------------------ prompts
+
+    async def _read(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
+        """Raises NoWorkers, and Unreachable."""
+        head, call = asked.head, asked.call
+        request_id = head.first(b"x-request-id")
+        try:
+            if call.text is None:
+                read = await self._parts.reader.read_length(call.model, call.letters, request_id)
+            else:
+                read = await self._parts.reader.read(call.text, request_id)
+        except (UnknownModel, InvalidValue):
+            return self._guess(asked, workers)
+        if (session_id := head.first(b"x-session-id")) is not None:
+            read = replace(read, prompt=replace(read.prompt, session_id=session_id))
+        return _Read(read, call.text)
+
+    def _guess(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
+        """A prompt that matches nothing, for any model. Raises NoWorkers."""
+        scope = self._any_scope(workers)
+        return _Read(self._parts.reader.guess(scope, asked.call.letters, asked.head.first(b"x-request-id")), None)
+
+    def _any_scope(self, workers: frozenset[str] | None) -> Scope:
+        """Of one of the workers that may be chosen, drawn. Raises NoWorkers."""
+        ids = self._addresses.endpoints if workers is None else workers
+        routable = [self._records[worker_id].endpoint for worker_id in ids if self._records[worker_id].routable]
+        if not routable:
+            raise NoWorkers(f"none of {len(ids)} workers can take requests now")
+        pools = Counter((endpoint.model_id, endpoint.tokenizer_id) for endpoint in routable)
+        ((model_id, tokenizer_id),) = random.choices(list(pools), list(pools.values()))
+        return Scope(model_id, tokenizer_id)
+
+
+def _among(prompt: Prompt, workers: frozenset[str] | None) -> Prompt:
+    """The prompt for these workers only; None: as it is."""
+    if workers is None:
+        return prompt
+    return replace(prompt, select=replace(prompt.select or Selector(), allow=workers))

@@ -1,0 +1,175 @@
+"""The endpoints of a pool's pods: of names that are looked up, or of an InferencePool in Kubernetes."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Collection, Iterable, Sequence
+from typing import Annotated, Protocol
+
+from pydantic import BaseModel, Field
+
+from kvatlas.addresses import parse_ip
+from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.runtime.background_task import BackgroundTask
+from kvatlas_router.gateway.addresses import join_endpoint
+from kvatlas_router.gateway.kubernetes_api import KubernetesApi, PeriodicRead, parse_objects
+
+LOOKUP_S = 5.0
+"""How often the names of pods are looked up again."""
+POOL_VERSION = "inference.networking.k8s.io/v1"
+ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"
+"""Annotation of a pod: those of the pool's ports that it serves on, as the extension's own picker reads it."""
+
+_log = logging.getLogger("kvatlas_router.gateway")
+
+
+class PoolPods(Protocol):
+    """The endpoints that a pool consists of, kept up to date from `start` to `stop`."""
+
+    @property
+    def endpoints(self) -> Collection[str] | None:
+        """Another object after each change. None: the pool is all workers."""
+        ...
+
+    @property
+    def is_known(self) -> bool:
+        """Can requests be routed by it yet?"""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class PodList:
+    """The endpoints of a pool's pods, from `host:port` entries. A name stands for all of its addresses, as that of a headless
+    Service does, and is looked up again every LOOKUP_S; if that fails its last addresses stay."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        """Raises InvalidValue for an entry that is no host:port."""
+        self._entries = [_split_entry(entry) for entry in entries]
+        self._found: dict[str, Sequence[str]] = {}
+        self._task = BackgroundTask(self._run, "kvatlas gateway pods")
+        self.endpoints: Collection[str] | None = None
+        """None: no pods are listed, or none was found yet."""
+
+    @property
+    def is_known(self) -> bool:
+        """See `PoolPods`; names that nobody knows yet are no reason to refuse requests."""
+        return True
+
+    async def start(self) -> None:
+        """Look every name up once, then again and again."""
+        await self._look_up()
+        if self._entries:
+            self._task.start()
+
+    async def stop(self) -> None:
+        await self._task.stop()
+
+    async def _run(self) -> None:
+        while self._task.running:
+            await asyncio.sleep(LOOKUP_S)
+            await self._look_up()
+
+    async def _look_up(self) -> None:
+        loop = asyncio.get_running_loop()
+        for host, port in self._entries:
+            name = f"{host}:{port}"
+            try:
+                infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                kept = len(self._found.get(name, ()))
+                _log.warning("pods at %s: %s; using the %d known last", name, error.strerror or error, kept)
+                continue
+            self._found[name] = sorted({join_endpoint(str(info[4][0]), port) for info in infos})
+        found = [endpoint for endpoints in self._found.values() for endpoint in endpoints]
+        if found != self.endpoints:
+            self.endpoints = found or None
+
+
+def _split_entry(entry: str) -> tuple[str, int]:
+    host, _, port = entry.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
+        raise InvalidValue(f"pods has {entry!r:.80}; expected HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+class _Selector(BaseModel):
+    matchLabels: Annotated[dict[str, str], Field(min_length=1)]  # noqa: N815 - Kubernetes' name
+
+
+class _Port(BaseModel):
+    number: Annotated[int, Field(ge=1, le=65_535)]
+
+
+class _PoolSpec(BaseModel):
+    selector: _Selector
+    targetPorts: Annotated[list[_Port], Field(min_length=1)]  # noqa: N815
+
+
+class _Pool(BaseModel):
+    spec: _PoolSpec
+
+
+class _Metadata(BaseModel):
+    annotations: dict[str, str] = {}
+    deletionTimestamp: str | None = None  # noqa: N815
+
+
+class _Condition(BaseModel):
+    type: str
+    status: str
+
+
+class _Status(BaseModel):
+    podIP: str = ""  # noqa: N815
+    conditions: list[_Condition] = []
+
+
+class _Pod(BaseModel):
+    metadata: _Metadata
+    status: _Status = _Status()
+
+    @property
+    def is_ready(self) -> bool:
+        ready = any(one.type == "Ready" and one.status == "True" for one in self.status.conditions)
+        return ready and self.metadata.deletionTimestamp is None and parse_ip(self.status.podIP) is not None
+
+
+class KubernetesPool(PeriodicRead):
+    """The ready pods that an InferencePool selects, each with all of its target ports. See `PoolPods`."""
+
+    def __init__(self, api: KubernetesApi, name: str) -> None:
+        """Of the pod's own namespace."""
+        super().__init__(f"pool {name}")
+        self._api = api
+        self._name = name
+        self.endpoints: Collection[str] = ()
+        self.is_known = False
+
+    async def _read(self) -> Sequence[str]:
+        wrong: list[str] = []
+        given = await self._api.get_object(POOL_VERSION, "inferencepools", self._name)
+        pools = parse_objects("InferencePool", _Pool, [given], wrong)
+        if not pools:
+            raise KvatlasError(wrong[0])
+        spec = pools[0].spec
+        selector = ",".join(f"{key}={value}" for key, value in spec.selector.matchLabels.items())
+        pods = parse_objects("Pod", _Pod, await self._api.list_objects("v1", "pods", selector), wrong)
+        found = sorted(
+            join_endpoint(pod.status.podIP, port.number)
+            for pod in pods
+            if pod.is_ready
+            for port in spec.targetPorts
+            if _serves(pod, port.number)
+        )
+        if found != self.endpoints:
+            self.endpoints = found
+        self.is_known = True
+        return wrong
+
+
+def _serves(pod: _Pod, port: int) -> bool:
+    active = pod.metadata.annotations.get(ACTIVE_PORTS)
+    return active is None or str(port) in (part.strip() for part in active.split(","))

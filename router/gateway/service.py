@@ -1,0 +1,159 @@
+"""The endpoint picker as a process: the parts that route requests, the gRPC servers; until it is cancelled."""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import grpc
+
+from kvatlas.errors import InvalidValue, SettingsError, Unreachable
+from kvatlas.settings import GatewaySettings
+from kvatlas.telemetry import export_metrics
+from kvatlas_router.gateway.certificate import from_files, self_signed
+from kvatlas_router.gateway.counters import GatewayCounters, GatewayGauges
+from kvatlas_router.gateway.ext_proc.stream_state import ResponseMode
+from kvatlas_router.gateway.extension_objects import ExtensionObjects
+from kvatlas_router.gateway.field_metrics import FieldMetrics
+from kvatlas_router.gateway.fleet_picker import FleetPicker, FleetPickerSettings
+from kvatlas_router.gateway.kubernetes_api import KubernetesApi, open_kubernetes_api
+from kvatlas_router.gateway.pool_pods import KubernetesPool, PodList, PoolPods
+from kvatlas_router.gateway.processor import Processor, ProcessorSettings
+from kvatlas_router.gateway.server import Addresses, GatewayServer
+from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.proxy.request_router import build_admission, is_near, open_request_router
+from router_client.client import RouterClient
+from router_client.results import RANK_HEADER
+
+CLOSE_S = 5.0
+READY_RETRY_S = 0.5
+PREFILL_HEADER = "x-prefiller-host-port"
+"""llm-d's routing sidecars ask the prefill worker that it names, whoever sent it."""
+
+_log = logging.getLogger("kvatlas_router.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPicker:
+    """The servers, and what they work with."""
+
+    server: GatewayServer
+    counters: GatewayCounters
+    client: RouterClient
+
+
+async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[RunningPicker], None] | None = None) -> None:
+    """Serve until cancelled, then drain; `ready` is called once, when requests are taken.
+
+    It is ready (health service) when it has read the fleet, be it empty. Raises SettingsError for an address that can't be
+    listened on, a certificate or a tokenizer that can't be read, and Unreachable or LayoutMismatch if the store can't be
+    used and `wait` is off.
+    """
+    stack = AsyncExitStack()
+    try:
+        pod_list = _pod_list(settings)
+        credentials = _credentials(settings)
+        api = await stack.enter_async_context(_open_api(settings))
+        parts = await stack.enter_async_context(open_request_router(settings, is_near(settings.host)))
+        pods: PoolPods = (
+            pod_list if api is None or not settings.kubernetes_pool else KubernetesPool(api, settings.pool_name)
+        )
+        objects = ExtensionObjects(
+            None if settings.extension_objects == "none" else api, settings.extension_objects, settings.pool_name
+        )
+        for part in (pods, objects):
+            await part.start()
+            stack.push_async_callback(part.stop)
+        counters = GatewayCounters()
+        stack.enter_context(export_metrics("gateway", counters))
+        admission = build_admission(parts, settings, counters, apart=bool(settings.prefill_header))
+        stack.enter_context(
+            export_metrics("gateway_load", lambda: GatewayGauges(counters.in_flight, admission.waiting))
+        )
+        headers = settings.tenant_header.lower(), settings.prefill_header.lower()
+        choosing = FleetPickerSettings(settings.fallbacks, settings.ask_usage, *headers)
+        picker = FleetPicker(parts, admission, pods, objects, counters, choosing)
+        stack.push_async_callback(picker.close)
+        server = _server(settings, picker, counters, credentials)
+        await server.start()
+        try:
+            if ready is not None:
+                ready(RunningPicker(server, counters, parts.client))
+            await _wait_for_fleet(parts.catalogue, pods)
+            await parts.warm_up()
+            await server.set_ready(True)
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _drain(server, settings)
+    finally:
+        with anyio.move_on_after(CLOSE_S, shield=True):
+            await stack.aclose()
+
+
+def _server(
+    settings: GatewaySettings,
+    picker: FleetPicker,
+    counters: GatewayCounters,
+    credentials: grpc.ServerCredentials | None,
+) -> GatewayServer:
+    most_body_bytes = settings.max_body_mib << 20
+    waits_s = settings.queue_wait_s if settings.queue_requests else 0.0
+    processing = ProcessorSettings(
+        ResponseMode(settings.response_mode),
+        settings.pick_deadline_ms / 1_000 + waits_s,
+        most_body_bytes,
+        settings.conformance,
+        {RANK_HEADER.lower(), PREFILL_HEADER, settings.prefill_header.lower()} - {""},
+    )
+    addresses = Addresses(settings.host, settings.port, settings.health_port, credentials, settings.share_port)
+    metrics = FieldMetrics(settings.pool_name, picker.ready_endpoints)
+    processor = Processor(picker, counters, metrics, processing)
+    return GatewayServer(processor, addresses, most_message_bytes=most_body_bytes + (1 << 20))
+
+
+async def _wait_for_fleet(catalogue: Catalogue, pods: PoolPods) -> None:
+    while True:
+        try:
+            await catalogue.records()
+        except Unreachable as error:
+            _log.warning("fleet not read (%s); not ready, trying again in %g s", error, READY_RETRY_S)
+        else:
+            if pods.is_known:
+                return
+        await anyio.sleep(READY_RETRY_S)
+
+
+async def _drain(server: GatewayServer, settings: GatewaySettings) -> None:
+    """Gateways hear of it by the readiness, and take a moment to send their requests elsewhere."""
+    await server.set_ready(False)
+    if settings.drain_s:
+        _log.info("not ready any more; taking requests for another %d s", settings.drain_s)
+        await anyio.sleep(settings.drain_s)
+    await server.stop(settings.grace_s)
+
+
+@asynccontextmanager
+async def _open_api(settings: GatewaySettings) -> AsyncIterator[KubernetesApi | None]:
+    """None where nothing is read from it. Raises SettingsError outside a pod."""
+    if settings.extension_objects == "none" and not settings.kubernetes_pool:
+        yield None
+        return
+    async with open_kubernetes_api() as api:
+        yield api
+
+
+def _pod_list(settings: GatewaySettings) -> PodList:
+    try:
+        return PodList(settings.pods)
+    except InvalidValue as error:
+        raise SettingsError(f"--{error}") from error
+
+
+def _credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:
+    if settings.plaintext:
+        return None
+    if settings.tls_certificate is not None and settings.tls_key is not None:
+        return from_files(settings.tls_certificate, settings.tls_key)
+    return self_signed()

@@ -1,0 +1,77 @@
+"""Chooses among pods that nobody publishes for: by the start of the request, and by what was sent there from here."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import xxhash
+
+from kvatlas_router.gateway.asked_request import AskedRequest
+from kvatlas_router.gateway.picker import Destination
+from kvatlas_router.proxy.headers import DECISION_HEADER, RawHeaders
+from kvatlas_router.tokens.text_request import TextRequest
+from router_client.learning.timings import Timings
+from router_client.learning.usage import Usage
+
+PREFIX_BYTES = 4_096
+"""Requests that share their first bytes go to the same pod, so that they find its cache."""
+MOST_ABOVE_MEAN = 1.25
+"""... unless it has that many times the mean of running requests (consistent hashing with bounded loads)."""
+
+
+class UnpublishedPods:
+    """Knows of each pod only the requests that went there from this process, and are not over."""
+
+    def __init__(self) -> None:
+        self._running: Counter[str] = Counter()
+
+    def choose(self, asked: AskedRequest, endpoints: Sequence[str], fallbacks: int) -> "UnpublishedRequest":
+        """One of at least one endpoint, and up to `fallbacks` next ones."""
+        prefix = xxhash.xxh3_64_intdigest(asked.call.body[:PREFIX_BYTES])
+        order = sorted(
+            endpoints, key=lambda endpoint: xxhash.xxh3_64_intdigest(endpoint.encode(), prefix), reverse=True
+        )
+        running = self._running
+        most = math.ceil(MOST_ABOVE_MEAN * (1 + sum(running[each] for each in endpoints)) / len(endpoints))
+        first = next(endpoint for endpoint in order if running[endpoint] < most)
+        rest = [endpoint for endpoint in order if endpoint != first]
+        return UnpublishedRequest(self._running, Destination((first, *rest[:fallbacks]), {}, asked.changed), asked)
+
+
+class UnpublishedRequest:
+    """A request to such a pod: nothing is predicted or booked, so nothing is compared or learned."""
+
+    text: TextRequest | None = None
+    hides_usage = False
+    answer_headers: Mapping[str, str] = {DECISION_HEADER.lower(): "by=prefix_hash;open=publisher"}
+
+    def __init__(self, running: "Counter[str]", destination: Destination, asked: AskedRequest) -> None:
+        self.labels = asked.labels
+        self.renaming = asked.renaming
+        self.destination = destination
+        self._running = running
+        self._endpoint = destination.endpoints[0]
+        running[self._endpoint] += 1
+
+    async def begin(self, status: int, headers: RawHeaders, served: str | None) -> None:
+        """See `PickedRequest`."""
+
+    async def first_token(self) -> None:
+        """See `PickedRequest`."""
+
+    async def finish(self, usage: Usage | None, timings: Timings | None) -> None:
+        """See `PickedRequest`."""
+        self._end()
+
+    async def fail(self) -> None:
+        """See `PickedRequest`."""
+        self._end()
+
+    async def leave(self) -> None:
+        """See `PickedRequest`; it counts as over, because nobody will say when it is."""
+        self._end()
+
+    def _end(self) -> None:
+        self._running[self._endpoint] -= 1
+        if not self._running[self._endpoint]:
+            del self._running[self._endpoint]

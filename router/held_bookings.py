@@ -1,0 +1,246 @@
+"""Bookings for requests that another program sends: held until it reports their end, or until they are too old.
+
+The id of a booking names its pool, its worker and its reservations in the store. So its end may be reported to any router of
+the pool; only what its answer teaches is left to the router that made it, which lets a booking go when it finds that the store
+has it no more. A booking ends with its router's lease: some seconds after a router was killed, or when it stops.
+"""
+
+import asyncio
+import binascii
+import logging
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
+from secrets import token_bytes
+from typing import Protocol
+
+import msgpack
+
+from kvatlas.errors import KvatlasError, Unreachable
+from kvatlas.reservations import Outcome
+from kvatlas.reservations.protocol import ID_BYTES
+from kvatlas.runtime.background_task import BackgroundTask
+from kvatlas.store.deadline import STORE_FAILURES
+from router_client.client import RouterClient
+from router_client.learning.timings import AnswerClock, Timings
+from router_client.learning.usage import Usage
+from router_client.prefill_decode_result import PairChoice
+from router_client.prompt import Prompt
+from router_client.results import Choice
+
+HELD_S = 600.0
+ID_VERSION = 1
+MOST_HELD = 100_000
+CHECK_S = 15.0
+"""A booking whose end was reported to another router is let go after up to twice this time."""
+
+_log = logging.getLogger("kvatlas_router.proxy")
+
+
+class TooManyHeld(KvatlasError):
+    """More bookings are held than a router should have."""
+
+
+class HeldCounters(Protocol):
+    """`held`: bookings made; `held_done`: their end was reported here; `held_expired`: released because it was reported
+    nowhere."""
+
+    held: int
+    held_done: int
+    held_expired: int
+
+
+@dataclass(frozen=True, slots=True)
+class BookingId:
+    """What an id stands for. `pool_id` '': nothing is booked in the store. `reservations`: the answering worker's, then the
+    prefill worker's if that is another one."""
+
+    pool_id: str
+    worker_id: str
+    reservations: tuple[bytes, ...]
+
+    def __str__(self) -> str:
+        packed = msgpack.packb((ID_VERSION, self.pool_id, self.worker_id, self.reservations))
+        return urlsafe_b64encode(packed).rstrip(b"=").decode()
+
+    @classmethod
+    def parse(cls, text: str) -> "BookingId | None":
+        """None for any other text."""
+        try:
+            found = msgpack.unpackb(urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+            version, pool_id, worker_id, ids = found
+        except (ValueError, TypeError, binascii.Error, msgpack.UnpackException):
+            return None
+        valid = (
+            version == ID_VERSION and isinstance(pool_id, str) and isinstance(worker_id, str) and isinstance(ids, list)
+        )
+        if not valid or not all(isinstance(id, bytes) and len(id) == ID_BYTES for id in ids):
+            return None
+        return cls(pool_id, worker_id, tuple(ids))
+
+
+@dataclass(slots=True)
+class _HeldBooking:
+    choice: asyncio.Future[Choice | PairChoice]
+    id: BookingId | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    checked: bool = False
+    ended_elsewhere: bool = False
+    usage: Usage | None = None
+    timings: Timings | None = None
+    well: bool = False
+    clock: AnswerClock = field(default_factory=AnswerClock)
+
+
+class HeldBookings:
+    """Enters and leaves each booking in a task of its own; `close` leaves them all."""
+
+    def __init__(
+        self,
+        client: RouterClient,
+        counters: HeldCounters,
+        *,
+        held_s: float = HELD_S,
+        most: int = MOST_HELD,
+        check_s: float = CHECK_S,
+    ) -> None:
+        """`held_s`: a booking whose end is not reported by then is released."""
+        self._client = client
+        self._counters = counters
+        self._held_s = held_s
+        self._most = most
+        self._held: dict[str, _HeldBooking] = {}
+        self._check_s = check_s
+        self._check = BackgroundTask(self._let_go_of_ended, "check of held bookings")
+        self._tasks: dict[asyncio.Task[None], _HeldBooking] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    async def book(
+        self, prompt: Prompt, avoid: frozenset[str] = frozenset(), *, pd: bool = False
+    ) -> tuple[str, Choice | PairChoice]:
+        """An id to end the booking with, and the worker; `pd`: as by `route_pd`. Raises what `RouterClient.route` raises,
+        and TooManyHeld."""
+        if len(self._held) >= self._most:
+            raise TooManyHeld(f"{len(self._held)} requests are booked and not done; expected /kvatlas/done for each")
+        if not self._check.running:
+            self._check.start()
+        route: AbstractAsyncContextManager[Choice | PairChoice]
+        route = self._client.route_pd(prompt, avoid=avoid) if pd else self._client.route(prompt, avoid=avoid)
+        held = _HeldBooking(asyncio.get_running_loop().create_future())
+        task = asyncio.ensure_future(self._hold(held, route))
+        self._tasks[task] = held
+        task.add_done_callback(self._tasks.pop)
+        try:
+            choice = await asyncio.shield(held.choice)
+        except BaseException:
+            held.over.set()
+            raise
+        self._counters.held += 1
+        held.clock = AnswerClock()
+        return str(held.id), choice
+
+    async def first_token(self, held_id: str) -> bool:
+        """The request's prefill is over. False for an id that is held nowhere (any more)."""
+        held = self._held.get(held_id)
+        if held is None:
+            return await self._report_elsewhere(held_id, None)
+        held.clock.part()
+        await (await asyncio.shield(held.choice)).first_token()
+        return True
+
+    def end(self, held_id: str, usage: Usage | None, timings: Timings | None = None, *, well: bool) -> bool:
+        """The request is over; `well`: it was answered. False for an id that is not held here (any more).
+
+        Without `timings` the time from `book` to `first_token` counts as the time to the first token.
+        """
+        held = self._held.pop(held_id, None)
+        if held is None:
+            return False
+        held.usage, held.timings, held.well = usage, timings or held.clock.first_part(), well
+        held.over.set()
+        return True
+
+    async def end_elsewhere(self, held_id: str, *, well: bool) -> bool:
+        """End another router's booking. False for an id that is held nowhere (any more). Raises Unreachable."""
+        return await self._report_elsewhere(held_id, Outcome.FINISHED if well else Outcome.FAILED)
+
+    async def _report_elsewhere(self, held_id: str, outcome: Outcome | None) -> bool:
+        booking = BookingId.parse(held_id)
+        if booking is None or not booking.pool_id:
+            return False
+        known = [await self._client.record_end(booking.pool_id, id, outcome) for id in booking.reservations]
+        return any(known)
+
+    async def close(self) -> None:
+        """Release everything."""
+        await self._check.stop()
+        for held in self._tasks.values():
+            held.over.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _hold(self, held: _HeldBooking, route: AbstractAsyncContextManager[Choice | PairChoice]) -> None:
+        id = BookingId("", "", ())
+        try:
+            async with AsyncExitStack() as stack:
+                try:
+                    choice = await stack.enter_async_context(route)
+                except KvatlasError as error:
+                    if not held.choice.done():  # the caller may have given up
+                        held.choice.set_exception(error)
+                    return
+                held.id = id = _id_of(choice)
+                self._held[str(id)] = held
+                if not held.choice.done():
+                    held.choice.set_result(choice)
+                try:
+                    async with asyncio.timeout(self._held_s):
+                        await held.over.wait()
+                except TimeoutError:
+                    self._counters.held_expired += await self._is_booked(id)
+                else:
+                    self._counters.held_done += not held.ended_elsewhere
+                await choice.done(200 if held.well else 0, held.usage, held.timings)
+        except Unreachable as error:  # a reservation that could not be released expires
+            _log.warning("held booking %s not released (%s); it ends when its lease expires", id, error)
+        finally:
+            self._held.pop(str(id), None)
+            if not held.choice.done():
+                held.choice.cancel()
+
+    async def _let_go_of_ended(self) -> None:
+        """Their end was reported to another router, or their router's lease was over."""
+        while self._check.running:
+            await asyncio.sleep(self._check_s)
+            by_pool: dict[str, dict[bytes, _HeldBooking]] = {}
+            for held in self._held.values():
+                if held.checked and held.id is not None and held.id.pool_id:
+                    by_pool.setdefault(held.id.pool_id, {})[held.id.reservations[0]] = held
+                held.checked = True  # the next time: an answer that comes soon is not asked for
+            for pool_id, by_id in by_pool.items():
+                try:
+                    booked = await self._client.find_booked(pool_id, list(by_id))
+                except STORE_FAILURES as error:
+                    _log.debug("held bookings of pool %s not checked: %s", pool_id, error)
+                    continue
+                for id in by_id.keys() - booked:
+                    by_id[id].ended_elsewhere = True
+                    by_id[id].over.set()
+
+    async def _is_booked(self, id: BookingId) -> bool:
+        """Is it still booked, or was its end reported to another router? True if the store does not say; it is released
+        then."""
+        try:
+            return not id.pool_id or await self._report_elsewhere(str(id), Outcome.FAILED)
+        except STORE_FAILURES:
+            return True
+
+
+def _id_of(choice: Choice | PairChoice) -> BookingId:
+    parts = (choice.decode, choice.prefill) if isinstance(choice, PairChoice) else (choice,)
+    reservations = [part.reservation for part in parts if part is not None and part.reservation is not None]
+    if not reservations:
+        return BookingId("", choice.worker_id, (token_bytes(ID_BYTES),))
+    return BookingId(reservations[0].pool_id, choice.worker_id, tuple(reservation.id for reservation in reservations))

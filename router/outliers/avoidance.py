@@ -1,0 +1,57 @@
+"""Which workers a choice leaves out because they fail, or asked for a pause."""
+
+from collections.abc import Awaitable, Callable, Collection
+from math import ceil
+from typing import TypeVar
+
+from kvatlas.errors import KvatlasError
+from kvatlas.identity import Scope
+from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.outliers.pool_outliers import Avoided
+from router_client.errors import NoWorkers
+from router_client.prompt import Prompt
+
+T = TypeVar("T")
+
+
+class EnginesRest(KvatlasError):
+    """Every engine said when to come again, and that is later."""
+
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__(f"every engine asked for a pause; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class Avoidance:
+    """Chooses around the workers that the monitor names."""
+
+    def __init__(self, outliers: OutlierMonitor, workers_of: Callable[[Scope], Awaitable[Collection[str]]]) -> None:
+        """`workers_of`: a pool's workers that may get requests, by id."""
+        self._outliers = outliers
+        self._workers_of = workers_of
+
+    async def choose(
+        self, prompt: Prompt, tried: frozenset[str], choose: Callable[[frozenset[str]], Awaitable[T]]
+    ) -> T:
+        """What `choose` makes of the workers to leave out: of those that fail only while another is left, of those that asked
+        for a pause always. Raises NoWorkers, and EnginesRest if only those are left."""
+        avoided = await self._avoided(prompt)
+        try:
+            return await choose(tried | avoided.resting | avoided.failing)
+        except NoWorkers:
+            if not (avoided.resting | avoided.failing) - tried:
+                raise
+        try:
+            return await choose(tried | avoided.resting)
+        except NoWorkers:
+            if not avoided.resting - tried:
+                raise
+        raise EnginesRest(max(1, ceil(avoided.retry_after_s)))
+
+    async def _avoided(self, prompt: Prompt) -> Avoided:
+        pool_id = prompt.scope.pool_id
+        if not self._outliers.suspects(pool_id):
+            return Avoided()
+        workers = await self._workers_of(prompt.scope)
+        unfit = prompt.select.unfit if prompt.select is not None else {}
+        return self._outliers.avoid(pool_id, set(workers) - unfit.keys())

@@ -1,0 +1,204 @@
+"""Outliers of all pools that one router uses, shared with the other routers through the store."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvatlas.outliers.store import SharedOutliers
+from kvatlas.runtime.background_task import BackgroundTask
+from kvatlas.store.connection import reason
+from kvatlas.store.deadline import STORE_FAILURES
+from kvatlas_router.outliers.pool_outliers import Avoided, PoolOutliers
+from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.upstream.status import Verdict, judge, retry_after_s
+
+EVERY_S = 1.0
+CALL_S = 1.0
+LEAST_REST_S = 1.0
+"""An engine that asks for less than this, and refuses, fails: it would get one request after the other."""
+IDLE_S = 60.0
+"""A pool that got no request for this long is no longer read."""
+
+_log = logging.getLogger("router_client")
+
+
+@dataclass(slots=True)
+class OutlierCounters:
+    """Plain integers since the router started. `good`, `bad`: answers that speak for and against their workers. `ejections`:
+    of workers, as this router decided; `readmissions`: after an answered try."""
+
+    good: int = 0
+    bad: int = 0
+    ejections: int = 0
+    readmissions: int = 0
+
+
+@dataclass(slots=True)
+class _Pool:
+    """`left`: ejected workers that the fleet no longer has."""
+
+    outliers: PoolOutliers
+    used_at: float
+    asked_at: float = 0.0
+    retries: RetryBudget = field(default_factory=RetryBudget)
+    left: frozenset[str] = frozenset()
+
+
+class OutlierMonitor:
+    """Records answers, and names the workers to avoid; neither waits for the store, which is told within a millisecond of a
+    failure, and read each second. While it is away each router goes by its own answers."""
+
+    def __init__(
+        self,
+        shared: SharedOutliers,
+        router_id: str,
+        members: Callable[[str], Awaitable[Collection[str]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`members`: a pool's workers, also those that get no requests now, by its id."""
+        self.counters = OutlierCounters()
+        self._shared = shared
+        self._router_id = router_id
+        self._members = members
+        self._clock = clock
+        self._pools: dict[str, _Pool] = {}
+        self._wake = asyncio.Event()
+        self._task = BackgroundTask(self._run, "kvatlas outliers")
+
+    def suspects(self, pool_id: str) -> bool:
+        """Is there any worker in the pool to avoid? Asked for each request of the pool."""
+        outliers, now = self._outliers(pool_id), self._clock()
+        self._pools[pool_id].used_at = now
+        return outliers.has_suspects(now)
+
+    def avoid(self, pool_id: str, candidates: Collection[str]) -> Avoided:
+        """See `PoolOutliers.avoid`."""
+        return self._outliers(pool_id).avoid(candidates, self._clock())
+
+    def retry_budget(self, pool_id: str) -> RetryBudget:
+        """How many of the pool's requests this router may try again: one pool's bad day takes nothing from another's."""
+        self._outliers(pool_id)
+        return self._pools[pool_id].retries
+
+    def record_sent(self, pool_id: str, worker_id: str) -> None:
+        """A request goes to this worker."""
+        self._outliers(pool_id).record_sent(worker_id, self._clock())
+
+    def record_good(self, pool_id: str, worker_id: str) -> None:
+        """The worker began to answer well."""
+        self.counters.good += 1
+        if self._outliers(pool_id).record_good(worker_id, self._clock()):
+            self.counters.readmissions += 1
+            _log.info("worker %s: answers again; readmitted", worker_id)
+            self._wake.set()
+
+    def record_bad(self, pool_id: str, worker_id: str, why: str, *, unreachable: bool = False) -> None:
+        """A request failed at this worker."""
+        self.counters.bad += 1
+        outliers, now = self._outliers(pool_id), self._clock()
+        if seconds := outliers.record_bad(worker_id, now, unreachable=unreachable):
+            self.counters.ejections += 1
+            bad, total = outliers.rate_of(worker_id, now)
+            _log.warning(
+                "worker %s: %.0f of its last %.0f answers failed (%s); ejected for %g s",
+                worker_id,
+                bad,
+                total,
+                why,
+                seconds,
+            )
+        self._wake.set()
+
+    def record_status(
+        self, pool_id: str, worker_id: str, status: int, headers: Iterable[tuple[bytes, bytes]]
+    ) -> Verdict:
+        """The worker answered with this status; what that says. One that said when to come again is left alone until then. A
+        refusal is doubtful if the others refuse far less."""
+        verdict = judge(status)
+        if verdict is Verdict.ANSWERED:
+            self.record_good(pool_id, worker_id)
+        elif verdict is Verdict.REFUSED:
+            if self._outliers(pool_id).record_refused(worker_id, self._clock()):
+                verdict = Verdict.DOUBTFUL
+        elif verdict is Verdict.DOUBTFUL:
+            self.record_unknown(pool_id, worker_id)
+        elif status in (429, 503) and (seconds := retry_after_s(headers) or 0.0) >= LEAST_REST_S:
+            self.rest(pool_id, worker_id, seconds)
+            self.record_unknown(pool_id, worker_id)
+        else:
+            self.record_bad(pool_id, worker_id, f"status {status}")
+        return verdict
+
+    def record_unknown(self, pool_id: str, worker_id: str) -> None:
+        """A request ended without saying anything about its worker."""
+        self._outliers(pool_id).record_unknown(worker_id)
+
+    def rest(self, pool_id: str, worker_id: str, seconds: float) -> None:
+        """The worker's engine said when to come again."""
+        self._outliers(pool_id).rest(worker_id, seconds, self._clock())
+
+    def ejected(self) -> Mapping[str, float]:
+        """Ejected workers of all pools, with the seconds that are left; 0 or less: half open. One that left the fleet is
+        remembered, as it may come back, but is none of these."""
+        now = self._clock()
+        pools = list(self._pools.values())  # metrics are read on another thread
+        return {
+            id: seconds for pool in pools for id, seconds in pool.outliers.ejected(now).items() if id not in pool.left
+        }
+
+    @property
+    def ejected_workers(self) -> int:
+        """How many these are."""
+        return len(self.ejected())
+
+    def start(self) -> None:
+        """Begin to share."""
+        self._task.start()
+
+    async def stop(self) -> None:
+        """Stop sharing."""
+        await self._task.stop()
+
+    async def exchange(self, pool_id: str) -> None:
+        """Share and read once. Raises what the store raises; then what was to be shared is kept."""
+        pool, now = self._pools[pool_id], self._clock()
+        changes = pool.outliers.take_changes(now, used=pool.used_at > pool.asked_at)
+        pool.asked_at = now
+        shared = False
+        try:
+            async with asyncio.timeout(CALL_S):
+                records = await self._shared.exchange(pool_id, self._router_id, changes)
+            shared = True
+        finally:
+            if not shared:
+                pool.outliers.put_back(changes, self._clock())
+        pool.outliers.update(records, self._router_id, self._clock())
+        if ejected := pool.outliers.ejected(self._clock()):
+            pool.left = frozenset(ejected.keys() - await self._members(pool_id))
+
+    async def _run(self) -> None:
+        while self._task.running:
+            try:
+                async with asyncio.timeout(EVERY_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            for pool_id, pool in list(self._pools.items()):
+                if self._clock() - pool.used_at > IDLE_S:
+                    del self._pools[pool_id]
+                    continue
+                try:
+                    await self.exchange(pool_id)
+                except STORE_FAILURES as error:
+                    _log.debug("pool %s: outliers not shared (%s); trying again", pool_id, reason(error))
+                    self._wake.clear()
+
+    def _outliers(self, pool_id: str) -> PoolOutliers:
+        pool = self._pools.get(pool_id)
+        if pool is None:
+            pool = self._pools[pool_id] = _Pool(PoolOutliers(), self._clock())
+            self._wake.set()
+        return pool.outliers

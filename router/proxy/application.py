@@ -1,0 +1,233 @@
+"""The proxy's paths. Any path that is not listed goes to a worker of the model that its request names.
+
+/v1/models, /v1/models/{name}         the fleet's models
+/kvatlas/route, /kvatlas/done         the same choice for routers in other languages; /v1/route and /v1/done are aliases
+/kvatlas/requests                     answered requests as they come, for `kvatlas record` (--record)
+/health, /ready (/readyz), /version   for probes
+/metrics                              for Prometheus
+/status                               counters and findings as JSON
+/                                     a page for people: workers, decisions, a probe
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.runtime.metrics_page import METRICS_ROUTE
+from kvatlas.status_page.server import StatusPage
+from kvatlas.telemetry.distribution import counters_to_jsonable
+from kvatlas.version import own_version
+from kvatlas_router.admission.admission import RequestShed
+from kvatlas_router.held_bookings import HeldBookings, TooManyHeld
+from kvatlas_router.outliers.avoidance import EnginesRest
+from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
+from kvatlas_router.proxy.counters import ProxyCounters
+from kvatlas_router.proxy.engine_call import NotForEngines, read_call
+from kvatlas_router.proxy.exchange import Exchange
+from kvatlas_router.proxy.headers import DECISION_HEADER
+from kvatlas_router.proxy.request_reader import UnknownModel
+from kvatlas_router.proxy.request_trace import describe_answer, request_span
+from kvatlas_router.proxy.route_api import RouteApi
+from kvatlas_router.tokens.counters import TokenCounters
+from kvatlas_router.tokens.text_request import parse_object
+from kvatlas_router.upstream.engine_answer import EngineRequest
+from router_client.client import RouterClient
+from router_client.errors import NoWorkers
+from router_client.request_feed import RequestFeed
+
+_HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
+
+
+class ProxyApplication:
+    """The routes over the parts of one proxy; `asgi` is the application. `draining`: not ready any more, because it is about to
+    stop; requests are answered all the same."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        route_api: RouteApi,
+        held: HeldBookings,
+        catalogue: Catalogue,
+        outliers: OutlierMonitor,
+        client: RouterClient,
+        tokens: TokenCounters,
+        counters: ProxyCounters,
+        warm_up: Callable[[], Awaitable[None]],
+        page: StatusPage,
+        *,
+        cors_origins: Sequence[str] = (),
+        feed: RequestFeed | None = None,
+    ) -> None:
+        """`warm_up`: done once before the proxy calls itself ready. `page`: for people. `cors_origins`: origins of pages that
+        may use the proxy; `*` stands for all. `feed`: requests that are told to whoever asks."""
+        self.draining = False
+        self._warm_up = warm_up
+        self._is_warm = False
+        self.exchange = exchange
+        self.held = held
+        self.feed = feed
+        self._catalogue = catalogue
+        self._outliers = outliers
+        self._client = client
+        self._tokens = tokens
+        self._counters = counters
+        middleware = [
+            Middleware(
+                CORSMiddleware,
+                allow_origins=cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=[DECISION_HEADER],
+            )
+        ]
+        route, done = _with_json_errors(route_api.route), _with_json_errors(route_api.done)
+        self.asgi = Starlette(
+            routes=[
+                Route("/v1/models", _with_json_errors(self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", _with_json_errors(self._model), methods=["GET"]),
+                *(Route(f"{prefix}/route", route, methods=["POST"]) for prefix in ("/kvatlas", "/v1")),
+                *(Route(f"{prefix}/done", done, methods=["POST"]) for prefix in ("/kvatlas", "/v1")),
+                *([Route("/kvatlas/requests", self._requests)] if feed is not None else []),
+                Route("/health", self._health),
+                Route("/ready", self._ready),
+                Route("/readyz", self._ready),
+                Route("/version", self._version),
+                METRICS_ROUTE,
+                Route("/status", self._status),
+                *page.routes,
+                Route("/{path:path}", _ForEngines(exchange)),
+            ],
+            middleware=middleware if cors_origins else [],
+            exception_handlers={HTTPException: _http_error},
+        )
+
+    async def _health(self, _: Request) -> Response:
+        return Response()
+
+    async def _ready(self, _: Request) -> Response:
+        workers = await self._catalogue.routable()
+        if workers and not self._is_warm:  # they may have come after the start
+            self._is_warm = True
+            await self._warm_up()
+        ready = workers > 0 and not self.draining
+        return JSONResponse({"workers": workers, "draining": self.draining}, status_code=200 if ready else 503)
+
+    async def _version(self, _: Request) -> Response:
+        return JSONResponse({"version": own_version(), "server": "kvatlas router"})
+
+    async def _requests(self, _: Request) -> Response:
+        """Answered requests as JSON lines, from now on."""
+        assert self.feed is not None
+        return StreamingResponse(self.feed.follow(), media_type="application/jsonl")
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": list(await self._catalogue.cards())})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        card = await self._catalogue.card(name)
+        if card is None:
+            raise UnknownModel(f"the model {name[:200]!r} does not exist; /v1/models lists those that do")
+        return JSONResponse(card)
+
+    async def _status(self, _: Request) -> Response:
+        """Counters, and findings that need attention."""
+        ejected = {id: round(left, 3) for id, left in self._outliers.ejected().items()}
+        findings = [f"worker {id} is ejected: it fails while others answer" for id in ejected]
+        return JSONResponse(
+            {
+                "workers": await self._catalogue.routable(),
+                "draining": self.draining,
+                "in_flight": self.exchange.in_flight,
+                "waiting": self.exchange.waiting,
+                "held": len(self.held),
+                "ejected": ejected,
+                "proxy": counters_to_jsonable(self._counters),
+                "outliers": asdict(self._outliers.counters),
+                "tokens": counters_to_jsonable(self._tokens),
+                "answers": asdict(self._client.answers.counts),
+                "replica": self._client.replica_status,
+                "findings": [*findings, *self._client.answers.findings(), *self._tokens.findings()],
+            }
+        )
+
+
+class _ForEngines:
+    """Every call that is not the proxy's own, as an ASGI application: its answer is passed on while it comes."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "OPTIONS":
+            await Response(status_code=204, headers={"Allow": "GET, POST, OPTIONS"})(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        path, query = scope["path"], scope["query_string"]
+        try:
+            body = await request.body()
+            call = await read_call(scope["method"], path, query, request.headers.get("content-type", ""), body)
+        except NotForEngines as error:
+            await send_error(send, ErrorKind.NO_PATH, str(error))
+            return
+        except InvalidValue as error:
+            await send_error(send, ErrorKind.INVALID, str(error))
+            return
+        except ClientDisconnect:
+            return
+        for_engine = EngineRequest(scope["method"], scope["raw_path"].decode("ascii"), query, call.body)
+        await self._exchange.run(
+            ClientRequest(call.text, call.model, call.letters, for_engine, scope["headers"], receive, send)
+        )
+
+
+def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """A handler whose errors become JSON, one line each. A POST's handler gets the body's JSON object, and gives one back."""
+
+    async def handled(request: Request) -> Response:
+        with request_span(request.url.path, request.headers.raw, method=request.method) as span:
+            response = await answer(request)
+            describe_answer(span, response.status_code, None)
+            return response
+
+    async def answer(request: Request) -> Response:
+        retry_after_s = 1
+        try:
+            if request.method == "POST":
+                return JSONResponse(await handle(parse_object(await request.body())))
+            response: Response = await handle(request)
+            return response
+        except InvalidValue as error:
+            kind, line = ErrorKind.INVALID, str(error)
+        except UnknownModel as error:
+            kind, line = ErrorKind.NO_MODEL, str(error)
+        except EnginesRest as error:
+            kind, line, retry_after_s = ErrorKind.BUSY, str(error), error.retry_after_s
+        except RequestShed as error:
+            kind, line, retry_after_s = ErrorKind.UNAVAILABLE, str(error), error.retry_after_s
+        except (NoWorkers, Unreachable, TooManyHeld) as error:
+            kind, line = ErrorKind.UNAVAILABLE, str(error)
+        headers = {} if kind.status < 429 else {"Retry-After": str(retry_after_s)}
+        return JSONResponse(error_body(kind, line), kind.status, headers)
+
+    return handled
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """The server's own errors in OpenAI's form: a method that a path does not have, a body that is too long."""
+    assert isinstance(error, HTTPException)
+    kind = next((kind for kind in _HTTP_KINDS if kind.status == error.status_code), ErrorKind.NO_PATH)
+    line = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return JSONResponse(error_body(kind, line), error.status_code, dict(error.headers or {}))

@@ -1,0 +1,273 @@
+"""Which models the fleet serves, under which names, and on which workers: from fleet records and the engines' model lists."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from kvatlas.errors import Unreachable
+from kvatlas.fleet.records import FleetRecord
+from kvatlas.identity import DEFAULT_TENANT, Scope
+from kvatlas.runtime.background_task import BackgroundTask
+from kvatlas.store.deadline import STORE_FAILURES
+from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.model_lists import LIST_AGE_S, Card, ModelLists, merge_cards
+from router_client.decision.fleet_cache import LastKnownRecords
+
+FLEET_AGE_S = 1.0
+UNKNOWN_AGE_S = 2.0
+"""How soon engines are asked again if a request names a model that none of them listed."""
+LOOK_AGAIN_S = 0.1
+"""How soon the fleet is read again for such a request."""
+LOOK_S = 1.0
+"""How long that may take."""
+
+_log = logging.getLogger("kvatlas_router.proxy")
+
+Fleet = Callable[[], Awaitable[Mapping[str, FleetRecord]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model or adapter that a name in a request stands for."""
+
+    model_id: str
+    tokenizer_id: str
+    adapter_id: str | None = None
+
+
+class Catalogue:
+    """Keeps what it knew if the store or the engines don't answer, and never makes a request wait for either once it knew
+    something. Raises Unreachable if it never knew anything.
+
+    Enter it (`async with`) to keep asking the engines in the background; else they are asked when a name is not known.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        client: httpx.AsyncClient,
+        *,
+        tenant_id: str = DEFAULT_TENANT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """The caller keeps the client, and closes it."""
+        self._fleet = fleet
+        self._tenant_id = tenant_id
+        self._clock = clock
+        self._lists = ModelLists(client, clock)
+        self._last = LastKnownRecords(clock)
+        self._read_at: float | None = None
+        self._read: asyncio.Task[None] | None = None
+        self._unfit: dict[tuple[ServedModel, str], Mapping[str, str]] = {}
+        self._unfit_of: object = None
+        self._task = BackgroundTask(self._keep_asking, "kvatlas model lists")
+
+    async def __aenter__(self) -> "Catalogue":
+        self._task.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._task.stop()
+        if self._read is not None:
+            self._read.cancel()
+            await asyncio.gather(self._read, return_exceptions=True)
+
+    async def scope_of(self, name: str | None, tenant_id: str | None = None) -> Scope | None:
+        """The identity scope of a request that names this model; None for a name that no engine serves.
+
+        No name stands for the fleet's model, if there is only one.
+        """
+        served = await self._find(name)
+        if served is None:
+            return None
+        return Scope(served.model_id, served.tokenizer_id, served.adapter_id, tenant_id or self._tenant_id)
+
+    async def unfit_for(self, name: str | None) -> Mapping[str, str]:
+        """The workers of a name's pool that don't serve it, each with the reason; empty if none is known to serve it."""
+        served = await self._find(name)
+        if name is None or served is None:
+            return {}
+        records = await self._read_records()
+        state = id(records), self._lists.version
+        if self._unfit_of != state:
+            self._unfit_of = state
+            self._unfit.clear()
+        key = served, name
+        if key not in self._unfit:
+            self._unfit[key] = self._find_unfit(served, name, records)
+        return self._unfit[key]
+
+    async def engines_of(self, request: TextRequest) -> Sequence[str]:
+        """Base URLs of the engines that serve a request's model now."""
+        served = await self._find(request.model)
+        if served is None:
+            return ()
+        unfit = await self.unfit_for(request.model)
+        records = (await self._read_records()).items()
+        urls = {
+            r.endpoint.url
+            for id, r in records
+            if r.routable and r.endpoint.model_id == served.model_id and id not in unfit
+        }
+        return sorted(urls - {""})
+
+    async def cards(self) -> Sequence[Card]:
+        """The fleet's models as OpenAI's `/v1/models` lists them: each name once."""
+        records = await self._read_records()
+        urls = {record.endpoint.url for record in records.values() if record.routable} - {""}
+        if urls and all(self._lists.cards_of(url) is None for url in urls):
+            await self._lists.refresh(self._urls, UNKNOWN_AGE_S)
+        listed = merge_cards([cards for url in sorted(urls) if (cards := self._lists.cards_of(url)) is not None])
+        if listed:
+            return list(listed.values())
+        models = sorted({record.endpoint.model_id for record in records.values()})
+        return [{"id": model, "object": "model", "created": 0, "owned_by": "kvatlas"} for model in models]
+
+    async def card(self, name: str) -> Card | None:
+        """One of them; None for a name that no engine serves."""
+        served = await self._find(name)
+        found = next((card for card in await self.cards() if card["id"] == name), None)
+        if found is None and served is not None:
+            return {"id": name, "object": "model", "created": 0, "owned_by": "kvatlas"}
+        return found
+
+    async def records(self) -> Mapping[str, FleetRecord]:
+        """Every worker of the fleet by id, as lately read: the same object until they are read again."""
+        return await self._read_records()
+
+    async def routable(self) -> int:
+        """How many workers may get requests now, as far as known."""
+        try:
+            return sum(record.routable for record in (await self._read_records()).values())
+        except Unreachable:
+            return 0
+
+    async def workers_of(self, scope: Scope) -> Mapping[str, FleetRecord]:
+        """The workers of a scope's pool that may get requests now."""
+        pool_id = scope.pool_id
+        records = (await self._read_records()).items()
+        return {id: record for id, record in records if record.routable and record.endpoint.pool_id == pool_id}
+
+    async def members_of(self, pool_id: str) -> Collection[str]:
+        """The workers of a pool, also those that get no requests now."""
+        return {id for id, record in (await self._read_records()).items() if record.endpoint.pool_id == pool_id}
+
+    async def knows_pool(self, scope: Scope) -> bool:
+        """Has the fleet any worker of this scope's pool?"""
+        pool_id = scope.pool_id
+        return any(record.endpoint.pool_id == pool_id for record in (await self._read_records()).values())
+
+    async def forget_name(self, worker_id: str, name: str) -> None:
+        """The worker's engine refused a request for this name."""
+        record = (await self._read_records()).get(worker_id)
+        if record is not None:
+            self._lists.remove(record.endpoint.url, name)
+
+    # ------------------------------------------------------------ names
+
+    async def _find(self, name: str | None) -> ServedModel | None:
+        found = await self._find_known(name)
+        if found is None and await self._look_again():
+            found = await self._find_known(name)
+        if found is None and name is not None:
+            await self._lists.refresh(self._urls, UNKNOWN_AGE_S)
+            found = await self._find_known(name)
+        return found
+
+    async def _find_known(self, name: str | None) -> ServedModel | None:
+        records = (await self._read_records()).values()
+        pools = {(record.endpoint.model_id, record.endpoint.tokenizer_id) for record in records}
+        if name is None:
+            return ServedModel(*next(iter(pools))) if len(pools) == 1 else None
+        own = sorted(pool for pool in pools if pool[0] == name)
+        if own:
+            return ServedModel(*own[0])
+        return self._find_listed(name, records)
+
+    def _find_listed(self, name: str, records: Iterable[FleetRecord]) -> ServedModel | None:
+        found = []
+        for record in records:
+            endpoint = record.endpoint
+            card = (self._lists.cards_of(endpoint.url) or {}).get(name) if record.routable else None
+            if card is not None:
+                adapter_id = name if card.get("parent") else None
+                found.append((endpoint.model_id, endpoint.tokenizer_id, adapter_id))
+        return ServedModel(*min(found, key=lambda one: one[:2])) if found else None
+
+    def _find_unfit(self, served: ServedModel, name: str, records: Mapping[str, FleetRecord]) -> Mapping[str, str]:
+        unfit: dict[str, str] = {}
+        fit = False
+        for worker_id, record in records.items():
+            endpoint = record.endpoint
+            if not record.routable or (endpoint.model_id, endpoint.tokenizer_id) != (
+                served.model_id,
+                served.tokenizer_id,
+            ):
+                continue
+            cards = self._lists.cards_of(endpoint.url)
+            if cards is None and served.model_id == name:
+                continue  # by its record it serves it
+            if cards is not None and name in cards:
+                fit = True
+            else:
+                unfit[worker_id] = f"it does not serve {name:.80}"
+        return unfit if fit else {}
+
+    async def _urls(self) -> set[str]:
+        return {r.endpoint.url for r in (await self._read_records()).values() if r.routable} - {""}
+
+    async def _keep_asking(self) -> None:
+        while self._task.running:
+            try:
+                await self._lists.refresh(self._urls, 0.0)
+            except STORE_FAILURES as error:
+                _log.debug("model lists not read: %s", error)
+            await asyncio.sleep(LIST_AGE_S)
+
+    # ------------------------------------------------------------ records
+
+    async def _read_records(self) -> Mapping[str, FleetRecord]:
+        """As last read; read again in the background if that is some time ago. Waits only if they never were."""
+        if self._read_at is not None and self._clock() - self._read_at < FLEET_AGE_S:
+            return self._last.records
+        read = self._start_read()
+        if self._read_at is None:
+            await asyncio.shield(read)
+        return self._last.records
+
+    async def _look_again(self) -> bool:
+        """Read the records again before something is called unknown, unless they are new or the store is slow."""
+        if self._read_at is not None and self._clock() - self._read_at < LOOK_AGAIN_S:
+            return False
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await asyncio.shield(self._start_read())
+        except STORE_FAILURES:
+            return False
+        return True
+
+    def _start_read(self) -> asyncio.Task[None]:
+        if self._read is None:
+            self._read = asyncio.create_task(self._read_again(), name="kvatlas fleet records")
+            self._read.add_done_callback(self._discard_read)
+        return self._read
+
+    async def _read_again(self) -> None:
+        began = self._clock()
+        try:
+            records = (await self._fleet()).items()
+            self._last.update({id: record for id, record in records if not record.endpoint.is_store})
+        except STORE_FAILURES as error:
+            if self._read_at is None:
+                raise
+            _log.warning("fleet not read (%s); using the %d workers known last", error, len(self._last.records))
+        self._read_at = began
+
+    def _discard_read(self, read: asyncio.Task[None]) -> None:
+        self._read = None
+        if not read.cancelled():
+            read.exception()  # retrieved, or asyncio logs that it never was

@@ -1,0 +1,133 @@
+"""A client's request to the proxy, and how answers and errors are sent back to it (ASGI)."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from opentelemetry.trace import INVALID_SPAN, Span
+from starlette.types import Message, Receive, Send
+
+from kvatlas_router.proxy.headers import RawHeaders, for_client
+from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.engine_answer import EngineRequest, WholeAnswer
+
+
+class ErrorKind(Enum):
+    """Errors that the proxy itself answers with, in the words of OpenAI's API: status, type and code."""
+
+    INVALID = 400, "invalid_request_error", None
+    NO_MODEL = 404, "invalid_request_error", "model_not_found"
+    NO_PATH = 404, "invalid_request_error", "unknown_url"
+    METHOD = 405, "invalid_request_error", "method_not_supported"
+    TOO_LONG = 413, "invalid_request_error", "request_too_large"
+    BUSY = 429, "rate_limit_error", "rate_limit_exceeded"
+    BAD_GATEWAY = 502, "server_error", "bad_gateway"
+    UNAVAILABLE = 503, "server_error", "service_unavailable"
+
+    @property
+    def status(self) -> int:
+        status: int = self.value[0]
+        return status
+
+
+@dataclass(slots=True)
+class ClientRequest:
+    """A request, read to its end, and the way back to its client.
+
+    `text`: as far as a router reads a chat or a completion; None for any other call, whose prompt is not read. `model`: the
+    name that it asks for. `letters`: about how long its prompt is. What was sent back so far: `status`, `events` (a stream of
+    server-sent events began) and `complete`. `decision`: of the last try, as its header says it. `priority`: in the
+    queue, as it says itself; None: it does not. `prompt_tokens`: of its prompt, or a guess; 0 until it is read. `span`: the
+    router's own.
+    """
+
+    text: TextRequest | None
+    model: str | None
+    letters: int
+    for_engine: EngineRequest
+    headers: RawHeaders
+    receive: Receive
+    to_client: Send
+    began_ns: int = field(default_factory=time.perf_counter_ns)
+    status: int | None = None
+    first_byte_ns: int | None = None
+    sent_bytes: int = 0
+    events: bool = False
+    complete: bool = False
+    decision: str = ""
+    priority: int | None = None
+    prompt_tokens: int = 0
+    span: Span = INVALID_SPAN
+
+    @property
+    def id(self) -> str | None:
+        return self.header(b"x-request-id")
+
+    @property
+    def session_id(self) -> str | None:
+        return self.header(b"x-session-id")
+
+    async def wait_until_gone(self) -> None:
+        """Returns when the client disconnects, or has its whole answer."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer."""
+        if message["type"] == "http.response.start":
+            self.status, self.first_byte_ns = message["status"], time.perf_counter_ns()
+            self.events = any(
+                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in message["headers"]
+            )
+        else:
+            self.sent_bytes += len(message.get("body", b""))
+            if not message.get("more_body", False):
+                self.complete = True
+        await self.to_client(message)
+
+    async def break_off(self, kind: ErrorKind, line: str) -> None:
+        """End the answer with an error: as such if nothing was sent yet, as an event if a stream of events began. The server
+        closes the connection of any other answer that is not complete."""
+        if self.complete:
+            return
+        if self.status is None:
+            await send_error(self.send, kind, line)
+        elif self.events:
+            event = b"data: " + json.dumps(error_body(kind, line)).encode() + b"\n\n"
+            await self.send({"type": "http.response.body", "body": event})
+
+    def header(self, name: bytes) -> str | None:
+        """The value of a header, given in lower case; None if it is absent or empty."""
+        return next((value.decode("latin-1") for header, value in self.headers if header == name and value), None)
+
+
+async def send_answer(send: Send, answer: WholeAnswer, added: RawHeaders = ()) -> None:
+    """A whole answer of an engine, with `added` headers."""
+    length = (b"content-length", str(len(answer.body)).encode())
+    start: Message = {
+        "type": "http.response.start",
+        "status": answer.status,
+        "headers": [*for_client(answer.headers), length, *added],
+    }
+    await send(start)
+    await send({"type": "http.response.body", "body": answer.body})
+
+
+async def send_error(
+    send: Send, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int = 1, added: RawHeaders = ()
+) -> None:
+    """An error as OpenAI's API sends it."""
+    headers = [(b"content-type", b"application/json"), *added]
+    if kind in (ErrorKind.BUSY, ErrorKind.UNAVAILABLE):
+        headers.append((b"retry-after", str(retry_after_s).encode()))
+    body = json.dumps(error_body(kind, line, param)).encode()
+    await send_answer(send, WholeAnswer(kind.status, headers, body))
+
+
+def error_body(kind: ErrorKind, line: str, param: str | None = None) -> Mapping[str, Any]:
+    """The JSON of such an error."""
+    _, type_, code = kind.value
+    return {"error": {"message": line, "type": type_, "param": param, "code": code}}

@@ -1,0 +1,47 @@
+"""The counters of the proxy."""
+
+from dataclasses import dataclass, field
+
+from kvatlas.telemetry.distribution import Distribution
+
+
+@dataclass(slots=True)
+class ProxyCounters:
+    """Plain integers since the proxy started.
+
+    `requests`: received for engines. Of these `answered` (2xx), `refused_by_engine` (the engine's refusal was passed on),
+    `gave_up` (no worker left), `gone` (the client went away first), `broken` (the engine went away in mid-answer) and `cut`
+    (still running when the proxy stopped). `refused` and `unreachable`: tries that failed because the engine answered that it
+    can't, or not at all. `retried`: further tries; `retries_denied`: those that the budget did not allow. `untokenized`:
+    routed without all of their tokens: by load, or by what is before the first image. `shed`: refused because every engine
+    would miss the SLO by far. `queued`: waited for a worker with room; `queue_full`: refused because too many did, or it
+    waited too long. `apart`: tries with a prefill worker of their own; `apart_failed`: those that it failed. `sent`: tries
+    sent; `overhead`: seconds from a request's arrival to that. `held`, `held_done`, `held_expired`: see
+    `kvatlas_router.held_bookings.HeldCounters`; `done_elsewhere`: ends reported here of bookings that another router made.
+    """
+
+    requests: int = 0
+    answered: int = 0
+    refused_by_engine: int = 0
+    gave_up: int = 0
+    gone: int = 0
+    broken: int = 0
+    cut: int = 0
+    refused: int = 0
+    unreachable: int = 0
+    retried: int = 0
+    retries_denied: int = 0
+    untokenized: int = 0
+    shed: int = 0
+    queued: int = 0
+    queue_full: int = 0
+    apart: int = 0
+    apart_failed: int = 0
+    sent: int = 0
+    overhead: Distribution = field(default_factory=Distribution)
+    ttft: Distribution = field(default_factory=Distribution)
+    request_time: Distribution = field(default_factory=Distribution)
+    held: int = 0
+    held_done: int = 0
+    held_expired: int = 0
+    done_elsewhere: int = 0

@@ -1,0 +1,355 @@
+"""One request through the proxy: a worker is chosen and booked, and another one if that fails.
+
+Nothing is sent to the client before the first byte of a good answer is there; until then the request may go to another worker.
+The booking of each try ends with the try: finished by a good answer, failed by anything else.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from opentelemetry.trace import Span, use_span
+
+from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.telemetry import sampled_context, step_span
+from kvatlas.telemetry.duration_series import OTHER, Durations
+from kvatlas_router.admission.admission import Admission, RequestShed
+from kvatlas_router.admission.queue import QueueFull
+from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.disaggregation.pair_sender import PrefillFailed
+from kvatlas_router.outliers.avoidance import EnginesRest
+from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.proxy.access_log import log_access
+from kvatlas_router.proxy.answer_relay import AnswerRelay
+from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, send_answer, send_error
+from kvatlas_router.proxy.counters import ProxyCounters
+from kvatlas_router.proxy.engine_call import INFERENCE
+from kvatlas_router.proxy.headers import decision_header
+from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
+from kvatlas_router.proxy.request_trace import describe_answer, describe_try, request_span
+from kvatlas_router.tokens.prompt_reader import RequestPrompt
+from kvatlas_router.upstream.engine_answer import EngineLost, EngineRefused, EngineUnreachable, WholeAnswer
+from kvatlas_router.upstream.status import Verdict, judge
+from router_client.decision.request_hints import RequestHintHeaders
+from router_client.errors import NoWorkers
+from router_client.prefill_decode_result import PairChoice
+
+_log = logging.getLogger("kvatlas_router.proxy")
+
+_METHODS = {"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
+AGAIN_S = 0.25
+"""If no engine could be connected to, they are tried again after this."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    """`most_attempts`: workers tried for one request. `request_hints`: heed the headers of `RequestHintHeaders`."""
+
+    most_attempts: int = 4
+    access_log: bool = True
+    request_hints: bool = False
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """What became of one request's tries so far. `refused`: the last engine's answer that was no good one, with its header.
+    `doubted`: a worker whose refusal may be the request's own fault, and its status. `free`: the next try reached no engine
+    before. `apart`: prompt and answer may be computed by two workers."""
+
+    number: int = 0
+    tried: frozenset[str] = frozenset()
+    line: str = ""
+    refused: tuple[WholeAnswer, tuple[bytes, bytes]] | None = None
+    doubted: tuple[str, int] | None = None
+    free: bool = False
+    apart: bool = True
+
+
+class Exchange:
+    """Runs requests; safe to share between tasks of one event loop."""
+
+    def __init__(
+        self,
+        reader: RequestReader,
+        catalogue: Catalogue,
+        relay: AnswerRelay,
+        outliers: OutlierMonitor,
+        counters: ProxyCounters,
+        admission: Admission,
+        settings: ExchangeSettings | None = None,
+    ) -> None:
+        self._reader = reader
+        self._catalogue = catalogue
+        self._relay = relay
+        self._outliers = outliers
+        self._counters = counters
+        self._admission = admission
+        self._settings = settings or ExchangeSettings()
+        self._running: dict[asyncio.Task[None], ClientRequest] = {}
+        self._cutting = False
+        self._durations = Durations(
+            "http_request", ("http.request.method", "http.route", "http.response.status_code"), {"url.scheme": "http"}
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests run."""
+        return len(self._running)
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """Prompt tokens of these requests, as far as they are read."""
+        return sum(request.prompt_tokens for request in list(self._running.values()))
+
+    @property
+    def waiting(self) -> int:
+        """How many of them wait for a worker with room."""
+        return self._admission.waiting
+
+    async def run(self, request: ClientRequest) -> None:
+        """Answer one request. If the client goes away, everything that runs for it is cancelled, at the engine too."""
+        self._counters.requests += 1
+        answering = asyncio.ensure_future(self._answer(request))
+        leaving = asyncio.ensure_future(request.wait_until_gone())
+        self._running[answering] = request
+        gone = False
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done() and request.complete:
+                await asyncio.wait((answering,))  # only the report to the other routers is left
+            elif not answering.done():
+                gone = True
+                self._counters.gone += 1
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+            await asyncio.wait((answering, leaving))
+            del self._running[answering]
+            with use_span(request.span):
+                self._record_end(request)
+                if self._settings.access_log:
+                    log_access(request, gone=gone)
+        if not answering.cancelled():
+            answering.result()
+        elif self._cutting and not gone:
+            self._counters.cut += 1
+            await request.break_off(ErrorKind.UNAVAILABLE, "the router stops; send the request again")
+
+    def _record_end(self, request: ClientRequest) -> None:
+        sent = request.for_engine
+        method = sent.method if sent.method in _METHODS else OTHER
+        path = sent.path if sent.path in INFERENCE else ""
+        status = "" if request.status is None else str(request.status)
+        seconds = (time.perf_counter_ns() - request.began_ns) / 1e9
+        self._durations.add((method, path, status), seconds, sampled_context())
+
+    async def wait_until_idle(self) -> None:
+        """Returns when nothing runs any more."""
+        while self._running:
+            await asyncio.wait(self._running)
+            await asyncio.sleep(0)
+
+    def cut(self) -> int:
+        """End everything that still runs, each with an error for its client; how many that are."""
+        self._cutting = True
+        for answering in self._running:
+            answering.cancel()
+        return len(self._running)
+
+    async def _answer(self, request: ClientRequest) -> None:
+        sent = request.for_engine
+        with request_span(sent.path, request.headers, method=sent.method, model=request.model) as span:
+            request.span = span
+            try:
+                hints = RequestHintHeaders.read(request.headers) if self._settings.request_hints else None
+                read = await self._read(request)
+            except UnknownModel as error:
+                await _refuse(request, span, ErrorKind.NO_MODEL, str(error), param="model")
+                return
+            except InvalidValue as error:
+                await _refuse(request, span, ErrorKind.INVALID, str(error))
+                return
+            except Unreachable as error:
+                await _refuse(request, span, ErrorKind.UNAVAILABLE, str(error))
+                return
+            request.prompt_tokens = read.prompt.input_tokens
+            if (session_id := request.session_id) is not None:
+                read = replace(read, prompt=replace(read.prompt, session_id=session_id))
+            if hints is not None:
+                request.priority = hints.priority
+                read = replace(read, prompt=hints.apply(read.prompt))
+            await self._try_workers(request, read, span)
+
+    async def _read(self, request: ClientRequest) -> RequestPrompt:
+        if request.text is None:
+            return await self._reader.read_length(request.model, request.letters, request.id)
+        with step_span("read prompt") as span:
+            read = await self._reader.read(request.text, request.id)
+            if span.is_recording():
+                span.set_attribute("kvatlas.prompt_tokens", read.prompt.input_tokens)
+                span.set_attribute("kvatlas.untokenized", read.untokenized)
+        self._counters.untokenized += read.prompt_tokens is None
+        return read
+
+    async def _try_workers(self, request: ClientRequest, read: RequestPrompt, span: Span) -> None:
+        attempts = _Attempts()
+        budget = self._outliers.retry_budget(read.prompt.scope.pool_id)
+        budget.record_request()
+        while attempts.number < self._settings.most_attempts:
+            if attempts.number and not attempts.free and not budget.take():
+                self._counters.retries_denied += 1
+                break
+            self._counters.retried += attempts.number > 0
+            attempts.number += 1
+            try:
+                if await self._try(request, read, attempts, span):
+                    return
+            except (RequestShed, QueueFull, EnginesRest) as error:
+                if attempts.refused is not None:
+                    break
+                await self._hold_off(request, span, error)
+                return
+            except (NoWorkers, Unreachable) as error:
+                attempts.line = attempts.line or str(error)
+                if not attempts.free or attempts.number == self._settings.most_attempts:
+                    break
+                await asyncio.sleep(AGAIN_S)
+                attempts.tried = frozenset()
+        if attempts.refused is not None:
+            answer, header = attempts.refused
+            if judge(answer.status) is Verdict.ELSEWHERE:
+                self._counters.gave_up += 1
+            else:
+                self._counters.refused_by_engine += 1
+            describe_answer(span, answer.status, None)
+            await send_answer(request.send, answer, (header,))
+            return
+        self._counters.gave_up += 1
+        await _refuse(request, span, ErrorKind.UNAVAILABLE, attempts.line)
+
+    async def _try(self, request: ClientRequest, read: RequestPrompt, attempts: _Attempts, span: Span) -> bool:
+        """One try; True if the client has its answer. Raises what booking raises."""
+        async with self._book(request, read, attempts) as choice:
+            worker_id, pool_id = choice.worker_id, read.prompt.scope.pool_id
+            attempts.free = False
+            header = decision_header(choice, read, attempt=attempts.number)
+            request.decision = header[1].decode()
+            unjudged = _workers_of(choice)
+            for one in unjudged:
+                self._outliers.record_sent(pool_id, one)
+            try:
+                async with self._relay.send(request, choice) as answer:
+                    describe_try(span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
+                    if isinstance(answer, WholeAnswer) and judge(answer.status) is not Verdict.ANSWERED:
+                        raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
+                    while unjudged:
+                        self._outliers.record_good(pool_id, unjudged.pop())
+                    await self._blame_doubted(request, pool_id, worker_id, attempts)
+                    self._counters.answered += 1
+                    describe_answer(span, answer.status, worker_id)
+                    await self._relay.pass_on(request, choice, header, answer)
+            except (EngineRefused, EngineUnreachable, PrefillFailed) as error:
+                if isinstance(error, PrefillFailed):
+                    self._counters.apart_failed += 1
+                    by, cause, own_form = error.worker_id, error.error, error.own_form
+                else:
+                    by, cause, own_form = worker_id, error, False
+                unjudged.discard(by)
+                attempts.tried |= {by}
+                attempts.apart = False
+                attempts.line = str(cause)
+                await choice.done(status=0)
+                if isinstance(cause, EngineRefused):
+                    refused = cause.answer, header
+                    attempts.refused = attempts.refused if own_form else refused
+                    return await self._judge_refusal(request, pool_id, by, attempts, span, refused, own_form=own_form)
+                self._counters.unreachable += 1
+                attempts.free = not cause.connected
+                self._outliers.record_bad(pool_id, by, str(cause), unreachable=True)
+                _log.warning("worker %s: %s; trying another", by, cause)
+                describe_try(span, worker_id=by, attempt=attempts.number, status=None, note=str(cause))
+                return False
+            except EngineLost as error:
+                self._outliers.record_bad(pool_id, worker_id, str(error))
+                await choice.done(status=0)
+                await self._relay.break_off(request, choice, error)
+            finally:
+                for one in unjudged:
+                    self._outliers.record_unknown(pool_id, one)
+        return True
+
+    async def _judge_refusal(
+        self,
+        request: ClientRequest,
+        pool_id: str,
+        worker_id: str,
+        attempts: _Attempts,
+        span: Span,
+        refused: tuple[WholeAnswer, tuple[bytes, bytes]],
+        *,
+        own_form: bool,
+    ) -> bool:
+        """False to try another worker; True if the client was given the refusal. `own_form`: what was refused is not what the
+        client sent."""
+        answer, header = refused
+        verdict = self._outliers.record_status(pool_id, worker_id, answer.status, answer.headers)
+        if verdict is Verdict.ELSEWHERE:
+            self._counters.refused += 1
+            return False
+        if own_form:
+            return False
+        if verdict is Verdict.DOUBTFUL and attempts.doubted is None:
+            attempts.doubted = worker_id, answer.status
+            return False
+        self._counters.refused_by_engine += 1
+        describe_answer(span, answer.status, worker_id)
+        await send_answer(request.send, answer, (header,))
+        return True
+
+    async def _blame_doubted(self, request: ClientRequest, pool_id: str, worker_id: str, attempts: _Attempts) -> None:
+        """A worker answers what another one refused: that was not the request's fault."""
+        if attempts.doubted is None:
+            return
+        doubted, status = attempts.doubted
+        self._outliers.record_bad(pool_id, doubted, f"status {status} to a request that {worker_id} answers")
+        if status == 404 and request.model is not None:
+            await self._catalogue.forget_name(doubted, request.model)
+
+    async def _hold_off(self, request: ClientRequest, span: Span, error: RequestShed | QueueFull | EnginesRest) -> None:
+        kind = ErrorKind.BUSY
+        if isinstance(error, RequestShed):
+            self._counters.shed += 1
+            kind = ErrorKind.UNAVAILABLE
+        elif isinstance(error, QueueFull):
+            self._counters.queue_full += 1
+        else:
+            self._counters.gave_up += 1
+        describe_answer(span, kind.status, None)
+        await send_error(request.send, kind, str(error), retry_after_s=error.retry_after_s)
+
+    @asynccontextmanager
+    async def _book(self, request: ClientRequest, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Booked]:
+        """A worker that was not tried yet. Leaving the block ends the booking, unless it is ended already."""
+        prompt = read.prompt
+        if attempts.number == 1:
+            choice = await self._admission.admit(prompt, request.text, request.header, priority=request.priority)
+        else:
+            choice = await self._admission.book(prompt, request.text, attempts.tried, apart=attempts.apart)
+        try:
+            yield choice
+        finally:
+            await self._admission.end(prompt, choice)
+
+
+def _workers_of(choice: Booked) -> set[str]:
+    prefill = choice.prefill if isinstance(choice, PairChoice) else None
+    return {choice.worker_id} if prefill is None else {choice.worker_id, prefill.worker_id}
+
+
+async def _refuse(request: ClientRequest, span: Span, kind: ErrorKind, line: str, param: str | None = None) -> None:
+    describe_answer(span, kind.status, None)
+    await send_error(request.send, kind, line, param=param)

@@ -1,0 +1,94 @@
+"""Which headers are forwarded to engines and back, and the decision header."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.tokens.prompt_reader import RequestPrompt
+from router_client.decision.request_hints import HINT_HEADERS
+from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.slo import Advice
+from router_client.results import RANK_HEADER, fell_open_for_want_of
+
+DECISION_HEADER = "X-KVAtlas-Decision"
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+# RFC 9110, 7.6.1: those of one connection; and those that each sender sets itself
+_OWN = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+}
+# hints are for the router; the rank is the choice's: a client's own would reach another worker than the one that was booked
+_REQUEST_OWN = {
+    *_OWN,
+    b"host",
+    b"content-length",
+    b"accept-encoding",
+    b"expect",
+    RANK_HEADER.lower().encode(),
+    *HINT_HEADERS,
+}
+_CREDENTIALS = {b"authorization", b"cookie", b"x-api-key", b"api-key"}
+_ANSWER_OWN = {*_OWN, b"content-length", b"date", b"server", DECISION_HEADER.lower().encode()}
+
+
+def for_engine(
+    headers: Iterable[tuple[bytes, bytes]], added: Mapping[str, str], *, credentials: bool
+) -> list[tuple[bytes, bytes]]:
+    """A request's headers as an engine gets them. `added` replace those of the same name. `credentials`: the client's too."""
+    extra = {name.lower().encode(): value.encode() for name, value in added.items()}
+    listed = list(headers)
+    secret = set() if credentials else _CREDENTIALS
+    left_out = _REQUEST_OWN | secret | extra.keys() | _named_by_connection(listed)
+    kept = [(name, value) for name, value in listed if name.lower() not in left_out]
+    # answers are read on their way, so they must not be compressed
+    return [*kept, (b"accept-encoding", b"identity"), *extra.items()]
+
+
+def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """An engine's headers as the client gets them; the length is set by the sender."""
+    listed = list(headers)
+    left_out = _ANSWER_OWN | _named_by_connection(listed)
+    return [(name.lower(), value) for name, value in listed if name.lower() not in left_out]
+
+
+def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tuple[bytes, bytes]:
+    """The decision as one header: a structured field (RFC 9651), the worker with parameters.
+
+    `prefill`: the worker that computes the prompt, if that is another one; `cached`: tokens that the engine that computes it
+    should find cached; `unconfirmed`: those of them that no event has confirmed, absent if there are none; `prompt`: the
+    prompt's tokens; if they are not known, `untokenized` says why instead (`media`: those before the first image are);
+    `attempt`: 1 for the first worker tried; `by`: what the choice was made by, `open`: what did not answer in time for it,
+    absent if all did; `cost-us`: the expected cost; `ttft-us`: its part up to the first token; `advice`: `queue` or `shed`,
+    absent if an engine has room and meets the SLO.
+    """
+    prefill, decider = (choice.prefill, choice.decode) if isinstance(choice, PairChoice) else (None, choice)
+    parts = [f'"{choice.worker_id}"', f"cached={choice.predicted_cached_tokens}"]
+    if prefill is not None:
+        parts.append(f'prefill="{prefill.worker_id}"')
+    if choice.unconfirmed_tokens:
+        parts.append(f"unconfirmed={choice.unconfirmed_tokens}")
+    parts.append(f"untokenized={read.untokenized}" if read.prompt_tokens is None else f"prompt={read.prompt_tokens}")
+    parts += [
+        f"attempt={attempt}",
+        f"by={choice.mode}",
+        *([f"open={lacked}"] if (lacked := fell_open_for_want_of(decider)) else []),
+        f"cost-us={choice.score_us}",
+        *([] if choice.ttft_us is None else [f"ttft-us={choice.ttft_us}"]),
+    ]
+    if choice.advice is not Advice.GO:
+        parts.append(f"advice={choice.advice}")
+    return DECISION_HEADER.lower().encode(), ";".join(parts).encode()
+
+
+def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
+    return {
+        part.strip().lower() for name, value in headers if name.lower() == b"connection" for part in value.split(b",")
+    }

@@ -1,0 +1,58 @@
+"""From a request's body to its prompt, in the scope of the model that it names."""
+
+from dataclasses import replace
+
+from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.identity import Scope
+from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.tokens.budget import BudgetedTokenizer
+from kvatlas_router.tokens.prompt_reader import PromptReader, PromptSettings, RequestPrompt
+from kvatlas_router.tokens.text_request import TextRequest
+from router_client.chain_cache import ChainCache
+from router_client.decision.selector import Selector
+
+
+class UnknownModel(KvatlasError):
+    """No worker serves the model that a request names."""
+
+
+class RequestReader:
+    """Finds a request's scope and its token ids."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        tokenizer: BudgetedTokenizer | None,
+        memory: ChainCache,
+        settings: PromptSettings | None = None,
+    ) -> None:
+        self._catalogue = catalogue
+        self._prompts = PromptReader(tokenizer, memory, settings)
+
+    async def read(self, request: TextRequest, request_id: str | None = None) -> RequestPrompt:
+        """Raises UnknownModel, and InvalidValue for a request that no engine would take."""
+        tenant_id = request.cache_salt if self._prompts.settings.salt_is_tenant else None
+        scope = await self._scope(request.model, tenant_id)
+        return await self._narrow(await self._prompts.read(request, scope, request_id), request.model)
+
+    async def read_length(self, model: str | None, letters: int, request_id: str | None = None) -> RequestPrompt:
+        """For a request whose prompt is not read: it matches nothing, and its length is a guess. Raises UnknownModel."""
+        read = self._prompts.guess(await self._scope(model, None), letters, request_id)
+        return await self._narrow(read, model)
+
+    def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
+        """As `read_length`, in a scope that the caller knows."""
+        return self._prompts.guess(scope, letters, request_id)
+
+    async def _scope(self, model: str | None, tenant_id: str | None) -> Scope:
+        scope = await self._catalogue.scope_of(model, tenant_id)
+        if scope is None:
+            if model is None:
+                raise InvalidValue("model is missing, and the fleet serves more than one; expected one of /v1/models")
+            raise UnknownModel(f"the model {model[:200]!r} does not exist; /v1/models lists those that do")
+        return scope
+
+    async def _narrow(self, read: RequestPrompt, model: str | None) -> RequestPrompt:
+        """Leave out the workers of the pool that don't serve this name."""
+        unfit = await self._catalogue.unfit_for(model)
+        return replace(read, prompt=replace(read.prompt, select=Selector(unfit=unfit))) if unfit else read

@@ -1,0 +1,141 @@
+"""A request's trace: the caller's, continued by a span of the router, and by one of each engine that is sent the request, whose
+context goes on to it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from urllib.parse import urlsplit
+
+from opentelemetry import trace
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvatlas.telemetry import CurrentSpan, tracer, tracing_enabled
+from kvatlas_router.proxy.engine_call import INFERENCE
+from kvatlas_router.upstream.engine_answer import EngineLost, EngineRequest, EngineUnreachable
+from router_client.learning.usage import Usage
+from router_client.results import Choice
+
+_OWN = {"/v1/models", "/kvatlas/route", "/kvatlas/done", "/v1/route", "/v1/done"}
+_PROPAGATOR = TraceContextTextMapPropagator()
+_NAMES = (b"traceparent", b"tracestate")
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+"""By path, as OpenTelemetry's GenAI conventions name them."""
+
+
+def request_span(
+    path: str, headers: Iterable[tuple[bytes, bytes]], *, method: str = "POST", model: str | None = None
+) -> AbstractContextManager[Span]:
+    """The SERVER span of one request, a child of the caller's; current inside the block. No span while tracing is off."""
+    if not tracing_enabled():
+        return nullcontext(INVALID_SPAN)
+    carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in _NAMES}
+    span = tracer().start_span(
+        _span_name(method, path),
+        context=_PROPAGATOR.extract(carrier) if carrier else None,
+        kind=SpanKind.SERVER,
+        attributes={**_http(method, path), **_gen_ai(path, model)},
+    )
+    return CurrentSpan(span)
+
+
+@contextmanager
+def engine_span(request: EngineRequest, choice: Choice, model: str | None = None) -> Iterator[Span]:
+    """The CLIENT span of one try on one engine, until its answer has ended; a child of the current span, and not current
+    itself, because both engines of a pair may answer at once. No span outside a sampled one."""
+    if not tracing_enabled() or not trace.get_current_span().is_recording():
+        yield INVALID_SPAN
+        return
+    parts = urlsplit(choice.url)
+    attributes: dict[str, str | int] = {
+        **_http(request.method, request.path),
+        **_gen_ai(request.path, model),
+        "gen_ai.provider.name": choice.kind.value,
+        "server.address": parts.hostname or "",
+        "server.port": parts.port or (443 if parts.scheme == "https" else 80),
+        "kvatlas.worker": choice.worker_id,
+        "kvatlas.role": choice.role.value,
+    }
+    span = tracer().start_span(_span_name(request.method, request.path), kind=SpanKind.CLIENT, attributes=attributes)
+    try:
+        yield span
+    except (EngineUnreachable, EngineLost) as error:
+        span.set_attribute("error.type", type(error).__name__)
+        span.set_status(Status(StatusCode.ERROR, str(error)))
+        raise
+    finally:
+        span.end()
+
+
+def trace_headers(span: Span | None = None) -> Mapping[str, str]:
+    """Headers that continue a span, or the current one; none while tracing is off: then the caller's own are forwarded."""
+    headers: dict[str, str] = {}
+    if tracing_enabled():
+        recording = span is not None and span.is_recording()
+        _PROPAGATOR.inject(headers, trace.set_span_in_context(span) if span is not None and recording else None)
+    return headers
+
+
+def describe_try(span: Span, *, worker_id: str, attempt: int, status: int | None, note: str = "") -> None:
+    """One try on one engine, as an event of the request's span."""
+    if span.is_recording():
+        attributes: dict[str, str | int] = {
+            "kvatlas.worker": worker_id,
+            "kvatlas.attempt": attempt,
+            "kvatlas.note": note,
+        }
+        if status is not None:
+            attributes["http.response.status_code"] = status
+        span.add_event("try", attributes)
+
+
+def describe_engine_answer(span: Span, status: int) -> None:
+    """The status of an engine's answer, on the span of the try."""
+    if span.is_recording():
+        span.set_attribute("http.response.status_code", status)
+        if status >= 400:
+            span.set_attribute("error.type", str(status))
+            span.set_status(Status(StatusCode.ERROR))
+
+
+def describe_first_token(span: Span, seconds: float) -> None:
+    """The first token arrived, as an event of the try's span. `seconds`: since the client's request came."""
+    if span.is_recording():
+        span.add_event("first token", {"kvatlas.time_to_first_token": seconds})
+
+
+def describe_usage(span: Span, usage: Usage | None) -> None:
+    """The tokens that an engine reports, on the span of the try."""
+    if usage is not None and span.is_recording():
+        span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
+        span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
+        if usage.cached_tokens is not None:
+            span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens)
+
+
+def describe_answer(span: Span, status: int, worker_id: str | None) -> None:
+    """The answer that the client gets, on the request's span."""
+    if not span.is_recording():
+        return
+    span.set_attribute("http.response.status_code", status)
+    if worker_id is not None:
+        span.set_attribute("kvatlas.worker", worker_id)
+    if status >= 500:
+        span.set_status(Status(StatusCode.ERROR))
+
+
+def _span_name(method: str, path: str) -> str:
+    """Paths that neither engines nor the router are known to have are not in it: they would be many names."""
+    return f"{method} {path}" if path in INFERENCE or path in _OWN else method
+
+
+def _http(method: str, path: str) -> dict[str, str]:
+    return {"http.request.method": method, "url.path": path}
+
+
+def _gen_ai(path: str, model: str | None) -> dict[str, str]:
+    found = {"gen_ai.operation.name": _OPERATIONS[path]} if path in _OPERATIONS else {}
+    return found if model is None else {**found, "gen_ai.request.model": model}

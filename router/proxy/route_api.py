@@ -1,0 +1,168 @@
+"""`/kvatlas/route` and `/kvatlas/done`: the proxy's choice for routers in other languages, which send the request
+themselves."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvatlas.errors import InvalidValue
+from kvatlas.identity import Scope
+from kvatlas.request import Fallbacks, RequestHints
+from kvatlas_router.admission.admission import RequestShed
+from kvatlas_router.disaggregation.bootstrap import DEFAULT_PORT
+from kvatlas_router.held_bookings import BookingId, HeldBookings
+from kvatlas_router.outliers.avoidance import Avoidance
+from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.proxy.counters import ProxyCounters
+from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
+from kvatlas_router.tokens.prompt_reader import RequestPrompt
+from kvatlas_router.tokens.text_request import Api, TextRequest
+from kvatlas_router.upstream.status import Verdict, judge
+from router_client.learning.timings import Timings
+from router_client.learning.usage import Usage
+from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.slo import Advice
+from router_client.pricing.transfer_protocol import TransferProtocol
+from router_client.prompt import Prompt
+from router_client.results import Choice
+
+
+class RouteApi:
+    """Bodies in, answers out, as JSON objects. Any router of the fleet ends what another one booked."""
+
+    def __init__(
+        self,
+        held: HeldBookings,
+        reader: RequestReader,
+        catalogue: Catalogue,
+        outliers: OutlierMonitor,
+        counters: ProxyCounters,
+        *,
+        shed: bool = False,
+    ) -> None:
+        """`shed`: refuse a request if that is the advice."""
+        self._held = held
+        self._reader = reader
+        self._catalogue = catalogue
+        self._outliers = outliers
+        self._avoidance = Avoidance(outliers, catalogue.workers_of)
+        self._counters = counters
+        self._shed = shed
+
+    async def route(self, body: dict[str, Any]) -> Mapping[str, Any]:
+        """Choose and book a worker for a request that the caller sends.
+
+        The body is an OpenAI request (with `messages` or `prompt`), or the hints of `kvatlas.request.RequestHints`.
+        `avoid`: workers that are no candidates. `pd`: true, to get the prefill worker too, if that is another one. Raises
+        InvalidValue, UnknownModel, NoWorkers, EnginesRest, RequestShed, TooManyHeld and Unreachable.
+        """
+        pd = body.pop("pd", False)
+        if not isinstance(pd, bool):
+            raise InvalidValue(f"pd is {pd!r:.80}; expected true or false")
+        avoid = body.pop("avoid", [])
+        if not isinstance(avoid, list) or not all(isinstance(one, str) for one in avoid):
+            raise InvalidValue(f"avoid is {avoid!r:.80}; expected a list of worker ids")
+        read = await self._read(body)
+        held_id, choice = await self._avoidance.choose(
+            read.prompt, frozenset(avoid), lambda avoided: self._held.book(read.prompt, avoided, pd=pd)
+        )
+        if self._shed and choice.advice is Advice.SHED:
+            self._held.end(held_id, None, well=False)
+            self._counters.shed += 1
+            raise RequestShed(choice.retry_after_s)
+        self._outliers.record_sent(read.prompt.scope.pool_id, choice.worker_id)
+        return _choice_json(held_id, choice, read)
+
+    async def done(self, body: dict[str, Any]) -> Mapping[str, Any]:
+        """`id`: from `/kvatlas/route`. `phase`: `first_token` or `done` (default). `usage`: from the engine's answer.
+        `status`: the answer's HTTP status, 200 by default; 0 without an answer. `failed`: true if the request failed in
+        another way. `timings`: the measured `ttft_us` and `tpot_us` (the median). Raises InvalidValue, and Unreachable for
+        another router's booking."""
+        held_id, phase, status = body.get("id"), body.get("phase", "done"), body.get("status", 200)
+        if not isinstance(held_id, str):
+            raise InvalidValue(f"id is {held_id!r:.80}; expected the id from /kvatlas/route")
+        if phase not in ("first_token", "done"):
+            raise InvalidValue(f"phase is {phase!r:.80}; expected first_token or done")
+        if isinstance(status, bool) or not isinstance(status, int):
+            raise InvalidValue(f"status is {status!r:.80}; expected an HTTP status, or 0 without an answer")
+        if phase == "first_token":
+            return {"known": await self._held.first_token(held_id)}
+        usage, timings = Usage.of(body), Timings.of(body)
+        well = body.get("failed") is not True and judge(status) is Verdict.ANSWERED
+        known = self._held.end(held_id, usage, timings, well=well)
+        if not known and (known := await self._held.end_elsewhere(held_id, well=well)):
+            self._counters.done_elsewhere += 1
+        if known:
+            self._record(held_id, status, well=well)
+        return {"known": known}
+
+    def _record(self, held_id: str, status: int, *, well: bool) -> None:
+        """What the end says about the worker."""
+        booking = BookingId.parse(held_id)
+        if booking is None or not booking.pool_id:
+            return
+        if well:
+            self._outliers.record_good(booking.pool_id, booking.worker_id)
+        elif status == 0 or judge(status) is Verdict.ELSEWHERE:
+            why = f"status {status}" if status else "no answer"
+            self._outliers.record_bad(booking.pool_id, booking.worker_id, why, unreachable=not status)
+        else:
+            self._outliers.record_unknown(booking.pool_id, booking.worker_id)
+
+    async def _read(self, body: dict[str, Any]) -> RequestPrompt:
+        for api, name in ((Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt")):
+            if name in body:
+                return await self._reader.read(TextRequest.parse(api, json.dumps(body).encode()))
+        hints = RequestHints.parse(body)
+        scope = await self._catalogue.scope_of(hints.model_id)
+        if scope is None and hints.model_id is None:
+            raise InvalidValue("model_id is missing; the fleet serves more than one model, or none")
+        prompt = Prompt.of_hints(hints, _fallbacks(hints, scope))
+        if scope is None and not await self._catalogue.knows_pool(prompt.scope):
+            raise UnknownModel(
+                f"no worker serves model {prompt.scope.model_id[:200]!r} with tokenizer {prompt.scope.tokenizer_id[:200]!r}"
+            )
+        return RequestPrompt(prompt, prompt.input_tokens)
+
+
+def _fallbacks(hints: RequestHints, scope: Scope | None) -> Fallbacks:
+    """The model's name is enough: its tokenizer, and whether it is an adapter, follow from the fleet."""
+    if scope is None:
+        return Fallbacks()
+    return Fallbacks(scope.model_id, scope.tokenizer_id, scope.adapter_id, scope.tenant_id)
+
+
+def _choice_json(held_id: str, choice: Choice | PairChoice, read: RequestPrompt) -> dict[str, Any]:
+    return {
+        "id": held_id,
+        "worker": choice.worker_id,
+        "url": choice.url,
+        "headers": dict(choice.headers),
+        "prompt_tokens": read.prompt_tokens,
+        "predicted_cached_tokens": choice.predicted_cached_tokens,
+        "unconfirmed_tokens": choice.unconfirmed_tokens,
+        "score_us": choice.score_us,
+        "ttft_us": choice.ttft_us,
+        "by": choice.mode,
+        "advice": choice.advice,
+        "explanation": choice.explain(),
+        "notes": list(read.prompt.notes),
+        **({"prefill": _prefill_json(choice)} if isinstance(choice, PairChoice) else {}),
+    }
+
+
+def _prefill_json(pair: PairChoice) -> dict[str, Any] | None:
+    """The worker that computes the prompt; None if the other one does."""
+    prefill = pair.prefill
+    if prefill is None:
+        return None
+    protocol = TransferProtocol.of(prefill.kind)
+    meets = protocol is TransferProtocol.BOOTSTRAP
+    return {
+        "worker": prefill.worker_id,
+        "url": prefill.url,
+        "headers": dict(prefill.headers),
+        "protocol": None if protocol is None else protocol.value,
+        "bootstrap_port": (prefill.bootstrap_port or DEFAULT_PORT) if meets else None,
+    }

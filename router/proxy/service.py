@@ -1,0 +1,127 @@
+"""The proxy as a process: the parts that route requests, connections to the engines, a server; until it is cancelled.
+
+Then it drains: first it is not ready any more, and still takes requests, until load balancers know; then it takes no more, and
+what runs may end.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from math import ceil
+
+import anyio
+from anyio.abc import TaskStatus
+
+from kvatlas.runtime.http_server import listen, serve
+from kvatlas.settings import ProxySettings
+from kvatlas.telemetry import export_metrics
+from kvatlas_router.disaggregation.pair_booker import PairBooker
+from kvatlas_router.held_bookings import HeldBookings
+from kvatlas_router.proxy.answer_relay import AnswerRelay
+from kvatlas_router.proxy.application import ProxyApplication
+from kvatlas_router.proxy.counters import ProxyCounters
+from kvatlas_router.proxy.exchange import Exchange, ExchangeSettings
+from kvatlas_router.proxy.request_router import build_admission, engine_client, is_near, open_request_router
+from kvatlas_router.proxy.route_api import RouteApi
+from kvatlas_router.status_page.prompt_probe import PromptProbe
+from kvatlas_router.status_page.sections import router_page
+from kvatlas_router.upstream.engine_watch import PATIENCE_S, EngineWatch
+
+CLOSE_S = 5.0
+CUT_S = 2.0
+"""How long answers that were cut off have to send their errors."""
+
+_log = logging.getLogger("kvatlas_router.proxy")
+
+
+async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None = None) -> None:
+    """Serve until cancelled, and drain then; `ready` is called once with the base URL, when requests are taken.
+
+    Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
+    LayoutMismatch if the store can't be used and `wait` is off.
+    """
+    listener = listen(settings.host, settings.port, "the router", settings.http)
+    try:
+        async with open_proxy(settings) as application, anyio.create_task_group() as tasks:
+            serving = anyio.CancelScope(shield=True)  # whoever cancels this process: the server ends when it is drained
+
+            async def serve_until_drained(*, task_status: TaskStatus[None]) -> None:
+                with serving:
+                    grace_s = ceil(settings.grace_s + CUT_S)
+                    await serve(application.asgi, listener, grace_s=grace_s, task_status=task_status)
+
+            await tasks.start(serve_until_drained)
+            if ready is not None:
+                ready(listener.url)
+            try:
+                await anyio.sleep_forever()
+            finally:
+                await _drain(application, settings, serving)
+    finally:
+        listener.close()
+
+
+async def _drain(application: ProxyApplication, settings: ProxySettings, serving: anyio.CancelScope) -> None:
+    """Until nothing runs any more, at most as long as the settings say."""
+    with anyio.CancelScope(shield=True):
+        application.draining = True
+        if settings.drain_s:
+            _log.info("stopping: not ready any more; taking requests for %g s more", settings.drain_s)
+            await anyio.sleep(settings.drain_s)
+        if application.feed is not None:
+            application.feed.close()  # its followers would keep the server waiting
+        serving.cancel()  # the server stops listening, and waits for what runs
+        if running := application.exchange.in_flight:
+            _log.info("stopping: %d requests have up to %g s to end", running, settings.grace_s)
+        with anyio.move_on_after(settings.grace_s):
+            await application.exchange.wait_until_idle()
+        if cut := application.exchange.cut():
+            _log.warning("stopping: %d requests still ran after %g s; ended with an error", cut, settings.grace_s)
+
+
+@asynccontextmanager
+async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]:
+    """The application with all its parts, for the caller's own server."""
+    stack = AsyncExitStack()
+    try:
+        parts = await stack.enter_async_context(
+            open_request_router(settings, is_near(settings.host), settings.credentials_to)
+        )
+        engines = await stack.enter_async_context(engine_client(settings.engine_timeout_s, parts.addresses))
+        watch = await stack.enter_async_context(EngineWatch(parts.short_calls, PATIENCE_S))
+        counters = ProxyCounters()
+        relay = AnswerRelay(engines, watch, counters, parts.addresses, ask_usage=settings.ask_usage)
+        exchange = Exchange(
+            parts.reader,
+            parts.catalogue,
+            relay,
+            parts.outliers,
+            counters,
+            build_admission(parts, settings, counters, apart=settings.disaggregate),
+            ExchangeSettings(settings.max_attempts, settings.access_log, settings.request_hints),
+        )
+        stack.enter_context(export_metrics("proxy_load", exchange))
+        held = HeldBookings(parts.client, counters, held_s=settings.held_s)
+        stack.push_async_callback(held.close)
+        stack.enter_context(export_metrics("proxy", counters))
+        route_api = RouteApi(held, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed)
+        await parts.warm_up()
+        pairs = PairBooker(parts.client, parts.catalogue.records, apart=settings.disaggregate)
+        page = router_page(parts, exchange, PromptProbe(parts, pairs))
+        yield ProxyApplication(
+            exchange,
+            route_api,
+            held,
+            parts.catalogue,
+            parts.outliers,
+            parts.client,
+            parts.tokens,
+            counters,
+            parts.warm_up,
+            page,
+            cors_origins=settings.cors_origins,
+            feed=parts.client.feed if settings.record else None,
+        )
+    finally:
+        with anyio.move_on_after(CLOSE_S, shield=True):
+            await stack.aclose()

@@ -1,0 +1,177 @@
+"""Chat templates as `transformers` and vLLM apply them: Jinja, sandboxed, over a conversation's messages."""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas_router.tokens.text_request import TextRequest, is_media
+from kvatlas_router.tokens.tokenizer import CannotTokenize, Why
+
+_MEDIA_MARK = "\ue000media\ue000"
+"""Stands for an image in a rendered text."""
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class ChatTemplate:
+    """The named templates of a tokenizer; `tool_use` is applied to requests with tools, `default` to all others."""
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens`: `bos_token` and so on, for templates that use them. Raises SettingsError for a bad template."""
+        self._special = dict(special_tokens or {})
+        environment = _environment()
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in templates.items()}
+            self._wants_parts = {
+                name: _loops_over_content(environment.parse(source)) for name, source in templates.items()
+            }
+        except jinja2.TemplateError as error:
+            raise SettingsError(f"chat template: {error}") from error
+        if not self._templates:
+            raise SettingsError("no chat template; expected at least one")
+
+    def render(self, request: TextRequest) -> str:
+        """The text of a chat, of one with images or other media that before the first of them. Raises CannotTokenize for other
+        content, and for what the template refuses."""
+        body = request.body
+        if body.get("chat_template"):
+            raise CannotTokenize(Why.UNSUPPORTED, "the request brings a chat template of its own")
+        tools = body.get("tools") or None
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            name = next(iter(self._templates))
+        messages = [_message(message, parts=self._wants_parts[name]) for message in request.messages]
+        goes_on = body.get("continue_final_message") is True
+        values: dict[str, Any] = {
+            **self._special,
+            "messages": messages,
+            "tools": tools,
+            "documents": body.get("documents"),
+            "add_generation_prompt": body.get("add_generation_prompt", True) is not False and not goes_on,
+        }
+        if body.get("reasoning_effort"):
+            values["reasoning_effort"] = body["reasoning_effort"]
+        arguments = body.get("chat_template_kwargs")
+        values.update(arguments if isinstance(arguments, dict) else {})
+        try:
+            text = self._templates[name].render(values)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise CannotTokenize(Why.FAILED, f"chat template: {' '.join(str(error).split())}") from error
+        if request.media_items:
+            before, found, _ = text.partition(_MEDIA_MARK)
+            if not found:
+                raise CannotTokenize(Why.UNSUPPORTED, "chat template: the images are not in its text")
+            return before
+        return _up_to_final(text, messages[-1]) if goes_on else text
+
+
+def _message(message: Mapping[str, Any], *, parts: bool) -> dict[str, Any]:
+    """A message as vLLM gives it to a template: text joined by line ends, behind the images, or a list of parts in order."""
+    content = message.get("content")
+    texts = [content] if isinstance(content, str) else [_text(part) for part in content or ()]
+    if not parts:
+        texts.sort(key=lambda text: text is not _MEDIA_MARK)
+    shown: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
+    shown["content"] = [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
+    if isinstance(calls := message.get("tool_calls"), list):
+        shown["tool_calls"] = [_call(call) for call in calls]
+    return shown
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if is_media(part):
+        return _MEDIA_MARK
+    kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
+    text = part.get(_TEXT_PARTS.get(kind, "")) if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        raise CannotTokenize(Why.UNSUPPORTED, f"a message has content of type {kind!r}; expected text")
+    return text
+
+
+def _call(call: Any) -> Any:
+    """A tool call whose arguments are an object: templates print them as JSON themselves."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        decoded = json.loads(arguments) if arguments else {}
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"tool call arguments are {arguments!r:.80}; expected JSON") from error
+    return {**call, "function": {**function, "arguments": decoded}}
+
+
+def _up_to_final(text: str, message: Mapping[str, Any]) -> str:
+    """The text up to the end of the last message's own, for an answer that goes on from it."""
+    content = message["content"]
+    final = content if isinstance(content, str) else (content[-1]["text"] if content else "")
+    at = text.rfind(final.strip())
+    if at < 0:
+        raise CannotTokenize(Why.FAILED, "chat template: the last message is not in its text")
+    whole = final.lstrip()
+    return text[: at + len(whole)] if text.startswith(whole, at) else text[: at + len(final.strip())]
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 - as engines do
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; here only its content counts."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _loops_over_content(template: jinja2.nodes.Template) -> bool:
+    """Does the template loop over a message's parts itself? Then it gets them as a list, as in vLLM."""
+    names = {
+        assignment.target.name
+        for assignment in template.find_all(jinja2.nodes.Assign)
+        if isinstance(assignment.target, jinja2.nodes.Name) and _is_content(assignment.node)
+    }
+    return any(
+        _is_content(loop.iter) or (isinstance(loop.iter, jinja2.nodes.Name) and loop.iter.name in names)
+        for loop in template.find_all(jinja2.nodes.For)
+    )
+
+
+def _is_content(node: jinja2.nodes.Node) -> bool:
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr == "content"
+    return (
+        isinstance(node, jinja2.nodes.Getitem)
+        and isinstance(node.arg, jinja2.nodes.Const)
+        and node.arg.value == "content"
+    )

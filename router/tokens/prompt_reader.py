@@ -1,0 +1,108 @@
+"""From a request's body to its `Prompt`, in a known scope."""
+
+from dataclasses import dataclass, replace
+
+from kvatlas.errors import InvalidValue
+from kvatlas.identity import Scope
+from kvatlas.request import DEFAULT_BLOCK_TOKENS, DEFAULT_SLO, Slo
+from kvatlas_router.tokens.budget import BudgetedTokenizer
+from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens
+from router_client.chain_cache import ChainCache
+from router_client.prompt import Prompt
+
+LETTERS_A_TOKEN = 4
+MEDIA_TOKENS = 1_000
+"""For the length of a prompt whose tokens are not known: those of an image of a megapixel, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSettings:
+    """`output_tokens`: expected of a request that does not limit them, until answers have shown more. `salt_is_tenant`: as for
+    the publishers. `slo`: of all requests."""
+
+    output_tokens: int = 128
+    salt_is_tenant: bool = False
+    slo: Slo = DEFAULT_SLO
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPrompt:
+    """A request's prompt. `prompt_tokens` None: not known, and `untokenized` says why; then its length is a guess, and it
+    matches nothing, or (`media`) what is before its first image."""
+
+    prompt: Prompt
+    prompt_tokens: int | None
+    untokenized: str = ""
+
+
+class PromptReader:
+    """Tokenizes requests and makes prompts of them."""
+
+    def __init__(
+        self, tokenizer: BudgetedTokenizer | None, memory: ChainCache, settings: PromptSettings | None = None
+    ) -> None:
+        self.settings = settings or PromptSettings()
+        self._tokenizer = tokenizer
+        self._memory = memory
+
+    async def read(self, request: TextRequest, scope: Scope, request_id: str | None = None) -> RequestPrompt:
+        """Raises InvalidValue for a request that no engine would accept."""
+        tokens, why = await self._tokenize(request)
+        limits = request.output_limits
+        if tokens is None:
+            letters = _letters(request) + request.media_items * MEDIA_TOKENS * LETTERS_A_TOKEN
+            guess = self.guess(scope, letters, request_id)
+            said = replace(
+                guess.prompt, session_id=request.session_id, reading=request.cache_reading, output_limits=limits
+            )
+            return replace(guess, prompt=said, untokenized=why)
+        salt = request.cache_salt
+        keys = ((salt,),) if salt is not None and not self.settings.salt_is_tenant else None
+        length = _letters(request) // LETTERS_A_TOKEN + request.media_items * MEDIA_TOKENS
+        prompt = Prompt.of_tokens(
+            scope,
+            tokens.ids,
+            extra_keys=keys,
+            media=tokens.media,
+            input_tokens=max(length, len(tokens.ids) + 1) if tokens.cut else None,
+            output_tokens=self.settings.output_tokens,
+            output_limits=limits,
+            slo=self.settings.slo,
+            id=request_id,
+            memory=self._memory,
+            session_id=request.session_id,
+            reading=request.cache_reading,
+        )
+        return RequestPrompt(prompt, None, "media") if tokens.cut else RequestPrompt(prompt, len(tokens.ids))
+
+    def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
+        """The prompt of a request whose tokens are not known: its length is about that of `letters` characters."""
+        length = letters // LETTERS_A_TOKEN
+        prompt = Prompt.of_hashes(
+            scope,
+            b"",
+            DEFAULT_BLOCK_TOKENS,
+            input_tokens=length,
+            output_tokens=self.settings.output_tokens,
+            slo=self.settings.slo,
+            id=request_id,
+        )
+        return RequestPrompt(prompt, None, "unread")
+
+    async def _tokenize(self, request: TextRequest) -> tuple[PromptTokens | None, str]:
+        """None and why, if they are not known."""
+        if self._tokenizer is None:
+            given = request.token_ids
+            return (None if given is None else PromptTokens(given)), "off"
+        try:
+            return await self._tokenizer.prompt_tokens(request), ""
+        except CannotTokenize as error:
+            return None, error.why.value
+
+
+def _letters(request: TextRequest) -> int:
+    try:
+        return request.letters
+    except InvalidValue:
+        return 0

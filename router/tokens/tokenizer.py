@@ -1,0 +1,83 @@
+"""The tokenizer protocol, and tokenizers made of the caller's own function."""
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kvatlas.blocks.media import MediaItem
+from kvatlas.errors import KvatlasError
+from kvatlas_router.tokens.text_request import TextRequest
+
+
+class Why(StrEnum):
+    """Why a request has no token ids."""
+
+    LATE = "late"
+    BUSY = "busy"
+    UNSUPPORTED = "unsupported"
+    FAILED = "failed"
+
+
+class CannotTokenize(KvatlasError):
+    """A request's token ids are not known; it is routed by load."""
+
+    def __init__(self, why: Why, line: str) -> None:
+        super().__init__(line)
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Token ids of a prompt with images or other media: all of them with the items' places, or (`cut`) those before the
+    first item."""
+
+    ids: Sequence[int]
+    media: Sequence[MediaItem] = ()
+    cut: bool = False
+
+
+Tokens = Sequence[int] | PromptTokens
+"""Those of a text, or of more than a text."""
+
+
+class Tokenizer(Protocol):
+    """All token ids that the engine will compute for a request's (first) prompt, in order."""
+
+    async def token_ids(self, request: TextRequest) -> Tokens:
+        """Never blocks the event loop. Raises CannotTokenize."""
+        ...
+
+
+class ThreadedTokenizer:
+    """Runs a plain function in threads of its own. The function must be safe to run in `threads` threads at a time."""
+
+    def __init__(self, function: Callable[[TextRequest], Tokens], threads: int = 2) -> None:
+        self._function = function
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvatlas-tokenizer")
+
+    async def token_ids(self, request: TextRequest) -> Tokens:
+        """Raises what the function raises. Cancelling the caller doesn't stop the function."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._function, request)
+
+    def close(self) -> None:
+        """End the threads; running calls finish first."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class AwaitedTokenizer:
+    """Calls the caller's own coroutine function."""
+
+    def __init__(self, function: Callable[[TextRequest], Awaitable[Tokens]]) -> None:
+        self._function = function
+
+    async def token_ids(self, request: TextRequest) -> Tokens:
+        return await self._function(request)
+
+
+def to_array(token_ids: Sequence[int]) -> "array[int]":
+    """Token ids as machine words: four bytes each, and faster to hash. Raises OverflowError and TypeError."""
+    return token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)

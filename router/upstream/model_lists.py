@@ -1,0 +1,96 @@
+"""The models and adapters that each engine lists, asked for again and again: adapters are loaded and unloaded while it runs."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+LIST_AGE_S = 5.0
+"""How often each engine is asked."""
+LIST_S = 2.0
+"""How long an engine may take to answer."""
+MOST_AT_ONCE = 32
+
+_log = logging.getLogger("kvatlas_router.proxy")
+
+Card = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _List:
+    """One engine's list; None: it never told one."""
+
+    asked_at: float
+    cards: Mapping[str, Card] | None = None
+
+
+class ModelLists:
+    """Lists by base URL. `version` grows whenever one of them changes."""
+
+    def __init__(self, client: httpx.AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
+        """The caller keeps the client, and closes it."""
+        self.version = 0
+        self._client = client
+        self._clock = clock
+        self._lists: dict[str, _List] = {}
+        self._refreshing = asyncio.Lock()
+        self._slots = asyncio.Semaphore(MOST_AT_ONCE)
+
+    def cards_of(self, url: str) -> Mapping[str, Card] | None:
+        """What an engine listed last, by name; None if it never told."""
+        known = self._lists.get(url)
+        return None if known is None else known.cards
+
+    def remove(self, url: str, name: str) -> None:
+        """The engine refused a request for this name: it counts as unloaded, and the engine is asked again soon."""
+        known = self._lists.get(url)
+        if known is not None and known.cards is not None and name in known.cards:
+            known.cards = {other: card for other, card in known.cards.items() if other != name}
+            known.asked_at = float("-inf")
+            self.version += 1
+
+    async def refresh(self, urls: Callable[[], Awaitable[Collection[str]]], age_s: float) -> None:
+        """Ask those engines whose list is older than `age_s`. Calls at the same time share the answers."""
+        began = self._clock()
+        async with self._refreshing:
+            wanted = set(await urls())
+            for gone in self._lists.keys() - wanted:
+                del self._lists[gone]
+                self.version += 1
+            stale = [url for url in wanted if url not in self._lists or began - self._lists[url].asked_at >= age_s]
+            await asyncio.gather(*map(self._ask, stale))
+
+    async def _ask(self, url: str) -> None:
+        async with self._slots:
+            asked_at = self._clock()
+            cards = await self._read(url)
+        known = self._lists.setdefault(url, _List(asked_at))
+        known.asked_at = asked_at
+        if cards is not None and (known.cards is None or cards.keys() != known.cards.keys()):
+            known.cards = cards
+            self.version += 1
+
+    async def _read(self, url: str) -> Mapping[str, Card] | None:
+        """None if the engine does not answer, or not with a list: then what it listed before still counts."""
+        try:
+            answer = await self._client.get(f"{url.rstrip('/')}/v1/models", timeout=LIST_S)
+            data = answer.json()["data"] if answer.status_code == 200 else None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+            _log.debug("%s/v1/models: %s", url, str(error) or type(error).__name__)
+            return None
+        if not isinstance(data, list):
+            return None
+        return {card["id"]: card for card in data if isinstance(card, dict) and isinstance(card.get("id"), str)}
+
+
+def merge_cards(lists: Sequence[Mapping[str, Card]]) -> Mapping[str, Card]:
+    """Each name once, as the first of the lists describes it."""
+    merged: dict[str, Card] = {}
+    for cards in lists:
+        for name, card in cards.items():
+            merged.setdefault(name, card)
+    return merged

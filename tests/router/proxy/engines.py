@@ -1,0 +1,106 @@
+"""Simulated engines with their index and fleet, and a proxy in front of them over HTTP."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import httpx
+
+from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.tiers import Tier
+from kvatlas.events import ScopeUse
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
+from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.identity import Scope
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.settings import ProxySettings
+from kvatlas.store.connection import Store
+from kvatlas_router.proxy.service import run_proxy
+from tests.simulator.running_engine import running_engine
+
+MODEL = "mock-model"
+SCOPE = Scope(MODEL, MODEL)
+BLOCK_SIZE = 4
+
+
+def record(worker_id: str, url: str, **load: Any) -> FleetRecord:
+    endpoint = EngineEndpoint(
+        id=worker_id,
+        kind=EngineKind.VLLM,
+        base_url=url,
+        model_id=MODEL,
+        tokenizer_id=MODEL,
+        block_size=BLOCK_SIZE,
+    )
+    state = WorkerState(id=worker_id, **load)
+    return FleetRecord(endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE, load=state, incarnation=1)
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Engines by worker id, and the store that their proxy reads."""
+
+    store: Store
+    index: RedisIndex
+    urls: Mapping[str, str]
+    clients: Mapping[str, httpx.AsyncClient]
+
+    async def holds(self, worker_id: str, tokens: Sequence[int], scope: Scope = SCOPE) -> None:
+        """Let the index say that a worker holds a prompt's full blocks."""
+        await self.index.put(ScopeUse(scope, BLOCK_SIZE, 1024), worker_id, Tier.HBM, extend_chain(tokens, BLOCK_SIZE))
+
+    async def report(self, worker_id: str, url: str | None = None, **load: Any) -> None:
+        """Write a worker's record: its address and its load."""
+        await FleetStore(self.store).write({worker_id: record(worker_id, url or self.urls[worker_id], **load)})
+
+
+@asynccontextmanager
+async def running_fleet(
+    store: Store, workers: Mapping[str, Mapping[str, Any]], reports: Mapping[str, Mapping[str, Any]] | None = None
+) -> AsyncIterator[Fleet]:
+    """An engine for each worker, with changed settings, all reported to be up. `reports`: what else is reported, of these or
+    of other workers, before a proxy reads it."""
+    async with AsyncExitStack() as stack:
+        urls: dict[str, str] = {}
+        clients: dict[str, httpx.AsyncClient] = {}
+        index = await open_redis_index(store, writer=True)
+        for worker_id, changed in workers.items():
+            addresses, clients[worker_id] = await stack.enter_async_context(running_engine(**changed))
+            urls[worker_id] = addresses.base_url
+        fleet = Fleet(store, index, urls, clients)
+        for worker_id in workers:
+            await fleet.report(worker_id)
+        for worker_id, report in (reports or {}).items():
+            await fleet.report(worker_id, **report)
+        yield fleet
+
+
+@asynccontextmanager
+async def running_proxy(redis_url: str, **changed: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client to a proxy that answers."""
+    given = {
+        "redis_url": redis_url,
+        "port": 0,
+        "wait": False,
+        "decision_deadline_ms": 5_000,
+        "drain_s": 0,
+        "grace_s": 1,
+        **changed,
+    }
+    settings = ProxySettings.load(**given)
+    urls: list[str] = []
+    up = anyio.Event()
+
+    def ready(url: str) -> None:
+        urls.append(url)
+        up.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_proxy, settings, ready)
+        with anyio.fail_after(30):
+            await up.wait()
+        async with httpx.AsyncClient(base_url=urls[0], timeout=20) as client:
+            yield client
+        tasks.cancel_scope.cancel()

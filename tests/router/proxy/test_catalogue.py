@@ -1,0 +1,66 @@
+"""The proxy's knowledge of the fleet while the store is slow or away."""
+
+import asyncio
+from collections.abc import Mapping
+
+import httpx
+import pytest
+
+from kvatlas.errors import Unreachable
+from kvatlas.fleet.records import FleetRecord
+from kvatlas_router.proxy.catalogue import FLEET_AGE_S, Catalogue
+from tests.eventually import until
+from tests.router.proxy.engines import MODEL, SCOPE, record
+
+pytestmark = pytest.mark.anyio
+
+RECORDS = {"w": record("w", "http://w:1")}
+
+
+class Fleet:
+    """A fleet that is read when the test lets it, and a clock."""
+
+    def __init__(self) -> None:
+        self.records: Mapping[str, FleetRecord] | None = RECORDS
+        self.open = asyncio.Event()
+        self.now_s = 0.0
+        self.asked = 0
+
+    async def read(self) -> Mapping[str, FleetRecord]:
+        self.asked += 1
+        await self.open.wait()
+        if self.records is None:
+            raise Unreachable("the store is away")
+        return self.records
+
+
+async def test_first_requests_wait_for_the_fleet_and_later_ones_do_not() -> None:
+    fleet = Fleet()
+    async with httpx.AsyncClient() as client, asyncio.TaskGroup() as tasks:
+        catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
+        first = [tasks.create_task(catalogue.scope_of(MODEL)) for _ in range(3)]
+        await until(lambda: fleet.asked == 1, deadline_s=10, what="the fleet is read")
+        fleet.open.set()
+        assert [await each for each in first] == [SCOPE] * 3 and fleet.asked == 1
+        fleet.now_s += 2 * FLEET_AGE_S
+        fleet.open.clear()
+        # the store hangs: nobody waits for it, not even the request that finds the records too old
+        assert [await catalogue.scope_of(MODEL) for _ in range(3)] == [SCOPE] * 3
+        assert list(await catalogue.records()) == ["w"] and await catalogue.routable() == 1
+        await until(lambda: fleet.asked == 2, deadline_s=10, what="the fleet is read again")
+        fleet.open.set()
+
+
+async def test_a_model_is_not_called_unknown_before_the_fleet_was_read() -> None:
+    fleet = Fleet()
+    fleet.open.set()
+    async with httpx.AsyncClient() as client:
+        catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
+        fleet.records = None
+        with pytest.raises(Unreachable):
+            await catalogue.scope_of(MODEL)
+        assert await catalogue.routable() == 0
+        fleet.records = RECORDS
+        assert await catalogue.scope_of(MODEL) == SCOPE
+        fleet.records, fleet.now_s = None, fleet.now_s + 2 * FLEET_AGE_S
+        assert await catalogue.scope_of(MODEL) == SCOPE

@@ -1,0 +1,130 @@
+"""Engines that hang up: before the first byte nothing is lost, after it the client gets an error event."""
+
+import json
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+
+from kvatlas.store.connection import Store
+from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
+from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, silent_engine
+from tests.router.proxy.test_proxy import PROMPT, decision, status
+
+pytestmark = pytest.mark.anyio
+
+EVENT = b'data: {"choices": [{"text": "a"}]}\n\n'
+LENGTH = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.mark.parametrize(
+    "before_the_first_byte",
+    [b"", b"HTTP/1.1 200", HEAD, LENGTH + b'{"choices"'],
+    ids=["nothing", "half", "head", "cut"],
+)
+async def test_a_request_lost_before_the_first_byte_goes_to_another_engine(
+    store: Store, valkey_url: str, before_the_first_byte: bytes
+) -> None:
+    async with (
+        raw_engine(before_the_first_byte) as rude,
+        running_fleet(store, {"w1": {}}, {"w2": {"url": rude.url}}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.holds("w2", PROMPT)
+        for streamed in (True, False):
+            body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "stream": streamed}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200 and decision(answer)[0] == "w1"
+        assert len(rude.heads) == 1
+        counted = (await status(client))["proxy"]
+        assert (counted["unreachable"], counted["answered"], counted["broken"]) == (1, 2, 0)
+
+
+async def test_an_answer_lost_in_the_middle_ends_with_an_error_event(store: Store, valkey_url: str) -> None:
+    async with (
+        raw_engine(HEAD + chunk(EVENT)) as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.headers["x-engine"] == "raw"
+        assert answer.text.startswith(EVENT.decode() + 'data: {"error": ') and "in mid-answer" in answer.text
+        assert (await status(client))["proxy"]["broken"] == 1
+
+
+async def test_an_engine_that_dies_in_the_middle_of_an_event_leaves_no_half_event(
+    store: Store, valkey_url: str
+) -> None:
+    async with (
+        raw_engine(HEAD + chunk(EVENT) + chunk(EVENT[:15])) as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
+        answer = await client.post("/v1/completions", json=body)
+        events = [json.loads(event.removeprefix("data: ")) for event in answer.text.strip().split("\n\n")]
+        assert [event.keys() for event in events] == [{"choices"}, {"error"}]
+
+
+@pytest.mark.parametrize("first", [b"", HEAD + chunk(EVENT)], ids=["before the first byte", "in mid-answer"])
+async def test_an_engine_that_hangs_is_noticed(
+    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
+    monkeypatch.setattr("kvatlas_router.proxy.service.PATIENCE_S", 0.1)
+    monkeypatch.setattr("kvatlas_router.upstream.engine_watch.PROBE_S", 0.1)
+    async with (
+        silent_engine(first) as silent,
+        running_fleet(store, {"w2": {}}, {"w1": {"url": silent.url}}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.holds("w1", PROMPT)
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True, "max_tokens": 2}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200 and len(silent.heads) == 1
+        if first:
+            assert "the engine hangs in mid-answer" in answer.text
+        else:
+            assert decision(answer)[0] == "w2" and answer.text.endswith("data: [DONE]\n\n")
+
+
+async def test_the_callers_trace_continues_to_the_engine_through_the_proxys_span(
+    store: Store, valkey_url: str, spans: InMemorySpanExporter
+) -> None:
+    async with (
+        raw_engine(HEAD + chunk(EVENT) + b"0\r\n\r\n") as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url, credentials_to="127.0.0.1") as client,
+    ):
+        headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "x-request-id": "r1", "authorization": "Bearer key"}
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True}
+        assert (await client.post("/v1/completions?a=b", json=body, headers=headers)).status_code == 200
+    sent, own = [span for span in spans.get_finished_spans() if span.name == "POST /v1/completions"]
+    assert (sent.kind, own.kind) == (SpanKind.CLIENT, SpanKind.SERVER)
+    assert sent.context is not None and sent.parent is not None
+    (route,) = [span for span in spans.get_finished_spans() if span.name == "route kvatlas"]
+    assert own.context is not None and own.parent is not None and route.parent is not None
+    assert (f"{own.context.trace_id:032x}", f"{own.parent.span_id:016x}") == (TRACE, SPAN)
+    assert route.parent.span_id == own.context.span_id and own.attributes is not None
+    assert own.attributes["kvatlas.worker"] == "w1" and own.attributes["http.response.status_code"] == 200
+    (head,) = rude.heads
+    lines = {line.partition(":")[0].lower(): line.partition(":")[2].strip() for line in head.splitlines()}
+    assert sent.parent.span_id == own.context.span_id
+    assert lines["traceparent"] == f"00-{TRACE}-{sent.context.span_id:016x}-01"
+    assert sent.attributes is not None and sent.attributes["server.port"] == int(rude.url.rpartition(":")[2])
+    assert any(event.name == "first token" for event in sent.events)
+    assert (lines["authorization"], lines["accept-encoding"]) == ("Bearer key", "identity")
+    assert head.startswith("POST /v1/completions?a=b ") and lines["host"] == rude.url.removeprefix("http://")
+
+
+async def test_without_tracing_the_callers_own_context_is_forwarded(store: Store, valkey_url: str) -> None:
+    async with (
+        raw_engine(HEAD + chunk(EVENT) + b"0\r\n\r\n") as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True}
+        traceparent = f"00-{TRACE}-{SPAN}-01"
+        await client.post("/v1/completions", json=body, headers={"traceparent": traceparent})
+    assert f"traceparent: {traceparent}\r\n" in rude.heads[0].lower()

@@ -1,0 +1,125 @@
+"""Token ids asked from engines, and equal to the local tokenizer's."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvatlas_router.tokens import Api, CannotTokenize, TextRequest, Why
+from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
+from kvatlas_router.tokens.local_tokenizer import LocalTokenizer
+from tests.eventually import until
+from tests.router.proxy.faulty_engine import faulty_engine
+from tests.router.proxy.raw_engine import silent_engine
+from tests.router.tokens.small_model import save_simulators
+from tests.simulator.running_engine import running_engine
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße\n<|end|>?"}]
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Zürich"}}]
+BODIES: list[dict[str, Any]] = [
+    {"messages": MESSAGES},
+    {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 3, "temperature": 0.5},
+    {"messages": MESSAGES, "add_generation_prompt": False},
+]
+
+
+def of(*urls: str) -> Any:
+    async def engines(_: TextRequest) -> Sequence[str]:
+        return urls
+
+    return engines
+
+
+async def test_an_engine_and_a_local_tokenizer_agree_with_what_the_engine_computes(tmp_path: Path) -> None:
+    local = LocalTokenizer.from_folder(save_simulators(tmp_path))
+    async with running_engine(num_gpu_blocks=1024) as (addresses, client):
+        tokenizer = EngineTokenizer(client, of(addresses.base_url))
+        requests = [TextRequest(Api.CHAT, body) for body in BODIES]
+        requests.append(TextRequest(Api.COMPLETIONS, {"prompt": "a text", "model": "mock-model"}))
+        for request in requests:
+            tokens = await tokenizer.token_ids(request)
+            assert tokens == list(local.encode(request))
+            if request.body.get("add_generation_prompt", True):
+                answer = await client.post(request.api, json={**request.body, "return_token_ids": True})
+                assert answer.json()["choices"][0]["prompt_token_ids"] == tokens
+
+
+async def test_another_engine_is_asked_if_one_is_away() -> None:
+    async with running_engine() as (addresses, client):
+        tokenizer = EngineTokenizer(client, of("http://127.0.0.1:1", addresses.base_url))
+        for _ in range(2):
+            assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [97, 98]
+
+
+async def test_another_engine_is_asked_if_one_hangs_and_that_one_is_asked_last_for_a_while() -> None:
+    async with silent_engine(b"") as hanging, running_engine() as (addresses, client):
+        now = 0.0
+        tokenizer = EngineTokenizer(client, of(hanging.url, addresses.base_url), clock=lambda: now)
+        request = TextRequest(Api.COMPLETIONS, {"prompt": "ab"})
+        for _ in range(6):  # every second one would be the hanging engine's turn
+            assert await tokenizer.token_ids(request) == [97, 98]
+        assert len(hanging.heads) == 1
+        now += 10
+        for _ in range(2):
+            assert await tokenizer.token_ids(request) == [97, 98]
+        assert len(hanging.heads) == 2
+
+
+async def test_an_engine_that_is_only_busy_is_waited_for() -> None:
+    """Asked twice for each prompt, engines that a burst keeps busy would have twice as much to do."""
+    may_end = anyio.Event()
+
+    async def answer(asked: Request) -> Response:
+        prompt = (await asked.json())["prompt"]
+        if prompt == "late":
+            await may_end.wait()
+        return JSONResponse({"tokens": [len(prompt)]})
+
+    async with faulty_engine(answer) as busy, faulty_engine(answer) as idle, httpx.AsyncClient() as client:
+        engines = [busy.url, idle.url]
+
+        async def asked_now(_: TextRequest) -> Sequence[str]:
+            return engines
+
+        tokenizer = EngineTokenizer(client, asked_now, patience_s=0.5)
+        late = asyncio.ensure_future(tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "late"})))
+        await until(lambda: busy.asked, what="the first engine is asked")
+        began = time.monotonic()
+        engines = [busy.url]
+        while time.monotonic() < began + 1.2:  # more than twice its patience
+            assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [2]
+        assert not late.done() and not idle.asked
+        may_end.set()
+        assert await late == [4]
+
+
+async def test_engines_without_a_tokenizer_are_told_apart_from_those_that_fail() -> None:
+    async with running_engine() as (addresses, client):
+        request = TextRequest(Api.COMPLETIONS, {"prompt": "ab"})
+        for urls, why in (
+            ([], Why.FAILED),
+            (["http://127.0.0.1:1"], Why.FAILED),
+            ([addresses.base_url + "/nothing"], Why.UNSUPPORTED),
+        ):
+            with pytest.raises(CannotTokenize) as error:
+                await EngineTokenizer(client, of(*urls)).token_ids(request)
+            assert error.value.why is why
+        other = TextRequest(Api.COMPLETIONS, {"prompt": "ab", "model": "other"})
+        with pytest.raises(CannotTokenize, match="status 404"):
+            await EngineTokenizer(client, of(addresses.base_url)).token_ids(other)
+
+
+async def test_proxies_from_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    async with running_engine() as (addresses, _), httpx.AsyncClient(trust_env=False) as client:
+        tokenizer = EngineTokenizer(client, of(addresses.base_url))
+        assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [97, 98]

@@ -1,0 +1,97 @@
+"""A router that is busy itself blames no engine for it."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import httpx
+import pytest
+
+from kvatlas_router.upstream.engine_watch import PROBES, EngineWatch
+from kvatlas_router.upstream.patience import PatientTransport, wait_patiently
+from tests.router.proxy.faulty_engine import faulty_engine, well
+
+pytestmark = pytest.mark.anyio
+
+LIMIT_S = 0.05
+TURN_S = 0.1
+"""Each turn of the busy loop takes longer than the limit."""
+
+
+@asynccontextmanager
+async def busy_loop() -> AsyncIterator[None]:
+    async def compute() -> None:
+        while True:
+            time.sleep(TURN_S)  # noqa: ASYNC251 - it is what a busy router does
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(compute())
+    await asyncio.sleep(0)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@contextmanager
+def address_that_does_not_answer() -> Iterator[str]:
+    """Its queue of connections is full, so that another one is neither taken nor refused."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        waiting = [socket.socket() for _ in range(8)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            for one in waiting:
+                one.close()
+
+
+def client() -> httpx.AsyncClient:
+    timeout = httpx.Timeout(60, connect=LIMIT_S)
+    return httpx.AsyncClient(transport=PatientTransport(httpx.Limits()), timeout=timeout)
+
+
+async def test_a_connection_that_is_there_is_used_however_late_the_router_looks() -> None:
+    async with faulty_engine(well) as engine, client() as engines, busy_loop():
+        assert (await engines.get(f"{engine.url}/health")).status_code == 200
+
+
+async def test_an_engine_that_takes_no_connection_is_still_given_up() -> None:
+    with address_that_does_not_answer() as url:
+        async with client() as engines:
+            with pytest.raises(httpx.ConnectTimeout, match=r"no connection within 0\.05 s"):
+                await engines.get(url)
+
+
+async def test_a_probe_whose_answer_is_read_late_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas_router.upstream.engine_watch.PROBE_S", LIMIT_S)
+    async with faulty_engine(well) as engine, client() as engines:
+        watch = EngineWatch(engines, patience_s=0.0)
+        with watch.watch(engine.url) as watched:
+            async with busy_loop():
+                for _ in range(PROBES + 1):
+                    await watch.probe_stalled()
+            assert not watched.hangs
+
+
+async def test_a_call_that_takes_too_long_is_cancelled() -> None:
+    cancelled = False
+
+    async def hang() -> None:
+        nonlocal cancelled
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled = True
+            raise
+
+    with pytest.raises(TimeoutError):
+        await wait_patiently(hang(), 0.01)
+    assert cancelled
