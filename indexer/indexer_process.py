@@ -25,6 +25,7 @@ from kvatlas_indexer.cleanup.scope_expiry import ScopeExpiry
 from kvatlas_indexer.cleanup.scrubber import Scrubber
 from kvatlas_indexer.cleanup.sweeper import Sweeper
 from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.liveness.doubt import Doubt, DoubtJudge
 from kvatlas_indexer.liveness.failure_detector import FailureDetector
 from kvatlas_indexer.liveness.heartbeats import Heartbeats
 from kvatlas_indexer.ownership.membership import Membership
@@ -32,7 +33,6 @@ from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas_indexer.partition.dead_letters import DeadLetters
 from kvatlas_indexer.partition.event_stream import EventStream
 from kvatlas_indexer.partition.reader import PartitionReader, PartitionStatus
-from kvatlas_indexer.repair.doubt import Doubt, DoubtJudge
 from kvatlas_indexer.repair.grant_server import GrantServer
 from kvatlas_indexer.repair.grants import GrantBudget
 from kvatlas_indexer.repair.repair_loop import RepairLoop

@@ -11,8 +11,8 @@ async with RouterClient.open("redis://127.0.0.1:6379") as router:
 The way of one choice through the files:
 
     client.py, sync.py          the calls; results.py, overlap_result.py and prefill_decode_result.py are what they return
-    decision/decider.py         the steps below under one deadline; decision/fail_open.py if the store is slow or away
-      decision/fleet_cache.py   read the pool's workers (pricing/pool.py)
+    decision/decider.py         the steps below under one deadline; kvatlas/store/deadline.py if the store is slow or away
+      fleet_cache.py   read the pool's workers (pricing/pool.py)
       decision/index_lookup.py  look up the prompt's overlap (prompt_chain.py, chain_cache.py, pricing/overlap.py)
       decision/policy.py        price the candidates without load (pricing/quotes.py, prefill_decode.py, surcharges.py)
       booking/ask.py            ask for the cheapest under load, within its limits (pricing/slo.py)
@@ -21,8 +21,7 @@ The way of one choice through the files:
     choice_statistics.py        what is counted of the choice, and of its answer
     learning/                   afterwards: rates learned from finished requests, and prediction accuracy
 
-Around it: tokens/ from text to token ids, proxy/ for `kvatlas router`, held_bookings.py for requests that other programs
-send, litellm/ for LiteLLM's Router.
+The servers that stand on it, the proxy and the endpoint picker, are in `router/`.
 """
 
 from importlib import import_module

@@ -11,10 +11,10 @@ from kvatlas.reservations.room_and_slo import Over
 from router_client.basis import Basis
 from router_client.client import RouterClient
 from router_client.counters import RouterCounters
-from router_client.decision.fleet_cache import FleetReader, StaticFleet
 from router_client.decision.selector import Selector
 from router_client.decision.shadow_policy import Policy, RoundRobin
 from router_client.errors import ClientClosed, NoWorkers
+from router_client.fleet_cache import FleetReader, StaticFleet
 from router_client.learning.timings import AnswerClock, Timings
 from router_client.learning.usage import Usage
 from router_client.overlap_result import PromptOverlap, WorkerOverlap

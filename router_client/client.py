@@ -32,10 +32,10 @@ from router_client.chain_cache import ChainCache
 from router_client.choice_statistics import ChoiceStatistics
 from router_client.counters import RouterCounters
 from router_client.decision.decider import Decider, Decision, PairDecision
-from router_client.decision.fleet_cache import FleetCache, FleetReader
 from router_client.decision.history import DecisionHistory
 from router_client.decision.index_access import open_overlap_index
 from router_client.errors import NoWorkers
+from router_client.fleet_cache import FleetCache, FleetReader
 from router_client.learning.bound_shares import BoundShares
 from router_client.learning.output_lengths import OutputLengths
 from router_client.learning.prediction_accuracy import AccuracyReporter, PredictionAccuracy

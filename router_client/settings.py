@@ -9,9 +9,9 @@ from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.errors import InvalidValue
 from kvatlas.index.local_copy.settings import ReplicaSettings
 from kvatlas.request import Fallbacks
-from router_client.decision.fleet_cache import MAX_AGE_MS
 from router_client.decision.selector import Selector
 from router_client.decision.shadow_policy import Policy
+from router_client.fleet_cache import MAX_AGE_MS
 
 
 @dataclass(frozen=True, slots=True)

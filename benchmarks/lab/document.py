@@ -18,17 +18,19 @@ SIZES_PICTURE = Path("docs/worker-hours.png")
 CHAPTERS = ("policies", "sizes", "study", "gap", "terms", "events", "live", "backends")
 """In their order."""
 
-HEAD = f"""# Measured: what policies make of traffic
-Written by `make lab` and `make lab STUDY=...`; don't edit. Each chapter says when, by what and where it was measured.
+HEAD = f"""# Routing policies compared
+Written by `make lab` and `make lab STUDY=...`; don't edit. Each chapter ends with its version, machine and run time.
+Conclusions: [replay](replay.md).
 
-Requests are replayed against simulated engines in **virtual time**, so the figures depend on neither the machine nor its
-load, and equal seeds give equal figures. kvatlas' own ledger, wire codec, index, prices, reservations and learned rates run as
-they are; the engines decide step by step as the project's simulator does (a test compares them). Step costs are the simulator's
-defaults: about an 8-billion-parameter model on one accelerator (`kvatlas/cost/engine.py` derives them). Blocks are as the trace
-has them. Seeds shift each session by up to 3 s, or by the tick of the trace's clock; ± is the 95 % interval of the mean.
+Requests are replayed against simulated engines in **virtual time**: the figures don't depend on the machine (except in the
+last two chapters), and equal seeds give equal figures. kvatlas runs its real ledger, wire codec, index, cost model,
+reservations and learned rates; a test compares the engines' steps with those of the project's simulator. Step costs are the
+simulator's defaults, roughly an 8-billion-parameter model on one accelerator (`kvatlas/cost/engine.py` derives them). Block
+sizes are the trace's. Seeds shift each session by up to 3 s, or by the tick of the trace's clock; ± is the 95 % interval of
+the mean.
 
-What the policies are: `kvatlas replay --help`. The oracle sees caches, queues and costs as they are when a request
-arrives, and sends it where it is answered first. It knows no later request, so it is no bound for a whole workload.
+`kvatlas replay --help` explains the policies. The oracle sees the true caches, queues and costs when a request arrives, and
+sends it to the engine that would answer it soonest. It can't see later requests, so it is no bound for the whole workload.
 
 ![by policy]({PICTURE.name})
 """

@@ -22,9 +22,9 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas_indexer.cleanup.record_expiry import RecordExpiry
 from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.liveness.doubt import DoubtJudge
 from kvatlas_indexer.liveness.failure_detector import FailureDetector, Retirement
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
-from kvatlas_indexer.repair.doubt import DoubtJudge
 
 WRITE_EVERY_S = 1.0
 SHORTEST_PAUSE_S = 0.05

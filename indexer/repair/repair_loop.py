@@ -18,9 +18,9 @@ from kvatlas.identity import shard_of
 from kvatlas.index.protocol import ResidencyIndex, Room, WorkerRecord
 from kvatlas.telemetry import inject_headers, snapshot_request_span
 from kvatlas_indexer.counters import IndexerCounters
+from kvatlas_indexer.liveness.doubt import Doubt, DoubtJudge, SnapshotRequest
 from kvatlas_indexer.liveness.heartbeats import Heartbeats
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
-from kvatlas_indexer.repair.doubt import Doubt, DoubtJudge, SnapshotRequest
 from kvatlas_indexer.repair.grants import GrantBudget
 
 JUDGE_EVERY_S = 1.0

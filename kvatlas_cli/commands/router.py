@@ -9,7 +9,7 @@ from kvatlas_cli.runner import run_service
 @with_settings(ProxySettings)
 def router(settings: ProxySettings) -> None:
     """Serve the OpenAI API and send each request to the engine on which it costs least."""
-    from kvatlas_router.proxy.service import run_proxy  # needs the extra
+    from kvatlas_router.proxy_service import run_proxy  # needs the extra
 
     run_service("router", settings, run_proxy(settings, ready=_print_ready), metrics_page=True)
 

@@ -9,8 +9,8 @@ from nats.errors import Error as NatsError
 from kvatlas.bus.subjects import shared_store_subject
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.ledger.connectors.shared_store_notice import StoreCleared, encode
 from kvatlas_publishers.ledger.ledger import Ledger
-from kvatlas_publishers.shared_store.notice import StoreCleared, encode
 
 EVERY_S = 5.0
 """A notice without changes is sent so often: a store's publisher that has just started learns of the writer's keys."""

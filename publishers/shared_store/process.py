@@ -25,11 +25,11 @@ from kvatlas.settings import PublishSettings
 from kvatlas_publishers.engine_events import EngineBatch, EngineHash
 from kvatlas_publishers.feed.lmcache_subscription import LMCacheSubscription
 from kvatlas_publishers.ledger.connectors.connector_blocks import TICKS_TO_LIVE
+from kvatlas_publishers.ledger.connectors.shared_store_notice import StoredInStore, decode
 from kvatlas_publishers.ledger.ledger import Ledger
 from kvatlas_publishers.publisher import STORE_TTL_S, Publisher
 from kvatlas_publishers.saved_state import SavedState, StateFile
 from kvatlas_publishers.settings import PublisherSettings
-from kvatlas_publishers.shared_store.notice import StoredInStore, decode
 from kvatlas_publishers.shared_store.receiver import adapters_gone, events_of
 
 SAVE_EVERY_S = 60.0

@@ -11,8 +11,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import WireError
 from kvatlas.identity import Scope
 from kvatlas_publishers.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
-from kvatlas_publishers.ledger.settings import LedgerSettings
-from kvatlas_publishers.shared_store.notice import (
+from kvatlas_publishers.ledger.connectors.shared_store_notice import (
     AdapterGone,
     GoneFromStore,
     StoreChange,
@@ -20,6 +19,7 @@ from kvatlas_publishers.shared_store.notice import (
     StoredInStore,
     StoreNotice,
 )
+from kvatlas_publishers.ledger.settings import LedgerSettings
 
 TIER = Tier.OBJECT_STORE
 

@@ -1,6 +1,5 @@
 """Prefill and decode apart, carried out: one engine computes a request's prompt, another one its answer.
 
-    protocol.py            which protocol two engines speak, and what a client may not say itself
     kv_transfer_params.py  vLLM's request forms
     bootstrap.py           SGLang's request forms
     pair_sender.py         sends a request to both engines of a pair

@@ -1,6 +1,6 @@
 """`kvatlas router`: an OpenAI-compatible proxy in front of engines (extra `router`).
 
-    service.py          the process: settings, connections, server, and how it drains
+    ../proxy_service.py  the process: settings, connections, server, and how it drains
     request_router.py   the parts that route requests, for this and other servers
     application.py      its paths
     route_api.py        `/kvatlas/route` and `/kvatlas/done` over `kvatlas_router.held_bookings`

@@ -15,7 +15,7 @@ from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.deadline import STORE_FAILURES
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.model_lists import LIST_AGE_S, Card, ModelLists, merge_cards
-from router_client.decision.fleet_cache import LastKnownRecords
+from router_client.fleet_cache import LastKnownRecords
 
 FLEET_AGE_S = 1.0
 UNKNOWN_AGE_S = 2.0

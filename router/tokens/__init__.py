@@ -6,7 +6,6 @@
     prompt_reader.py     from a body to a `Prompt` in a known scope
     local_tokenizer.py   a Hugging Face tokenizer and its chat template, chat_template.py (extra `tokenizer`)
     engine_tokenizer.py  the engine's own `/tokenize`, and its rendering of chats with images (extra `router`)
-    usage.py             token counts in engines' answers
     counters.py          where requests' token ids came from
 
 Importing this package needs the plain install only; import `local_tokenizer` and `engine_tokenizer` by name.

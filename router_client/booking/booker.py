@@ -25,7 +25,7 @@ from kvatlas.telemetry import sampled_context
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
-from router_client.decision.fleet_cache import FleetCache
+from router_client.fleet_cache import FleetCache
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import Quote
 from router_client.prompt import Prompt

@@ -17,9 +17,9 @@ from router_client.booking.booker import Booker, BookingResult, evaluate_without
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
-from router_client.decision.fleet_cache import FleetCache
 from router_client.decision.index_lookup import IndexLookup, Situation
 from router_client.decision.policy import RoutingPolicy
+from router_client.fleet_cache import FleetCache
 from router_client.pricing.look_alikes import CrowdQuotes
 from router_client.pricing.overlap import OverlapIndex, PromptLookup
 from router_client.pricing.pool import Pool

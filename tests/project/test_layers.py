@@ -20,9 +20,12 @@ MAY_USE = {
     "publishers": {"kvatlas"},
     "indexer": {"kvatlas"},
     "router_client": {"kvatlas"},
-    "simulator": {"kvatlas", "publishers", "router_client"},
-    "kvatlas_cli": {"kvatlas", "publishers", "indexer", "router_client", "simulator"},
+    "router": {"kvatlas", "router_client"},
+    "simulator": {"kvatlas", "publishers", "router_client", "router"},
+    "kvatlas_cli": {"kvatlas", "publishers", "indexer", "router_client", "router", "simulator"},
 }
+IMPORT_NAMES = {f"kvatlas_{folder}": folder for folder in ("publishers", "indexer", "router", "simulator")}
+"""By which name a folder is imported, if not by its own: a link beside it, and the name that is installed."""
 MAX_FILES_IN_A_FOLDER = 18
 FIELD_WORDS = {
     "feed", "finding", "hashing", "learning", "pairing", "pricing", "ranking", "routing", "seed", "timing", "tracing",
@@ -41,10 +44,38 @@ def imported_names(file: Path) -> Iterator[str]:
     """Every module that a file imports, and every imported name that may be one."""
     for node in ast.walk(ast.parse(file.read_text(), str(file))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (module_path(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield module_path(node.module)
+            yield from (module_path(f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def module_path(name: str) -> str:
+    """The dotted path of a module's file in the repository."""
+    package, dot, rest = name.partition(".")
+    return f"{IMPORT_NAMES.get(package, package)}{dot}{rest}"
+
+
+def test_each_folder_is_imported_by_the_link_of_its_installed_name() -> None:
+    links = {path.name: str(path.readlink()) for path in ROOT.iterdir() if path.is_symlink() and path.name != ".venv"}
+    assert links == IMPORT_NAMES
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """A folder and the folders inside it count as one room."""
+    modules = {name: file for package in MAY_USE for name, file in modules_of(package).items()}
+    arrows = {
+        (file.parent, modules[found].parent)
+        for file in modules.values()
+        for found in imported_names(file)
+        if found in modules
+    }
+    mutual = {
+        f"{one.relative_to(ROOT)} and {other.relative_to(ROOT)}"
+        for one, other in arrows
+        if (other, one) in arrows and one < other and one not in other.parents and other not in one.parents
+    }
+    assert not mutual
 
 
 @pytest.mark.parametrize("package", sorted(MAY_USE))
@@ -104,9 +135,12 @@ def test_no_file_is_a_catch_all(package: str) -> None:
     [
         (
             "kvatlas_publishers.sidecar, kvatlas_cli.commands.publish",
-            "httpx indexer kvatlas.index kvatlas.reservations redis",
+            "httpx kvatlas_indexer kvatlas.index kvatlas.reservations redis",
         ),
-        ("kvatlas_indexer.service, kvatlas_cli.commands.indexer", "httpx publishers router_client starlette uvicorn"),
+        (
+            "kvatlas_indexer.service, kvatlas_cli.commands.indexer",
+            "httpx kvatlas_publishers kvatlas_router router_client starlette uvicorn",
+        ),
     ],
 )
 def test_a_process_imports_nothing_that_only_others_use(modules: str, unused: str) -> None:

@@ -18,7 +18,10 @@ from tests.kvatlas_cli.command_line import commands
 
 ROOT = Path(__file__).parents[2]
 CODE_SUFFIXES = {".py", ".lua", ".toml", ".yaml", ".yml", ".conf", ".txt", ""}
-PACKAGES = ("kvatlas", "kvatlas_cli", "publishers", "indexer", "router_client", "simulator", "benchmarks", "tests")
+PACKAGES = (
+    "kvatlas_publishers", "kvatlas_indexer", "kvatlas_router", "kvatlas_simulator", "kvatlas_cli", "kvatlas",
+    "publishers", "indexer", "router_client", "router", "simulator", "benchmarks", "tests",
+)  # fmt: skip
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
@@ -29,7 +32,7 @@ FILE = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|lua|md|conf|toml|yaml|yml|gz)|(?:
 FOLDER = re.compile(rf"(?:{'|'.join((*PACKAGES, 'compose', 'docs', 'examples', 'k8s'))})/[\w./-]+")
 LABELS = {"kvatlas/engine"}
 """Of objects in Kubernetes; not files."""
-DOTTED = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
+DOTTED = re.compile(rf"\b(?:{'|'.join(name for name in PACKAGES if name != 'router')})(?:\.\w+)+")
 LISTED = re.compile(r"(?m)^ +([\w/]+(?:\.(?:py|lua)|/))  ")
 TEST_FUNCTION = re.compile(r"test_\w+")
 MENTION = re.compile(r"docs/[\w-]+\.(?:md|conf)(?:#[\w-]+)?")
@@ -47,7 +50,7 @@ FOREIGN_FLAGS = {
 
 def project_files() -> Iterator[Path]:
     for top in sorted(ROOT.iterdir()):
-        if top.name in {"build", "dist"} or (top.name.startswith(".") and top.name != ".ci"):
+        if top.is_symlink() or top.name in {"build", "dist"} or (top.name.startswith(".") and top.name != ".ci"):
             continue
         for path in [top] if top.is_file() else sorted(top.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:

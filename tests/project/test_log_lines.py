@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("kvatlas", "publishers", "indexer", "router_client", "simulator")
+PACKAGES = ("kvatlas", "publishers", "indexer", "router_client", "router", "simulator")
 LOGS = {"info", "warning", "error", "exception", "critical", "report"}
 TELLS_TENANTS = """
 log.warning("worker %s: refused for %s", worker_id, endpoint.tenant_id)

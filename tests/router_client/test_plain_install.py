@@ -16,7 +16,15 @@ ABSENT = [
         "uvicorn",
         "zmq",
     ),
-    *("opentelemetry.sdk", "publishers", "indexer", "simulator", "kvatlas_cli", "kvatlas.settings"),
+    *(
+        "opentelemetry.sdk",
+        "kvatlas_publishers",
+        "kvatlas_indexer",
+        "kvatlas_router",
+        "kvatlas_simulator",
+        "kvatlas_cli",
+        "kvatlas.settings",
+    ),
     *("kvatlas.bus.connection", "kvatlas.bus.stream"),
 ]
 

@@ -18,12 +18,18 @@ from kvatlas.identity import OWN_CHAIN, Scope
 from kvatlas_publishers.engine_events import EngineHash, EngineRemoved, EngineStored
 from kvatlas_publishers.ledger.block import Namespace, Stretch
 from kvatlas_publishers.ledger.connectors.connector_blocks import cut_chunks, part_name
+from kvatlas_publishers.ledger.connectors.shared_store_notice import (
+    AdapterGone,
+    GoneFromStore,
+    StoreChange,
+    StoreCleared,
+    StoredInStore,
+)
 from kvatlas_publishers.ledger.counters import LedgerCounters
 from kvatlas_publishers.ledger.engine_groups import EngineGroups
 from kvatlas_publishers.ledger.lineage import Lineage
 from kvatlas_publishers.ledger.residency import Residency
 from kvatlas_publishers.ledger.resolver import BlockResolver, has_keys, with_root_salt
-from kvatlas_publishers.shared_store.notice import AdapterGone, GoneFromStore, StoreChange, StoreCleared, StoredInStore
 
 REMEMBERED_BLOCKS = 65_536
 """Blocks of the store that are remembered by their engine hash (about 300 bytes each)."""

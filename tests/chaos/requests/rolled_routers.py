@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 
 from kvatlas.settings import ProxySettings
 from kvatlas.store.connection import Store
-from kvatlas_router.proxy.service import run_proxy
+from kvatlas_router.proxy_service import run_proxy
 from tests.chaos.child_process import ChildProcess
 from tests.end_to_end.processes import ROOT
 from tests.eventually import until

@@ -41,7 +41,7 @@ async def test_no_request_is_lost_to_one_bad_engine_of_four(store: Store, valkey
 async def test_no_request_is_lost_to_an_engine_that_is_away_or_hangs(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, first: bytes | None
 ) -> None:
-    monkeypatch.setattr("kvatlas_router.proxy.service.PATIENCE_S", 0.2)
+    monkeypatch.setattr("kvatlas_router.proxy_service.PATIENCE_S", 0.2)
     monkeypatch.setattr("kvatlas_router.upstream.engine_watch.PROBE_S", 0.2)
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(store, {}))

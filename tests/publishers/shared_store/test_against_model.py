@@ -10,8 +10,8 @@ from kvatlas.blocks.hashing import HASH_BYTES, extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineRemoved, EngineStored
 from kvatlas_publishers.ledger.connectors.connector_blocks import TICKS_TO_LIVE
+from kvatlas_publishers.ledger.connectors.shared_store_notice import decode, encode
 from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
-from kvatlas_publishers.shared_store.notice import decode, encode
 from kvatlas_publishers.shared_store.receiver import events_of
 
 SIZE, CHAINS, LENGTH = 2, 3, 6

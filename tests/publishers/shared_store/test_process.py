@@ -19,11 +19,17 @@ from kvatlas.identity import Scope
 from kvatlas.settings import PublishSettings
 from kvatlas_publishers.engine_events import EngineBatch, EngineStored
 from kvatlas_publishers.feed import lmcache_subscription
+from kvatlas_publishers.ledger.connectors.shared_store_notice import (
+    AdapterGone,
+    StoreChange,
+    StoreCleared,
+    StoredInStore,
+    encode,
+)
 from kvatlas_publishers.ledger.ledger import Ledger
 from kvatlas_publishers.publisher import Publisher
 from kvatlas_publishers.settings import PublisherSettings
 from kvatlas_publishers.shared_store import process
-from kvatlas_publishers.shared_store.notice import AdapterGone, StoreChange, StoreCleared, StoredInStore, encode
 from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.lmcache_server import LMCacheServer

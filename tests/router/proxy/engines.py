@@ -17,7 +17,7 @@ from kvatlas.identity import Scope
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.settings import ProxySettings
 from kvatlas.store.connection import Store
-from kvatlas_router.proxy.service import run_proxy
+from kvatlas_router.proxy_service import run_proxy
 from tests.simulator.running_engine import running_engine
 
 MODEL = "mock-model"

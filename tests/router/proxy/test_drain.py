@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from kvatlas.settings import ProxySettings
 from kvatlas.store.connection import Store
-from kvatlas_router.proxy.service import run_proxy
+from kvatlas_router.proxy_service import run_proxy
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, running_fleet
 from tests.router.proxy.faulty_engine import Answer, faulty_engine

@@ -72,7 +72,7 @@ async def test_an_engine_that_dies_in_the_middle_of_an_event_leaves_no_half_even
 async def test_an_engine_that_hangs_is_noticed(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, first: bytes
 ) -> None:
-    monkeypatch.setattr("kvatlas_router.proxy.service.PATIENCE_S", 0.1)
+    monkeypatch.setattr("kvatlas_router.proxy_service.PATIENCE_S", 0.1)
     monkeypatch.setattr("kvatlas_router.upstream.engine_watch.PROBE_S", 0.1)
     async with (
         silent_engine(first) as silent,

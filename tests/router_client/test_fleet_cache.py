@@ -5,7 +5,7 @@ import pytest
 from kvatlas.cost import EngineProfile, Load
 from kvatlas.fleet.records import EngineState
 from kvatlas.identity import Scope
-from router_client.decision.fleet_cache import EMPTY_GRACE_S, FleetCache, LastKnownRecords
+from router_client.fleet_cache import EMPTY_GRACE_S, FleetCache, LastKnownRecords
 from tests.router_client.pools import SCOPE, CountingFleet, pool, worker
 
 pytestmark = pytest.mark.anyio

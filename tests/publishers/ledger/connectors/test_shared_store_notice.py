@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvatlas.errors import WireError
 from kvatlas.identity import MAX_NAME_BYTES, Scope
-from kvatlas_publishers.shared_store.notice import (
+from kvatlas_publishers.ledger.connectors.shared_store_notice import (
     MAX_NOTICE_BYTES,
     AdapterGone,
     GoneFromStore,

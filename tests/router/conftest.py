@@ -1,0 +1,5 @@
+"""The servers are tested on the same store, indexes and spans as the library that they stand on."""
+
+from tests.router_client.conftest import index, indexes, spans, store
+
+__all__ = ["index", "indexes", "spans", "store"]
