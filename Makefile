@@ -32,7 +32,8 @@ TOOL ?= $(shell for t in docker podman buildah; do $$t info >/dev/null 2>&1 && {
 EXTRAS_kvatlas := publisher,indexer,router,gateway
 EXTRAS_kvatlas-sidecar := publisher
 EXTRAS_kvatlas-simulator := simulator
-DEMO_EXTRAS := embedded,publisher,indexer,router,simulator
+# simulated engines need nothing that these don't; matplotlib, of the extra simulator, draws pictures alone
+DEMO_EXTRAS := embedded,publisher,indexer,router
 IMAGES := kvatlas kvatlas-sidecar kvatlas-simulator
 
 help: ## show this list
