@@ -22,7 +22,7 @@ QUICK := $(addprefix tests/,project $(addprefix kvatlas/,blocks bus cost fleet r
 	$(addprefix router_client/,decision learning pricing) $(addprefix router/,outliers tokens) $(addprefix simulator/,cache engine) indexer/repair)
 
 .DEFAULT_GOAL := help
-.PHONY: help lock test quick chaos clusters oracle integrations demo bench bench-longer bench-peer lab lint types image push image-test version clean
+.PHONY: help lock test quick chaos clusters oracle integrations demo bench bench-longer bench-peer lab lint types image push image-test wheel-test version clean
 
 # `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
 REGISTRY ?=
@@ -155,6 +155,9 @@ push: ## the images, to REGISTRY; log in to it first
 
 image-test: $(READY) ## build the images and run every command in them as in a pod; needs root, buildah, runc, debootstrap
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/deployment/image_checks.py
+
+wheel-test: $(READY) ## install the wheel with each extra into empty environments, from the package index
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/project/installed_extras.py
 
 version:
 	@echo $(VERSION)

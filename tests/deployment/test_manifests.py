@@ -294,10 +294,11 @@ def test_the_image_runs_the_installed_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (entrypoint,) = [line.removeprefix("ENTRYPOINT ") for line in lines if line.startswith("ENTRYPOINT")]
     assert entrypoint == '["kvatlas"]' and "kvatlas" in project["project"]["scripts"]
-    copied = {word for line in lines if line.startswith("COPY") and "--from" not in line for word in line.split()[1:-1]}
+    copies = [line.split()[1:] for line in lines if line.startswith("COPY") and "--from" not in line]
+    copied = {word for *sources, _ in copies for word in sources}
     assert all((ROOT / path).exists() for path in copied)
     packages = {name for name in project["tool"]["setuptools"]["packages"]["find"]["include"] if "." not in name}
-    assert packages <= copied
+    assert packages <= {into.removeprefix("./") for *_, into in copies}
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {f"!{path}" for path in copied} <= set(ignored)
     assert any(line.startswith("USER 10001") for line in lines)
