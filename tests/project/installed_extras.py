@@ -1,4 +1,4 @@
-"""`make wheel-test`: the wheel with each extra, in an empty environment, with the newest versions that the package index has."""
+"""`make wheel-test`: the wheel with each extra in an empty environment, with the newest versions of the package index."""
 
 import tomllib
 from pathlib import Path
