@@ -44,6 +44,8 @@ LOOPBACK = "127.0.0.1"
 ROUTABLE_S = 10.0
 GRACE_S = 5.0
 """How long answers that run may take after Ctrl-C."""
+DECISION_MS = 1_000.0
+"""All parts share this machine, as those of the demo do: the store may have to wait for a core."""
 _POLL_S = 0.05
 NOT_IN_WORKER_ID = re.compile(r"[^A-Za-z0-9_-]+")
 
@@ -159,7 +161,12 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
             router_url = None
             if settings.router:
                 proxy_settings = ProxySettings.load(
-                    **{**servers, **page}, host=LOOPBACK, port=settings.router_port, drain_s=0, grace_s=GRACE_S
+                    **{**servers, **page},
+                    host=LOOPBACK,
+                    port=settings.router_port,
+                    drain_s=0,
+                    grace_s=GRACE_S,
+                    decision_deadline_ms=DECISION_MS,
                 )
                 await _wait_until_routable(proxy_settings, {_worker_id(sidecar) for sidecar in sidecars})
                 router_url = await group.start(_run_router, proxy_settings)
