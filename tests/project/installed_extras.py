@@ -9,9 +9,9 @@ from tests.project.distribution import ROOT, build, copy_checkout, install, make
 
 NEEDS = {
     "": "from router_client import Prompt, RouterClient, Scope",
-    "cli": "import kvatlas_cli.commands.workers, kvatlas_cli.commands.overlap, kvatlas_cli.commands.doctor",
+    "cli": "import kvatlas_cli.commands.workers, kvatlas_cli.commands.overlap, kvatlas_cli.commands.route",
     "publisher": "import kvatlas_publishers.sidecar, kvatlas_publishers.sources.drained_engine, kvatlas_publishers.status",
-    "indexer": "import kvatlas_indexer.service, kvatlas_indexer.status_page.application, kvatlas_cli.auth",
+    "indexer": "import kvatlas_indexer.service, kvatlas_indexer.status_page.application, kvatlas_cli.commands.doctor",
     "tokenizer": "import kvatlas_router.tokens.local_tokenizer",
     "replica": "import kvatlas.index.local_copy, kvatlas.bus.connection",
     "router": "import kvatlas_router.proxy_service",
