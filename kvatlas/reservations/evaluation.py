@@ -1,6 +1,7 @@
 """Evaluating offers: which of the offered workers is cheapest, by looking at every one of them.
 
-The Lua twin is `functions/_evaluation.lua`; it finds the same one in crowds without looking at all (`functions/_crowds.lua`).
+The Lua twin is `functions/_evaluation.lua`; it finds the same one without looking at all look-alikes
+(`functions/_look_alikes.lua`).
 Both compute with the same operations in the same order, so that their floats are equal.
 """
 
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from kvatlas.cost.protocol import Load, Prices, mean_load
 from kvatlas.reservations.likeness import RING, place_on_ring
 from kvatlas.reservations.pair_choice import choose_pair
-from kvatlas.reservations.protocol import Ask, CrowdsUnknown, Evaluation, Offer, OfferEvaluation, OfferKind
+from kvatlas.reservations.protocol import Ask, Evaluation, LookAlikesUnknown, Offer, OfferEvaluation, OfferKind
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, Over, level
 
 
@@ -40,7 +41,7 @@ class UsablePrediction(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Everybody an ask may choose: its `offers`, then those to every member of its crowds; `limits` in the same order.
+    """Every worker that an ask may choose: its `offers`, then one to each look-alike; `limits` in the same order.
 
     `rings`: how far each is behind the ask's place on the ring; -1 for an offer that names its worker.
     """
@@ -51,23 +52,23 @@ class Candidates(NamedTuple):
 
     @classmethod
     def of(cls, ask: Ask, members: Mapping[str, tuple[bytes, Limit]]) -> "Candidates":
-        """`members`: the likeness and the limit of every worker that may belong to a crowd. Raises CrowdsUnknown."""
+        """`members`: the likeness and the limit of every worker that may be a look-alike. Raises LookAlikesUnknown."""
         offers, rings = list(ask.offers), [-1] * len(ask.offers)
         limits = [UNKNOWN_LIMIT] * len(offers) if ask.limits is None else list(ask.limits.of_offers)
         named = {*(offer.worker_id for offer in offers), *ask.skipped}
-        crowds = {crowd.likeness: crowd for crowd in ask.crowds}
-        has_room = ask.limits is None or ask.limits.crowds_have_room
+        look_alikes = {each.likeness: each for each in ask.look_alikes}
+        has_room = ask.limits is None or ask.limits.look_alikes_have_room
         found = 0
         for worker_id, (likeness, limit) in members.items():
-            crowd = crowds.get(likeness)
-            found += crowd is not None
-            if crowd is not None and worker_id not in named:
-                offers.append(crowd.offer._replace(worker_id=worker_id))
+            group = look_alikes.get(likeness)
+            found += group is not None
+            if group is not None and worker_id not in named:
+                offers.append(group.offer._replace(worker_id=worker_id))
                 slots, kv_tokens = (0, 0) if has_room else (limit.slots, limit.kv_tokens)
-                limits.append(Limit(slots, kv_tokens, crowd.decode_us))
+                limits.append(Limit(slots, kv_tokens, group.decode_us))
                 rings.append((place_on_ring(worker_id) - ask.ring) % RING)
         if found < ask.least_members or not offers:
-            raise CrowdsUnknown(f"{found} workers in the crowds of an ask; expected at least {ask.least_members}")
+            raise LookAlikesUnknown(f"{found} look-alikes for an ask; expected at least {ask.least_members}")
         return cls(offers, limits, rings)
 
 

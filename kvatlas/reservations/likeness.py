@@ -4,7 +4,7 @@ A router that wants to know the cheapest of a thousand workers names a likeness 
 them, sorted by load. So indexers, which report workers, and routers must agree on it; it depends on the fleet record alone,
 not on a router's settings. Workers that differ in a router's settings only (rates, reuse rules) share a likeness.
 
-Members of a crowd whose costs are equal stand on a **ring**, at the first 32 bits of the SHA-1 of their ids: a prompt goes to
+Look-alikes whose costs are equal stand on a **ring**, at the first 32 bits of the SHA-1 of their ids: a prompt goes to
 the next one behind its own place, so different prompts spread, and equal ones meet.
 """
 

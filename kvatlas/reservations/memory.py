@@ -153,7 +153,9 @@ class MemoryReservations:
 
     def _evaluate(self, pool: MemoryPool, ask: Ask, now: int) -> tuple[Evaluation, dict[bytes, int]]:
         """And of each prediction that shares a prefix with the prompt, the steps that are held with it."""
-        members = {id: (worker.likeness, worker.limit) for id, worker in pool.workers.items()} if ask.crowds else {}
+        members = (
+            {id: (worker.likeness, worker.limit) for id, worker in pool.workers.items()} if ask.look_alikes else {}
+        )
         candidates = Candidates.of(ask, members)
         loads: dict[str, WorkerLoad] = {}
         for offer in candidates.offers:

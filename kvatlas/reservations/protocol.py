@@ -8,8 +8,9 @@ the moment that its prefill should end, until its events confirm them or the pre
 Prefixes are cut in **steps** of STEP_BLOCKS blocks: of a chain only every STEP_BLOCKS-th hash travels, so a prediction is a
 lower bound within STEP_BLOCKS - 1 blocks.
 
-A choice among hundreds of workers names few of them. All others that are alike, and hold the same, differ only by their
-load; a **crowd** stands for them, and the store knows who they are and keeps them sorted by load.
+A choice among hundreds of workers names only a few of them. The rest are **look-alikes**: workers of one likeness that hold
+the same and differ only in their load. An ask makes one offer to all of them, and the store, which keeps them sorted by load,
+finds the cheapest.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -83,7 +84,7 @@ class Offer(NamedTuple):
     work_us: float
 
 
-class Crowd(NamedTuple):
+class LookAlikes(NamedTuple):
     """The same offer to all workers of a likeness (`kvatlas.reservations.likeness`) that the ask does not name otherwise.
 
     `offer`: without a worker's id. `decode_us`: see `Limit`; their other limits are those that they reported.
@@ -111,14 +112,14 @@ class PairLayout:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Which of `offers`, and of the offers to `crowds`, is cheapest now? Ties go to the first offer, then to the member of a
-    crowd that is next on the ring (`kvatlas.reservations.likeness`) from `ring` on.
+    """Which of `offers`, and of the offers to `look_alikes`, is cheapest now? Ties go to the first offer, then to the
+    look-alike that is next on the ring (`kvatlas.reservations.likeness`) from `ring` on.
 
     `again_factor`: what a token costs in addition, in times of its price, if another worker is computing it now. `limits`
     absent: none are checked. `pair_layout` absent: one offer is chosen, not a pair.
 
-    `skipped`: workers that belong to no crowd here. Crowds of fewer than `least_members` together, workers with an offer of
-    their own and skipped ones counted, are not what the asker takes them for: the ask raises CrowdsUnknown.
+    `skipped`: workers that get no offer as look-alikes. If the store knows fewer than `least_members` look-alikes, counting
+    skipped workers and those with an offer of their own, the ask raises LookAlikesUnknown.
     """
 
     offers: Sequence[Offer]
@@ -126,14 +127,14 @@ class Ask:
     again_factor: float = 0.0
     limits: Limits | None = None
     pair_layout: PairLayout | None = None
-    crowds: Sequence[Crowd] = ()
+    look_alikes: Sequence[LookAlikes] = ()
     skipped: Collection[str] = ()
     least_members: int = 0
     ring: int = 0
 
 
-class CrowdsUnknown(KvatlasError):
-    """The store does not know the workers that an ask's crowds stand for."""
+class LookAlikesUnknown(KvatlasError):
+    """The store does not know the look-alikes of an ask, or too few of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class Booking:
                 raise InvalidValue(f"reservation id of {len(id)} bytes; expected {ID_BYTES}")
         if self.ask.pair_layout is not None and self.prefill_id in (None, self.id):
             raise InvalidValue("a booking of a pair without an id of its own for the prefill")
-        if not self.ask.offers and not self.ask.crowds:
+        if not self.ask.offers and not self.ask.look_alikes:
             raise InvalidValue("a booking without offers; expected at least one worker")
 
 
@@ -186,8 +187,8 @@ class OfferEvaluation(NamedTuple):
 class Evaluation:
     """Which of `offers` is the cheapest, and what the cost of each comes from, in the same order.
 
-    `offers`: those of the ask, then those to members of its crowds, as far as the choice had to read them. Of an ask with a
-    pair layout, `chosen` computes the answer, and `prefill` the prompt (None: `chosen` computes both).
+    `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair
+    layout, `chosen` computes the answer, and `prefill` the prompt (None: `chosen` computes both).
     """
 
     chosen: int
@@ -231,7 +232,7 @@ class LoadReport:
 class WorkerReport:
     """What is known of a worker: its incarnation, and its load if it reports one.
 
-    `likeness`: which crowd it belongs to; empty: to none, as it gets no requests now. `limit`: its slots and its KV.
+    `likeness`: equal for look-alikes; empty if the worker gets no requests now. `limit`: its slots and its KV.
     """
 
     incarnation: int
@@ -275,11 +276,11 @@ class Reservations(Protocol):
         """True: the indexer reports workers. False: the caller has to `report` what it knows of them."""
 
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
-        """What `book` would choose now. Books nothing. Raises CrowdsUnknown."""
+        """What `book` would choose now. Books nothing. Raises LookAlikesUnknown."""
 
     async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
         """Reserve the cheapest offer; None if the booking was called off before. Sent again, it replaces the first one.
-        Raises CrowdsUnknown; then nothing is reserved."""
+        Raises LookAlikesUnknown; then nothing is reserved."""
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         """The request's first token is there. False if there is no such reservation, or it was recorded before."""

@@ -20,9 +20,9 @@ from kvatlas.reservations.protocol import (
     STALE_US,
     Ask,
     Booking,
-    Crowd,
-    CrowdsUnknown,
     Evaluation,
+    LookAlikes,
+    LookAlikesUnknown,
     Offer,
     OfferEvaluation,
     OfferKind,
@@ -199,7 +199,7 @@ def _pack_ask(ask: Ask) -> bytes:
     numbers: dict[int, int] = {}
     kinds: list[Any] = []
     offers: list[Any] = []
-    crowds: list[Any] = []
+    look_alikes: list[Any] = []
 
     def number_of(kind: OfferKind) -> int:
         if (number := numbers.get(id(kind))) is None:
@@ -209,8 +209,8 @@ def _pack_ask(ask: Ask) -> bytes:
 
     for worker_id, kind, held_steps, cached_tokens, base_us, work_us in ask.offers:
         offers += (worker_id, number_of(kind), held_steps, cached_tokens, base_us, work_us)
-    for likeness, (_, kind, held_steps, cached_tokens, base_us, work_us), _ in ask.crowds:
-        crowds += (likeness, number_of(kind), held_steps, cached_tokens, base_us, work_us)
+    for likeness, (_, kind, held_steps, cached_tokens, base_us, work_us), _ in ask.look_alikes:
+        look_alikes += (likeness, number_of(kind), held_steps, cached_tokens, base_us, work_us)
     layout, skipped = ask.pair_layout, list(ask.skipped)
     if skipped and ask.offers:  # an offer of its own counts
         skipped = list(set(skipped).difference(offer.worker_id for offer in ask.offers))
@@ -220,9 +220,9 @@ def _pack_ask(ask: Ask) -> bytes:
             chains,
             kinds,
             offers,
-            0 if ask.limits is None else _limit_fields(ask.limits, ask.crowds),
+            0 if ask.limits is None else _limit_fields(ask.limits, ask.look_alikes),
             0 if layout is None else (layout.prefills, layout.decodes, layout.groups, layout.transfers_us),
-            crowds,
+            look_alikes,
             skipped,
             ask.least_members,
             ask.ring,
@@ -248,7 +248,7 @@ def _kind_fields(kind: OfferKind) -> tuple[float, ...]:
     )
 
 
-def _limit_fields(limits: Limits, crowds: Sequence[Crowd]) -> tuple[Any, ...]:
+def _limit_fields(limits: Limits, look_alikes: Sequence[LookAlikes]) -> tuple[Any, ...]:
     return (
         limits.ttft_us,
         limits.decode_us,
@@ -256,8 +256,8 @@ def _limit_fields(limits: Limits, crowds: Sequence[Crowd]) -> tuple[Any, ...]:
         int(limits.slo_filters),
         limits.input_tokens,
         list(chain.from_iterable(limits.of_offers)),
-        int(limits.crowds_have_room),
-        [crowd.decode_us for crowd in crowds],
+        int(limits.look_alikes_have_room),
+        [each.decode_us for each in look_alikes],
     )
 
 
@@ -272,17 +272,17 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
         ask: Ask,
         offers: Sequence[Offer],
         records: Sequence[bytes],
-        crowds: Sequence[Crowd],
+        groups: Sequence[LookAlikes],
         now_us: int,
         mean: Load,
         in_flight: int,
         best: Mapping[str, UsablePrediction],
     ) -> None:
-        """`crowds`: those of the offers behind the ask's own."""
+        """`groups`: of the look-alikes whose offers follow the ask's own."""
         self._ask = ask
         self._offers = offers
         self._records = records
-        self._crowds = crowds
+        self._groups = groups
         self._now_us = now_us
         self._mean = mean
         self._in_flight = in_flight
@@ -316,8 +316,8 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
             if number < first_member:
                 limit = ask.limits.of_offers[number]
             else:
-                room = (0, 0) if ask.limits.crowds_have_room else (slots, kv_limit)
-                limit = Limit(*room, self._crowds[number - first_member].decode_us)
+                room = (0, 0) if ask.limits.look_alikes_have_room else (slots, kv_limit)
+                limit = Limit(*room, self._groups[number - first_member].decode_us)
         reported = Load(running, queued, waiting, kv) if self._now_us - sampled_us < STALE_US else None
         load = WorkerLoad(reported, Load(more_running, more_queued, 0, more_kv))
         prediction = self._best.get(offer.worker_id)
@@ -325,20 +325,20 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
 
 
 def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
-    """As `functions/_choice.lua` returns it; None for a booking that was called off. Raises CrowdsUnknown."""
+    """As `functions/_choice.lua` returns it; None for a booking that was called off. Raises LookAlikesUnknown."""
     chosen, *rest = msgpack.unpackb(answer, raw=True)
     if not chosen:
         return None
     if chosen < 0:
-        raise CrowdsUnknown(f"the store has fewer than {ask.least_members} workers in the crowds of an ask")
+        raise LookAlikesUnknown(f"the store has fewer than {ask.least_members} look-alikes for an ask")
     prefill, now_us, mean, in_flight, predictions, records, members = rest
     queued, running, waiting, kv_tokens = mean or (0, 0, 0, 0)
     best = {worker_id.decode(): UsablePrediction(tokens, ready_us) for worker_id, tokens, ready_us in predictions}
     mean_load = Load(running, queued, waiting, kv_tokens)
     names, numbers, member_records = members[::3], members[1::3], members[2::3]
-    offers, crowds = ask.offers, [ask.crowds[number - 1] for number in numbers]
+    offers, groups = ask.offers, [ask.look_alikes[number - 1] for number in numbers]
     if members:
-        more = [crowd.offer._replace(worker_id=name.decode()) for name, crowd in zip(names, crowds, strict=True)]
+        more = [each.offer._replace(worker_id=name.decode()) for name, each in zip(names, groups, strict=True)]
         offers, records = [*offers, *more], [*records, *member_records]
-    by_offer = _OfferEvaluations(ask, offers, records, crowds, now_us, mean_load, in_flight, best)
+    by_offer = _OfferEvaluations(ask, offers, records, groups, now_us, mean_load, in_flight, best)
     return Evaluation(chosen - 1, offers, by_offer, prefill - 1 if prefill else None)

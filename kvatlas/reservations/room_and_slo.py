@@ -57,7 +57,7 @@ def limit_of(record: FleetRecord) -> Limit:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of an ask, `of_offers` in the order of its offers. Members of crowds have room if `crowds_have_room`; otherwise
+    """Limits of an ask, `of_offers` in the order of its offers. Look-alikes have room if `look_alikes_have_room`; otherwise
     what they reported is checked. A worker whose load is unknown, or too old, has room.
 
     The request's SLO: its first token within `ttft_us`, and all further ones within `decode_us` (0: no objective). Each us
@@ -71,7 +71,7 @@ class Limits:
     decode_us: float = 0.0
     slo_factor: float = 0.0
     slo_filters: bool = False
-    crowds_have_room: bool = False
+    look_alikes_have_room: bool = False
 
 
 def level(over: int, *, slo_filters: bool) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from kvatlas.reservations import STEP_BLOCKS, Ask, Crowd, Offer, OfferKind, StepChain
+from kvatlas.reservations import STEP_BLOCKS, Ask, LookAlikes, Offer, OfferKind, StepChain
 from router_client.pricing.pool import Candidate
 from router_client.pricing.quotes import KindQuote, Quote
 from router_client.pricing.slo import build_limits, decode_us
@@ -20,10 +20,10 @@ def build_ask(
     chains: Mapping[int, PromptChain],
     settings: RouterSettings,
     usual_block_size: int | None,
-    crowds: Mapping[bytes, Quote] = MappingProxyType({}),
+    look_alikes: Mapping[bytes, Quote] = MappingProxyType({}),
 ) -> Ask:
-    """Offers in the order of `quotes`, and to crowds by likeness. `chains`: by block size, as far as hashed; more is hashed as
-    needed. `usual_block_size`: of the pool, for workers that have announced no block yet.
+    """Offers in the order of `quotes`, and to look-alikes by likeness. `chains`: by block size, as far as hashed; more is
+    hashed as needed. `usual_block_size`: of the pool, for workers that have announced no block yet.
 
     Raises InvalidValue for a token id that is out of range.
     """
@@ -52,12 +52,12 @@ def build_ask(
         return Offer(worker_id, kind, held_steps, quote.cached_tokens, base_us, quote.work_us)
 
     offers = [offer_of(quote, quote.id) for quote in quotes]
-    limits = build_limits(prompt, quotes, settings.limits, tuple(crowds.values()))
-    to_crowds = [
-        Crowd(likeness, offer_of(quote, ""), 0.0 if limits is None else decode_us(prompt, quote))
-        for likeness, quote in crowds.items()
+    limits = build_limits(prompt, quotes, settings.limits, tuple(look_alikes.values()))
+    to_look_alikes = [
+        LookAlikes(likeness, offer_of(quote, ""), 0.0 if limits is None else decode_us(prompt, quote))
+        for likeness, quote in look_alikes.items()
     ]
-    return Ask(offers, step_chains, booking.again_factor, limits, crowds=to_crowds)
+    return Ask(offers, step_chains, booking.again_factor, limits, look_alikes=to_look_alikes)
 
 
 def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, settings: BookingSettings) -> OfferKind:

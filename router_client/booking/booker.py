@@ -10,8 +10,8 @@ from kvatlas.errors import Unreachable
 from kvatlas.reservations import (
     Ask,
     Booking,
-    CrowdsUnknown,
     Evaluation,
+    LookAlikesUnknown,
     MemoryReservations,
     Outcome,
     Reservations,
@@ -67,7 +67,7 @@ class Booker:
 
     @property
     def sorts_workers(self) -> bool:
-        """Do the reservations know the workers by likeness, so that an ask may have crowds?"""
+        """Do the reservations know the workers by likeness, so that an ask may include look-alikes?"""
         return self._settings.booking.reservations and self._reservations.fed_by_indexer
 
     # ------------------------------------------------------------ in the store, with the other routers
@@ -104,7 +104,7 @@ class Booker:
             evaluation = await deadline.wait_for(self._reservations.book(pool_id, booking))
             answered = True
             self._counters.booking_time.add(perf_counter() - began, span=sampled_context())
-        except CrowdsUnknown:
+        except LookAlikesUnknown:
             answered = True
             raise
         finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvatlas.errors import Unreachable
 from kvatlas.request import SelectionResult
-from kvatlas.reservations import Ask, CrowdsUnknown, Evaluation, Outcome, Reservations
+from kvatlas.reservations import Ask, Evaluation, LookAlikesUnknown, Outcome, Reservations
 from kvatlas.store.deadline import STORE_FAILURES, Deadline, LateCalls
 from router_client.basis import Basis
 from router_client.booking.booker import Booker, BookingResult, evaluate_without_bookings
@@ -20,7 +20,7 @@ from router_client.counters import RouterCounters
 from router_client.decision.index_lookup import IndexLookup, Situation
 from router_client.decision.policy import RoutingPolicy
 from router_client.fleet_cache import FleetCache
-from router_client.pricing.look_alikes import CrowdQuotes
+from router_client.pricing.look_alikes import LookAlikeQuotes
 from router_client.pricing.overlap import OverlapIndex, PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairRanking
@@ -138,14 +138,14 @@ class Decider:
         deadline, call_store = self._start_deadline(), self._booker.may_call_store()
         situation = await self._read_situation(prompt, avoid, deadline, call_store=call_store)
         if call_store and not explain_all and self._booker.sorts_workers:
-            quotes = self._policy.quote_crowds(prompt, situation.pool, situation.lookup)
+            quotes = self._policy.quote_look_alikes(prompt, situation.pool, situation.lookup)
             if quotes is not None:
-                call = self._decide_in_crowds(prompt, situation, quotes, deadline, book=book)
+                call = self._decide_among_look_alikes(prompt, situation, quotes, deadline, book=book)
                 decision, failure = await self._booker.try_store(call, deadline)
                 if decision is not None:
                     return decision
                 situation = replace(situation, why=situation.why or failure)
-                call_store = not failure  # without one, the store does not know these crowds
+                call_store = not failure  # without one, the store does not know these look-alikes
         case = self._price(prompt, situation, follow=True)
         if case is None:
             return Decision(situation.pool, ())
@@ -230,15 +230,15 @@ class Decider:
             _, reservations = await self._booker.book(case.prompt, ask, deadline)
         return replace(decision, reservation=reservations[0]) if reservations else decision
 
-    async def _decide_in_crowds(
-        self, prompt: Prompt, situation: Situation, quotes: CrowdQuotes, deadline: Deadline, *, book: bool
+    async def _decide_among_look_alikes(
+        self, prompt: Prompt, situation: Situation, quotes: LookAlikeQuotes, deadline: Deadline, *, book: bool
     ) -> Decision | None:
         """The same, reading few workers; None if the store knows too few of them. Raises what the store raises, and
         TimeoutError."""
-        ask = self._policy.ask_crowds(prompt, quotes, situation.lookup)
+        ask = self._policy.ask_look_alikes(prompt, quotes, situation.lookup)
         try:
             evaluation, reservations = await self._booker.look_or_book(prompt, ask, deadline, book=book)
-        except CrowdsUnknown:
+        except LookAlikesUnknown:
             return None
         matched, by_offer, chosen = quotes.match(evaluation)
         if chosen is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from kvatlas.reservations import Ask
 from router_client.booking.ask import build_ask
 from router_client.decision.shadow_policy import Policy, RoundRobin
-from router_client.pricing.look_alikes import CrowdQuotes, quote_crowds
+from router_client.pricing.look_alikes import LookAlikeQuotes, quote_look_alikes
 from router_client.pricing.overlap import PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairQuotes, quote_pairs
@@ -47,7 +47,7 @@ class RoutingPolicy:
             prompt, quote_candidates(prompt, pool, lookup.held, fingerprint=fingerprint), fingerprint
         )
 
-    def quote_crowds(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> CrowdQuotes | None:
+    def quote_look_alikes(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> LookAlikeQuotes | None:
         """The same with few candidates named, the cheapest of the others being found in the store; None if that is not
         possible."""
         settings = self._settings
@@ -55,16 +55,16 @@ class RoutingPolicy:
             return None
         fingerprint = lookup.fingerprint + self._seed
         if not (settings.session_us and prompt.session_id):
-            return quote_crowds(prompt, pool, lookup.held, fingerprint)
+            return quote_look_alikes(prompt, pool, lookup.held, fingerprint)
         home = session_worker(prompt.session_id, sorted(pool.candidate_of))
-        quotes = quote_crowds(prompt, pool, lookup.held, fingerprint, named=[home])
+        quotes = quote_look_alikes(prompt, pool, lookup.held, fingerprint, named=[home])
         if quotes is None:
             return None
-        away = add_session_surcharge(quotes.crowds.values(), home, settings.session_us, members=True)
+        away = add_session_surcharge(quotes.look_alikes.values(), home, settings.session_us, members=True)
         return replace(
             quotes,
             named=add_session_surcharge(quotes.named, home, settings.session_us),
-            crowds=dict(zip(quotes.crowds, away, strict=True)),
+            look_alikes=dict(zip(quotes.look_alikes, away, strict=True)),
         )
 
     def quote_pairs(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> PairQuotes:
@@ -77,10 +77,10 @@ class RoutingPolicy:
         """The booking's question: which of these is the cheapest under load? Raises InvalidValue for a bad token id."""
         return build_ask(prompt, quotes, lookup.chains, self._settings, pool.usual_block_size)
 
-    def ask_crowds(self, prompt: Prompt, quotes: CrowdQuotes, lookup: PromptLookup) -> Ask:
-        """The same about named workers and crowds."""
+    def ask_look_alikes(self, prompt: Prompt, quotes: LookAlikeQuotes, lookup: PromptLookup) -> Ask:
+        """The same question about named workers and look-alikes."""
         usual_size = quotes.pool.usual_block_size
-        ask = build_ask(prompt, quotes.named, lookup.chains, self._settings, usual_size, quotes.crowds)
+        ask = build_ask(prompt, quotes.named, lookup.chains, self._settings, usual_size, quotes.look_alikes)
         return replace(ask, skipped=tuple(quotes.pool.skipped), least_members=quotes.least_members, ring=quotes.ring)
 
     def criteria(self, prompt: Prompt) -> Criteria:

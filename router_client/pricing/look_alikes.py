@@ -1,7 +1,7 @@
-"""Quotes for a large pool without a quote for every worker: those that stand out are named, all others are members of crowds.
+"""Quotes for a large pool without a quote for every worker: those that stand out are named, the others are look-alikes.
 
 A worker stands out if it holds another part of the prompt than most workers of its likeness, or is of another kind (its rates
-are learned to be others). The store finds the cheapest of the rest by their load (`kvatlas.reservations.protocol.Crowd`).
+are learned to be others). The store finds the cheapest of the rest by their load (`kvatlas.reservations.protocol.LookAlikes`).
 """
 
 from collections import Counter
@@ -24,20 +24,21 @@ KNOWN_SHARE = 0.875
 
 
 @dataclass(frozen=True, slots=True)
-class CrowdQuotes:
-    """`named`: in the order in which ties are broken. `crowds`: a quote for members, by likeness; its candidate is any one.
+class LookAlikeQuotes:
+    """`named`: in the order in which ties are broken. `look_alikes`: a quote for each likeness; its candidate
+    is any worker of that likeness.
 
     `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`).
     """
 
     pool: Pool
     named: Sequence[Quote]
-    crowds: Mapping[bytes, Quote]
+    look_alikes: Mapping[bytes, Quote]
     ring: int
 
     @property
     def least_members(self) -> int:
-        """How many workers the store should know in these crowds."""
+        """How many look-alikes the store should know."""
         return int(KNOWN_SHARE * sum(group.size for group in self.pool.groups))
 
     def match(self, evaluation: Evaluation) -> tuple[list[Quote], Sequence[OfferEvaluation], int | None]:
@@ -49,7 +50,7 @@ class CrowdQuotes:
         kept = list(range(first))
         for number in range(first, len(evaluation.offers)):
             candidate = self.pool.candidate_of.get(evaluation.offers[number].worker_id)
-            quote = self.crowds.get(candidate.likeness) if candidate is not None else None
+            quote = self.look_alikes.get(candidate.likeness) if candidate is not None else None
             if candidate is not None and quote is not None:
                 quotes.append(quote._replace(candidate=candidate))
                 kept.append(number)
@@ -59,29 +60,29 @@ class CrowdQuotes:
         return quotes, [evaluation.by_offer[number] for number in kept], chosen
 
 
-def quote_crowds(
+def quote_look_alikes(
     prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix], fingerprint: bytes, *, named: Sequence[str] = ()
-) -> CrowdQuotes | None:
+) -> LookAlikeQuotes | None:
     """`named`: candidates to be named in any case. None if the pool is small, or too many workers stand out."""
     if not pool.groups or len(pool.candidates) < LEAST_CANDIDATES:
         return None
     desk = QuoteDesk(prompt, pool, held)
     apart: dict[str, Candidate] = {id: pool.candidate_of[id] for id in named}
-    crowds: dict[bytes, Quote] = {}
+    look_alikes: dict[bytes, Quote] = {}
     holders: dict[bytes, list[str]] = {}
     for id in held:
         if (candidate := pool.candidate_of.get(id)) is not None:
             holders.setdefault(candidate.likeness, []).append(id)
     for group in pool.groups:
         usual, other = _usual_prefix(group, held, holders.get(group.likeness, ()))
-        crowds[group.likeness] = desk.quote(group.example, usual)
+        look_alikes[group.likeness] = desk.quote(group.example, usual)
         for id in (*other, *group.odd):
             if (candidate := pool.candidate_of.get(id)) is not None:
                 apart[id] = candidate
         if len(apart) > MOST_NAMED:
             return None
     ring = xxh3_64_intdigest(fingerprint) >> 32
-    return CrowdQuotes(pool, desk.quote_all(list(apart.values()), fingerprint), crowds, ring)
+    return LookAlikeQuotes(pool, desk.quote_all(list(apart.values()), fingerprint), look_alikes, ring)
 
 
 def _usual_prefix(

@@ -11,17 +11,17 @@ from router_client.settings import LimitSettings, SloMode
 
 
 def build_limits(
-    prompt: Prompt, quotes: Sequence[Quote], settings: LimitSettings, crowds: Sequence[Quote] = ()
+    prompt: Prompt, quotes: Sequence[Quote], settings: LimitSettings, look_alikes: Sequence[Quote] = ()
 ) -> Limits | None:
-    """The limits of quotes, in their order; None if there is nothing to check. `crowds`: the quotes for members of crowds.
+    """The limits of quotes, in their order; None if there is nothing to check. `look_alikes`: the quotes for look-alikes.
 
     Under a profile that predicts no time the SLO is not checked.
     """
     each = [quote.candidate.limit for quote in quotes] if settings.room else [UNKNOWN_LIMIT] * len(quotes)
-    predicts_time = any(quote.for_kind.cold_cost.ttft_us is not None for quote in (*quotes[:1], *crowds[:1]))
+    predicts_time = any(quote.for_kind.cold_cost.ttft_us is not None for quote in (*quotes[:1], *look_alikes[:1]))
     if settings.slo is SloMode.TOLD or not predicts_time:
-        if (crowds and settings.room) or each.count(UNKNOWN_LIMIT) < len(each):
-            return Limits(each, prompt.input_tokens, crowds_have_room=not settings.room)
+        if (look_alikes and settings.room) or each.count(UNKNOWN_LIMIT) < len(each):
+            return Limits(each, prompt.input_tokens, look_alikes_have_room=not settings.room)
         return None
     return Limits(
         [Limit(one.slots, one.kv_tokens, decode_us(prompt, quote)) for one, quote in zip(each, quotes, strict=True)],

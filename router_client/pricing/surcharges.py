@@ -36,7 +36,7 @@ def gumbel(fingerprint: bytes, worker_id: str) -> float:
 def add_session_surcharge(
     quotes: Iterable[Quote], home: str, session_us: float, *, members: bool = False
 ) -> list[Quote]:
-    """The quotes with the surcharge on all workers but `home`. `members`: they are for members of crowds, which it is not."""
+    """The quotes with the surcharge on all workers but `home`. `members`: they are for look-alikes, which it is not."""
     away = (Surcharge(SESSION, round(session_us), 1),)
     return [
         quote if quote.id == home and not members else quote._replace(surcharges=away, surcharge_us=away[0].us)

@@ -111,7 +111,7 @@ def _nested(rng: Random) -> bytes:
     return rng.choice([b"\x91", b"\x81\x01", b"\xdd\x7f\xff\xff\xff"]) * rng.choice([100, 5_000]) + b"\xc0"
 
 
-def _crowd(rng: Random) -> bytes:
+def _many(rng: Random) -> bytes:
     """Many values in few bytes."""
     count = 400_000
     return b"\xdd" + count.to_bytes(4, "big") + rng.choice([b"\x90", b"\x80", b"\xe0"]) * count
@@ -122,4 +122,4 @@ def _extension(rng: Random) -> bytes:
     return payload
 
 
-BOMBS: list[Callable[[Random], bytes]] = [_nested, _crowd, _extension]
+BOMBS: list[Callable[[Random], bytes]] = [_nested, _many, _extension]

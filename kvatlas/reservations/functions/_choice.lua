@@ -1,20 +1,20 @@
--- The choice among all offers, to named workers and to crowds.
+-- The choice among all offers, to named workers and to look-alikes.
 
 -- Returns
 -- - the answer, an array: number of the cheapest offer (with a pair layout: of the one that computes the answer), number of the
 --   offer that computes the prompt alone (0: none does), now, the mean load (empty: no load is unknown), tokens in flight,
 --   { { worker with a prediction, its tokens, when they are ready us }... }, each offer's packed worker, { worker, number of its
---   crowd, packed worker... } of members of crowds that were read: numbered behind the offers. The client works out from it how
---   each offer was evaluated, if that is needed.
+--   row of look-alikes, packed worker... } of the look-alikes that were read: numbered behind the offers. If needed, the client
+--   works out from it how each offer was evaluated.
 -- - what a booking needs: the state, with by number `rows` and `at` of the offer, `workers`, backlog_us, and if it uses a
 --   prediction, used = the tokens, wait_us = us to wait for them; matches = by number of the chain
--- Nil if the crowds have too few members.
+-- Nil if there are too few look-alikes.
 local function evaluate(keys, ask, now)
   local state = {
     keys = keys, ask = ask, now = now, fresh = now - STALE_US, count = 0, rows = {}, at = {}, workers = {}, records = {},
     backlog_us = {}, used = {}, wait_us = {}, matches = {}, best = {}, in_flight = 0,
     chosen = 0, prefill = 0, least = math.huge, lowest = math.huge, ring = math.huge,
-    named = {}, kind_of = {}, packed_of = {}, crowd_of = {}, extras = {}, overdue = {},
+    named = {}, kind_of = {}, packed_of = {}, row_of = {}, extras = {}, overdue = {},
   }
   local offers, names = ask.offers, {}
   for at = 0, #offers - 1, OFFER_FIELDS do
@@ -25,13 +25,13 @@ local function evaluate(keys, ask, now)
   for i, worker in ipairs(names) do
     state.packed_of[worker] = state.offered[i]
   end
-  if ask.crowds[1] and not find_crowds(state) then
+  if ask.look_alikes[1] and not find_look_alikes(state) then
     return nil
   end
   find_predictions(state)
   weigh_offers(state)
-  if ask.crowds[1] then
-    weigh_crowds(state)
+  if ask.look_alikes[1] then
+    weigh_look_alikes(state)
   end
   if state.chosen == 0 then
     return nil

@@ -1,19 +1,19 @@
--- Evaluating offers: which of the offered workers is cheapest now. The Python twin of this file, which looks at every member of
--- a crowd, is `kvatlas/reservations/evaluation.py`.
+-- Evaluating offers: which of the offered workers is cheapest now. The Python twin of this file, which looks at every
+-- look-alike, is `kvatlas/reservations/evaluation.py`.
 --
 -- ask, cmsgpack: { factor of computing again, { { tokens a step, packed step hashes }... }, kinds, offers, limits (0: none are
---   checked), pair layout (0: one offer is chosen; see _pair_choice.lua), crowds, { workers that belong to no crowd... }, least
---   members of all crowds, place on the ring }, packed by kvatlas/reservations/redis.py
--- Kinds, offers and crowds are rows of flat lists: a table for each of hundreds takes longer than all the rest.
+--   checked), pair layout (0: one offer is chosen; see _pair_choice.lua), look-alikes, { workers that get no offer as
+--   look-alikes... }, least number of look-alikes, place on the ring }, packed by kvatlas/reservations/redis.py
+-- Kinds, offers and look-alikes are rows of flat lists: a table for each of hundreds takes longer than all the rest.
 -- kind: number of its chain (0: none), most tokens that can be used, tokens lost of a hit, us a queued token, us a running
 --   request, us a KV token, tokens that a waiting request stands for, us a prompt token, us a squared prompt token, us a hit,
 --   us for which predictions are believed, their capacity in steps.
 -- offer: worker, number of its kind (from 0), steps it holds, cached tokens, cost without load, the part of it before the first
 --   token. Ties go to the first offer.
--- crowd: the same, with a likeness instead of a worker.
+-- look-alikes: the same, with a likeness instead of a worker.
 -- limits: { us to the first token (0: no limit), us for all others (0: none), factor of the us by which they are missed, 1 if
 --   missing them filters, prompt tokens, rows of: request slots, KV tokens (0: unknown), us for all tokens but the first
---   without load; 1 if members of crowds have room; us for all tokens but the first for each crowd }
+--   without load; 1 if look-alikes have room; us for all tokens but the first for each row of look-alikes }
 
 local CHAIN, LIMIT, LOST, QUEUED_US, RUNNING_US, KV_US, WAITING_TOKENS = 1, 2, 3, 4, 5, 6, 7
 local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, KIND_FIELDS = 8, 9, 10, 11, 12, 12
@@ -21,16 +21,17 @@ local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3
 local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
 local function unpack_limits(limits)
-  local ttft_us, decode_us, slo_factor, slo_filters, input_tokens, rows, crowds_have_room, of_crowds = unpack(limits)
+  local ttft_us, decode_us, slo_factor, slo_filters, input_tokens, rows, look_alikes_have_room, of_look_alikes = unpack(limits)
   return {
     ttft_us = ttft_us, decode_us = decode_us, slo_factor = slo_factor, slo_filters = slo_filters == 1,
-    input_tokens = input_tokens, rows = rows, crowds_have_room = crowds_have_room == 1, of_crowds = of_crowds,
+    input_tokens = input_tokens, rows = rows, look_alikes_have_room = look_alikes_have_room == 1,
+    of_look_alikes = of_look_alikes,
   }
 end
 
 -- Returns an ask by names, each chain as { step_tokens, hashes }; limits and pair_layout nil if absent.
 local function unpack_ask(packed)
-  local again_factor, chains, kinds, offers, limits, pair_layout, crowds, skipped, least_members, ring =
+  local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring =
     unpack(cmsgpack.unpack(packed))
   for i, chain in ipairs(chains) do
     chains[i] = { step_tokens = chain[1], hashes = chain[2] }
@@ -38,7 +39,7 @@ local function unpack_ask(packed)
   return {
     again_factor = again_factor, chains = chains, kinds = kinds, offers = offers,
     limits = limits ~= 0 and unpack_limits(limits) or nil, pair_layout = pair_layout ~= 0 and pair_layout or nil,
-    crowds = crowds, skipped = skipped, least_members = least_members, ring = ring,
+    look_alikes = look_alikes, skipped = skipped, least_members = least_members, ring = ring,
   }
 end
 
@@ -134,7 +135,7 @@ local function records_of(keys, workers)
   return records
 end
 
--- Returns the mean of the known loads of all offered workers and members of crowds, which stands in for an unknown one: {queued
+-- Returns the mean of the known loads of all offered workers and look-alikes, which stands in for an unknown one: {queued
 -- tokens, running requests, waiting requests, KV tokens}.
 local function mean_of(state)
   local known, sums = 0, { 0, 0, 0, 0 }
@@ -146,13 +147,13 @@ local function mean_of(state)
   -- a group has the sums of its members; what is wrong in them for this choice is corrected
   local function correct(packed, counts)
     local sampled, _, queued, running, waiting, kv, _, _, _, _, _, _, group, believed = struct.unpack(WORKER, packed)
-    local counted = believed == 1 and state.crowd_of[group] ~= nil
+    local counted = believed == 1 and state.row_of[group] ~= nil
     counts = counts and sampled > state.fresh
     if counted ~= counts then
       add(counts and 1 or -1, queued, running, waiting, kv)
     end
   end
-  for group in pairs(state.crowd_of) do
+  for group in pairs(state.row_of) do
     local packed = redis.call('HGET', state.keys[GROUPS], 's' .. group)
     if packed then
       if #packed ~= SUMS_BYTES then
@@ -184,11 +185,11 @@ end
 -- Returns the row of the kind that an offer to a worker would be of, and in which list it is; nil if it gets none.
 local function kind_for(state, worker)
   local k = state.kind_of[worker]
-  if k == nil and state.ask.crowds[1] and not state.named[worker] then
+  if k == nil and state.ask.look_alikes[1] and not state.named[worker] then
     local packed = state.packed_of[worker] or records_of(state.keys, { worker })[1]
     state.packed_of[worker] = packed
-    local at = state.crowd_of[select(GROUP, struct.unpack(WORKER, packed))]
-    k = at and state.ask.crowds[at + KIND] * KIND_FIELDS or false
+    local at = state.row_of[select(GROUP, struct.unpack(WORKER, packed))]
+    k = at and state.ask.look_alikes[at + KIND] * KIND_FIELDS or false
     state.kind_of[worker] = k
     if k then
       state.extras[#state.extras + 1] = worker

@@ -9,7 +9,7 @@
 --      6 ask, see _evaluation.lua
 --      7 with a pair layout: id of the reservation on the worker that computes the prompt alone
 -- returns cmsgpack, see evaluate in _choice.lua: the chosen offers are reserved; { 0 } if the booking was called off before,
--- { -1 } if the ask's crowds have too few members, so that nothing is reserved
+-- { -1 } if there are too few look-alikes, so that nothing is reserved
 
 -- Updates the predictions of this worker that a reservation uses. If its events confirm nothing, they are remembered longer;
 -- otherwise those that are confirmed are dropped.

@@ -30,7 +30,7 @@ class Clock:
         return self.now_us
 
     async def prepare(self) -> None:
-        """Functions that read this clock instead of the server's, and crowds in the smallest steps."""
+        """Functions that read this clock instead of the server's, and look-alikes read in the smallest steps."""
         code = POOL_LIBRARY.code
         for real, settable in {
             POOL_LIBRARY.source(
@@ -102,7 +102,7 @@ async def book(
 
 
 def same_evaluation(real: Evaluation, model: Evaluation) -> bool:
-    """Do they agree, as far as `real` has read the members of crowds?"""
+    """Do they agree, as far as `real` has read the look-alikes?"""
     places = {offer.worker_id: i for i, offer in enumerate(model.offers)}
 
     def place(i: int) -> int:

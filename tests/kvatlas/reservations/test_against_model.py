@@ -14,10 +14,10 @@ from kvatlas.cost import EngineProfile, Load, Plan, Prices
 from kvatlas.reservations import (
     Ask,
     Booking,
-    Crowd,
-    CrowdsUnknown,
     Evaluation,
     LoadReport,
+    LookAlikes,
+    LookAlikesUnknown,
     MemoryReservations,
     Offer,
     Outcome,
@@ -83,11 +83,11 @@ def asks(draw: st.DrawFn) -> Ask:
 
 
 @st.composite
-def crowd_asks(draw: st.DrawFn) -> Ask:
+def look_alike_asks(draw: st.DrawFn) -> Ask:
     """As above, but most workers are not named."""
     asked = draw(asks())
     offers = asked.offers[: draw(st.integers(0, 2))]
-    crowds = []
+    look_alikes = []
     for number in draw(st.lists(st.integers(0, 2), min_size=1, unique=True)):
         chain = draw(st.sampled_from([None, min(number, 1)]))
         made = offer(
@@ -100,15 +100,15 @@ def crowd_asks(draw: st.DrawFn) -> Ask:
             capacity_steps=6 if number == 2 else 0,
             extra_us=draw(st.sampled_from([0.0, 30_000.0])),
         )
-        crowds.append(Crowd(LIKENESSES[number], made, draw(st.sampled_from([0.0, 900_000.0]))))
+        look_alikes.append(LookAlikes(LIKENESSES[number], made, draw(st.sampled_from([0.0, 900_000.0]))))
     limits = asked.limits
     if limits is not None:
-        limits = replace(limits, of_offers=limits.of_offers[: len(offers)], crowds_have_room=draw(st.booleans()))
+        limits = replace(limits, of_offers=limits.of_offers[: len(offers)], look_alikes_have_room=draw(st.booleans()))
     return replace(
         asked,
         offers=offers,
         limits=limits,
-        crowds=crowds,
+        look_alikes=look_alikes,
         skipped=draw(st.lists(workers, max_size=2, unique=True)),
         least_members=draw(st.sampled_from([0, 0, 0, 3])),
         ring=draw(st.sampled_from([0, 1 << 31, RING - 1])),
@@ -187,12 +187,12 @@ class Both(RuleBasedStateMachine):
     def answer(self, store: Reservations, call: str, *args: Any) -> Any:
         try:
             return self.run(getattr(store, call)(POOL, *args))
-        except CrowdsUnknown:
-            return CrowdsUnknown
+        except LookAlikesUnknown:
+            return LookAlikesUnknown
 
     @rule(
         number=numbers,
-        asked=asks() | crowd_asks(),
+        asked=asks() | look_alike_asks(),
         router=st.sampled_from(["r1", "r2"]),
         longest_s=st.sampled_from([8, 600]),
     )
@@ -205,7 +205,7 @@ class Both(RuleBasedStateMachine):
             booking = Booking(id_of(number), "r1", 900, asked, LEASE_US, 600 * SECOND_US, id_of(prefill))
             self.same("book", booking)
 
-    @rule(asked=asks() | crowd_asks() | pair_asks())
+    @rule(asked=asks() | look_alike_asks() | pair_asks())
     def evaluate(self, asked: Ask) -> None:
         self.same("evaluate", asked)
 

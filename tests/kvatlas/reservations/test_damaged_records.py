@@ -19,9 +19,9 @@ from kvatlas.predictions.store import answers_key, read_answer_reports, write_an
 from kvatlas.reservations import (
     Ask,
     Booking,
-    Crowd,
-    CrowdsUnknown,
     LoadReport,
+    LookAlikes,
+    LookAlikesUnknown,
     Outcome,
     RedisReservations,
     WorkerReport,
@@ -82,8 +82,8 @@ def asked(number: int) -> Ask:
     return ask([offer(worker, chain=0, capacity_steps=8) for worker in WORKERS], steps(number // 20, 1, 2, 3))
 
 
-def crowd_asked() -> Ask:
-    return Ask((), crowds=[Crowd(LIKENESS, offer(""))])
+def look_alikes_asked() -> Ask:
+    return Ask((), look_alikes=[LookAlikes(LIKENESS, offer(""))])
 
 
 async def report(store: Store) -> int:
@@ -104,9 +104,11 @@ async def use(reservations: RedisReservations, store: Store, clock: Clock, numbe
     await clock.pass_us(SECOND_US)
     repairs = await report(store)
     try:
-        found = await reservations.book(POOL, Booking(id_of(number + 3), "q", 100, crowd_asked(), LEASE_US, LONGEST_US))
+        found = await reservations.book(
+            POOL, Booking(id_of(number + 3), "q", 100, look_alikes_asked(), LEASE_US, LONGEST_US)
+        )
         assert found is not None and found.worker_id in WORKERS
-    except CrowdsUnknown:
+    except LookAlikesUnknown:
         repairs += await report(store)
         assert repairs, "the pool lost its workers without a repair"
     await reservations.add_evidence(POOL, {worker: Evidence(1, sums=(1.0,) * SUMS) for worker in WORKERS})
@@ -147,7 +149,7 @@ async def test_after_damage_every_call_works_again(reservations: RedisReservatio
     for _ in range(20):  # what is left ends by itself
         await clock.pass_us(LONGEST_US)
         await report(store)
-    booking = Booking(id_of(number + 10), "r", 100, crowd_asked(), LEASE_US, LONGEST_US)
+    booking = Booking(id_of(number + 10), "r", 100, look_alikes_asked(), LEASE_US, LONGEST_US)
     evaluation = await reservations.book(POOL, booking)
     assert evaluation is not None and evaluation.worker_id in WORKERS
 
@@ -170,8 +172,8 @@ async def test_a_damaged_record_is_found_where_it_is_needed_and_told_once(
         await reservations.book(POOL, booking)
         await clock.pass_us(SECOND_US)
         told = await report(store)
-        with suppress(CrowdsUnknown):
-            await reservations.book(POOL, Booking(id_of(100), "r", 100, crowd_asked(), LEASE_US, LONGEST_US))
+        with suppress(LookAlikesUnknown):
+            await reservations.book(POOL, Booking(id_of(100), "r", 100, look_alikes_asked(), LEASE_US, LONGEST_US))
         assert told + await report(store) == 1, part
         assert await report(store) == 0
 

@@ -12,7 +12,7 @@ from kvatlas.fleet.records import EngineKind, EngineState, FleetRecord, Liveness
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.request import SelectionResult
 from router_client import Prompt, RouterClient, RouterSettings, StaticFleet
-from router_client.pricing.look_alikes import LEAST_CANDIDATES, quote_crowds
+from router_client.pricing.look_alikes import LEAST_CANDIDATES, quote_look_alikes
 from router_client.pricing.overlap import HeldPrefix, Run
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import quote_candidates
@@ -124,11 +124,11 @@ def test_the_few_quotes_of_a_large_pool_are_those_of_a_full_scan(
     read = Pool.of(pool(*workers, store("s"), store("t", read_us_per_mib=rate, locality_domain="b")))
     copies = {id: held(16 * blocks, Tier.CPU_DRAM) for id, blocks in prefixes.items()}
     full = {quote.id: quote for quote in quote_candidates(PROMPT, read, copies)}
-    few = quote_crowds(PROMPT, read, copies, b"")
+    few = quote_look_alikes(PROMPT, read, copies, b"")
     assert few is not None
     named = {quote.id: quote for quote in few.named}
     for candidate in read.candidates:
-        quote = named.get(candidate.id) or few.crowds[candidate.likeness]
+        quote = named.get(candidate.id) or few.look_alikes[candidate.likeness]
         scanned = full[candidate.id]
         assert (quote.base_us, quote.work_us) == (scanned.base_us, scanned.work_us)
         assert (quote.cached_tokens, quote.source) == (scanned.cached_tokens, scanned.source)

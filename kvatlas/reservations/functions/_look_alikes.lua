@@ -1,7 +1,7 @@
--- The cheapest member of a crowd, without looking at all: the threshold algorithm (R. Fagin, A. Lotem, M. Naor: Optimal
--- aggregation algorithms for middleware, 2001) over the orders of _orders.lua.
+-- The cheapest of many look-alikes, without looking at all of them: the threshold algorithm (R. Fagin, A. Lotem, M. Naor:
+-- Optimal aggregation algorithms for middleware, 2001) over the orders of _orders.lua.
 --
--- What a member costs is what the crowd's offer costs without load, and its load times the kind's prices. The members are read
+-- A look-alike costs what the offer to its group costs without load, plus its load times the kind's prices. They are read
 -- in one or several orders at once, so that the prices are covered by the orders' weights; whoever was not read costs at least
 -- the offer and, in each order, the weight times the last sum read there. When the best so far costs no more, it is the best.
 -- Members that have a prediction, or whose sample has just become too old, cost something else and are weighed one by one.
@@ -10,16 +10,16 @@ local FIRST_READ, MOST_READ = 4, 512
 local ROUNDING_US = 1 -- equal sums may differ by so much in cost
 local MOST_TOLD = 32
 
--- Finds the groups of the ask's crowds, and the members that are weighed one by one. Returns false if the crowds have too few.
-local function find_crowds(state)
+-- Finds the groups of the ask's look-alikes, and those of them that are weighed one by one. Returns false if there are too few.
+local function find_look_alikes(state)
   local keys, ask, members = state.keys, state.ask, 0
   for _, worker in ipairs(ask.skipped) do
     state.named[worker] = true
   end
-  for at = 0, #ask.crowds - 1, OFFER_FIELDS do
-    local group = tonumber(redis.call('HGET', keys[GROUPS], ask.crowds[at + OFFER_WORKER]))
+  for at = 0, #ask.look_alikes - 1, OFFER_FIELDS do
+    local group = tonumber(redis.call('HGET', keys[GROUPS], ask.look_alikes[at + OFFER_WORKER]))
     if group then
-      state.crowd_of[group] = at
+      state.row_of[group] = at
       local low, high = group * 2 * FAMILY, (group * 2 + 2) * FAMILY
       members = members + redis.call(
         'ZCOUNT', keys[ORDER_QUEUED], string.format('%d', low), string.format('(%d', high)
@@ -32,7 +32,7 @@ local function find_crowds(state)
   local old = redis.call('ZRANGEBYSCORE', keys[SAMPLES], '-inf', string.format('%d', state.fresh))
   for i, packed in ipairs(records_of(keys, old)) do
     local worker = old[i]
-    if not state.named[worker] and state.crowd_of[select(GROUP, struct.unpack(WORKER, packed))] then
+    if not state.named[worker] and state.row_of[select(GROUP, struct.unpack(WORKER, packed))] then
       state.packed_of[worker] = packed
       state.overdue[#state.overdue + 1] = worker
       kind_for(state, worker)
@@ -41,17 +41,17 @@ local function find_crowds(state)
   return true
 end
 
--- Weighs a member of the crowd whose row begins behind `at`.
+-- Weighs one of the look-alikes whose row begins behind `at`.
 local function weigh_member(state, at, worker, packed, place)
   local limits, slots, kv_tokens, decode_us = state.ask.limits, 0, 0, 0
   if limits then
-    decode_us = limits.of_crowds[at / OFFER_FIELDS + 1]
-    if not limits.crowds_have_room then
+    decode_us = limits.of_look_alikes[at / OFFER_FIELDS + 1]
+    if not limits.look_alikes_have_room then
       slots, kv_tokens = select(SLOTS, struct.unpack(WORKER, packed))
     end
   end
   state.count = state.count + 1
-  local score, level = weigh(state, state.count, state.ask.crowds, at, worker, packed, slots, kv_tokens, decode_us)
+  local score, level = weigh(state, state.count, state.ask.look_alikes, at, worker, packed, slots, kv_tokens, decode_us)
   prefer(state, state.count, score, level, (place - state.ask.ring) % 4294967296)
 end
 
@@ -126,9 +126,9 @@ local function read_next(state, cursor, most)
   return found, #found / 2 < most
 end
 
--- Weighs members of one family of a crowd until no other one can be cheaper than the best so far.
+-- Weighs look-alikes of one family until none of the rest can be cheaper than the best so far.
 local function weigh_family(state, at, family)
-  local ask, kinds, row = state.ask, state.ask.kinds, state.ask.crowds
+  local ask, kinds, row = state.ask, state.ask.kinds, state.ask.look_alikes
   local k = row[at + KIND] * KIND_FIELDS
   local without_load_us, again_us = row[at + BASE], 0
   if family % 2 == 0 then -- the mean stands in for what is unknown
@@ -182,8 +182,8 @@ local function weigh_family(state, at, family)
   end
 end
 
--- Weighs the members of the ask's crowds, as many as it takes.
-local function weigh_crowds(state)
+-- Weighs the ask's look-alikes, as many as it takes.
+local function weigh_look_alikes(state)
   state.seen = {}
   for worker in pairs(state.named) do
     state.seen[worker] = true
@@ -192,16 +192,16 @@ local function weigh_crowds(state)
     state.seen[worker] = true
     local packed = state.packed_of[worker]
     local place = tonumber(string.sub(redis.sha1hex(worker), 1, 8), 16)
-    weigh_member(state, state.crowd_of[select(GROUP, struct.unpack(WORKER, packed))], worker, packed, place)
+    weigh_member(state, state.row_of[select(GROUP, struct.unpack(WORKER, packed))], worker, packed, place)
   end
-  for group, at in pairs(state.crowd_of) do
+  for group, at in pairs(state.row_of) do
     weigh_family(state, at, group * 2 + 1)
     weigh_family(state, at, group * 2)
   end
 end
 
 -- Returns the chosen number, and up to MOST_TOLD of the members that were read, the chosen one first: { worker, number of its
--- crowd, packed worker... }. They get the numbers behind the offers.
+-- row of look-alikes, packed worker... }. They get the numbers behind the offers.
 local function tell_members(state)
   local offers, chosen, told = #state.offered, state.chosen, {}
   local function tell(number)

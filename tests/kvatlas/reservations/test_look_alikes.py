@@ -1,6 +1,7 @@
-"""Crowds: the cheapest of many workers of which few are read, against looking at every one."""
+"""Look-alikes: the cheapest of many workers of which few are read, against looking at every one."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -8,9 +9,9 @@ from kvatlas.cost import EngineProfile, Load, Plan, Prices, QuillcacheProfile
 from kvatlas.reservations import (
     Ask,
     Booking,
-    Crowd,
-    CrowdsUnknown,
     LoadReport,
+    LookAlikes,
+    LookAlikesUnknown,
     MemoryReservations,
     RedisReservations,
     Reservations,
@@ -53,8 +54,10 @@ MANY_PRICES = [
 ]
 
 
-def crowd_ask(prices: Prices = PRICES, ring: int = 0, likeness: bytes = ALIKE, **other: object) -> Ask:
-    return Ask(other.pop("offers", ()), crowds=[Crowd(likeness, offer("", prices=prices))], ring=ring, **other)  # type: ignore[arg-type]
+def look_alike_ask(prices: Prices = PRICES, ring: int = 0, likeness: bytes = ALIKE, **other: Any) -> Ask:
+    return Ask(
+        other.pop("offers", ()), look_alikes=[LookAlikes(likeness, offer("", prices=prices))], ring=ring, **other
+    )
 
 
 async def report(reservations: Reservations, *loads: Load, likeness: bytes = ALIKE, first: int = 0) -> None:
@@ -93,8 +96,13 @@ async def test_of_hundreds_the_cheapest_is_found(store: Store, clock: Clock, spr
         await report(reservations, *loads[100:], likeness=OTHERS, first=100)
     for number in range(30):
         prices = rng.choice(MANY_PRICES)
-        crowds = [Crowd(ALIKE, offer("", prices=prices)), Crowd(OTHERS, offer("", prices=prices, extra_us=20_000.0))]
-        asked = Ask([offer("w0007", prices=prices, extra_us=-5_000.0)], crowds=crowds, ring=rng.randrange(RING))
+        look_alikes = [
+            LookAlikes(ALIKE, offer("", prices=prices)),
+            LookAlikes(OTHERS, offer("", prices=prices, extra_us=20_000.0)),
+        ]
+        asked = Ask(
+            [offer("w0007", prices=prices, extra_us=-5_000.0)], look_alikes=look_alikes, ring=rng.randrange(RING)
+        )
         booking = Booking(id_of(number), "r", rng.choice([100, 8_192]), asked, LEASE_US, LONGEST_US)
         model = await stores[1].evaluate(POOL, asked)
         real = await stores[0].book(POOL, booking)
@@ -108,7 +116,7 @@ async def test_few_of_many_are_read(store: Store, clock: Clock) -> None:
     await report(reservations, *(Load(n % 31, 37 * n % 4_001, 0, 911 * n % 90_000) for n in range(300)))
     prices = prices_of(128)
     for number in range(30):
-        asked = crowd_ask(prices, ring=number << 26)
+        asked = look_alike_ask(prices, ring=number << 26)
         found = await reservations.book(POOL, Booking(id_of(number), "r", 900, asked, LEASE_US, LONGEST_US))
         assert found is not None
         assert len(found.offers) <= 4
@@ -120,7 +128,7 @@ async def test_equals_take_turns_by_the_ring(reservations: Reservations) -> None
     chosen = set()
     for number in range(64):
         ring = number << 26
-        found = await reservations.evaluate(POOL, crowd_ask(ring=ring))
+        found = await reservations.evaluate(POOL, look_alike_ask(ring=ring))
         assert found.worker_id == min(places, key=lambda id: (places[id] - ring) % RING)
         chosen.add(found.worker_id)
     assert len(chosen) > 20
@@ -129,11 +137,11 @@ async def test_equals_take_turns_by_the_ring(reservations: Reservations) -> None
 async def test_full_members_are_passed_over(reservations: Reservations) -> None:
     await report(reservations, *(Load(40, 0, 0, 0) for _ in range(30)), Load(39, 90_000, 0, 0))
     limits = Limits([], 1_000)
-    assert (await reservations.evaluate(POOL, crowd_ask(limits=limits))).worker_id == "w0030"
-    anyone = Limits([], 1_000, crowds_have_room=True)
-    assert (await reservations.evaluate(POOL, crowd_ask(limits=anyone))).worker_id != "w0030"
+    assert (await reservations.evaluate(POOL, look_alike_ask(limits=limits))).worker_id == "w0030"
+    anyone = Limits([], 1_000, look_alikes_have_room=True)
+    assert (await reservations.evaluate(POOL, look_alike_ask(limits=anyone))).worker_id != "w0030"
     await reservations.report(POOL, {"w0030": WorkerReport(1, LoadReport(Load(40, 90_000)), ALIKE, Limit(40))})
-    assert (await reservations.evaluate(POOL, crowd_ask(limits=limits))).worker_id != "w0030"
+    assert (await reservations.evaluate(POOL, look_alike_ask(limits=limits))).worker_id != "w0030"
 
 
 async def test_members_of_unknown_load_count_with_the_mean_of_the_others(
@@ -143,11 +151,11 @@ async def test_members_of_unknown_load_count_with_the_mean_of_the_others(
     await clock.pass_us(3 * SECOND_US)
     await reservations.report(POOL, {"late": WorkerReport(1, LoadReport(Load(5, 700)), ALIKE)})
     await reservations.report(POOL, {"silent": WorkerReport(1, None, ALIKE)})
-    assert (await reservations.evaluate(POOL, crowd_ask())).worker_id == "w0012"
+    assert (await reservations.evaluate(POOL, look_alike_ask())).worker_id == "w0012"
     await clock.pass_us(2 * SECOND_US)  # now only one of the samples is believed
     for skipped, chosen, load in [((), "late", Load(5, 700)), (("late",), "silent", Load())]:
         ring = (place_on_ring(chosen) - 1) % RING
-        found = await reservations.evaluate(POOL, crowd_ask(ring=ring, skipped=skipped))
+        found = await reservations.evaluate(POOL, look_alike_ask(ring=ring, skipped=skipped))
         assert (found.worker_id, found.by_offer[found.chosen].load) == (chosen, load)
 
 
@@ -157,8 +165,8 @@ async def test_a_member_that_is_predicted_to_hold_the_prompt_is_seen(reservation
     held = ask([offer("w0021", chain=0)], chain)
     await book(reservations, 1, held)
     await reservations.record_first_token(POOL, id_of(1))
-    crowd = Crowd(ALIKE, offer("", chain=0))
-    asked = Ask([], held.chains, 16.0, crowds=[crowd], ring=place_on_ring("w0003"))
+    group = LookAlikes(ALIKE, offer("", chain=0))
+    asked = Ask([], held.chains, 16.0, look_alikes=[group], ring=place_on_ring("w0003"))
     found = await reservations.evaluate(POOL, asked)
     assert (found.worker_id, found.by_offer[found.chosen].predicted_tokens) == ("w0021", 7 * 128)
     await book(reservations, 2, asked)
@@ -167,10 +175,10 @@ async def test_a_member_that_is_predicted_to_hold_the_prompt_is_seen(reservation
 
 async def test_workers_that_are_named_or_skipped_are_no_members(reservations: Reservations) -> None:
     await report(reservations, Load(), Load(1), Load(2))
-    assert (await reservations.evaluate(POOL, crowd_ask())).worker_id == "w0000"
-    assert (await reservations.evaluate(POOL, crowd_ask(skipped=["w0000"]))).worker_id == "w0001"
+    assert (await reservations.evaluate(POOL, look_alike_ask())).worker_id == "w0000"
+    assert (await reservations.evaluate(POOL, look_alike_ask(skipped=["w0000"]))).worker_id == "w0001"
     named = [offer("w0000", extra_us=90_000.0)]
-    assert (await reservations.evaluate(POOL, crowd_ask(offers=named, skipped=["w0001"]))).worker_id == "w0002"
+    assert (await reservations.evaluate(POOL, look_alike_ask(offers=named, skipped=["w0001"]))).worker_id == "w0002"
 
 
 async def test_a_member_that_is_cheaper_than_a_named_equal_by_less_than_a_microsecond_is_chosen(
@@ -178,35 +186,35 @@ async def test_a_member_that_is_cheaper_than_a_named_equal_by_less_than_a_micros
 ) -> None:
     await report(reservations, Load(), Load())
     for named, other in (("w0000", "w0001"), ("w0001", "w0000")):
-        asked = crowd_ask(offers=[offer(named, extra_us=0.25)], ring=place_on_ring(named))
+        asked = look_alike_ask(offers=[offer(named, extra_us=0.25)], ring=place_on_ring(named))
         assert (await reservations.evaluate(POOL, asked)).worker_id == other
 
 
 async def test_a_worker_that_is_skipped_and_offered_counts_for_the_mean(reservations: Reservations) -> None:
     await report(reservations, Load(7, 187, 0, 8_223))
     both = [offer("silent"), offer("w0000", extra_us=90_000_000.0)]
-    found = await reservations.evaluate(POOL, crowd_ask(offers=both, skipped=["w0000"]))
+    found = await reservations.evaluate(POOL, look_alike_ask(offers=both, skipped=["w0000"]))
     assert (found.worker_id, found.by_offer[0].load) == ("silent", Load(7, 187, 0, 8_223))
 
 
 async def test_a_worker_that_gets_no_requests_now_is_no_member(reservations: Reservations) -> None:
     await report(reservations, Load(), Load(1))
     await report(reservations, Load(), likeness=b"")
-    assert (await reservations.evaluate(POOL, crowd_ask())).worker_id == "w0001"
+    assert (await reservations.evaluate(POOL, look_alike_ask())).worker_id == "w0001"
     await reservations.forget(POOL, "w0001")
-    with pytest.raises(CrowdsUnknown):
-        await reservations.evaluate(POOL, crowd_ask())
+    with pytest.raises(LookAlikesUnknown):
+        await reservations.evaluate(POOL, look_alike_ask())
 
 
-async def test_crowds_that_are_smaller_than_the_asker_knows_are_refused_and_nothing_is_booked(
+async def test_fewer_look_alikes_than_the_asker_knows_are_refused_and_nothing_is_booked(
     reservations: Reservations,
 ) -> None:
     await report(reservations, Load(), Load())
-    booking = Booking(id_of(1), "r", 900, crowd_ask(least_members=3), LEASE_US, LONGEST_US)
-    with pytest.raises(CrowdsUnknown, match="expected at least 3|fewer than 3"):
+    booking = Booking(id_of(1), "r", 900, look_alike_ask(least_members=3), LEASE_US, LONGEST_US)
+    with pytest.raises(LookAlikesUnknown, match="expected at least 3|fewer than 3"):
         await reservations.book(POOL, booking)
     assert (await reservations.evaluate(POOL, ask([offer("w0000")]))).by_offer[0].load == Load()
-    assert (await reservations.evaluate(POOL, crowd_ask(least_members=2))).worker_id in ("w0000", "w0001")
+    assert (await reservations.evaluate(POOL, look_alike_ask(least_members=2))).worker_id in ("w0000", "w0001")
 
 
 def test_likeness_is_what_a_request_costs_the_same_on() -> None:
