@@ -49,8 +49,10 @@ _durations = Durations(
 
 
 class FunctionLibrary:
-    """One library, made of a folder of `.lua` files: `shared` first, in this order (their locals serve the rest), then the
-    others, one command a file. They register a function under its name and `TAG`; calls leave the tag out.
+    """One library, made of a folder of `.lua` files. The server compiles it as one chunk, which may have 200 locals, so each
+    file is a block of its own. First come those of `shared`, in this order: each ends with a table of what it exports, which the
+    files behind it read under its name (`_slot.CHUNK`). Then come the others, one command each, in the file of its name; it is
+    registered with `TAG` behind its name, and calls leave the tag out.
 
     If the server does not have the function (it was never loaded, or flushed), a call loads the library, which is always
     right, and tries once more. All calls raise what `Store.fcall` raises.
@@ -60,7 +62,7 @@ class FunctionLibrary:
         """`family`: the name without the tag."""
         self.family = family
         self._folder = folder
-        self._shared = shared
+        self.shared = shared
         self._marked_s: WeakKeyDictionary[Store, float] = WeakKeyDictionary()
 
     @property
@@ -82,8 +84,14 @@ class FunctionLibrary:
 
     @cached_property
     def _body(self) -> str:
-        commands = sorted(path.stem for path in self._folder.glob("*.lua") if path.stem not in self._shared)
-        return "\n".join([*map(self.source, (*self._shared, *commands)), _MARK % self.family])
+        shared = [f"local {stem} = (function()\n{self.source(stem)}end)()" for stem in self.shared]
+        commands = [f"do\n{self.source(stem)}end" for stem in self.commands]
+        return "\n".join([*shared, *commands, _MARK % self.family])
+
+    @cached_property
+    def commands(self) -> list[str]:
+        """The names of the files that register a function."""
+        return sorted(path.stem for path in self._folder.glob("*.lua") if path.stem not in self.shared)
 
     def source(self, stem: str) -> str:
         """The text of one of its files."""

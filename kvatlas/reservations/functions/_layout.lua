@@ -66,6 +66,11 @@ local function no_worker()
   return string.rep('\0', WORKER_BYTES)
 end
 
+-- Raises that this is damaged.
+local function damaged(what)
+  error({ err = 'DAMAGED ' .. what })
+end
+
 -- Is this a number that can be counted with?
 local function is_finite(value)
   return type(value) == 'number' and value - value == 0

@@ -126,8 +126,9 @@ local function read_next(state, cursor, most)
   return found, #found / 2 < most
 end
 
--- Weighs look-alikes of one family until none of the rest can be cheaper than the best so far.
-local function weigh_family(state, at, family)
+-- Returns what an offer to a group costs on workers without load that hold what it says, and what computing again costs there
+-- what another worker is computing now. Workers of unknown load count with the mean.
+local function least_costs(state, at, family)
   local ask, kinds, row = state.ask, state.ask.kinds, state.ask.look_alikes
   local k = row[at + KIND] * KIND_FIELDS
   local without_load_us, again_us = row[at + BASE], 0
@@ -140,42 +141,53 @@ local function weigh_family(state, at, family)
   if state.in_flight > row[at + CACHED] then
     again_us = ask.again_factor * (worth(kinds, k, state.in_flight) - worth(kinds, k, row[at + CACHED]))
   end
+  return without_load_us, again_us
+end
+
+-- Weighs those of the next `most` look-alikes of an order that were not weighed yet. Returns whether these were the last ones.
+local function weigh_next(state, cursor, at, family, most)
+  local found, ended = read_next(state, cursor, most)
+  local workers, places = {}, {}
+  for i = 1, #found, 2 do
+    local worker = string.sub(found[i], 9)
+    if not state.seen[worker] then
+      state.seen[worker] = true
+      workers[#workers + 1], places[#places + 1] = worker, place_of(found[i])
+    end
+    cursor.last = (tonumber(found[i + 1]) - cursor.family) / STEPS_PER_TOKEN
+  end
+  for i, packed in ipairs(records_of(state.keys, workers)) do
+    if select(GROUP, struct.unpack(WORKER, packed)) ~= math.floor(family / 2) then
+      damaged('order of loads')
+    end
+    weigh_member(state, at, workers[i], packed, places[i])
+  end
+  return ended
+end
+
+-- Weighs look-alikes of one family until none of the rest can be cheaper than the best so far.
+local function weigh_family(state, at, family)
+  local without_load_us, again_us = least_costs(state, at, family)
   if state.lowest == 0 and state.least < without_load_us + again_us then
     return
   end
+  local kinds, k = state.ask.kinds, state.ask.look_alikes[at + KIND] * KIND_FIELDS
   local cursors, most, others = cursors_for(kinds, k, family), FIRST_READ, state.count
   while true do
-    local all_read = false
+    local all_read, threshold, all_equal = false, without_load_us, true
     for _, cursor in ipairs(cursors) do
-      local found, ended = read_next(state, cursor, most)
+      local ended = weigh_next(state, cursor, at, family, most)
       all_read = all_read or ended
-      local workers, places = {}, {}
-      for i = 1, #found, 2 do
-        local worker = string.sub(found[i], 9)
-        if not state.seen[worker] then
-          state.seen[worker] = true
-          workers[#workers + 1], places[#places + 1] = worker, place_of(found[i])
-        end
-        cursor.last = (tonumber(found[i + 1]) - cursor.family) / STEPS_PER_TOKEN
-      end
-      for i, packed in ipairs(records_of(state.keys, workers)) do
-        if select(GROUP, struct.unpack(WORKER, packed)) ~= math.floor(family / 2) then
-          damaged('order of loads')
-        end
-        weigh_member(state, at, workers[i], packed, places[i])
-      end
     end
     if all_read then
       return
     end
-    local threshold, all_equal = without_load_us, true
     for _, cursor in ipairs(cursors) do
       threshold = threshold + cursor.weight * cursor.last
       all_equal = all_equal and (cursor.equals or 0) > 0
     end
-    threshold = threshold + again_us
     all_equal = all_equal and state.chosen > others -- the best so far is one of the equals
-    if state.lowest == 0 and state.least < threshold + (all_equal and ROUNDING_US or 0) then
+    if state.lowest == 0 and state.least < threshold + again_us + (all_equal and ROUNDING_US or 0) then
       return
     end
     most = math.min(most * 2, MOST_READ)

@@ -47,7 +47,7 @@ end
 
 -- Drops what is damaged, and what may depend on it: all that was booked and reported, as workers and routers report and book
 -- it again; and keys of other types. The next report tells.
-function repair(keys, damage)
+local function repair(keys, damage)
   redis.log(redis.LOG_WARNING, keys[1] .. ': ' .. damage .. ' is damaged; what belongs to it is dropped')
   if #keys == 1 then
     redis.call('UNLINK', keys[1])

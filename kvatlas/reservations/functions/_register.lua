@@ -4,13 +4,6 @@
 -- What somebody wrote there by hand ends no function for ever: one that finds a damaged record, or a key of another type, has the
 -- pool repaired and runs once more.
 
-local repair -- in _pool.lua
-
--- Raises that this is damaged.
-local function damaged(what)
-  error({ err = 'DAMAGED ' .. what })
-end
-
 -- Returns what is damaged, if an error says that something is.
 local function damage_of(error)
   local text = type(error) == 'table' and error.err or tostring(error)

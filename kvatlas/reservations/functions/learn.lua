@@ -39,11 +39,3 @@ register('kvatlas_pool_learn', function(keys, args)
   end
   return 0
 end)
-
--- learned: every worker's evidence.
---
--- KEYS see _layout.lua
--- returns {worker, cmsgpack evidence...}
-register_read_only('kvatlas_pool_learned', function(keys)
-  return redis.call('HGETALL', keys[RATES])
-end)

@@ -8,6 +8,11 @@ local MARK, HEAD = 3, 11 -- bytes of an entry in the value of a marked block: ho
 local SHORT = 1024 -- bytes of a value in which a plain search is faster than halving
 local HEAD_SUFFIX = 'h' -- of a head's field in marks:<scope id>, behind its hash
 
+-- Returns the bytes of an entry in the value of a field of marks.
+local function entry_size(field)
+  return #field == 8 and MARK or HEAD
+end
+
 local function pack_marks(marks)
   return string.char(marks.dropped) .. cmsgpack.pack(marks.words)
 end

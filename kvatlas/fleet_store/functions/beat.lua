@@ -1,11 +1,7 @@
--- Replicas of the indexer.
---
--- members   HASH  member id -> expiry ms
-
 -- beat: the member lives for `ttl ms` from now. Expired members are removed. A member that would live longer than this one is
 -- from before the store's clock went back, and is cut to the same time.
 --
--- KEYS 1 members
+-- KEYS 1 members   HASH  member id -> expiry ms
 -- ARGV 1 member id
 --      2 ttl ms
 -- returns all live members
@@ -26,23 +22,4 @@ register('kvatlas_fleet_beat', function(keys, args)
     end
   end
   return live
-end)
-
--- leave: removes the member and all its leases.
---
--- KEYS 1 members
---      2 leases
--- ARGV 1 member id
--- returns {}
-register('kvatlas_fleet_leave', function(keys, args)
-  local members, leases, member = keys[1], keys[2], args[1]
-  redis.call('HDEL', members, member)
-  local flat = redis.call('HGETALL', leases)
-  for i = 1, #flat, 2 do
-    local partition, lease = flat[i], flat[i + 1]
-    if is_lease_of(lease, member) then
-      redis.call('HDEL', leases, partition)
-    end
-  end
-  return {}
 end)

@@ -1,0 +1,12 @@
+-- booked: which reservations there are. One that is over by now may still be among them.
+--
+-- KEYS see _layout.lua
+-- ARGV ids
+-- returns for each 1, or 0 if there is no such reservation
+register_read_only('kvatlas_pool_booked', function(keys, args)
+  local found = {}
+  for i = 1, #args do
+    found[i] = redis.call('HEXISTS', keys[RESERVATIONS], args[i])
+  end
+  return found
+end)

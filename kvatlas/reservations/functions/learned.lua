@@ -1,0 +1,7 @@
+-- learned: every worker's evidence.
+--
+-- KEYS see _layout.lua
+-- returns {worker, cmsgpack evidence...}
+register_read_only('kvatlas_pool_learned', function(keys)
+  return redis.call('HGETALL', keys[RATES])
+end)
