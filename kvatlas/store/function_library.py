@@ -40,6 +40,10 @@ redis.register_function({
   flags = { 'allow-oom' },
 })"""
 
+_TOP_LEVEL = re.compile(r"^local (?:function )?(\w+(?:, \w+)*)", re.MULTILINE)
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_COMMENT = re.compile(r"--.*")
+
 log = logging.getLogger("kvatlas.store")
 _durations = Durations(
     "store_call",
@@ -49,10 +53,11 @@ _durations = Durations(
 
 
 class FunctionLibrary:
-    """One library, made of a folder of `.lua` files. The server compiles it as one chunk, which may have 200 locals, so each
-    file is a block of its own. First come those of `shared`, in this order: each ends with a table of what it exports, which the
-    files behind it read under its name (`_slot.CHUNK`). Then come the others, one command each, in the file of its name; it is
-    registered with `TAG` behind its name, and calls leave the tag out.
+    """One library, made of a folder of `.lua` files: those of `shared` first, in this order, then the others, each with the
+    one command that it is named by. They register a function under its name and `TAG`; calls leave the tag out.
+
+    The server compiles the library as one chunk, which may have 200 locals. So each file is a block of its own: what a shared
+    file has at its top level is exported, and each block begins with the exports of earlier files that it mentions, as locals.
 
     If the server does not have the function (it was never loaded, or flushed), a call loads the library, which is always
     right, and tries once more. All calls raise what `Store.fcall` raises.
@@ -61,7 +66,7 @@ class FunctionLibrary:
     def __init__(self, family: str, folder: Path, shared: Sequence[str]) -> None:
         """`family`: the name without the tag."""
         self.family = family
-        self._folder = folder
+        self.folder = folder
         self.shared = shared
         self._marked_s: WeakKeyDictionary[Store, float] = WeakKeyDictionary()
 
@@ -84,18 +89,35 @@ class FunctionLibrary:
 
     @cached_property
     def _body(self) -> str:
-        shared = [f"local {stem} = (function()\n{self.source(stem)}end)()" for stem in self.shared]
-        commands = [f"do\n{self.source(stem)}end" for stem in self.commands]
-        return "\n".join([*shared, *commands, _MARK % self.family])
+        sources = {stem: self.source(stem) for stem in (*self.shared, *self.commands)}
+        mentions = {stem: set(_WORD.findall(_COMMENT.sub("", text))) for stem, text in sources.items()}
+        owners: dict[str, str] = {}
+        blocks = []
+        for stem, text in sources.items():
+            names = _top_level(text) if stem in self.shared else []
+            imports = sorted(mentions.pop(stem) & owners.keys())
+            exports = [name for name in names if any(name in later for later in mentions.values())]
+            blocks += [
+                *([f"local {stem}"] if exports else []),
+                "do",
+                *(f"local {name} = {owners[name]}.{name}" for name in imports),
+                text.rstrip("\n"),
+                *([f"{stem} = {{ {', '.join(f'{name} = {name}' for name in exports)} }}"] if exports else []),
+                "end",
+            ]
+            if twice := [name for name in exports if name in owners]:
+                raise ValueError(f"{self.family}: {stem}.lua has names of earlier files: {', '.join(twice)}")
+            owners |= dict.fromkeys(exports, stem)
+        return "\n".join([*blocks, _MARK % self.family])
 
     @cached_property
     def commands(self) -> list[str]:
-        """The names of the files that register a function."""
-        return sorted(path.stem for path in self._folder.glob("*.lua") if path.stem not in self.shared)
+        """The files that register a function, in the order of their names."""
+        return sorted(path.stem for path in self.folder.glob("*.lua") if path.stem not in self.shared)
 
     def source(self, stem: str) -> str:
         """The text of one of its files."""
-        return (self._folder / f"{stem}.lua").read_text()
+        return (self.folder / f"{stem}.lua").read_text()
 
     async def load(self, store: Store) -> None:
         """See `Store.load_functions`."""
@@ -142,6 +164,11 @@ class FunctionLibrary:
             line = f"it has no function library {self.name}, and this user may not load it; start an indexer of this version"
             raise Unreachable(f"{store.name}: {line}") from error
         return await call(self.function(function), *what)
+
+
+def _top_level(source: str) -> list[str]:
+    """The names that a file's top level declares."""
+    return [name for names in _TOP_LEVEL.findall(source) for name in names.split(", ")]
 
 
 @contextmanager
