@@ -101,7 +101,7 @@ class FunctionLibrary:
                 *([f"local {stem}"] if exports else []),
                 "do",
                 *(f"local {name} = {owners[name]}.{name}" for name in imports),
-                text.rstrip("\n"),
+                text,
                 *([f"{stem} = {{ {', '.join(f'{name} = {name}' for name in exports)} }}"] if exports else []),
                 "end",
             ]
