@@ -15,13 +15,15 @@ from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.store.function_library import FunctionLibrary
 
 LIBRARIES = (INDEX_LIBRARY, POOL_LIBRARY, FLEET_LIBRARY)
-MISSING = "lint: the Lua files are not checked, since there is no luacheck (Debian and Ubuntu: lua-check, others: luarocks)"
+MISSING = (
+    "lint: the Lua files are not checked, since there is no luacheck (Debian and Ubuntu: lua-check, others: luarocks)"
+)
 
 _FINDING = re.compile(r"^stdin:(\d+):(.*)$", re.MULTILINE)
 
 
 def findings(library: FunctionLibrary, luacheck: str) -> list[str]:
-    """"file:line:column: what is wrong" of each. Raises RuntimeError if luacheck fails."""
+    """ "file:line:column: what is wrong" of each. Raises RuntimeError if luacheck fails."""
     code = library.code.replace("#!", "--", 1)
     command = [luacheck, "-", "--codes", "--formatter", "plain"]
     done = subprocess.run(command, input=code, capture_output=True, text=True, check=False, timeout=60)

@@ -54,9 +54,8 @@ MANY_PRICES = [
 
 
 def look_alike_ask(prices: Prices = PRICES, ring: int = 0, likeness: bytes = ALIKE, **other: object) -> Ask:
-    return Ask(
-        other.pop("offers", ()), look_alikes=[LookAlikes(likeness, offer("", prices=prices))], ring=ring, **other
-    )  # type: ignore[arg-type]
+    alike = [LookAlikes(likeness, offer("", prices=prices))]
+    return Ask(other.pop("offers", ()), look_alikes=alike, ring=ring, **other)  # type: ignore[arg-type]
 
 
 async def report(reservations: Reservations, *loads: Load, likeness: bytes = ALIKE, first: int = 0) -> None:
