@@ -1,6 +1,7 @@
 """Look-alikes: the cheapest of many workers of which few are read, against looking at every one."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -53,9 +54,10 @@ MANY_PRICES = [
 ]
 
 
-def look_alike_ask(prices: Prices = PRICES, ring: int = 0, likeness: bytes = ALIKE, **other: object) -> Ask:
-    alike = [LookAlikes(likeness, offer("", prices=prices))]
-    return Ask(other.pop("offers", ()), look_alikes=alike, ring=ring, **other)  # type: ignore[arg-type]
+def look_alike_ask(prices: Prices = PRICES, ring: int = 0, likeness: bytes = ALIKE, **other: Any) -> Ask:
+    return Ask(
+        other.pop("offers", ()), look_alikes=[LookAlikes(likeness, offer("", prices=prices))], ring=ring, **other
+    )
 
 
 async def report(reservations: Reservations, *loads: Load, likeness: bytes = ALIKE, first: int = 0) -> None:
