@@ -136,9 +136,10 @@ $(PEER_READY): benchmarks/peer/requirements.txt | $(READY)
 bench-peer: $(READY) $(PEER_READY) ## measure kvatlas beside NVIDIA Dynamo, on the same work (PEER=choices,overlap,...: parts)
 	$(BIN)/python -m benchmarks.peer $(PEER)
 
-lint: $(READY) ## run ruff: rules and format
+lint: $(READY) ## run ruff (rules and format), and luacheck if it is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.kvatlas.lua_lint
 
 types: $(READY) ## run mypy, strict
 	$(BIN)/mypy
