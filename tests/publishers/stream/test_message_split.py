@@ -44,7 +44,7 @@ def blocks(flushed: list[IndexEvent], granularity: int) -> list[object]:
             else:
                 parent = event.hashes[at - HASH_BYTES : at] if at else event.parent
                 index = event.first_index + at // HASH_BYTES * granularity
-                out.append(("stored", event.scope_id, event.tier, one, parent, index, event.flags))
+                out.append(("stored", event.scope_id, event.tier, one, parent, index))
     return out
 
 

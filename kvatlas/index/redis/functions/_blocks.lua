@@ -28,20 +28,19 @@ local function unlink(side, hash)
 end
 
 -- Returns the value after a store, and whether the holder's tier is new in it.
-local function value_with(value, holder, tier_bit, flags)
+local function value_with(value, holder, tier_bit)
   if not value then
-    return holder .. string.char(bit.bor(tier_bit, flags)), true
+    return holder .. string.char(tier_bit), true
   end
   local at, slot = find_entry(value, holder)
   if not at then
-    return string.sub(value, 1, slot - 1) .. holder .. string.char(bit.bor(tier_bit, flags)) .. string.sub(value, slot), true
+    return string.sub(value, 1, slot - 1) .. holder .. string.char(tier_bit) .. string.sub(value, slot), true
   end
   local old = string.byte(value, at + 3)
-  local new = bit.bor(old, tier_bit, flags)
-  if new == old then
+  if bit.band(old, tier_bit) ~= 0 then
     return value, false
   end
-  return string.sub(value, 1, at + 2) .. string.char(new) .. string.sub(value, at + 4), bit.band(old, tier_bit) == 0
+  return string.sub(value, 1, at + 2) .. string.char(old + tier_bit) .. string.sub(value, at + 4), true
 end
 
 -- Returns the value after a removal (false: the block has no holder left), and whether the holder's tier was in it.
@@ -87,8 +86,8 @@ local function sums(packed)
   return low, high
 end
 
--- Counts blocks of one scope, given by their number and sums, into (sign 1) or out of (sign -1) a holder's digest, under a tier
--- or a flag (by its bit): see kvatlas/blocks/digest.py.
+-- Counts blocks of one scope, given by their number and sums, into (sign 1) or out of (sign -1) a holder's digest, under a tier:
+-- see kvatlas/blocks/digest.py.
 local function count_sums(digest, tier, count, low, high, scope, sign)
   local at = 3 * tier + 1
   digest[at] = digest[at] + sign * count
@@ -100,22 +99,6 @@ end
 local function count_blocks(digest, tier, packed, scope, sign)
   local low, high = sums(packed)
   count_sums(digest, tier, #packed / 8, low, high, scope, sign)
-end
-
--- Returns the flags besides the tiers that differ between a holder's entries in two values.
-local function flags_changed(old, new, holder)
-  local was, is = old and find_entry(old, holder), new and find_entry(new, holder)
-  return bit.band(bit.bxor(was and string.byte(old, was + 3) or 0, is and string.byte(new, is + 3) or 0), FLAG_MASK)
-end
-
--- Notes that a block's entry gained, or lost, these flags. flagged: {bit of a flag -> {hash...}}
-local function note_flags(flagged, flags, hash)
-  for flag = 5, 7 do
-    if bit.band(flags, 2 ^ flag) ~= 0 then
-      flagged[flag] = flagged[flag] or {}
-      table.insert(flagged[flag], hash)
-    end
-  end
 end
 
 -- Returns the hashes, each once.
@@ -172,17 +155,14 @@ local function decide(op, hashes, values, before, first, last, set, n, gone, m)
     if new == nil then
       local counts
       if op.store then
-        new, counts = value_with(value, op.holder, op.tier_bit, op.flags)
+        new, counts = value_with(value, op.holder, op.tier_bit)
       else
         new, counts = value_without(value, op.holder, op.tier_bit)
-      end
-      if op.flagged then
-        note_flags(op.flagged, flags_changed(value, new, op.holder), hashes[i])
       end
       if not counts then -- the holder has it already, or does not have what it should lose
         op.uncounted = op.uncounted or {}
         op.uncounted[hashes[i]] = true
-      elseif not op.flagged then
+      else
         known[value] = new
       end
     end
@@ -203,9 +183,6 @@ end
 -- Counts what an operation changed of hashes[first..last] into its holder's digest. Returns how many blocks it changed.
 local function settle(op, hashes, first, last)
   local sign = op.store and 1 or -1
-  for flag, those in pairs(op.flagged or {}) do
-    count_blocks(op.digest, flag, table.concat(those), op.scope, sign)
-  end
   if not op.uncounted and last - first + 1 == op.size then
     count_sums(op.digest, op.tier, op.size, op.low, op.high, op.scope, sign)
     return op.size
@@ -224,7 +201,7 @@ local function settle(op, hashes, first, last)
 end
 
 -- Carries out operations on blocks of one scope: several if all their blocks are different, or one.
--- op: {scope, holder, tier, tier_bit, flags, store = true or false, digest, known = {}, parts = {packed hashes...},
+-- op: {scope, holder, tier, tier_bit, store = true or false, digest, known = {}, parts = {packed hashes...},
 --   size = hashes in the parts, low, high = their sums as apply_call.py made them}; no part repeats a hash
 -- scope: {id, blocks = key, mix_low, mix_high, side or nil}; count: see COUNTS in apply.lua. Sets op.changed: how many blocks
 -- more the holder has in the tier, or less.
@@ -236,7 +213,6 @@ local function change_blocks(scope, ops, count)
     end
     total = total + op.size
     op.last = total
-    op.flagged = #op.digest > DIGEST_WORDS and {} -- few holders ever have flags
   end
   local hashes = split(table.concat(packed))
   if #ops == 1 and #packed > 1 then

@@ -1,7 +1,7 @@
 -- What all functions of the index share. Everything a function touches lives in one slot: kva:{s<k>}:*
 --
 --   blocks:<scope id>   HASH  8-byte sequence hash -> holders value: entries of 4 bytes, sorted by holder:
---                             holder number (24 bits, big-endian), flags (bits 0-4 tiers, 5 resumable, 6 pinned)
+--                             holder number (24 bits, big-endian), flags (bits 0-4 tiers; others 0)
 --   holders             HASH  3-byte number -> cmsgpack {state, worker id, since ms}; state l(oading) a(ctive) r(etired)
 --   active              HASH  3-byte number -> worker id, of the active holders
 --   retired             SET   3-byte numbers of the retired holders
@@ -9,14 +9,15 @@
 --   marked              HASH  3-byte number -> dropped (a byte), cmsgpack digest of marks; of the holders with marks
 --   marks:<scope id>    HASH  8-byte sequence hash of a marked block -> 3-byte numbers, sorted; 9 bytes, sequence hash of a head
 --                             and 'h' -> entries of 11 bytes, sorted by holder: number, 64 bits (big-endian, offset 0 lowest)
---   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} by tier, flat; then by flag, if its
---                             blocks ever had flags besides the tiers
+--   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} by tier, flat
 --   touched             HASH  3-byte number -> 16 bytes for each scope used: scope id, block size, block bytes (u32 BE)
 --   held                HASH  3-byte number, scope id, tier (a byte) -> how many blocks the holder has there; none of none
 --   workers             HASH  worker id -> cmsgpack record (below)
 --   steps               HASH  worker id -> incarnation (8 bytes), then "<seq> <steps>": how much of its next message is applied,
 --                             if that comes in parts
 --   partitions          HASH  partition -> "<stream creation us> <stream seq>"
+--   pinned              SET   3-byte numbers of holders with blocks that were put pinned
+--   pinned:<number>     SET   of such a holder (number in hex): scope id, tier (a byte), sequence hash
 --   meta                HASH  next: the last number given out; active: the version of the active holders; changes: how many
 --                             versions there were
 --   children, parents:<scope id>  HASHes of the side index, if it is on: hash -> packed hashes of the blocks behind it
@@ -30,8 +31,7 @@
 
 local TIER_MASK = 31
 local MAX_HOLDER = 16777215
-local FLAG_MASK = 224
-local DIGEST_WORDS, ALL_WORDS = 15, 24 -- of the tiers; with those of the flags
+local DIGEST_WORDS = 15
 local CHUNK = 3500 -- unpack fails from 8,000 values up; HSET takes two a block
 local TWO32 = 4294967296
 local SCOPE_COST = 4 -- of a scope in a sweep's budget
