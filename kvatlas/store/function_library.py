@@ -92,19 +92,16 @@ class FunctionLibrary:
         sources = {stem: self.source(stem) for stem in (*self.shared, *self.commands)}
         mentions = {stem: set(_WORD.findall(_COMMENT.sub("", text))) for stem, text in sources.items()}
         owners: dict[str, str] = {}
-        blocks = []
+        blocks: list[str] = []
         for stem, text in sources.items():
-            names = _top_level(text) if stem in self.shared else []
             imports = sorted(mentions.pop(stem) & owners.keys())
-            exports = [name for name in names if any(name in later for later in mentions.values())]
-            blocks += [
-                *([f"local {stem}"] if exports else []),
-                "do",
-                *(f"local {name} = {owners[name]}.{name}" for name in imports),
-                text,
-                *([f"{stem} = {{ {', '.join(f'{name} = {name}' for name in exports)} }}"] if exports else []),
-                "end",
-            ]
+            later = set().union(*mentions.values())
+            exports = [name for name in _top_level(text) if name in later] if stem in self.shared else []
+            block = ["do", *(f"local {name} = {owners[name]}.{name}" for name in imports), text, "end"]
+            if exports:
+                block.insert(0, f"local {stem}")
+                block.insert(-1, f"{stem} = {{ {', '.join(f'{name} = {name}' for name in exports)} }}")
+            blocks += block
             if twice := [name for name in exports if name in owners]:
                 raise ValueError(f"{self.family}: {stem}.lua has names of earlier files: {', '.join(twice)}")
             owners |= dict.fromkeys(exports, stem)

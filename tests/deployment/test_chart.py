@@ -91,7 +91,7 @@ def test_lint_finds_nothing(flags: list[str]) -> None:
 @pytest.mark.parametrize(
     ("value", "names"),
     [
-        ("kvatlas_indexer.indexer_process=3", "replica"),
+        ("indexer.replica=3", "replica"),
         ("nats.mode=many", "mode"),
         ("secrets.redisUrl=http://x", "redisUrl"),
         ("image.registry=https://registry.example.com", "registry"),

@@ -1,6 +1,6 @@
 """`python -m tests.kvatlas.lua_lint`: luacheck on each function library, as the server compiles it.
 
-Its blocks show what luacheck could not know of single files: which names come from others, and which nobody uses.
+Only there luacheck sees which names a file gets from earlier ones, and which of its own nobody uses.
 """
 
 import re
@@ -15,13 +15,15 @@ from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.store.function_library import FunctionLibrary
 
 LIBRARIES = (INDEX_LIBRARY, POOL_LIBRARY, FLEET_LIBRARY)
-MISSING = "lint: the Lua files are not checked, since there is no luacheck (Debian and Ubuntu: lua-check, others: luarocks)"
+MISSING = """\
+lint: Lua is not checked, since luacheck is missing. On Debian and Ubuntu: apt install lua-check
+      elsewhere: luarocks install luacheck"""
 
 _FINDING = re.compile(r"^stdin:(\d+):(.*)$", re.MULTILINE)
 
 
 def findings(library: FunctionLibrary, luacheck: str) -> list[str]:
-    """"file:line:column: what is wrong" of each. Raises RuntimeError if luacheck fails."""
+    """What luacheck finds: "file:line:column: text" each. Raises RuntimeError if it fails."""
     code = library.code.replace("#!", "--", 1)
     command = [luacheck, "-", "--codes", "--formatter", "plain"]
     done = subprocess.run(command, input=code, capture_output=True, text=True, check=False, timeout=60)

@@ -5,7 +5,7 @@
 local LEASE = '%d %s'
 local LEASE_PATTERN = '^(%d+) (.*)$'
 
--- Returns a lease's member and when it ends; nil if there is none, or it has expired.
+-- Returns a lease's member and the ms at which it ends; nil if there is no lease, or it has expired.
 local function holder_of(lease, now)
   if not lease then
     return nil
@@ -17,7 +17,7 @@ local function holder_of(lease, now)
   return member, tonumber(expiry)
 end
 
--- Is it this member's lease, expired or not?
+-- Is this the member's lease, expired or not?
 local function is_lease_of(lease, member)
   local _, holder = string.match(lease, LEASE_PATTERN)
   return holder == member

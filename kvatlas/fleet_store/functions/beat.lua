@@ -1,5 +1,5 @@
--- beat: the member lives for `ttl ms` from now. Expired members are removed. A member that would live longer than this one is
--- from before the store's clock went back, and is cut to the same time.
+-- beat: a member, which is a replica of the indexer, lives for `ttl ms` from now on. Expired members are removed. A member that
+-- would live longer than this one dates from before the store's clock went back, and is shortened to the same time.
 --
 -- KEYS 1 members   HASH  member id -> expiry ms
 -- ARGV 1 member id

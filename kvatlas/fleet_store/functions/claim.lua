@@ -1,11 +1,11 @@
--- claim: takes or renews the leases that are free, expired or the member's own. A lease that ends later than one taken now is
--- from before the store's clock went back, and is cut to that.
+-- claim: takes or renews those of these leases that are free, expired or the member's own. A lease that ends later than one
+-- taken now dates from before the store's clock went back, and is shortened to that.
 --
 -- KEYS 1 leases
 -- ARGV 1 member id
 --      2 ttl ms
 --      3... partitions
--- returns the partitions that the member holds now
+-- returns the partitions whose leases the member holds now
 register('kvatlas_fleet_claim', function(keys, args)
   local leases, member, ttl_ms, now, held = keys[1], args[1], tonumber(args[2]), now_ms(), {}
   local last = now + ttl_ms

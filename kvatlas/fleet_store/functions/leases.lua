@@ -1,4 +1,4 @@
--- leases: all that have not expired.
+-- leases: all leases that have not expired.
 --
 -- KEYS 1 leases
 -- returns {partition, member id...}

@@ -1,4 +1,4 @@
--- no_pool: removes a pool that has no workers any more.
+-- no_pool: removes a pool that no longer has workers.
 --
 -- KEYS 1 pools
 -- ARGV 1 pool id

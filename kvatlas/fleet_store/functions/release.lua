@@ -1,4 +1,4 @@
--- release: gives up the member's own leases among these.
+-- release: gives up those of these leases that are the member's own.
 --
 -- KEYS 1 leases
 -- ARGV 1 member id

@@ -1,8 +1,8 @@
--- booked: which reservations there are. One that is over by now may still be among them.
+-- booked: which of these reservations there are. One that has just ended may still be among them.
 --
 -- KEYS see _layout.lua
 -- ARGV ids
--- returns for each 1, or 0 if there is no such reservation
+-- returns 1 for each; 0 if there is no such reservation
 register_read_only('kvatlas_pool_booked', function(keys, args)
   local found = {}
   for i = 1, #args do

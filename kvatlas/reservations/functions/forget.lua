@@ -1,4 +1,4 @@
--- forget: takes a worker out of the pool, with all that was booked, predicted and learned there.
+-- forget: removes a worker from the pool, with everything that was booked, predicted and learned for it.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 worker

@@ -1,4 +1,4 @@
--- learned: every worker's evidence.
+-- learned: the evidence of every worker, see learn.lua.
 --
 -- KEYS see _layout.lua
 -- returns {worker, cmsgpack evidence...}

@@ -1,4 +1,4 @@
--- leave: ends a router's lease, and with it its reservations. What is left is removed by the next calls, this one again too.
+-- leave: ends a router's lease and its reservations. If there are many, later calls of any function remove the rest.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 router id

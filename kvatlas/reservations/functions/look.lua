@@ -1,4 +1,4 @@
--- look: evaluates offers and books nothing.
+-- look: evaluates offers without booking anything.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 ask, see _evaluation.lua

@@ -1,4 +1,4 @@
--- mend: repairs a pool that a reader found damaged.
+-- mend: repairs a pool in which a function that may only read found damage.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 what is damaged

@@ -18,7 +18,7 @@ SLOT = constants(INDEX_LIBRARY.source("_slot"))
 
 def test_outcomes_of_messages_have_the_same_names_in_the_same_order() -> None:
     names = [field.name for field in fields(ApplyCounts)]
-    assert words(INDEX_LIBRARY.source("apply"), "COUNTS") == names
+    assert words(INDEX_LIBRARY.source("_apply"), "COUNTS") == names
     outcomes = [field.name for field in fields(ApplyResult) if field.type == "int" or field.type is int]
     assert outcomes == names[: len(outcomes)]
 
@@ -46,7 +46,7 @@ def test_events_have_the_same_codes() -> None:
 def test_events_have_the_same_fields() -> None:
     fold = constants(INDEX_LIBRARY.source("_fold"))
     names = {"CODE": wire.CODE, "SCOPE": wire.SCOPE_ID, "TIER": wire.TIER, "HASHES": wire.HASHES}
-    names |= {"PARENT": wire.PARENT}
+    names["PARENT"] = wire.PARENT
     assert {name: fold[f"EVENT_{name}"] - 1 for name in names} == names
     assert (fold["REMOVED_LOW"], fold["REMOVED_HIGH"]) == (wire.HASHES + 2, wire.HASHES + 3)  # behind the last field
     assert (fold["STORED_LOW"], fold["STORED_HIGH"]) == (wire.RESERVED + 2, wire.RESERVED + 3)

@@ -1,6 +1,7 @@
 """Look-alikes: the cheapest of many workers of which few are read, against looking at every one."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -53,10 +54,10 @@ MANY_PRICES = [
 ]
 
 
-def look_alike_ask(prices: Prices = PRICES, ring: int = 0, likeness: bytes = ALIKE, **other: object) -> Ask:
+def look_alike_ask(prices: Prices = PRICES, ring: int = 0, likeness: bytes = ALIKE, **other: Any) -> Ask:
     return Ask(
         other.pop("offers", ()), look_alikes=[LookAlikes(likeness, offer("", prices=prices))], ring=ring, **other
-    )  # type: ignore[arg-type]
+    )
 
 
 async def report(reservations: Reservations, *loads: Load, likeness: bytes = ALIKE, first: int = 0) -> None:

@@ -3,17 +3,18 @@
 local COUNTS = { 'applied', 'duplicates', 'stale', 'gaps', 'refused', 'failed_checks', 'stored', 'removed', 'bytes_written' }
 local SHARD_KEYS, GROUP_FIELDS = 11, 4
 
--- What a block costs, in blocks whose values are short and equal, if values are all different and this long on average: each is
--- taken apart in Lua (measured; up to some length that costs more than copying it).
+-- Returns what a block costs if all values are different and this long on average; 1 is the cost of a block if values are short
+-- and equal. Each different value is taken apart in Lua. The figures are measured: up to some length, taking a value apart
+-- costs more than copying it.
 local function weight_of(bytes)
   return 2 + math.min(bytes, 192) / 32 + bytes / 256
 end
 
--- The same of a block whose value is very long, if there are few: several times a value is copied.
+-- With few samples only very long values count: each is copied several times.
 local LONG, FEW_SAMPLES = 2048, 2
 
--- Returns what a block of each scope costs (0: little, since there are few of them), by some of the values; and what all the
--- call's blocks cost.
+-- Returns what a block of each scope costs, estimated from some of the values (0: the scope has few blocks), and what all
+-- blocks of the call cost.
 local function weigh(keys, used)
   local weights, cost = {}, 0
   for i = 1, #used do
@@ -42,7 +43,8 @@ local function weigh(keys, used)
 end
 
 -- Moves the partitions' positions forward. Returns the partitions whose stored position is not where their batch begins, as a
--- list and as a set: nothing of these may be applied.
+-- list
+-- and as a set: nothing of these may be applied.
 local function advance(key, batches)
   local names, moved, skip, write = {}, {}, {}, {}
   for i, batch in ipairs(batches) do
@@ -66,7 +68,7 @@ local function advance(key, batches)
   return moved, skip
 end
 
--- Returns the scopes of a call, by id: see change_blocks for what a scope is.
+-- Returns the scopes of a call by id; see change_blocks.
 local function scopes_of(keys, used, with_marks)
   local scopes, sided = {}, #keys > SHARD_KEYS + #used + 1 + #with_marks
   for i = 1, #used do
@@ -74,8 +76,8 @@ local function scopes_of(keys, used, with_marks)
     local mix_low, mix_high = mix_of(scope_id)
     local behind = SHARD_KEYS + #used + 2 * i
     scopes[scope_id] = {
-      id = scope_id, blocks = keys[SHARD_KEYS + i], mix_low = mix_low, mix_high = mix_high, in_order = in_order == 1, queue = {},
-      side = sided and { children = keys[behind - 1], parents = keys[behind] } or nil,
+      id = scope_id, blocks = keys[SHARD_KEYS + i], mix_low = mix_low, mix_high = mix_high, in_order = in_order == 1,
+      queue = {}, side = sided and { children = keys[behind - 1], parents = keys[behind] } or nil,
     }
   end
   for i, number in ipairs(with_marks) do
@@ -85,8 +87,8 @@ local function scopes_of(keys, used, with_marks)
   return scopes
 end
 
--- Returns the call's workers, but those of partitions in `skip`, each with its record and the steps that are applied of its next
--- message (see `self` in _fold.lua), and the holders that they change.
+-- Returns the call's workers except those of partitions in `skip` (see `self` in _fold.lua), each with its record and the
+-- applied steps of its next message; and the holders that they change.
 local function read_workers(k, all_workers, skip)
   local workers, names, in_parts, holders = {}, {}, {}, {}
   for _, entry in ipairs(all_workers) do
@@ -127,7 +129,7 @@ local function write_workers(k, workers)
   return records
 end
 
--- Writes what the call changed of holders: digests, scopes that they used, numbers of blocks, marks.
+-- Writes what the call changed in holders: digests, the scopes that they used, numbers of blocks, marks.
 local function write_holders(c)
   local k, digests, touched = c.k, {}, {}
   for holder, digest in pairs(c.digests) do
@@ -167,7 +169,7 @@ local function apply(keys, args, oom)
   end
   local moved, skip = advance(k.partitions, batches)
   local workers, holders = read_workers(k, all_workers, skip)
-  -- stored digests and touched scopes are of holders that go on; those that begin in this call have nothing yet
+  -- only holders that go on have stored digests and touched scopes; those that begin in this call have nothing yet
   local c = {
     k = k, scopes = scopes_of(keys, used, with_marks), reuse_ms = reuse_ms, oom = oom, count = count, digests = {}, marks = {},
     newly_touched = {}, held = {}, stored_digests = read_fields(k.digests, holders), touched = read_fields(k.touched, holders),

@@ -1,7 +1,7 @@
--- Changing many blocks of one scope, of several holders too: one HMGET, one HSET, one HDEL for hundreds of blocks.
--- Values repeat, so a value's new value is computed once (`known`), and Lua only looks it up for each block.
+-- Changing many blocks of one scope, for several holders at once: one HMGET, one HSET and one HDEL for hundreds of blocks.
+-- Values repeat, so the new value for each old one is computed once (`known`) and then only looked up.
 
--- The side index: which blocks follow which. side: {children = key, parents = key}
+-- The side index says which blocks follow which. side: {children = key, parents = key}
 local function link(side, hash, parent)
   if redis.call('HSETNX', side.parents, hash, parent) == 1 then
     redis.call('HSET', side.children, parent, (redis.call('HGET', side.children, parent) or '') .. hash)
@@ -27,7 +27,7 @@ local function unlink(side, hash)
   end
 end
 
--- Returns the value after a store, and whether the holder's tier is new in it.
+-- Returns the value after a store, and whether it adds this tier to the holder's entry.
 local function value_with(value, holder, tier_bit)
   if not value then
     return holder .. string.char(tier_bit), true
@@ -43,7 +43,7 @@ local function value_with(value, holder, tier_bit)
   return string.sub(value, 1, at + 2) .. string.char(old + tier_bit) .. string.sub(value, at + 4), true
 end
 
--- Returns the value after a removal (false: the block has no holder left), and whether the holder's tier was in it.
+-- Returns the value after a removal (false: the block has no holder left), and whether the holder had this tier.
 local function value_without(value, holder, tier_bit)
   if not value then
     return value, false
@@ -64,7 +64,8 @@ local function value_without(value, holder, tier_bit)
   return string.sub(value, 1, at + 2) .. string.char(new) .. string.sub(value, at + 4), true
 end
 
--- Returns the two sums of packed hashes' 32-bit halves (exact: there are always far fewer than 2^21 hashes).
+-- Returns the sums of the lower and the upper 32-bit halves of packed hashes; they are exact, since there are always far fewer
+-- than 2^21 hashes.
 local sum_formats = {}
 local function sums(packed)
   local low, high, count = 0, 0, #packed / 8
@@ -86,8 +87,8 @@ local function sums(packed)
   return low, high
 end
 
--- Counts blocks of one scope, given by their number and sums, into (sign 1) or out of (sign -1) a holder's digest, under a tier:
--- see kvatlas/blocks/digest.py.
+-- Adds blocks of one scope, given by their number and sums, to a holder's digest (sign 1), or takes them out (sign -1). See
+-- kvatlas/blocks/digest.py.
 local function count_sums(digest, tier, count, low, high, scope, sign)
   local at = 3 * tier + 1
   digest[at] = digest[at] + sign * count
@@ -95,13 +96,13 @@ local function count_sums(digest, tier, count, low, high, scope, sign)
   digest[at + 2] = (digest[at + 2] + sign * (high % TWO32 * scope.mix_high % TWO32)) % TWO32
 end
 
--- The same for packed blocks.
+-- The same for packed hashes.
 local function count_blocks(digest, tier, packed, scope, sign)
   local low, high = sums(packed)
   count_sums(digest, tier, #packed / 8, low, high, scope, sign)
 end
 
--- Returns the hashes, each once.
+-- Returns the hashes without repetitions.
 local function distinct(hashes)
   local seen, out, n = {}, {}, 0
   for i = 1, #hashes do
@@ -114,12 +115,12 @@ local function distinct(hashes)
   return out
 end
 
--- Returns the field of `held` that counts a holder's blocks of a scope in a tier.
+-- Returns the field of `held` with the number of a holder's blocks of a scope in a tier.
 local function held_field(holder, scope_id, tier)
   return holder .. scope_id .. string.char(tier)
 end
 
--- Adds to how many blocks holders have by scope and tier. changes: {field -> blocks more, or less}
+-- Changes how many blocks holders have by scope and tier. changes: {field -> difference}
 local function change_held(key, changes)
   local fields, set, gone = {}, {}, {}
   for field, change in pairs(changes) do
@@ -143,10 +144,11 @@ local function change_held(key, changes)
   end
 end
 
-local PART = 512 -- blocks a command; more at a time don't fit into the processor's caches
+local PART = 512 -- blocks in one command: more don't fit in the processor's caches
 
--- Works out an operation on hashes[first..last], whose values are values[i - before]: appends {hash, new value...} to `set`,
--- which is n long, and hashes without a holder to `gone`, which is m long. Returns n, m and the bytes to be written.
+-- Works out an operation on hashes[first..last]; the value of hashes[i] is values[i - before]. Appends {hash, new value...} to
+-- `set`, which has n elements, and hashes left without a holder to `gone`, which has m. Returns n, m and the bytes to be
+-- written.
 local function decide(op, hashes, values, before, first, last, set, n, gone, m)
   local known, bytes = op.known, 0
   for i = first, last do
@@ -159,7 +161,7 @@ local function decide(op, hashes, values, before, first, last, set, n, gone, m)
       else
         new, counts = value_without(value, op.holder, op.tier_bit)
       end
-      if not counts then -- the holder has it already, or does not have what it should lose
+      if not counts then -- the holder already has it, or does not have what it should lose
         op.uncounted = op.uncounted or {}
         op.uncounted[hashes[i]] = true
       else
@@ -180,7 +182,7 @@ local function decide(op, hashes, values, before, first, last, set, n, gone, m)
   return n, m, bytes
 end
 
--- Counts what an operation changed of hashes[first..last] into its holder's digest. Returns how many blocks it changed.
+-- Brings the holder's digest up to date with what an operation changed of hashes[first..last]. Returns how many blocks changed.
 local function settle(op, hashes, first, last)
   local sign = op.store and 1 or -1
   if not op.uncounted and last - first + 1 == op.size then
@@ -200,11 +202,11 @@ local function settle(op, hashes, first, last)
   return c
 end
 
--- Carries out operations on blocks of one scope: several if all their blocks are different, or one.
+-- Carries out operations on blocks of one scope: one operation, or several that have no block in common.
 -- op: {scope, holder, tier, tier_bit, store = true or false, digest, known = {}, parts = {packed hashes...},
---   size = hashes in the parts, low, high = their sums as apply_call.py made them}; no part repeats a hash
--- scope: {id, blocks = key, mix_low, mix_high, side or nil}; count: see COUNTS in apply.lua. Sets op.changed: how many blocks
--- more the holder has in the tier, or less.
+--   size = number of hashes in the parts, low, high = their sums as computed by apply_call.py}; no part repeats a hash
+-- scope: {id, blocks = key, mix_low, mix_high, side or nil}; count: see COUNTS in _apply.lua. Sets op.changed, by how many the
+-- holder's blocks in the tier became more (or, below 0, fewer).
 local function change_blocks(scope, ops, count)
   local packed, total = {}, 0
   for _, op in ipairs(ops) do
@@ -223,10 +225,11 @@ local function change_blocks(scope, ops, count)
   for first = 1, #hashes, PART do
     local last = math.min(first + PART - 1, #hashes)
     local values = redis.call('HMGET', scope.blocks, unpack(hashes, first, last))
-    local set, gone, n, m, i, bytes = {}, {}, 0, 0, first, 0
+    local set, gone, n, m, i = {}, {}, 0, 0, first
     while i <= last do
       local op = ops[at]
       local stop = math.min(op.last, last)
+      local bytes
       n, m, bytes = decide(op, hashes, values, first - 1, i, stop, set, n, gone, m)
       count.bytes_written = count.bytes_written + bytes
       if stop == op.last then

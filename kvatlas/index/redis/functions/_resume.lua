@@ -1,8 +1,8 @@
--- The deepest position at which each marked holder can resume a chain: exact, from a few fields for each holder.
+-- The deepest position at which each marked holder can resume a chain: exact, found by reading a few fields for each holder.
 
-local NEAR = 2 -- segments looked at first: the one that a holder's depth lies in, and those above it
-local HOLDERS = 64 -- whose marks are looked at in one call
-local BUDGET = 1000 -- fields and entries looked at beyond that in one call
+local NEAR = 2 -- segments that are looked at first: the one in which a holder's depth lies, and the one before it
+local HOLDERS = 64 -- one call looks at the marks of so many
+local BUDGET = 1000 -- fields and entries that one call looks at beyond the near segments
 local HEADS_A_READ = 32
 local NOWHERE = '\0\0\0\0'
 
@@ -11,7 +11,7 @@ local function highest_bit(word)
   return exponent - 1
 end
 
--- Returns the two words of a head's bits up to an offset.
+-- Returns a head's bits up to an offset as two 32-bit words.
 local function bits_up_to(value, entry, offset)
   local high, low = struct.unpack('>I4I4', value, entry + 3)
   if offset < 32 then
@@ -20,7 +20,7 @@ local function bits_up_to(value, entry, offset)
   return offset < 63 and high % 2 ^ (offset - 31) or high, low
 end
 
--- Returns how many leading blocks a holder of the first run has: it is in the runs up to one, and in none behind.
+-- Returns how many leading blocks a holder of the first run has: it is in all runs up to some run, and in none after that.
 local function depth_of(holder, starts, values, stop)
   local low, high = 1, #values + 1
   while high - low > 1 do
@@ -34,7 +34,7 @@ local function depth_of(holder, starts, values, stop)
   return starts[high] or stop
 end
 
--- Returns the numbers of a value's holders that are marked.
+-- Returns the holders of a value that have marks.
 local function marked_in(value, marked)
   local names, n = {}, 0
   for first = 1, #value, 4 * CHUNK do
@@ -54,40 +54,33 @@ local function marked_in(value, marked)
 end
 
 -- A search: {key = the scope's marks, packed = hashes from index `first` on, names, drops, tops, n, found, spent}
---   names, drops, tops: of the n holders that have no answer yet: number, blocks that a position lies before its mark, and the
---     last block that may be marked, counted from `first`
---   found: {number and position, packed...} of all others
---   spent: fields and entries looked at
+--   names, drops, tops: the n holders that have no answer yet; for each, the blocks between a position and its mark, and the
+--     last block that may be its mark, counted from `first`
+--   found: the answers: {number and position, packed...}
+--   spent: how many fields and entries were looked at
 
 local function segment_of(index)
   return (index - index % SEGMENT) / SEGMENT
 end
 
-local function hash_at(search, index)
-  return string.sub(search.packed, index * 8 + 1, index * 8 + 8)
-end
-
-local function head_field(search, segment)
-  return hash_at(search, segment * SEGMENT) .. HEAD_SUFFIX
-end
-
--- The holder can resume the chain behind the block at an index; nil: nowhere.
+-- Answers for a holder: it can resume the chain after the block at this index; nil: nowhere.
 local function answer(search, holder, drop, index)
   local found = search.found
   found[#found + 1] = holder .. (index and struct.pack('>I4', math.max(0, search.first + index + 1 - drop)) or NOWHERE)
 end
 
--- Begins a search for those of these holders that are marked; those that can have no mark are answered.
+-- Begins a search for those of these holders that have marks in general. Answers for the ones that can have none in this chain.
 local function begin_search(marked, key, packed, first, limit, names, belows)
-  local search = { key = key, packed = packed, first = first, names = {}, drops = {}, tops = {}, n = 0, found = {}, spent = 0 }
-  local marks, n = #names > 0 and redis.call('HMGET', marked, unpack(names)) or {}, 0
+  local drops, tops, n = #names > 0 and redis.call('HMGET', marked, unpack(names)) or {}, {}, 0
+  local search = { key = key, packed = packed, first = first, names = names, drops = drops, tops = tops, found = {}, spent = 0 }
+  local min, byte = math.min, string.byte
   for i = 1, #names do
-    if marks[i] then
-      local drop = string.byte(marks[i], 1)
-      local top = math.min(belows[i], limit + drop) - first - 1
+    if drops[i] then
+      local drop = byte(drops[i], 1)
+      local top = min(belows[i], limit + drop) - first - 1
       if top >= 0 then
         n = n + 1
-        search.names[n], search.drops[n], search.tops[n] = names[i], drop, top
+        names[n], drops[n], tops[n] = names[i], drop, top
       else
         answer(search, names[i])
       end
@@ -97,62 +90,63 @@ local function begin_search(marked, key, packed, first, limit, names, belows)
   return search
 end
 
--- Returns the heads of the segments that the holders' tops lie in, and of those above, by number of the segment.
+-- Reads the heads of the segments in which the holders' tops lie and of the ones before these. Returns {head...} and {segment
+-- -> its place in that list}.
 local function read_near_heads(search)
-  local fields, segments, seen = {}, {}, {}
+  local packed, tops, sub, max, fields, n, place_of = search.packed, search.tops, string.sub, math.max, {}, 0, {}
   for i = 1, search.n do
-    local segment = segment_of(search.tops[i])
-    for s = math.max(0, segment - NEAR + 1), segment do
-      if not seen[s] then
-        seen[s] = true
-        fields[#fields + 1], segments[#segments + 1] = head_field(search, s), s
+    local segment = segment_of(tops[i])
+    for s = max(0, segment - NEAR + 1), segment do
+      if not place_of[s] then
+        n = n + 1
+        place_of[s], fields[n] = n, sub(packed, s * SEGMENT * 8 + 1, s * SEGMENT * 8 + 8) .. HEAD_SUFFIX
       end
     end
   end
-  local heads = {}
-  for i, value in ipairs(redis.call('HMGET', search.key, unpack(fields))) do
-    heads[segments[i]] = value
-  end
-  return heads
+  return redis.call('HMGET', search.key, unpack(fields, 1, n)), place_of
 end
 
--- Returns the last block up to `top` for which a holder has a bit in these heads; nil without one.
-local function last_bit(heads, holder, top)
-  local segment = segment_of(top)
-  for s = segment, math.max(0, segment - NEAR + 1), -1 do
-    local value = heads[s]
-    local entry = value and find_sized(value, holder, HEAD)
-    if entry then
-      local high, low = bits_up_to(value, entry, s == segment and top % SEGMENT or SEGMENT - 1)
-      local offset = high > 0 and 32 + highest_bit(high) or low > 0 and highest_bit(low)
-      if offset then
-        return s * SEGMENT + offset
+-- Returns the last block for which each holder has a bit in the heads near its depth, {false: there is none, or index...}.
+local function last_bits(search)
+  local names, tops, max, heads, place_of = search.names, search.tops, math.max, read_near_heads(search)
+  local likely = {}
+  for i = 1, search.n do
+    local top, holder = tops[i], names[i]
+    local segment = segment_of(top)
+    likely[i] = false
+    for s = segment, max(0, segment - NEAR + 1), -1 do
+      local value = heads[place_of[s]]
+      local entry = value and find_sized(value, holder, HEAD)
+      if entry then
+        local high, low = bits_up_to(value, entry, s == segment and top % SEGMENT or SEGMENT - 1)
+        if high > 0 or low > 0 then
+          likely[i] = s * SEGMENT + (high > 0 and 32 + highest_bit(high) or highest_bit(low))
+          break
+        end
       end
     end
   end
-  return nil
+  return likely
 end
 
--- Answers the holders whose last bit near their depth is a mark: almost always all of them.
+-- Answers for the holders whose last bit near their depth is a mark: almost always all of them.
 local function answer_near(search)
-  local names, drops, tops, heads = search.names, search.drops, search.tops, read_near_heads(search)
-  local likely, fields, field_of = {}, {}, {}
+  local names, drops, tops, packed, sub = search.names, search.drops, search.tops, search.packed, string.sub
+  local likely, fields, n, place_of = last_bits(search), {}, 0, {}
   for i = 1, search.n do
-    local index = last_bit(heads, names[i], tops[i])
-    likely[i] = index
-    if index and not field_of[index] then
-      fields[#fields + 1] = hash_at(search, index)
-      field_of[index] = #fields
+    local index = likely[i]
+    if index and not place_of[index] then
+      n = n + 1
+      fields[n], place_of[index] = sub(packed, index * 8 + 1, index * 8 + 8), n
     end
   end
-  local marks = fields[1] and redis.call('HMGET', search.key, unpack(fields)) or {}
-  local left = 0
+  local marks, left = n > 0 and redis.call('HMGET', search.key, unpack(fields, 1, n)) or {}, 0
   for i = 1, search.n do
     local index, holder = likely[i], names[i]
-    local value = index and marks[field_of[index]]
+    local value = index and marks[place_of[index]]
     if value and find_sized(value, holder, MARK) then
       answer(search, holder, drops[i], index)
-    else -- another branch's, or none near
+    else -- the bit belongs to another branch, or there is none nearby
       local rest = index and index - 1 or (segment_of(tops[i]) - NEAR + 1) * SEGMENT - 1
       if rest >= 0 then
         left = left + 1
@@ -165,15 +159,15 @@ local function answer_near(search)
   search.n = left
 end
 
--- Returns which holders (as places in `names`) have bits in the head of the segment that begins at `base`, and all these bits as
--- two words.
+-- Returns which holders (as indices of `names`) have bits in the head of the segment that begins at `base`, and the union of
+-- these bits as two 32-bit words.
 local function bits_in(search, value, base)
-  local numbers, tops, here, c = search.numbers, search.tops, {}, 0
-  local any_high, any_low, before, last = 0, 0, 0, -1
+  local names, numbers, tops, here, c = search.names, search.numbers, search.tops, {}, 0
+  local any_high, any_low, before, last, spent = 0, 0, 0, -1, search.spent
   for i = 1, search.n do
     if tops[i] >= base then
-      search.spent = search.spent + 1
-      local number, entry = numbers[search.names[i]], nil
+      spent = spent + 1
+      local number, entry = numbers[names[i]]
       entry, before = place_after(value, number, HEAD, number > last and before or 0)
       last = number
       if entry then
@@ -186,10 +180,11 @@ local function bits_in(search, value, base)
       end
     end
   end
+  search.spent = spent
   return here, any_high % TWO32, any_low % TWO32
 end
 
--- Returns the indices that the bits of a segment stand for, the last one first.
+-- Returns the indices of the blocks that a segment's bits stand for, the last one first.
 local function indices_of(base, high, low)
   local indices, n = {}, 0
   while high > 0 or low > 0 do
@@ -208,12 +203,13 @@ local function indices_of(base, high, low)
   return indices
 end
 
--- Answers those of some holders (`here`: places in `names`) that are marked at one of these blocks. Returns the index at which
--- the budget was spent; nil if all were looked at.
+-- Answers for those of some holders (`here`: indices of `names`) that have a mark at one of these blocks. Returns the index at
+-- which the budget ran out; nil if all were looked at.
 local function answer_marked(search, here, indices)
-  local names, tops, numbers, fields = search.names, search.tops, search.numbers, {}
+  local names, tops, numbers, packed, fields = search.names, search.tops, search.numbers, search.packed, {}
+  local sub = string.sub
   for j = 1, #indices do
-    fields[j] = hash_at(search, indices[j])
+    fields[j] = sub(packed, indices[j] * 8 + 1, indices[j] * 8 + 8)
   end
   local marks = redis.call('HMGET', search.key, unpack(fields))
   search.spent = search.spent + #indices
@@ -225,7 +221,7 @@ local function answer_marked(search, here, indices)
       for q = 1, #here do
         local i = here[q]
         if tops[i] >= index then
-          local number, entry = numbers[names[i]], nil
+          local number, entry = numbers[names[i]]
           entry, before = place_after(mark, number, MARK, number > last and before or 0)
           last = number
           if entry then
@@ -253,10 +249,10 @@ local function drop_answered(search)
   search.n = left
 end
 
--- Looks at all bits of the holders that have no answer, segment by segment from the deepest on. Returns the index at which the
--- budget was spent; nil if it was enough.
+-- Looks at all bits of the holders that have no answer yet, segment by segment from the deepest on. Returns the index at which
+-- the budget ran out; nil if it was enough.
 local function answer_all(search)
-  local deepest = -1
+  local packed, sub, deepest = search.packed, string.sub, -1
   search.numbers = {}
   for i = 1, search.n do
     search.numbers[search.names[i]], deepest = number_of(search.names[i]), math.max(deepest, search.tops[i])
@@ -267,7 +263,7 @@ local function answer_all(search)
       first_read = math.max(0, s - HEADS_A_READ + 1)
       local fields = {}
       for segment = first_read, s do
-        fields[#fields + 1] = head_field(search, segment)
+        fields[#fields + 1] = sub(packed, segment * SEGMENT * 8 + 1, segment * SEGMENT * 8 + 8) .. HEAD_SUFFIX
       end
       heads = redis.call('HMGET', search.key, unpack(fields))
     end
@@ -288,12 +284,13 @@ local function answer_all(search)
   return nil
 end
 
--- Returns {number, position (u32 BE)...} packed of marked holders, 0 if a holder can resume the chain nowhere; and
--- {number, below (u32 BE)...} packed of those that are left, '' if none: their marks at `below` and behind it are looked at.
--- Positions are at most `limit`, and they and `below` count from the prompt's start.
+-- Returns two packed lists:
+-- {number, position (u32 BE)...}: where marked holders can resume the chain; 0: nowhere
+-- {number, below (u32 BE)...}: holders without an answer yet; they have no mark at `below` or after it
+-- Positions are at most `limit`. They and `below` are counted from the prompt's start.
 --
--- packed: hashes from index `first` on, a multiple of SEGMENT
--- names, belows: the holders, and the index below which each one's marks count: at most the end of what it holds
+-- packed: the hashes from index `first` on, which is a multiple of SEGMENT
+-- names, belows: the holders, and for each the index below which its marks count: at most the end of what it holds
 local function resume(marked, key, packed, first, limit, names, belows)
   local search = begin_search(marked, key, packed, first, limit, names, belows)
   if search.n > 0 then

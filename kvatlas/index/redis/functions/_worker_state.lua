@@ -1,10 +1,11 @@
--- Workers as a scrub compares them with their digests: see kvatlas/index/redis/scrub.py and recount.py.
+-- What a scrub reads of a worker, to compare its blocks and marks with its digests: see kvatlas/index/redis/scrub.py,
+-- recount.py.
 
-local STATE_COST = 5 -- of a worker in a scrub's budget
+local STATE_COST = 5 -- what a worker takes of a scrub's budget
 
--- Returns a worker's state at this moment: {incarnation, seq, active holder, the holder's digest, 1 if the holder's own entries
--- name this worker, otherwise 0, steps of the next message that are applied, 1 if the holder has marks, otherwise 0}
--- (HolderState in kvatlas/index/redis/records.py), and the active holder; false without one.
+-- Returns a worker's state at this moment (HolderState in kvatlas/index/redis/records.py) and its active holder; false if it
+-- has none. {incarnation, seq, active holder, the holder's digest, 1 if the entries of `holders` and `active` name this worker,
+-- otherwise 0, applied steps of the next message, 1 if the holder has marks, otherwise 0}
 -- k: {workers, holders, active, digests, steps, marked = keys}
 local function state_of(k, worker)
   local packed = redis.call('HGET', k.workers, worker)
@@ -26,8 +27,8 @@ local function state_of(k, worker)
   return { record[INCARNATION], record[SEQ], holder, read_digest(k.digests, holder), registered, steps, marked }, holder
 end
 
--- Returns a worker's marks at this moment: {incarnation, seq, active holder, digest of its marks; false: none, steps of the next
--- message that are applied} (MarksState in kvatlas/index/redis/records.py), and the active holder; false without one.
+-- Returns a worker's marks at this moment (MarksState in kvatlas/index/redis/records.py) and its active holder; false if it has
+-- none. {incarnation, seq, active holder, digest of its marks (false: it has none), applied steps of the next message}
 -- k: {workers, marked, steps = keys}
 local function marks_state_of(k, worker)
   local packed = redis.call('HGET', k.workers, worker)

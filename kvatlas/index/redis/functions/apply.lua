@@ -1,5 +1,5 @@
--- apply: folds messages of one shard's partitions into workers' records, holders, blocks and digests, in one call. All that
--- the fold needs is read in one command for all workers, and written in one.
+-- apply: folds messages of one shard's partitions into workers' records, holders, blocks and digests in one call. What the fold
+-- needs of all workers is read in one command and written in one.
 --
 -- KEYS 1 workers
 --      2 holders
@@ -12,17 +12,18 @@
 --      9 meta
 --      10 steps
 --      11 held
---      12... blocks of each scope, in the argument's order; with the side index children and parents of each; marked; marks
---         of each scope that has any in this call
--- ARGV 1 msgpack {reuse ms, most that blocks may cost, {scope...}, {position...}, {worker...}, {number of a scope with
+--      12... blocks of each scope, in the order of the argument; with the side index, children and parents of each; marked;
+--         marks of each scope that has any in this call
+-- ARGV 1 msgpack {reuse ms, highest cost of the blocks, {scope...}, {position...}, {worker...}, {number of a scope with
 --        marks...}}, packed by kvatlas/index/redis/apply_call.py
---        scope: {scope id, 1 if two events may have a block in common, otherwise 0, blocks, some packed hashes of them}
+--        scope: {scope id, 1 if two events may have a block in common, otherwise 0, number of blocks, some of their hashes,
+--        packed}
 --        position: {partition, stream creation us, stream seq before the batch, stream seq after it}
 --        worker: {worker id, partition, {scope id -> block size, block bytes (2 x u32 BE)}, {group...}}
---        group: {incarnation, first seq, last seq, {event...}}; of a message that may come in parts also {..., first step, 1 if
---          the message ends with them, {step after each event}}; see _fold.lua. No event repeats a block.
+--        group: {incarnation, first seq, last seq, {event...}}; if a message may come in parts, then also first step, 1 if the
+--          message ends with these events, {step after each event}; see _fold.lua. No event repeats a block.
 -- returns msgpack {{weight of each scope...}, counts in the order of COUNTS, {moved partition...}, {worker id, record...}};
---   {{weight of each scope...}}: nothing was applied, the call is too large by these weights (0: not looked at)
+--   {{weight of each scope...}} alone: nothing was applied, since the call is too large by these weights (0: not looked at)
 register('kvatlas_apply', function(keys, args)
   return apply(keys, args, false)
 end)

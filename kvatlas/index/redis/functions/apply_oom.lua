@@ -1,5 +1,5 @@
--- apply_oom: apply (apply.lua) for a store without memory. A worker whose stores can't be applied is closed, which gives memory back;
--- all else is applied.
+-- apply_oom: apply (apply.lua) for a store that is out of memory. Workers whose stores can't be applied are closed, which frees
+-- memory; everything else is applied.
 register_always('kvatlas_apply_oom', function(keys, args)
   return apply(keys, args, true)
 end)

@@ -1,4 +1,4 @@
--- look: what a worker's active holder has of single blocks, and the worker's state at that moment.
+-- look: what a worker's active holder has of the given blocks, and the worker's state at that moment.
 --
 -- KEYS 1 workers
 --      2 holders

@@ -1,4 +1,4 @@
--- look_marks: what a worker's active holder has in single fields of marks, and the worker's state at that moment.
+-- look_marks: what a worker's active holder has in the given fields of marks, and the worker's state at that moment.
 --
 -- KEYS 1 workers
 --      2 marked
@@ -6,7 +6,7 @@
 --      4... marks of each scope
 -- ARGV 1 worker
 --      2... msgpack {field...} of each scope
--- returns msgpack {server, state or false, {{false: nothing, or bits ('' of a mark)...}...}}
+-- returns msgpack {server, state or false, {{bits of each field ('' of a mark; false: nothing)...} of each scope...}}
 register_read_only('kvatlas_look_marks', function(keys, args)
   local state, holder = marks_state_of({ workers = keys[1], marked = keys[2], steps = keys[3] }, args[1])
   local entries = {}

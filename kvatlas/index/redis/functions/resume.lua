@@ -1,11 +1,12 @@
--- resume: how far marked holders that `kvatlas_overlap` left can resume a chain.
+-- resume: where the marked holders that `kvatlas_overlap` left out can resume a chain.
 --
 -- KEYS 1 marked
 --      2 marks of the scope
 -- ARGV 1 packed hashes, the overlap's
 --      2 index of the first hash in its chain, a multiple of SEGMENT
---      3 the highest position to be resumed at, in blocks from the chain's start
---      4 3-byte number and index (u32 BE) of each holder: its marks below that count; those of the first HOLDERS are looked at
+--      3 the highest position to resume at, in blocks from the chain's start
+--      4 3-byte number and index (u32 BE) of each holder: its marks below that index count. Only the first HOLDERS are
+--        looked at
 -- returns {reach, left}, as `kvatlas_overlap` does
 register_read_only('kvatlas_resume', function(keys, args)
   local holders, names, belows = args[4], {}, {}

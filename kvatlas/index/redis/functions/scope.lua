@@ -1,5 +1,5 @@
--- scope: registers scopes (the full text behind each id, and when a message last used it); the first text written for an id
--- stays.
+-- scope: registers scopes: the full text behind each id, and the time at which a message last used it. If an id already has a
+-- text, that one stays.
 --
 -- KEYS 1 scopes
 --      2 scope uses

@@ -1,4 +1,4 @@
--- scopes_idle: scopes that were not registered for some time.
+-- scopes_idle: the scopes that have not been registered for some time.
 --
 -- KEYS 1 scope uses
 -- ARGV 1 the time, ms

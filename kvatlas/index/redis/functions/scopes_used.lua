@@ -1,4 +1,4 @@
--- scopes_used: counts these scopes as used now, although no message used them: they have blocks.
+-- scopes_used: marks these scopes as used now, although no message used them, because they have blocks.
 --
 -- KEYS 1 scope uses
 -- ARGV scope id...

@@ -1,13 +1,14 @@
--- what a block costs, each entry of a value that was not met before, each that is told, and each other number
+-- what is taken of the budget by a block, by each entry of a new value, by each entry that is found, and by each other number
 local SCRUB_BLOCK, SCRUB_ENTRY, SCRUB_FOUND, SCRUB_OTHER = 1, 0.1, 0.3, 0.5
 
--- Takes a holders value apart. mine: {number of a holder -> its worker's index, a byte}. Returns what is mine of it (a worker's
--- index and flags, 2 bytes; flags 0 if this is no holders value: entries of 4 bytes, sorted, none twice), and the others' numbers.
+-- Takes a holders value apart. mine: {number of a holder -> its worker's index, a byte}. Returns the entries of these holders
+-- (worker's index and flags, 2 bytes; the flags are 0 if this is no proper holders value, which has entries of 4 bytes, sorted,
+-- each number once), and the numbers of all other holders.
 local function part_of(value, mine)
   local entries, count = entries_of(value)
   local found, others, right, before = {}, {}, #value % 4 == 0, -1
   if #value % 4 == 3 then
-    entries[count + 1] = number_of(string.sub(value, -3)) * 256 -- torn
+    entries[count + 1] = number_of(string.sub(value, -3)) * 256 -- an incomplete entry
   end
   for _, entry in ipairs(entries) do
     local flags = entry % 256
@@ -26,11 +27,10 @@ local function part_of(value, mine)
   return found, others
 end
 
--- Sorts the blocks of a part of a scan by their values: values repeat, and each is taken apart once. flat: {hash, value...}.
--- Returns what that costs. seen: {
---   parted = {value -> {hashes, mine and others as part_of returns them}}
---   is_other = {number of somebody else's holder -> true}, others = {that holder...}
---   found = {hash, worker's index and flags, packed...}}
+-- Adds what a scan returned, {hash, value...}, to what was seen so far. Values repeat, so each is taken apart once. Returns the
+-- cost.
+-- seen: {parted = {value -> {hashes, mine, others}}, see part_of; is_other = {number of another holder -> true};
+--   others = {that holder...}; found = {hash, worker's index, flags, packed...}}
 local function take_values(seen, flat, mine)
   local parted, is_other, others, found, cost = seen.parted, seen.is_other, seen.others, seen.found, SCRUB_BLOCK * #flat / 2
   for i = 1, #flat, 2 do
@@ -51,14 +51,14 @@ local function take_values(seen, flat, mine)
     end
     entry.hashes[#entry.hashes + 1] = hash
     cost = cost + SCRUB_FOUND * #entry.mine
-    for _, told in ipairs(entry.mine) do
-      found[#found + 1] = hash .. told
+    for _, mine_here in ipairs(entry.mine) do
+      found[#found + 1] = hash .. mine_here
     end
   end
   return cost
 end
 
--- Returns the numbers of these holders that the store does not know; nil if it knows all.
+-- Returns a set of the numbers that the store does not know among these holders; nil if it knows all.
 local function unknown_among(key, holders)
   local unknown
   for first = 1, #holders, CHUNK do
@@ -74,7 +74,7 @@ local function unknown_among(key, holders)
   return unknown
 end
 
--- Returns the hashes of blocks with an entry of an unknown number, or with none at all.
+-- Returns the hashes of the blocks that have an entry with an unknown number, or no entry at all.
 local function strays_among(parted, unknown)
   local strays = {}
   for value, entry in pairs(parted) do
@@ -89,7 +89,7 @@ local function strays_among(parted, unknown)
   return strays
 end
 
--- scrub: what some workers' active holders have in a part of one scope's blocks, and the workers' states at that moment.
+-- scrub: what the active holders of some workers have in a part of one scope's blocks, and the workers' states at that moment.
 --
 -- KEYS 1 blocks of the scope
 --      2 workers
@@ -102,11 +102,11 @@ end
 --      2 cursor
 --      3 budget: the cost of what is looked at
 --      4... workers
--- returns msgpack {server, next cursor, cost, {state or false...}, found, {hash...}}; on another server, where the cursor means
---   nothing, {server} alone
+-- returns msgpack {server, next cursor, cost, {state or false...}, found, {hash...}}; {server} alone if this is another server,
+--   where the cursor means nothing
 --   state: see state_of
 --   found: 10 bytes for each entry: hash, the worker's index (from 0), flags (0 if the value is no holders value)
---   hashes: of blocks with an entry of an unknown number, or with none at all
+--   hash: of each block that has an entry with an unknown number, or no entry at all
 register_read_only('kvatlas_scrub', function(keys, args)
   local blocks, began_on, cursor, budget, server = keys[1], args[1], args[2], tonumber(args[3]), server_id()
   if began_on ~= '' and began_on ~= server then

@@ -1,6 +1,7 @@
-local MARKS_FIELD, MARKS_ENTRY = 1, 0.5 -- what a field costs, and each of its entries
+local MARKS_FIELD, MARKS_ENTRY = 1, 0.5 -- what a field takes of the budget, and each of its entries
 
--- scrub_marks: what some workers' active holders have in a part of one scope's marks, and the workers' states at that moment.
+-- scrub_marks: what the active holders of some workers have in a part of one scope's marks, and the workers' states at that
+-- moment.
 --
 -- KEYS 1 marks of the scope
 --      2 workers
@@ -11,9 +12,9 @@ local MARKS_FIELD, MARKS_ENTRY = 1, 0.5 -- what a field costs, and each of its e
 --      2 cursor
 --      3 budget: the cost of what is looked at
 --      4... workers
--- returns msgpack {server, next cursor, cost, {state or false...}, {field, the worker's index (from 0), bits ('' of a mark)...},
---   {field...}}; on another server, where the cursor means nothing, {server} alone
---   fields at the end: those with an entry of an unknown number
+-- returns msgpack {server, next cursor, cost, {state or false...}, {field, the worker's index (from 0), bits ('' of
+--   a mark)...}, {field with an entry of an unknown number...}}; {server} alone if this is another server,
+--   where the cursor means nothing
 register_read_only('kvatlas_scrub_marks', function(keys, args)
   local key, holders, k = keys[1], keys[3], { workers = keys[2], marked = keys[4], steps = keys[5] }
   local began_on, cursor, budget, server = args[1], args[2], tonumber(args[3]), server_id()

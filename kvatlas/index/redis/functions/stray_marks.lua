@@ -1,9 +1,9 @@
--- stray_marks: takes entries of unknown numbers out of marks: such a number may be given to a worker one day.
+-- stray_marks: removes entries with unknown numbers from marks: such a number may be given to a worker one day.
 --
 -- KEYS 1 marks of the scope
 --      2 holders
 -- ARGV field...
--- returns how many entries it took out
+-- returns how many entries it removed
 register_always('kvatlas_stray_marks', function(keys, args)
   local key, holders, taken, known = keys[1], keys[2], 0, {}
   for i = 1, #args do

@@ -1,10 +1,10 @@
--- strays: takes entries of unknown numbers out of blocks: such a number may be given to a worker one day.
+-- strays: removes entries with unknown numbers from blocks: such a number may be given to a worker one day.
 --
 -- KEYS 1 blocks of the scope
 --      2 holders
 --      3 children, 4 parents: only with the side index
 -- ARGV hash...
--- returns how many entries it took out
+-- returns how many entries it removed
 register_always('kvatlas_strays', function(keys, args)
   local blocks, holders, taken = keys[1], keys[2], 0
   local side = keys[3] and { children = keys[3], parents = keys[4] } or nil
