@@ -138,7 +138,7 @@ bench-peer: $(READY) $(PEER_READY) ## measure kvatlas beside NVIDIA Dynamo, on t
 lint: $(READY) ## run ruff (rules and format), and luacheck if it is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@$(BIN)/python -m tests.kvatlas.lua_lint
+	$(BIN)/python -m tests.kvatlas.lua_lint
 
 types: $(READY) ## run mypy, strict
 	$(BIN)/mypy
