@@ -22,7 +22,6 @@ events = st.one_of(
         hash_lists,
         st.none() | st.binary(min_size=8, max_size=8),
         st.integers(0, 1 << 40),
-        st.sampled_from([0, 32, 64]),
     ),
     st.builds(Removed, scope_ids, tiers, hash_lists),
     st.just(Cleared()),
