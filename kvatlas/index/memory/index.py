@@ -193,7 +193,9 @@ class MemoryIndex(DirectWrites):
 
     async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
         shard = self._shard_of(worker_id)
-        shard.table.pins.put(shard.workers[worker_id].active, scope_id, tier, split(hashes), pinned=pinned)
+        holder = shard.workers[worker_id].active
+        if holder >= 0:  # else it was closed meanwhile, and nothing is pinned
+            shard.table.pins.put(holder, scope_id, tier, split(hashes), pinned=pinned)
 
     def _count_resident(self) -> ResidentCount:
         found = ResidentCount()
