@@ -28,7 +28,6 @@ class Stored:
     hashes: bytes
     parent: bytes | None = None
     first_index: int = 0
-    flags: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,6 @@ class SnapshotChunk:
     hashes: bytes
     parent: bytes | None = None
     first_index: int = 0
-    flags: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,26 +25,26 @@ POLL_S = 0.01
 async def measure(store: Store, nats_url: str) -> list[Result]:
     results = []
     for hashes_a_message, messages in RUNS:
-        index = await _prepare_index(store, nats_url)
+        index = await prepare_index(store, nats_url)
         async with publisher_process(nats_url, hashes_a_message, messages) as publisher:
             await publisher.start()
             await publisher.results()
         async with indexer_process(nats_url, store.url):
-            rate = await _measure_rate(index, worker_names(hashes_a_message), messages, count_from_first=True)
+            rate = await measure_rate(index, worker_names(hashes_a_message), messages, count_from_first=True)
         results.append(_result("stream to index", hashes_a_message, rate, BUDGET[hashes_a_message]))
     for hashes_a_message, messages in RUNS:
-        index = await _prepare_index(store, nats_url)
+        index = await prepare_index(store, nats_url)
         async with (
             indexer_process(nats_url, store.url),
             publisher_process(nats_url, hashes_a_message, messages // 2) as publisher,
         ):
             await publisher.start()
-            rate = await _measure_rate(index, worker_names(hashes_a_message), messages // 2, count_from_first=False)
+            rate = await measure_rate(index, worker_names(hashes_a_message), messages // 2, count_from_first=False)
         results.append(_result("publisher to index on the same cores", hashes_a_message, rate, None))
     return results
 
 
-async def _prepare_index(store: Store, nats_url: str) -> ResidencyIndex:
+async def prepare_index(store: Store, nats_url: str) -> ResidencyIndex:
     """An empty index with every position at the stream's end: an indexer reads only what is published from now on."""
     await store.client.flushall()
     index = await open_redis_index(store, writer=True)
@@ -57,7 +57,7 @@ async def _prepare_index(store: Store, nats_url: str) -> ResidencyIndex:
     return index
 
 
-async def _measure_rate(
+async def measure_rate(
     index: ResidencyIndex, workers: Sequence[str], messages: int, *, count_from_first: bool
 ) -> float:
     """Messages applied per second, from now on or from the first applied one on."""

@@ -13,14 +13,12 @@ from functools import lru_cache
 from struct import unpack
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.tiers import TIER_MASK, Tier
+from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
 
 _MASK = 0xFFFFFFFF
 _MIX_MASK = 0xFFFFF
 WORDS = 3 * len(Tier)
-_FLAG_BITS = tuple(bit for bit in range(8) if not 1 << bit & TIER_MASK)
-FLAG_WORDS = 3 * len(_FLAG_BITS)
 MARK_WORDS = 6
 
 
@@ -44,22 +42,6 @@ def _add(words: list[int], at: int, scope_id: bytes, packed_hashes: bytes, sign:
     words[at] += sign * len(packed_hashes) // HASH_BYTES
     words[at + 1] = (words[at + 1] + sign * low * mix_low) & _MASK
     words[at + 2] = (words[at + 2] + sign * high * mix_high) & _MASK
-
-
-class FlagDigest:
-    """Mutable digest by flag, for the flags besides tiers (resumable, pinned, spare). Compared only within an index."""
-
-    __slots__ = ("words",)
-
-    def __init__(self) -> None:
-        self.words = [0] * FLAG_WORDS
-        """(count, low sum, high sum) for each flag, lowest bit first."""
-
-    def add(self, scope_id: bytes, flags: int, packed_hashes: bytes, sign: int = 1) -> None:
-        """Add (sign 1) or subtract (sign -1) blocks under each of the flags. The caller passes each block once."""
-        for i, bit in enumerate(_FLAG_BITS):
-            if flags & 1 << bit:
-                _add(self.words, 3 * i, scope_id, packed_hashes, sign)
 
 
 class MarkDigest:

@@ -1,4 +1,4 @@
-"""Memory tiers a KV block can be held in, and the flags byte of a holder entry."""
+"""Memory tiers a KV block can be held in, and the flags byte of a holder entry: the tiers' bits, the other three 0."""
 
 from enum import IntEnum
 
@@ -24,8 +24,6 @@ class Tier(IntEnum):
         return 1 << self
 
 
-FLAG_RESUMABLE = 1 << 5
-FLAG_PINNED = 1 << 6
 TIER_MASK = (1 << len(Tier)) - 1
 
 _ALIASES: dict[str, Tier] = {
@@ -53,3 +51,8 @@ def parse_tier(name: str) -> Tier:
 def tiers_of(flags: int) -> tuple[Tier, ...]:
     """The tiers whose bits are set in a flags byte, nearest first."""
     return tuple(tier for tier in Tier if flags & tier.flag)
+
+
+def are_tiers(flags: int) -> bool:
+    """Are these the flags of some tiers, at least of one, and of nothing else?"""
+    return 0 < flags <= TIER_MASK

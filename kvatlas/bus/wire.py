@@ -3,7 +3,7 @@
 `scopes` maps each scope id used to `[model_id, tokenizer_id, adapter_id, tenant_id, block_size, block_bytes]`. An event is
 an array with its code first; hashes are packed (8 little-endian bytes each), so no step downstream costs per block:
 
-    [1, scope id, tier, hashes, parent or nil, first index, flags]   stored          [4]                   snapshot begin
+    [1, scope id, tier, hashes, parent or nil, first index, 0]       stored          [4]                   snapshot begin
     [2, scope id, tier, hashes]                                     removed         [5, as stored]        snapshot chunk
     [3]                                                             cleared         [6, chunks, digest]   snapshot end
                                                                                     [7, digest]           checkpoint
@@ -26,7 +26,7 @@ import msgpack
 
 from kvatlas.blocks.digest import MARK_WORDS, WORDS
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.tiers import TIER_MASK, Tier
+from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue, WireError
 from kvatlas.events import (
     Checkpoint,
@@ -51,7 +51,7 @@ MESSAGE_VERSION, WORKER_ID, INCARNATION, SEQ, TS_US, SCOPES, EVENTS = range(7)
 """Indexes of a message's fields."""
 BLOCK_SIZE, BLOCK_BYTES, CHAIN = 4, 5, 6
 """Indexes of a scope entry's fields after the four names; the chain only if it is not the own one."""
-CODE, SCOPE_ID, TIER, HASHES, PARENT, FIRST_INDEX, FLAGS = range(7)
+CODE, SCOPE_ID, TIER, HASHES, PARENT, FIRST_INDEX, RESERVED = range(7)
 """Indexes of an event's fields; a removed event ends with its hashes."""
 CHUNKS, END_DIGEST = 1, 2
 """Indexes of a snapshot end's fields after its code."""
@@ -204,13 +204,13 @@ def _check_event(event: Any, scopes: dict[Any, Any], version: int) -> None:
         if type(hashes) is not bytes or not hashes or len(hashes) % HASH_BYTES:
             raise WireError("event whose hashes are not packed in 8 bytes each")
         if code != REMOVED:
-            parent, first_index, flags = event[PARENT], event[FIRST_INDEX], event[FLAGS]
+            parent, first_index, reserved = event[PARENT], event[FIRST_INDEX], event[RESERVED]
             if parent is not None and (type(parent) is not bytes or len(parent) != HASH_BYTES):
                 raise WireError(f"event with parent {parent!r:.40}; expected 8 bytes or nil")
             if type(first_index) is not int or not 0 <= first_index <= MAX_SEQ:
                 raise WireError(f"event with first index {first_index!r:.40}")
-            if type(flags) is not int or flags & TIER_MASK or not 0 <= flags <= 255:
-                raise WireError(f"event with flags {flags!r:.40}")
+            if type(reserved) is not int or reserved:
+                raise WireError(f"event with {reserved!r:.40} in its last field; expected 0, which is reserved")
     elif code in (END, CHECKPOINT):
         digest = event[-1]
         words = (WORDS,) if version == VERSION else (WORDS, WORDS + MARK_WORDS)
@@ -256,9 +256,9 @@ def _needs_marks(event: IndexEvent) -> bool:
 def _encode_event(event: IndexEvent) -> list[Any]:
     match event:
         case Stored():
-            return [STORED, event.scope_id, int(event.tier), event.hashes, event.parent, event.first_index, event.flags]
+            return [STORED, event.scope_id, int(event.tier), event.hashes, event.parent, event.first_index, 0]
         case SnapshotChunk():
-            return [CHUNK, event.scope_id, int(event.tier), event.hashes, event.parent, event.first_index, event.flags]
+            return [CHUNK, event.scope_id, int(event.tier), event.hashes, event.parent, event.first_index, 0]
         case Removed():
             return [REMOVED, event.scope_id, int(event.tier), event.hashes]
         case Cleared():
@@ -281,8 +281,8 @@ def _decode_event(event: list[Any]) -> IndexEvent:
     code = event[CODE]
     if code in (STORED, CHUNK):
         kind = Stored if code == STORED else SnapshotChunk
-        _, scope_id, tier, hashes, parent, first_index, flags = event
-        return kind(scope_id, Tier(tier), hashes, parent, first_index, flags)
+        _, scope_id, tier, hashes, parent, first_index, _ = event
+        return kind(scope_id, Tier(tier), hashes, parent, first_index)
     if code == REMOVED:
         return Removed(event[SCOPE_ID], Tier(event[TIER]), event[HASHES])
     if code == END:

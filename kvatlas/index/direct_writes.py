@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.tiers import FLAG_PINNED, Tier
+from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
 from kvatlas.bus.partition_batch import PartitionBatch
 from kvatlas.bus.subjects import partition_of
@@ -37,6 +37,10 @@ class DirectWrites(ABC):
     @abstractmethod
     async def length(self) -> int: ...
 
+    @abstractmethod
+    async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
+        """Note that these blocks of the worker's active holder are pinned in the tier, or are not."""
+
     async def is_empty(self) -> bool:
         return await self.length() == 0
 
@@ -51,12 +55,12 @@ class DirectWrites(ABC):
         first_index: int = 0,
         pinned: bool = False,
     ) -> None:
-        flags = FLAG_PINNED if pinned else 0
         before = parent.to_bytes(HASH_BYTES, "little") if parent is not None else None
         for first in range(0, len(hashes), _HASHES_A_MESSAGE * HASH_BYTES):
             part = hashes[first : first + _HASHES_A_MESSAGE * HASH_BYTES]
-            event = Stored(use.scope.scope_id, tier, part, before, first_index + first // HASH_BYTES, flags)
+            event = Stored(use.scope.scope_id, tier, part, before, first_index + first // HASH_BYTES)
             await self._write(worker_id, [event], use)
+            await self._pin(worker_id, use.scope.scope_id, tier, part, pinned=pinned)
             before = part[-HASH_BYTES:]
 
     async def remove(self, scope: Scope, worker_id: str, tier: Tier | None, hashes: bytes) -> int:
@@ -67,6 +71,8 @@ class DirectWrites(ABC):
             part = hashes[first : first + part_bytes]
             events = [Removed(scope.scope_id, one, part) for one in tiers]
             removed += (await self._write(worker_id, events, use)).removed
+            for one in tiers:
+                await self._pin(worker_id, scope.scope_id, one, part, pinned=False)
         return removed
 
     async def clear_worker(self, worker_id: str) -> None:

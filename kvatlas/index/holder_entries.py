@@ -61,12 +61,12 @@ def without_holder(value: bytes, number: bytes) -> bytes:
 
 
 @lru_cache(CACHED_VALUES)
-def with_entry(value: bytes, number: bytes, tier_bit: int, flags: int) -> bytes:
+def with_entry(value: bytes, number: bytes, tier_bit: int) -> bytes:
     """The value after a store. Cached, so equal holders are mostly the same object."""
     at, found = find_entry(value, number)
     old = value[at + NUMBER_BYTES] if found else 0
     rest = value[at + HOLDER_ENTRY_BYTES :] if found else value[at:]
-    return value[:at] + number + bytes((old | tier_bit | flags,)) + rest
+    return value[:at] + number + bytes((old | tier_bit,)) + rest
 
 
 @lru_cache(CACHED_VALUES)

@@ -109,7 +109,7 @@ class RecountResult:
     """What a worker holds by the blocks themselves: its active holder's digest words by scope.
 
     As of (incarnation, seq). `moved`: the worker changed during the count, which is therefore void. `sound`: every
-    entry is in some tier, has the flags that messages set, and its holder is registered as the worker's. `marks`: the digest
+    entry is in some tier, has no other flags, and its holder is registered as the worker's. `marks`: the digest
     words of its marks; empty without any.
     """
 
@@ -174,7 +174,10 @@ class ResidencyIndex(Protocol):
         pinned: bool = False,
     ) -> None:
         """Add blocks to a worker, parent first. For callers that are the worker's only source: it takes the worker's next
-        seq, so a publisher of the same worker would be out of step. Running indexers retire a worker without heartbeats."""
+        seq, so a publisher of the same worker would be out of step. Running indexers retire a worker without heartbeats.
+
+        `pinned` is kept as the last put of a block in a tier said it, until a remove, a clear or a new incarnation; nothing
+        but `Residency.pinned` depends on it."""
 
     async def remove(self, scope: Scope, worker_id: str, tier: Tier | None, hashes: bytes) -> int:
         """Take blocks from a worker, child first: from one tier, or (None) from all. Returns how many residencies it took, one

@@ -15,7 +15,7 @@ from kvatlas.identity import MAX_NAME_BYTES
 
 # Upper bounds of what msgpack takes, in bytes (see kvatlas.bus.wire for the arrays).
 _ENVELOPE_BYTES = 1 + 1 + (2 + 64) + 9 + 9 + 9 + 5 + 5
-_STORED_BYTES = 1 + 1 + 10 + 1 + 5 + 10 + 9 + 2
+_STORED_BYTES = 1 + 1 + 10 + 1 + 5 + 10 + 9 + 1
 _REMOVED_BYTES = 1 + 1 + 10 + 1 + 5
 _MARKED_BYTES = 1 + 1 + 10 + 5 + 5
 _OTHER_BYTES = 1 + 1 + 9 + 3 + (WORDS + MARK_WORDS) * 9

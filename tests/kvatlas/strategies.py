@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from kvatlas.blocks.digest import MARK_WORDS, WORDS
 from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes
-from kvatlas.blocks.tiers import FLAG_PINNED, FLAG_RESUMABLE, Tier
+from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.wire import MAX_INCARNATION, MAX_SEQ
 from kvatlas.events import (
     Checkpoint,
@@ -39,7 +39,6 @@ heads = st.dictionaries(hash_values, st.integers(0, (1 << 64) - 1), min_size=1, 
     lambda bits: (pack_hashes(list(bits)), b"".join(one.to_bytes(8, "big") for one in bits.values()))
 )
 parents = st.none() | st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)
-block_flags = st.sampled_from([0, FLAG_PINNED, FLAG_RESUMABLE, FLAG_PINNED | FLAG_RESUMABLE])
 
 
 def _once(event: IndexEvent) -> object:
@@ -56,7 +55,7 @@ def messages(draw: st.DrawFn) -> Message:
         for scope in used
     }
     ids = st.sampled_from(sorted(uses))
-    fields = (ids, tiers, packed_hashes, parents, st.integers(0, 1 << 40), block_flags)
+    fields = (ids, tiers, packed_hashes, parents, st.integers(0, 1 << 40))
     events: st.SearchStrategy[IndexEvent] = st.one_of(
         st.builds(Stored, *fields),
         st.builds(SnapshotChunk, *fields),

@@ -17,7 +17,7 @@ WORKERS_A_CALL = 32
 async def differing_workers(
     functions: IndexFunctions, keys: ShardKeys, shard: MemoryShard, worker_ids: Sequence[str]
 ) -> tuple[list[str], int]:
-    """Those of the workers whose blocks, flags or marks differ, and how many could be compared: a worker whose messages come
+    """Those of the workers whose blocks or marks differ, and how many could be compared: a worker whose messages come
     faster than the store answers is left out. Raises Unreachable."""
     wrong: list[str] = []
     compared = 0
@@ -47,8 +47,7 @@ def _has_same_blocks(shard: MemoryShard, worker_id: str, state: HolderState | No
     record = shard.workers.get(worker_id)
     if state is None or not _same_moment(shard, worker_id, state) or record is None:
         return None
-    holder = shard.table.holders[record.active]
-    return holder.digest.words == list(state.digest) and holder.flags.words == list(state.flag_digest)
+    return shard.table.holders[record.active].digest.words == list(state.digest)
 
 
 def _has_same_marks(shard: MemoryShard, worker_id: str, state: MarksState | None) -> bool | None:

@@ -8,10 +8,10 @@ from itertools import chain
 from struct import iter_unpack
 from typing import NamedTuple
 
-from kvatlas.blocks.digest import Digest, FlagDigest, MarkDigest
+from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import HOLDER_ENTRY_BYTES, ShardRuns
-from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
+from kvatlas.blocks.tiers import Tier, are_tiers, tiers_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.gallop import STRIDE, gallop, walk
 from kvatlas.index.holder_entries import (
@@ -28,18 +28,18 @@ from kvatlas.index.holder_entries import (
 )
 from kvatlas.index.mark_lookup import HIGHEST_POSITION, without_sized
 from kvatlas.index.memory.mark_table import MarkTable, replace_value
+from kvatlas.index.memory.pins import Pins
 from kvatlas.index.run_guesses import RunGuesses
 
 
 @dataclass(slots=True)
 class Holder:
-    """One incarnation's blocks. `touched` maps each scope used to (block size, block bytes); `flags` counts the flags besides
-    tiers; `blocks_in` counts blocks by scope and tier."""
+    """One incarnation's blocks. `touched` maps each scope used to (block size, block bytes);
+    `blocks_in` counts blocks by scope and tier."""
 
     worker_id: str
     digest: Digest = field(default_factory=Digest)
     touched: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-    flags: FlagDigest = field(default_factory=FlagDigest)
     blocks_in: Counter[tuple[bytes, Tier]] = field(default_factory=Counter)
 
     def touch(self, scope_id: bytes, block_size: int, block_bytes: int) -> None:
@@ -50,17 +50,16 @@ class Holder:
 
 @dataclass(slots=True)
 class HolderCount:
-    """A holder's blocks, counted from the blocks themselves. `untiered`: one of its entries is in no tier."""
+    """A holder's blocks, counted from the blocks themselves. `malformed`: the flags of one of its entries are not those of
+    some tiers."""
 
     digest: Digest = field(default_factory=Digest)
-    flags: FlagDigest = field(default_factory=FlagDigest)
-    untiered: bool = False
+    malformed: bool = False
 
     def add(self, scope_id: bytes, key: bytes, flags: int) -> None:
         for tier in tiers_of(flags):
             self.digest.add(scope_id, tier, key)
-        self.flags.add(scope_id, flags, key)
-        self.untiered = self.untiered or not flags & TIER_MASK
+        self.malformed = self.malformed or not are_tiers(flags)
 
 
 class BlockTable:
@@ -75,6 +74,7 @@ class BlockTable:
         self.parents: dict[bytes, dict[bytes, bytes]] = {}
         self.children: dict[bytes, dict[bytes, list[bytes]]] = {}
         self.marks = MarkTable()
+        self.pins = Pins()
         self.holders: dict[int, Holder] = {}
         self.active: dict[int, str] = {}
         self.retired: dict[int, None] = {}
@@ -143,6 +143,7 @@ class BlockTable:
         if self._swept and not self._unswept:
             for holder in self._swept:
                 self.marks.marked.pop(number_bytes(holder), None)
+                self.pins.forget(holder)
                 del self.retired[holder], self.holders[holder]
                 self._free.append(holder)
             self._swept = []
@@ -178,27 +179,21 @@ class BlockTable:
             holder, flags = int.from_bytes(entry[:NUMBER_BYTES], "big"), entry[NUMBER_BYTES]
             for tier in tiers_of(flags):
                 self._count(holder, scope_id, tier, keys)
-            if flags & ~TIER_MASK:
-                self.holders[holder].flags.add(scope_id, flags, b"".join(keys))
 
-    def store(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes, flags: int, counts: ApplyCounts) -> None:
+    def store(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes, counts: ApplyCounts) -> None:
         """Add blocks to a holder, in a tier."""
         number, blocks = number_bytes(holder), self.blocks.setdefault(scope_id, {})
         keys = split(hashes)
         olds = [value or b"" for value in map(blocks.get, keys)]
         for old in set(olds):
-            new = with_entry(old, number, tier.flag, flags)
+            new = with_entry(old, number, tier.flag)
             if new == old:
                 continue
             changed = _keys_of(keys, olds, old)
             blocks.update(dict.fromkeys(changed, new))
             counts.bytes_written += len(changed) * (HASH_BYTES + len(new))
-            before = flags_in(old, number)
-            if flags & ~before:
-                self.holders[holder].flags.add(scope_id, flags & ~before, b"".join(changed))
-            if not before & tier.flag:
-                self._count(holder, scope_id, tier, changed)
-                counts.stored += len(changed)
+            self._count(holder, scope_id, tier, changed)
+            counts.stored += len(changed)
 
     def remove(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes, counts: ApplyCounts) -> None:
         """Take blocks from a holder, in a tier."""
@@ -216,8 +211,6 @@ class BlockTable:
             else:
                 for key in changed:
                     self._replace(scope_id, key, new)
-            if gone := flags_in(old, number) & ~flags_in(new, number):
-                self.holders[holder].flags.add(scope_id, gone, b"".join(changed), -1)
             self._count(holder, scope_id, tier, changed, -1)
             counts.removed += len(changed)
 
@@ -315,8 +308,8 @@ class BlockTable:
         return counted, strays
 
     def is_sound(self, holder: int, count: HolderCount) -> bool:
-        """Is each entry in some tier, with the flags that messages set? Are the marks those of their digest?"""
-        if count.untiered or count.flags.words != self.holders[holder].flags.words:
+        """Is each entry in some tier, and has no other flags? Are the marks those of their digest?"""
+        if count.malformed:
             return False
         marks = self.marks.marked.get(number_bytes(holder))
         found = self.marks.recount(number_bytes(holder))

@@ -13,7 +13,7 @@ from kvatlas.blocks.residency import (
     ResidentCount,
     residency_order,
 )
-from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
+from kvatlas.blocks.tiers import Tier, tiers_of
 from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.bus.subjects import partition_of
 from kvatlas.bus.wire import SCOPES, scope_use
@@ -23,7 +23,7 @@ from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.gallop import STRIDE, differences
 from kvatlas.index.holder_entries import number_bytes
 from kvatlas.index.mark_lookup import check_reach
-from kvatlas.index.memory.block_table import BlockTable
+from kvatlas.index.memory.block_table import BlockTable, split
 from kvatlas.index.memory.shard import MemoryShard
 from kvatlas.index.protocol import (
     DEFAULT_PARTITIONS,
@@ -191,6 +191,12 @@ class MemoryIndex(DirectWrites):
     async def resident_blocks(self) -> Sequence[ResidentBlocks]:
         return self._count_resident().by_scope(self._scopes)
 
+    async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
+        shard = self._shard_of(worker_id)
+        holder = shard.workers[worker_id].active
+        if holder >= 0:  # else it was closed meanwhile, and nothing is pinned
+            shard.table.pins.put(holder, scope_id, tier, split(hashes), pinned=pinned)
+
     def _count_resident(self) -> ResidentCount:
         found = ResidentCount()
         for shard in self._shards:
@@ -212,7 +218,7 @@ def _residencies(table: BlockTable, scope: Scope, key: bytes) -> list[Residency]
             table.active[holder],
             tier,
             table.holders[holder].touched[scope.scope_id][1],
-            pinned=bool(flags & FLAG_PINNED),
+            pinned=table.pins.has(holder, scope.scope_id, key, tier),
             resumable=table.marks.is_marked(number_bytes(holder), scope.scope_id, key),
         )
         for holder, flags in table.entries(scope.scope_id, key)

@@ -147,10 +147,10 @@ class MemoryShard:
             return self._close(record)
         else:
             record.chunks += code == wire.CHUNK
-            _, scope_id, tier, hashes, parent, _, flags = event
+            _, scope_id, tier, hashes, parent, _, _ = event
             use = scopes[scope_id]
             self.table.holders[holder].touch(scope_id, use[wire.BLOCK_SIZE], use[wire.BLOCK_BYTES])
-            self.table.store(holder, scope_id, Tier(tier), hashes, flags, self.counts)
+            self.table.store(holder, scope_id, Tier(tier), hashes, self.counts)
             self.table.link(scope_id, parent or b"", hashes)
         return True
 

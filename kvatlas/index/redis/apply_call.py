@@ -10,7 +10,7 @@ import msgpack
 
 from kvatlas.blocks.digest import sums_of
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.bus.wire import BLOCK_BYTES, BLOCK_SIZE, CODE, FLAGS, HASHES, REMOVED, SCOPE_ID, STORED, TIER
+from kvatlas.bus.wire import BLOCK_BYTES, BLOCK_SIZE, CODE, HASHES, REMOVED, SCOPE_ID, STORED, TIER
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.call_plan import HASHES_AT, WITH_HASHES, CallBatch, Part
@@ -47,7 +47,6 @@ class _Group:
             and event[CODE] == mine[CODE]
             and event[SCOPE_ID] == mine[SCOPE_ID]
             and event[TIER] == mine[TIER]
-            and (event[CODE] == REMOVED or event[FLAGS] == mine[FLAGS])
         )
 
     def join(self) -> None:
@@ -92,7 +91,7 @@ def pack_call(
     """(scope ids whose blocks the call needs, in order; those of them whose marks it needs; the packed argument). Work is per
     message: a block costs an entry of a set and two additions.
 
-    A worker's consecutive messages with the same kind of event, scope, tier and flags travel as one group. If the worker's
+    A worker's consecutive messages with the same kind of event, scope and tier travel as one group. If the worker's
     seq is inside a group, its first messages are applied again, which changes nothing: all are stores, or all removals. The
     store applies nothing if it finds that the blocks cost more than `most_cost`. `parents` keeps messages apart, because
     each has a parent of its own (side index).

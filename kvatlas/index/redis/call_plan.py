@@ -3,6 +3,9 @@
 A call carries whole messages, or a part of one that is too large for a call. Parts are counted in **steps**: each hash of an
 event is one, and so is an event without hashes. The store keeps how many steps of a worker's next message are applied, in
 the call that applies them; so each step is applied once, also if another process goes on after a crash and cuts elsewhere.
+
+Limiting messages to 256 hashes instead, so that none needs to be cut, takes a fifth more processor time for each block: 3.0 us
+instead of 2.5 with 4,096 hashes (`benchmarks.stream.message_sizes`). And a message of version 1 may have 65,000 hashes.
 """
 
 from collections.abc import Mapping, Sequence

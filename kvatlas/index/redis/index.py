@@ -38,6 +38,7 @@ from kvatlas.index.redis.holder_names import HolderNames
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY, IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.layout import Layout, check_suitable, layout_errors, make_layout, read_layout
+from kvatlas.index.redis.pins import Pins
 from kvatlas.index.redis.records import (
     OverlapAnswer,
     pack_incarnation,
@@ -122,6 +123,7 @@ class RedisIndex(DirectWrites):
         self._functions = IndexFunctions(store)
         self._keys = [ShardKeys(k, layout.number) for k in range(layout.shards)]
         self._readers = [ShardReader(store, keys) for keys in self._keys]
+        self._pins = [Pins(store, keys) for keys in self._keys]
         self._names = [HolderNames(keys) for keys in self._keys]
         self._guesses = [RunGuesses(MOST_STARTS // self.shards) for _ in self._keys]
         self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
@@ -205,9 +207,9 @@ class RedisIndex(DirectWrites):
     async def unlink(self) -> int:
         """Delete every key of every shard; the number of keys. Nobody may read or write the index any more."""
         scope_ids, deleted = set(await self._registry.ids()), 0
-        for k, reader in zip(self._keys, self._readers, strict=True):
+        for k, reader, pins in zip(self._keys, self._readers, self._pins, strict=True):
             touched = [set(holder.touched) async for holder in reader.active_holders()]
-            for key in k.all(scope_ids.union(*touched)):
+            for key in k.all(scope_ids.union(*touched), await pins.holders()):
                 deleted += await self._store.ask(self._store.client.unlink(key))
         return deleted
 
@@ -324,15 +326,18 @@ class RedisIndex(DirectWrites):
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         found: list[Residency] = []
         key = sequence_hash.to_bytes(HASH_BYTES, "little")
-        for reader in self._readers:
+        for reader, pins in zip(self._readers, self._pins, strict=True):
             keys = [reader.keys.blocks(scope.scope_id), reader.keys.active]
+            here: list[tuple[bytes, Residency]] = []
             flat = await self._functions.call_ro("kvatlas_locate", keys, [key])
             marked = await reader.dropped() if flat else {}
             marks = await reader.marks(scope.scope_id, key) if marked else {}
             for flags, holder, worker_id in zip(flat[0::3], flat[1::3], flat[2::3], strict=True):
                 _, block_bytes = (await reader.touched(holder)).get(scope.scope_id, (0, 0))
                 resumable = has_mark(marks.get(key), holder) if holder in marked else None
-                found += residencies_of(scope, sequence_hash, worker_id.decode(), flags, block_bytes, resumable)
+                held = residencies_of(scope, sequence_hash, worker_id.decode(), flags, block_bytes, resumable)
+                here += ((holder, one) for one in held)
+            found += await pins.mark(here, await pins.holders()) if here else []
         return sorted(found, key=residency_order)
 
     async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[Residency]:
@@ -344,9 +349,9 @@ class RedisIndex(DirectWrites):
         self._prefix_scans += 1
         parent = prefix_hash.to_bytes(HASH_BYTES, "little") if prefix_hash is not None else b""
         found: list[Residency] = []
-        for reader in self._readers:
+        for reader, pins in zip(self._readers, self._pins, strict=True):
             hashes = await reader.children(scope.scope_id, parent)
-            residencies = await ResidencyReader.open(reader)
+            residencies = await ResidencyReader.open(reader, pins)
             for first in range(0, len(hashes), BLOCKS_A_CALL):
                 some = hashes[first : first + BLOCKS_A_CALL]
                 values = await reader.values(scope.scope_id, some)
@@ -365,8 +370,9 @@ class RedisIndex(DirectWrites):
         return await self._readers[shard_of(partition, self.shards)].position(partition)
 
     async def snapshot(self, worker_id: str | None = None) -> AsyncIterator[Residency]:
-        for reader in self._readers if worker_id is None else [self._reader_of(worker_id)]:
-            async for residency in (await ResidencyReader.open(reader, worker_id)).snapshot(self._registry):
+        for shard in range(self.shards) if worker_id is None else [self._shard_of(worker_id)]:
+            residencies = await ResidencyReader.open(self._readers[shard], self._pins[shard], worker_id)
+            async for residency in residencies.snapshot(self._registry):
                 yield residency
 
     async def digest(self, worker_id: str) -> Sequence[int] | None:
@@ -436,6 +442,11 @@ class RedisIndex(DirectWrites):
 
     # ------------------------------------------------------------ pieces
 
+    async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
+        record = await self._reader_of(worker_id).record(worker_id)
+        if record is not None and record.active:  # else it was closed meanwhile, and nothing is pinned
+            await self._pins[self._shard_of(worker_id)].put(record.active, scope_id, tier, hashes, pinned=pinned)
+
     async def _scopes_of(self, found: ResidentCount) -> dict[bytes, Scope]:
         return {scope_id: await self._registry.scope(scope_id) for scope_id in found.scope_ids}
 
@@ -452,7 +463,10 @@ class RedisIndex(DirectWrites):
         return [(worker_id, sum(digest[0::3])) for worker_id, digest in zip(active, digests, strict=True)]
 
     def _keys_of(self, worker_id: str) -> ShardKeys:
-        return self._keys[shard_of(partition_of(worker_id, self.partitions), self.shards)]
+        return self._keys[self._shard_of(worker_id)]
 
     def _reader_of(self, worker_id: str) -> ShardReader:
-        return self._readers[shard_of(partition_of(worker_id, self.partitions), self.shards)]
+        return self._readers[self._shard_of(worker_id)]
+
+    def _shard_of(self, worker_id: str) -> int:
+        return shard_of(partition_of(worker_id, self.partitions), self.shards)

@@ -81,6 +81,13 @@ class ShardKeys:
     def marked(self) -> str:
         return self._key("marked")
 
+    @property
+    def pinned(self) -> str:
+        return self._key("pinned")
+
+    def pinned_by(self, holder: bytes) -> str:
+        return self._key(f"pinned:{holder.hex()}")
+
     def blocks(self, scope_id: bytes) -> str:
         return self._key(f"blocks:{scope_id.hex()}")
 
@@ -93,10 +100,11 @@ class ShardKeys:
     def parents(self, scope_id: bytes) -> str:
         return self._key(f"parents:{scope_id.hex()}")
 
-    def all(self, scope_ids: Iterable[bytes]) -> list[str]:
-        """Every key of a shard that has blocks of these scopes."""
+    def all(self, scope_ids: Iterable[bytes], pinned_by: Iterable[bytes]) -> list[str]:
+        """Every key of a shard that has blocks of these scopes, and pinned ones of these holders."""
         names = [self.holders, self.active, self.retired, self.free, self.digests, self.touched, self.workers]
-        names += (self.partitions, self.steps, self.held, self.meta, self.marked)
+        names += (self.partitions, self.steps, self.held, self.meta, self.marked, self.pinned)
+        names += map(self.pinned_by, pinned_by)
         of_scope = (self.blocks, self.marks, self.children, self.parents)
         return [*names, *(key(scope_id) for scope_id in scope_ids for key in of_scope)]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import msgpack
 
-from kvatlas.blocks.digest import FLAG_WORDS, WORDS
+from kvatlas.blocks.digest import WORDS
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.partition_batch import Position
 from kvatlas.errors import InvalidValue
@@ -88,8 +88,8 @@ class HolderState(NamedTuple):
     """A worker's active holder as of (incarnation, seq), and `steps` of the next message. `registered`: the holder's own
     entries name this worker.
 
-    `words`: the holder's digest (`Digest.words`), then its digest of flags if it ever had flags besides tiers. `marked`: it
-    has marks (said by a scan only).
+    `words`: the holder's digest, `Digest.words` (behind it, what older versions stored of pinned blocks). `marked`: it has
+    marks (said by a scan only).
     """
 
     incarnation: bytes
@@ -119,11 +119,6 @@ class HolderState(NamedTuple):
     def digest(self) -> Sequence[int]:
         """By tier."""
         return self.words[:WORDS]
-
-    @property
-    def flag_digest(self) -> Sequence[int]:
-        """By flag."""
-        return self.words[WORDS:] or [0] * FLAG_WORDS
 
 
 class MarksState(NamedTuple):
@@ -166,8 +161,8 @@ def held_field(holder: bytes, scope_id: bytes, tier: Tier) -> bytes:
 
 
 def unpack_digest(packed: bytes | None) -> list[int]:
-    """`Digest.words` of a holder, without its digest of flags; zeros if nothing is stored, and words that no holder has for
-    bytes that are no digest, as in `functions/_slot.lua`."""
+    """`Digest.words` of a holder, without what older versions stored behind it; zeros if nothing is stored, and words that no
+    holder has for bytes that are no digest, as in `functions/_slot.lua`."""
     if packed is None:
         return [0] * WORDS
     try:

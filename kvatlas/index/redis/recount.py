@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from kvatlas.blocks.digest import Digest, FlagDigest, MarkDigest
+from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
+from kvatlas.blocks.tiers import Tier, are_tiers, tiers_of
 from kvatlas.bus import wire
 from kvatlas.bus.partition_batch import PartitionBatch
 from kvatlas.identity import SCOPE_ID_BYTES
@@ -53,12 +53,11 @@ class WorkerCount:
     state: HolderState | None = None
     stored: HolderState | None = None
     """Read last: its digests are what the count is compared with."""
-    untiered: bool = False
-    """An entry is in no tier."""
+    malformed: bool = False
+    """An entry's flags are not those of some tiers."""
     moved: bool = False
     went_on: bool = False
     total: Digest = field(default_factory=Digest)
-    total_flags: FlagDigest = field(default_factory=FlagDigest)
     by_scope: dict[bytes, Digest] = field(default_factory=dict)
     found: dict[bytes, dict[bytes, int]] = field(default_factory=dict)
     """By scope: hash -> flags."""
@@ -80,11 +79,9 @@ class WorkerCount:
     @property
     def sound(self) -> bool:
         """See `RecountResult`."""
-        if self.stored is None or not self.stored.registered or self.untiered:
+        if self.stored is None or not self.stored.registered or self.malformed:
             return False
-        if self.marks.words != list(self.stored_marks or MarkDigest().words):
-            return False
-        return self.total_flags.words == list(self.stored.flag_digest)
+        return self.marks.words == list(self.stored_marks or MarkDigest().words)
 
     def observe(self, state: HolderState | None, *, first: bool) -> None:
         """Take in the worker's state of this moment."""
@@ -204,8 +201,7 @@ class WorkerCount:
         for scope_id, found in self.found.items():
             by_tier: dict[Tier, list[bytes]] = {}
             for key, flags in found.items():
-                self.untiered = self.untiered or not flags & TIER_MASK
-                self.total_flags.add(scope_id, flags, key)
+                self.malformed = self.malformed or not are_tiers(flags)
                 for tier in tiers_of(flags):
                     by_tier.setdefault(tier, []).append(key)
             for tier, hashes in by_tier.items():

@@ -4,10 +4,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
 from kvatlas.blocks.residency import Residency
-from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
+from kvatlas.blocks.tiers import tiers_of
 from kvatlas.identity import Scope
 from kvatlas.index.holder_entries import entries_of
 from kvatlas.index.mark_lookup import has_mark
+from kvatlas.index.redis.pins import Pins
 from kvatlas.index.redis.scope_registry import ScopeRegistry
 from kvatlas.index.redis.shard_reader import ShardReader
 
@@ -15,17 +16,22 @@ from kvatlas.index.redis.shard_reader import ShardReader
 class ResidencyReader:
     """The active holders are those of the moment when it was opened. Raises Unreachable."""
 
-    def __init__(self, reader: ShardReader, active: dict[bytes, str], marked: set[bytes]) -> None:
+    def __init__(
+        self, reader: ShardReader, pins: Pins, active: dict[bytes, str], marked: set[bytes], pinned: set[bytes]
+    ) -> None:
         self._reader = reader
+        self._pins = pins
         self._active = active
         self._marked = marked
+        self._pinned = pinned
         self._touched: dict[bytes, dict[bytes, tuple[int, int]]] = {}
 
     @classmethod
-    async def open(cls, reader: ShardReader, worker_id: str | None = None) -> Self:
+    async def open(cls, reader: ShardReader, pins: Pins, worker_id: str | None = None) -> Self:
         """For one worker's holder, or all."""
         active = {holder: name for holder, name in (await reader.active()).items() if worker_id in (None, name)}
-        return cls(reader, active, active.keys() & (await reader.dropped()).keys())
+        marked = active.keys() & (await reader.dropped()).keys()
+        return cls(reader, pins, active, marked, await pins.holders())
 
     async def snapshot(self, registry: ScopeRegistry) -> AsyncIterator[Residency]:
         """All residencies. Not atomic."""
@@ -41,15 +47,16 @@ class ResidencyReader:
     async def of_blocks(self, scope: Scope, blocks: Sequence[tuple[bytes, bytes]]) -> list[Residency]:
         """Residencies of (hash, holders value) of a scope's blocks, in their order."""
         marks = await self._reader.marks(scope.scope_id, b"".join(key for key, _ in blocks)) if self._marked else {}
-        found: list[Residency] = []
+        found: list[tuple[bytes, Residency]] = []
         for key, value in blocks:
             for holder, flags in entries_of(value):
                 if holder in self._active:
                     resumable = has_mark(marks.get(key), holder) if holder in self._marked else None
                     _, block_bytes = (await self._touched_by(holder)).get(scope.scope_id, (0, 0))
                     number, name = int.from_bytes(key, "little"), self._active[holder]
-                    found += residencies_of(scope, number, name, flags, block_bytes, resumable)
-        return found
+                    held = residencies_of(scope, number, name, flags, block_bytes, resumable)
+                    found += ((holder, one) for one in held)
+        return await self._pins.mark(found, self._pinned)
 
     async def _touched_by(self, holder: bytes) -> dict[bytes, tuple[int, int]]:
         if holder not in self._touched:
@@ -61,8 +68,6 @@ def residencies_of(
     scope: Scope, sequence_hash: int, worker_id: str, flags: int, block_bytes: int, resumable: bool | None
 ) -> list[Residency]:
     """One for each tier of an entry's flags."""
-    pinned = bool(flags & FLAG_PINNED)
     return [
-        Residency(scope, sequence_hash, worker_id, tier, block_bytes, pinned=pinned, resumable=resumable)
-        for tier in tiers_of(flags)
+        Residency(scope, sequence_hash, worker_id, tier, block_bytes, resumable=resumable) for tier in tiers_of(flags)
     ]

@@ -85,6 +85,15 @@ class Sweep:
         """Free what was swept. Returns how many retired holders are left."""
         k = self._keys
         args = [self._server, *chain.from_iterable(self._holders.items())]
+        keys = [
+            k.holders,
+            k.retired,
+            k.digests,
+            k.touched,
+            k.free,
+            k.marked,
+            k.pinned,
+            *map(k.pinned_by, self._holders),
+        ]
         self._holders = {}
-        keys = [k.holders, k.retired, k.digests, k.touched, k.free, k.marked]
         return int(await functions.call("kvatlas_release", keys, args))

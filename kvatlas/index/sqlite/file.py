@@ -17,7 +17,8 @@ from kvatlas.errors import DATA_ERRORS, KvatlasError, LayoutMismatch, Unreachabl
 from kvatlas.index.protocol import DEFAULT_PARTITIONS, DEFAULT_SHARDS
 
 APPLICATION_ID = 0x6B766174
-VERSION = 1
+VERSION = 2
+"""2 keeps pinned blocks in a table of their own."""
 
 _TABLES = {
     "layout": ("id INTEGER", "partitions INTEGER, shards INTEGER"),
@@ -25,6 +26,7 @@ _TABLES = {
     "blocks": ("shard INTEGER, id INTEGER", "scope BLOB, hash BLOB, holders BLOB, parent BLOB"),
     "marks": ("shard INTEGER, id INTEGER", "scope BLOB, hash BLOB, holders BLOB"),
     "heads": ("shard INTEGER, id INTEGER", "scope BLOB, hash BLOB, holders BLOB"),
+    "pinned": ("shard INTEGER, number INTEGER, scope BLOB, hash BLOB", "tiers INTEGER"),
     "holders": ("shard INTEGER, number INTEGER", "packed BLOB"),
     "workers": ("shard INTEGER, worker TEXT", "packed BLOB"),
     "positions": ("shard INTEGER, partition INTEGER", "creation_us INTEGER, seq INTEGER"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.bus.subjects import partition_of
 from kvatlas.identity import Scope, scope_from_canonical, shard_of
@@ -135,6 +136,10 @@ class SqliteIndex(MemoryIndex):
                     await anyio.to_thread.run_sync(partial(self._file.write, changes))
             for shard in shards:
                 shard.confirm()
+
+    async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
+        await super()._pin(worker_id, scope_id, tier, hashes, pinned=pinned)
+        await self._save(self._shard_number(worker_id))
 
     def _shard_number(self, worker_id: str) -> int:
         return shard_of(partition_of(worker_id, self.partitions), self.shards)

@@ -32,6 +32,7 @@ class SqliteShard(MemoryShard):
         self._retired: TrackedDict[int, None] = TrackedDict()
         self._positions: TrackedDict[int, Position] = TrackedDict()
         self._row_ids = {"blocks": RowIds(), "marks": RowIds(), "heads": RowIds()}
+        self._pins = table.pins.tiers = TrackedDict()
         table.holders, table.active, table.retired = self._holders, self._active, self._retired
         self.positions = self._positions
 
@@ -39,7 +40,7 @@ class SqliteShard(MemoryShard):
     def changed(self) -> list[dict[Any, None]]:
         """What changed since these were emptied."""
         values = (self._blocks, self._parents, self._marks, self._heads)
-        numbers = (self._holders, self._active, self._retired, self._positions)
+        numbers = (self._holders, self._active, self._retired, self._positions, self._pins)
         return [*(one.changed for one in values), *(one.changed for one in numbers), self.changed_workers]
 
     # ------------------------------------------------------------ to the file
@@ -65,6 +66,9 @@ class SqliteShard(MemoryShard):
             position = self._positions.get(partition)
             row = None if position is None else (position.creation_us, position.seq)
             changes.put("positions", (self.number, partition), row)
+        for place in self._pins.changed:
+            tiers = self._pins.get(place)
+            changes.put("pinned", (self.number, *place), None if tiers is None else (tiers,))
         numbers = {*self._holders.changed, *self._active.changed, *self._retired.changed}
         for worker_id in self.changed_workers:
             record = self.workers.get(worker_id)
@@ -92,7 +96,6 @@ class SqliteShard(MemoryShard):
                 holder.worker_id,
                 state,
                 holder.digest.words,
-                holder.flags.words,
                 touched,
                 blocks_in,
                 None if marks is None else (marks.dropped, marks.digest.words),
@@ -120,15 +123,16 @@ class SqliteShard(MemoryShard):
             self.workers[worker_id] = file.read("worker's record", _unpack_record, packed)
         for partition, creation_us, seq in file.shard_rows("positions", self.number):
             self._positions[partition] = Position(creation_us, seq)
+        for number, scope_id, key, tiers in file.shard_rows("pinned", self.number):
+            self._pins[number, scope_id, key] = tiers
         for (last,) in file.shard_rows("numbers", self.number):
             self.table.last_number = last
         for one in self.changed:
             one.clear()
 
     def _load_holder(self, number: int, packed: bytes) -> None:
-        worker_id, state, words, flag_words, touched, blocks_in, marks = msgpack.unpackb(packed)
+        worker_id, state, words, touched, blocks_in, marks = msgpack.unpackb(packed)
         holder = self._holders[number] = Holder(worker_id, Digest(words))
-        holder.flags.words = flag_words
         holder.touched.update({scope_id: (size, block_bytes) for scope_id, size, block_bytes in touched})
         holder.blocks_in.update({(scope_id, Tier(tier)): blocks for scope_id, tier, blocks in blocks_in})
         if marks is not None:

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from benchmarks.store_calls import SLOW_LOG
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.tiers import FLAG_PINNED, Tier
+from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import partition_of
 from kvatlas.embedded import valkey_server
 from kvatlas.identity import shard_of
@@ -23,6 +23,8 @@ AOF = "appendonlydir"
 LITTLE_BYTES = 100_000
 """Less than an empty server uses."""
 NO_LIMIT = 0
+NO_TIER = 1 << 6
+"""A bit of an entry that no tier has."""
 
 
 async def limit_memory(store: Store, limit_bytes: int) -> None:
@@ -148,9 +150,9 @@ async def damage_by_hand(store: Store) -> list[str]:
         await store.client.hdel(key, gone)
         await store.client.hset(key, b"\x00no-such", value)
         await store.client.hset(key, turned, flags[:3] + bytes([flags[3] ^ Tier.LOCAL_SSD.flag]) + flags[4:])
-        pinned, flags = blocks[9]
-        await store.client.hset(key, pinned, flags[:3] + bytes([flags[3] ^ FLAG_PINNED]) + flags[4:])
-        whats = ("block removed", "block added", "tier flag changed", "pinned flag changed")
+        malformed, flags = blocks[9]
+        await store.client.hset(key, malformed, flags[:3] + bytes([flags[3] ^ NO_TIER]) + flags[4:])
+        whats = ("block removed", "block added", "tier flag changed", "flag of no tier set")
         damaged += [f"{what} by hand" for what in whats]
         marks_key = key.replace(b":blocks:", b":marks:")
         marks = [field for field in await store.client.hkeys(marks_key) if len(field) == HASH_BYTES]

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from kvatlas.blocks.digest import FLAG_WORDS, WORDS
+from kvatlas.blocks.digest import WORDS
 from kvatlas.blocks.tiers import TIER_MASK
 from kvatlas.bus import wire
 from kvatlas.index.apply_counts import ApplyCounts
@@ -46,10 +46,10 @@ def test_events_have_the_same_codes() -> None:
 def test_events_have_the_same_fields() -> None:
     fold = constants(INDEX_LIBRARY.source("_fold"))
     names = {"CODE": wire.CODE, "SCOPE": wire.SCOPE_ID, "TIER": wire.TIER, "HASHES": wire.HASHES}
-    names |= {"PARENT": wire.PARENT, "FLAGS": wire.FLAGS}
+    names["PARENT"] = wire.PARENT
     assert {name: fold[f"EVENT_{name}"] - 1 for name in names} == names
     assert (fold["REMOVED_LOW"], fold["REMOVED_HIGH"]) == (wire.HASHES + 2, wire.HASHES + 3)  # behind the last field
-    assert (fold["STORED_LOW"], fold["STORED_HIGH"]) == (wire.FLAGS + 2, wire.FLAGS + 3)
+    assert (fold["STORED_LOW"], fold["STORED_HIGH"]) == (wire.RESERVED + 2, wire.RESERVED + 3)
     assert (fold["END_CHUNKS"], fold["END_DIGEST"]) == (wire.CHUNKS + 1, wire.END_DIGEST + 1)
     assert fold["CHECKPOINT_DIGEST"] == wire.CHECKPOINT_DIGEST + 1
     assert fold["BEGIN_DROPPED"] == wire.DROPPED + 1
@@ -60,6 +60,5 @@ def test_masks_and_sizes_are_the_same() -> None:
     assert SLOT["TIER_MASK"] == TIER_MASK
     marks = constants(INDEX_LIBRARY.source("_marks"))
     assert (marks["SEGMENT"], marks["MARK"], marks["HEAD"]) == (SEGMENT, NUMBER_BYTES, HEAD_ENTRY_BYTES)
-    assert SLOT["FLAG_MASK"] == 0xFF - TIER_MASK
     assert SLOT["MAX_HOLDER"] == MAX_HOLDER
-    assert (SLOT["DIGEST_WORDS"], SLOT["ALL_WORDS"]) == (WORDS, WORDS + FLAG_WORDS)
+    assert SLOT["DIGEST_WORDS"] == WORDS

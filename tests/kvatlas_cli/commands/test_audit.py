@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from kvatlas.blocks.hashing import extend_chain
-from kvatlas.blocks.tiers import FLAG_PINNED, Tier
+from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.stream import StreamSettings, ensure_stream
 from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
@@ -99,7 +99,7 @@ async def test_an_intact_index_is_equal_and_a_damaged_one_differs(installation: 
         assert (await installation.audit("--worker", "w0"))[0] == 0
 
         damage = Damage(installation.index, "w0")
-        await damage.change_flags(SCOPE, block(3), Tier.HBM.flag | Tier.CPU_DRAM.flag | FLAG_PINNED)
+        await damage.change_flags(SCOPE, block(3), Tier.HBM.flag | Tier.CPU_DRAM.flag | 1 << 6)
         code, printed, _ = await installation.audit("--worker", "w0")
         assert (code, verdicts(printed), printed[0]["differences"]) == (1, {"w0": "differs"}, [])
         assert "flags" in printed[0]["note"]

@@ -22,7 +22,6 @@ events = st.one_of(
         hash_lists,
         st.none() | st.binary(min_size=8, max_size=8),
         st.integers(0, 1 << 40),
-        st.sampled_from([0, 32, 64]),
     ),
     st.builds(Removed, scope_ids, tiers, hash_lists),
     st.just(Cleared()),
@@ -44,7 +43,7 @@ def blocks(flushed: list[IndexEvent], granularity: int) -> list[object]:
             else:
                 parent = event.hashes[at - HASH_BYTES : at] if at else event.parent
                 index = event.first_index + at // HASH_BYTES * granularity
-                out.append(("stored", event.scope_id, event.tier, one, parent, index, event.flags))
+                out.append(("stored", event.scope_id, event.tier, one, parent, index))
     return out
 
 

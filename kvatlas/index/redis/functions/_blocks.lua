@@ -28,20 +28,19 @@ local function unlink(side, hash)
 end
 
 -- Returns the value after a store, and whether it adds this tier to the holder's entry.
-local function value_with(value, holder, tier_bit, flags)
+local function value_with(value, holder, tier_bit)
   if not value then
-    return holder .. string.char(bit.bor(tier_bit, flags)), true
+    return holder .. string.char(tier_bit), true
   end
   local at, slot = find_entry(value, holder)
   if not at then
-    return string.sub(value, 1, slot - 1) .. holder .. string.char(bit.bor(tier_bit, flags)) .. string.sub(value, slot), true
+    return string.sub(value, 1, slot - 1) .. holder .. string.char(tier_bit) .. string.sub(value, slot), true
   end
   local old = string.byte(value, at + 3)
-  local new = bit.bor(old, tier_bit, flags)
-  if new == old then
+  if bit.band(old, tier_bit) ~= 0 then
     return value, false
   end
-  return string.sub(value, 1, at + 2) .. string.char(new) .. string.sub(value, at + 4), bit.band(old, tier_bit) == 0
+  return string.sub(value, 1, at + 2) .. string.char(old + tier_bit) .. string.sub(value, at + 4), true
 end
 
 -- Returns the value after a removal (false: the block has no holder left), and whether the holder had this tier.
@@ -88,8 +87,8 @@ local function sums(packed)
   return low, high
 end
 
--- Adds blocks of one scope, given by their number and sums, to a holder's digest (sign 1), or takes them out (sign -1). tier:
--- the bit of a tier or a flag. See kvatlas/blocks/digest.py.
+-- Adds blocks of one scope, given by their number and sums, to a holder's digest (sign 1), or takes them out (sign -1). See
+-- kvatlas/blocks/digest.py.
 local function count_sums(digest, tier, count, low, high, scope, sign)
   local at = 3 * tier + 1
   digest[at] = digest[at] + sign * count
@@ -101,22 +100,6 @@ end
 local function count_blocks(digest, tier, packed, scope, sign)
   local low, high = sums(packed)
   count_sums(digest, tier, #packed / 8, low, high, scope, sign)
-end
-
--- Returns the flags, apart from tiers, in which a holder's entries in two values differ.
-local function flags_changed(old, new, holder)
-  local was, is = old and find_entry(old, holder), new and find_entry(new, holder)
-  return bit.band(bit.bxor(was and string.byte(old, was + 3) or 0, is and string.byte(new, is + 3) or 0), FLAG_MASK)
-end
-
--- Notes that a block's entry gained or lost these flags. flagged: {bit of a flag -> {hash...}}
-local function note_flags(flagged, flags, hash)
-  for flag = 5, 7 do
-    if bit.band(flags, 2 ^ flag) ~= 0 then
-      flagged[flag] = flagged[flag] or {}
-      table.insert(flagged[flag], hash)
-    end
-  end
 end
 
 -- Returns the hashes without repetitions.
@@ -174,17 +157,14 @@ local function decide(op, hashes, values, before, first, last, set, n, gone, m)
     if new == nil then
       local counts
       if op.store then
-        new, counts = value_with(value, op.holder, op.tier_bit, op.flags)
+        new, counts = value_with(value, op.holder, op.tier_bit)
       else
         new, counts = value_without(value, op.holder, op.tier_bit)
-      end
-      if op.flagged then
-        note_flags(op.flagged, flags_changed(value, new, op.holder), hashes[i])
       end
       if not counts then -- the holder already has it, or does not have what it should lose
         op.uncounted = op.uncounted or {}
         op.uncounted[hashes[i]] = true
-      elseif not op.flagged then
+      else
         known[value] = new
       end
     end
@@ -205,9 +185,6 @@ end
 -- Brings the holder's digest up to date with what an operation changed of hashes[first..last]. Returns how many blocks changed.
 local function settle(op, hashes, first, last)
   local sign = op.store and 1 or -1
-  for flag, those in pairs(op.flagged or {}) do
-    count_blocks(op.digest, flag, table.concat(those), op.scope, sign)
-  end
   if not op.uncounted and last - first + 1 == op.size then
     count_sums(op.digest, op.tier, op.size, op.low, op.high, op.scope, sign)
     return op.size
@@ -226,7 +203,7 @@ local function settle(op, hashes, first, last)
 end
 
 -- Carries out operations on blocks of one scope: one operation, or several that have no block in common.
--- op: {scope, holder, tier, tier_bit, flags, store = true or false, digest, known = {}, parts = {packed hashes...},
+-- op: {scope, holder, tier, tier_bit, store = true or false, digest, known = {}, parts = {packed hashes...},
 --   size = number of hashes in the parts, low, high = their sums as computed by apply_call.py}; no part repeats a hash
 -- scope: {id, blocks = key, mix_low, mix_high, side or nil}; count: see COUNTS in _apply.lua. Sets op.changed, by how many the
 -- holder's blocks in the tier became more (or, below 0, fewer).
@@ -238,7 +215,6 @@ local function change_blocks(scope, ops, count)
     end
     total = total + op.size
     op.last = total
-    op.flagged = #op.digest > DIGEST_WORDS and {} -- few holders ever have flags
   end
   local hashes = split(table.concat(packed))
   if #ops == 1 and #packed > 1 then

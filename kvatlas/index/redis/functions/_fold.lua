@@ -7,7 +7,7 @@
 local CODE = {
   stored = 1, removed = 2, cleared = 3, begin = 4, chunk = 5, ending = 6, checkpoint = 7, marked = 8, unmarked = 9, heads = 10,
 }
-local EVENT_CODE, EVENT_SCOPE, EVENT_TIER, EVENT_HASHES, EVENT_PARENT, EVENT_FLAGS = 1, 2, 3, 4, 5, 7
+local EVENT_CODE, EVENT_SCOPE, EVENT_TIER, EVENT_HASHES, EVENT_PARENT = 1, 2, 3, 4, 5
 local STORED_LOW, STORED_HIGH, REMOVED_LOW, REMOVED_HIGH = 8, 9, 5, 6
 local END_CHUNKS, END_DIGEST, CHECKPOINT_DIGEST = 2, 3, 2
 local BEGIN_DROPPED, MARK_HASHES, HEAD_BITS = 2, 3, 4
@@ -64,15 +64,15 @@ end
 -- Queues a change. The blocks of several workers are changed at once; or, if two operations may have a block in common, one
 -- after the other.
 local function queue(self, holder, event, store)
-  local scope_id, tier, hashes, flags = event[EVENT_SCOPE], event[EVENT_TIER], event[EVENT_HASHES], 0
+  local scope_id, tier, hashes = event[EVENT_SCOPE], event[EVENT_TIER], event[EVENT_HASHES]
   local size, low, high = #hashes / 8, event[REMOVED_LOW], event[REMOVED_HIGH]
   if store then
-    flags, low, high = event[EVENT_FLAGS], event[STORED_LOW], event[STORED_HIGH]
+    low, high = event[STORED_LOW], event[STORED_HIGH]
   end
   local scope = self.c.scopes[scope_id]
   local op = scope.queue[#scope.queue]
   if op then
-    if op.holder == holder and op.store == store and op.tier == tier and op.flags == flags then
+    if op.holder == holder and op.store == store and op.tier == tier then
       op.parts[#op.parts + 1] = hashes
       op.size, op.low, op.high = op.size + size, op.low + low, op.high + high
       return
@@ -82,17 +82,12 @@ local function queue(self, holder, event, store)
     end
   end
   op = {
-    scope = scope, holder = holder, tier = tier, tier_bit = 2 ^ tier, flags = flags, store = store,
+    scope = scope, holder = holder, tier = tier, tier_bit = 2 ^ tier, store = store,
     digest = digest_for(self.c, holder), parts = { hashes }, size = size, low = low, high = high, known = {},
   }
   scope.queue[#scope.queue + 1] = op
   if store then
     touch(self, holder, scope_id)
-    if flags ~= 0 then
-      for i = #op.digest + 1, ALL_WORDS do
-        op.digest[i] = 0
-      end
-    end
   end
 end
 

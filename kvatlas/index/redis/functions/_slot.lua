@@ -1,7 +1,7 @@
 -- What the functions of the index share: the keys of a shard, which are all in one slot (kva:{s<k>}:*), and their formats.
 --
 --   blocks:<scope id>   HASH  8-byte sequence hash -> holders value: entries of 4 bytes, sorted by holder:
---                             holder number (24 bits, big-endian), flags (bits 0-4 tiers, 5 resumable, 6 pinned)
+--                             holder number (24 bits, big-endian), flags (bits 0-4 tiers, others 0)
 --   holders             HASH  3-byte number -> cmsgpack {state, worker id, since ms}; state l(oading) a(ctive) r(etired)
 --   active              HASH  3-byte number -> worker id of each active holder
 --   retired             SET   3-byte numbers of the retired holders
@@ -9,14 +9,15 @@
 --   marked              HASH  3-byte number of each holder with marks -> dropped (a byte), cmsgpack digest of marks
 --   marks:<scope id>    HASH  8-byte sequence hash of a marked block -> 3-byte numbers, sorted; 9 bytes (sequence hash of a
 --                             head, 'h') -> sorted entries of 11 bytes: number, 64 bits (big-endian, offset 0 lowest)
---   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} for each tier, flat; then for each flag, if
---                             its blocks ever had flags besides the tiers
+--   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} for each tier, flat
 --   touched             HASH  3-byte number -> 16 bytes for each scope that it used: scope id, block size, block bytes (u32 BE)
 --   held                HASH  3-byte number, scope id, tier (a byte) -> how many blocks the holder has there; no field for 0
 --   workers             HASH  worker id -> cmsgpack record (below)
 --   steps               HASH  worker id -> incarnation (8 bytes), then "<seq> <steps>": how much of the worker's next message
 --                             is applied, if it comes in parts
 --   partitions          HASH  partition -> "<stream creation us> <stream seq>"
+--   pinned              SET   3-byte number of each holder with blocks that were put as pinned
+--   pinned:<number>     SET   for such a holder (number in hex): scope id, tier (a byte), sequence hash
 --   meta                HASH  next: the last number given out; active: the version of the active holders; changes: how many
 --                             versions there have been
 --   children, parents:<scope id>  HASHes of the side index, if it is on: hash ('': roots) -> packed hashes of the blocks that
@@ -30,8 +31,7 @@
 
 local TIER_MASK = 31
 local MAX_HOLDER = 16777215
-local FLAG_MASK = 224
-local DIGEST_WORDS, ALL_WORDS = 15, 24 -- for the tiers; with those for the flags
+local DIGEST_WORDS = 15
 local CHUNK = 3500 -- unpack fails from 8,000 values up, and HSET takes two for each block
 local TWO32 = 4294967296
 local SCOPE_COST = 4 -- what a scope takes of a sweep's budget

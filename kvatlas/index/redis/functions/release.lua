@@ -8,11 +8,15 @@
 --      4 touched
 --      5 free
 --      6 marked
+--      7 pinned
+--      8... pinned blocks of each number
 -- ARGV 1 server that the whole sweep ran on
 --      2... for each number: it, and its entry in holders as it was before the sweep
 -- returns how many retired holders are left
+local PINNED_KEYS = 7 -- before them
+
 register_always('kvatlas_release', function(keys, args)
-  local holders, retired, digests, touched, free, marked = unpack(keys)
+  local holders, retired, digests, touched, free, marked, pinned = unpack(keys)
   local server, now = args[1], now_ms()
   if server == server_id() then
     for i = 2, #args, 2 do
@@ -23,6 +27,8 @@ register_always('kvatlas_release', function(keys, args)
         redis.call('HDEL', digests, holder)
         redis.call('HDEL', touched, holder)
         redis.call('HDEL', marked, holder)
+        redis.call('SREM', pinned, holder)
+        redis.call('UNLINK', keys[PINNED_KEYS + i / 2])
         redis.call('RPUSH', free, holder .. string.format('%d', now))
       end
     end

@@ -121,7 +121,7 @@ async def store(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 async def assert_equal(copy: MemoryIndex, index: RedisIndex, store: Store) -> None:
-    """All that a router asks, and the digests of blocks, flags and marks."""
+    """All that a router asks, and the digests of blocks and marks."""
     for scope in SCOPES:
         for chain in CHAINS:
             here, there = await copy.overlap(scope, chain, verify=True), await index.overlap(scope, chain)

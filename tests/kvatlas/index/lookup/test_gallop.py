@@ -26,10 +26,10 @@ def values(depth_of: dict[int, int], leftover: list[tuple[int, int]], count: int
         value = b""
         for number, depth in depth_of.items():
             if i < depth:
-                value = with_entry(value, number_bytes(number), Tier.HBM.flag, 0)
+                value = with_entry(value, number_bytes(number), Tier.HBM.flag)
         for at, number in leftover:
             if at == i:
-                value = with_entry(value, number_bytes(number), Tier.HBM.flag, 0)
+                value = with_entry(value, number_bytes(number), Tier.HBM.flag)
         out.append(value or None)
     return out
 

@@ -1,12 +1,13 @@
 """The scrub finds damage that no message did, in each implementation; a snapshot and a sweep repair it."""
 
+import msgpack
 import pytest
 
 from kvatlas.blocks.digest import WORDS, Digest
 from kvatlas.blocks.hashing import extend_chain
-from kvatlas.blocks.tiers import FLAG_PINNED, FLAG_RESUMABLE, Tier
+from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import partition_of
-from kvatlas.events import ScopeUse
+from kvatlas.events import Checkpoint, ScopeUse
 from kvatlas.identity import Scope, shard_of
 from kvatlas.index.protocol import ResidencyIndex, ScrubResult
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.anyio
 
 SCOPE, OTHER = Scope("model", "tokenizer"), Scope("model", "tokenizer", "adapter")
 BLOCKS = 4 * CALL_COST
+NO_TIER = 1 << 6
+"""A bit of an entry that no tier has."""
 CHAIN = extend_chain(range(4 * BLOCKS), 4)
 NEVER = extend_chain(range(900_000, 900_004), 4)
 
@@ -68,9 +71,7 @@ DAMAGES = {
     "a block is added in a scope that the worker never used": lambda damage: damage.add(Scope("other", "other"), NEVER),
     "a block is removed": lambda damage: damage.take(SCOPE, block(7)),
     "a tier is lost": lambda damage: damage.change_flags(SCOPE, block(7), Tier.HBM.flag),
-    "a flag that no message set is set": lambda damage: damage.change_flags(
-        SCOPE, block(30), Tier.HBM.flag | FLAG_PINNED
-    ),
+    "a bit of no tier is set": lambda damage: damage.change_flags(SCOPE, block(30), Tier.HBM.flag | NO_TIER),
     "no tier is left": lambda damage: damage.change_flags(SCOPE, block(30), 0),
     "a block is added in no tier": lambda damage: damage.add(SCOPE, NEVER, flags=0),
     "a tier becomes another": lambda damage: damage.change_flags(SCOPE, block(30), Tier.LOCAL_SSD.flag),
@@ -100,36 +101,31 @@ async def test_damage_is_found_and_repaired_by_a_snapshot(
     assert await whole_round(index) == ScrubResult(4, [], 0, 0, True)
 
 
-async def test_a_flag_set_by_a_message_is_no_damage_and_others_are(index: ResidencyIndex) -> None:
+async def test_pinned_blocks_are_no_damage_and_not_in_the_digest(index: ResidencyIndex) -> None:
     use = ScopeUse(SCOPE, 4)
     await index.put(use, "w", Tier.HBM, CHAIN[:160], pinned=True)
     assert await whole_round(index) == ScrubResult(1, [], 0, 0, True)
     digest = await index.digest("w")
     assert digest is not None and len(digest) == WORDS and await index.length() == 20
-    await Damage(index, "w").change_flags(SCOPE, block(3), Tier.HBM.flag | FLAG_PINNED | FLAG_RESUMABLE)
+    await Damage(index, "w").change_flags(SCOPE, block(3), Tier.HBM.flag | NO_TIER)
     assert (await whole_round(index)).damaged == ["w"]
 
 
-async def test_a_flag_that_moved_to_another_block_or_is_gone_is_damage(index: ResidencyIndex) -> None:
-    use = ScopeUse(SCOPE, 4)
-    await index.put(use, "w", Tier.HBM, CHAIN[:160], pinned=True)
-    await index.put(use, "w", Tier.CPU_DRAM, CHAIN[:240])
-    await index.put(use, "w", Tier.CPU_DRAM, CHAIN[:80], pinned=True)  # they are pinned already
-    await index.remove(SCOPE, "w", Tier.HBM, CHAIN[:160])  # it stays with the other copy
-    await index.put(use, "v", Tier.HBM, CHAIN[:80], pinned=True)
-    await index.remove(SCOPE, "v", Tier.HBM, CHAIN[:80])
-    await index.put(use, "v", Tier.HBM, CHAIN[:80])  # it is gone with its last copy
-    assert await whole_round(index) == ScrubResult(2, [], 0, 0, True)
+async def test_a_digest_that_an_older_version_stored_with_flags_goes_on(index: ResidencyIndex) -> None:
+    if not isinstance(index, RedisIndex):
+        return
+    source = MessageSource("w")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, CHAIN[:160]))
     damage = Damage(index, "w")
-    await damage.change_flags(SCOPE, block(3), Tier.CPU_DRAM.flag)
-    assert (await whole_round(index)).damaged == ["w"]
-    await damage.change_flags(SCOPE, block(25), Tier.CPU_DRAM.flag | FLAG_PINNED)
-    assert (await whole_round(index)).damaged == ["w"]
-    await damage.change_flags(SCOPE, block(3), Tier.CPU_DRAM.flag | FLAG_PINNED)
-    await damage.change_flags(SCOPE, block(25), Tier.CPU_DRAM.flag)
-    assert await whole_round(index) == ScrubResult(2, [], 0, 0, True)
-    await Damage(index, "v").change_flags(SCOPE, block(3), Tier.HBM.flag | FLAG_PINNED)
-    assert (await whole_round(index)).damaged == ["v"]
+    number, words = await damage.number(), await index.digest("w")
+    assert words is not None
+    await index._store.client.hset(damage.keys.digests, number, msgpack.packb([*words, *(20, 1, 2, 0, 0, 0, 0, 0, 0)]))
+    assert await index.digest("w") == words
+    store = source.store(SCOPE, CHAIN[160:320])
+    checkpoint = source.message(Checkpoint(source.digest_words()))
+    result = await apply_messages(index, store, checkpoint)
+    assert (result.applied, result.failed_checks) == (2, 0)
+    assert (await whole_round(index)).damaged == []
 
 
 async def test_malformed_holders_values_are_found(index: ResidencyIndex, sources: dict[str, MessageSource]) -> None:
@@ -236,7 +232,7 @@ async def test_a_scrub_may_be_limited_to_partitions(index: ResidencyIndex, sourc
 
 async def test_a_recount_counts_blocks_by_scope(index: ResidencyIndex, sources: dict[str, MessageSource]) -> None:
     await Damage(index, "b").take(SCOPE, block(7))
-    await Damage(index, "c").change_flags(SCOPE, block(30), Tier.HBM.flag | FLAG_PINNED)
+    await Damage(index, "c").change_flags(SCOPE, block(30), Tier.HBM.flag | NO_TIER)
     assert [one.sound for one in await index.recount(["a", "b", "c"])] == [True, True, False]
     found = {one.worker_id: one for one in await index.recount(["a", "b", "nobody"])}
     assert sorted(found) == ["a", "b"]

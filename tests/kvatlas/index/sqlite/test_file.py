@@ -52,7 +52,7 @@ async def test_another_version_or_layout_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "index") as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(LayoutMismatch, match="version 99; this kvatlas expects 1"):
+    with pytest.raises(LayoutMismatch, match="version 99; this kvatlas expects 2"):
         async with open_sqlite_index(tmp_path / "index"):
             pass
 

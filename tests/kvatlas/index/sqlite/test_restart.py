@@ -21,7 +21,6 @@ from kvatlas.bus.subjects import partition_of
 from kvatlas.bus.wire import RawMessage
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.sqlite.index import open_sqlite_index
 from router_client import Prompt, RouterClient, RouterSettings, StaticFleet
 from tests.kvatlas.index.message_source import MessageSource, apply_messages, split
@@ -35,7 +34,7 @@ PLACES = {key: (CHAIN[:8], offset) for offset, key in enumerate(split(CHAIN))}
 changes = st.lists(
     st.tuples(
         st.sampled_from(
-            ["begin", "store", "store", "remove", "mark", "clear", "retire", "sweep", "scrub", "scopes", "open"]
+            ["begin", "store", "store", "remove", "mark", "pin", "clear", "retire", "sweep", "scrub", "scopes", "open"]
         ),
         st.sampled_from(WORKERS),
         st.sampled_from(SCOPES),
@@ -61,6 +60,7 @@ async def everything(index: MemoryIndex) -> dict[str, Any]:
         "reach": [(await index.overlap(scope, CHAIN, verify=True)).reach() for scope in SCOPES],
         "depths": [(await index.overlap(scope, CHAIN)).depths() for scope in SCOPES],
         "holders": sorted(index._shards[0].table.holders),
+        "pinned": index._shards[0].table.pins.tiers,
     }
 
 
@@ -88,7 +88,7 @@ async def _compare(path: Path, operations: Sequence[tuple[Any, ...]]) -> None:
 
 
 async def _carry_out(
-    operation: tuple[Any, ...], sources: dict[str, MessageSource], begun: dict[str, int], both: Sequence[ResidencyIndex]
+    operation: tuple[Any, ...], sources: dict[str, MessageSource], begun: dict[str, int], both: Sequence[MemoryIndex]
 ) -> None:
     kind, name, scope, tier, first, last = operation
     source, hashes = sources[name], CHAIN[8 * first : 8 * last]
@@ -107,6 +107,10 @@ async def _carry_out(
     for index in both:
         if message is not None:
             await apply_messages(index, message)
+        elif kind == "pin":
+            record = await index.record(name)
+            if record is not None and record.answering:
+                await index._pin(name, scope.scope_id, tier, hashes, pinned=first < 6)
         elif kind == "retire":
             await index.retire(name, begun[name])
         elif kind == "sweep":
