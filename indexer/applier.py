@@ -187,7 +187,6 @@ class Applier:
 
     def _count(self, applied: ApplyResult) -> None:
         counters = self._counters
-        counters.calls += 1
         counters.applied += applied.applied
         counters.duplicates += applied.duplicates
         counters.stale += applied.stale

@@ -13,7 +13,6 @@ class IndexerCounters:
 
     # read from the stream
     messages_read: int = 0
-    bytes_read: int = 0
     readings_started: int = 0
     readings_broken: int = 0
     new_streams: int = 0
@@ -30,7 +29,6 @@ class IndexerCounters:
     poison_identity: int = 0
     dead_letters_dropped: int = 0
     # outcomes of messages in the index
-    calls: int = 0
     applied: int = 0
     duplicates: int = 0
     stale: int = 0
@@ -68,7 +66,6 @@ class IndexerCounters:
     scopes_forgotten: int = 0
     # scrub
     scrubs: int = 0
-    scrub_checked: int = 0
     scrub_damaged: int = 0
     scrub_strays: int = 0
     scrub_given_up: int = 0

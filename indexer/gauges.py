@@ -18,7 +18,6 @@ from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.store.connection import Store
 from kvatlas.telemetry import MetricSource, export_metrics, metrics_enabled
 from kvatlas_indexer.indexer_process import Replica
-from kvatlas_indexer.partition.reader import PartitionStatus
 
 SAMPLE_S = 10.0
 LOOK_S = 0.5
@@ -43,7 +42,6 @@ class ReplicaGauges:
     shards_out_of_memory: int = 0
     shards_evicting: int = 0
     retired_holders: int = 0
-    granted_snapshot_bytes: int = 0
 
 
 def gauges_of(replica: Replica) -> ReplicaGauges:
@@ -60,16 +58,14 @@ def gauges_of(replica: Replica) -> ReplicaGauges:
         shards_out_of_memory=replica.shards_out_of_memory,
         shards_evicting=replica.shards_evicting,
         retired_holders=replica.retired_holders,
-        granted_snapshot_bytes=replica.granted_bytes,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionGauges:
-    """One owned partition at the last sample. `lag_s` None: nothing was applied yet."""
+    """One owned partition at the last sample."""
 
     pending: int
-    lag_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +92,7 @@ async def sample(replica: Replica, index: ResidencyIndex, store: Store, sample_s
         while True:
             owned = set(replica.owned.partitions)
             gauges = gauges_of(replica)
-            partitions.update({str(one.partition): _gauges_of_partition(one) for one in replica.partitions})
+            partitions.update({str(one.partition): PartitionGauges(one.pending) for one in replica.partitions})
             try:
                 measured = await measure([one.partition for one in replica.partitions], index, store)
                 models.update(largest_models(measured[0].models) if measured else {})
@@ -124,10 +120,6 @@ def largest_models(models: Mapping[str, ModelBlocks]) -> dict[str, ModelBlocks]:
     named = {model: models[model] for model in by_size[:MAX_MODELS]}
     others = [models[model] for model in by_size[MAX_MODELS:]]
     return {**named, OTHER_MODELS: reduce(ModelBlocks.plus, others)} if others else named
-
-
-def _gauges_of_partition(partition: PartitionStatus) -> PartitionGauges:
-    return PartitionGauges(partition.pending, None if partition.lag_us is None else partition.lag_us / 1e6)
 
 
 class _SourceByName:

@@ -79,7 +79,9 @@ def application(named: str | None = None) -> typer.Typer:
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=named)
     else:
-        app.command(named)(command)
+        from kvatlas_cli.flags import GroupedHelp  # imports pydantic
+
+        app.command(named, cls=GroupedHelp)(command)
     return app
 
 

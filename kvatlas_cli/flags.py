@@ -8,11 +8,30 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
-from kvatlas.settings import ProcessSettings, Settings, flag_of, variable_of
+from kvatlas.settings import COMMON, OWN, ProcessSettings, flag_of, variable_of
+
+
+class GroupedHelp(TyperCommand):
+    """A command whose help has its options in their groups, each under its heading."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {ARGUMENTS: []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                own = ARGUMENTS if parameter.param_type_name == "argument" else OWN
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or own, []).append(record)
+        for group, records in groups.items():
+            if records:
+                with formatter.section(group):
+                    formatter.write_dl(records)
+
 
 S = TypeVar("S", bound=ProcessSettings)
 
+ARGUMENTS = "Arguments"
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -25,16 +44,15 @@ def with_settings(settings_class: type[S]) -> Callable[[Callable[..., None]], Ca
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = list(signature(command).parameters.values())[1:]
         fields = settings_class.model_fields
+        groups = settings_class.group_of_field()
 
         def run(**given: Any) -> None:
             flags = {name: given.pop(name) for name in fields}
             command(settings_class.load(**flags), **given)
 
-        parameters = [_parameter(name, info) for name, info in fields.items()]
-        required_first = sorted(parameters, key=lambda parameter: not fields[parameter.name].is_required())
-        shared = [p for p in required_first if p.name in Settings.model_fields]
-        special = [p for p in required_first if p.name not in Settings.model_fields]
-        everything = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*special, *own, *shared)]
+        flags = [_parameter(name, fields[name], group) for name, group in groups.items()]
+        before = sum(group in (COMMON, OWN) for group in groups.values())
+        everything = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*flags[:before], *own, *flags[before:])]
         run.__dict__["settings_class"] = settings_class  # for tests that check manifests against the command line
         run.__name__ = command.__name__
         run.__doc__ = command.__doc__
@@ -47,7 +65,7 @@ def with_settings(settings_class: type[S]) -> Callable[[Callable[..., None]], Ca
     return decorate
 
 
-def _parameter(name: str, info: FieldInfo) -> Parameter:
+def _parameter(name: str, info: FieldInfo, group: str) -> Parameter:
     kind: Any
     if info.annotation in (bool, bool | None):
         kind, metavar = bool, None
@@ -62,7 +80,9 @@ def _parameter(name: str, info: FieldInfo) -> Parameter:
     else:
         default = f"default {_default_text(info.default)}"
     notes = "; ".join(note for note in (default, variable_of(name)) if note)
-    option = typer.Option(spelled, help=f"{info.description} [{notes}]", metavar=metavar, show_default=False)
+    option = typer.Option(
+        spelled, help=f"{info.description} [{notes}]", metavar=metavar, show_default=False, rich_help_panel=group
+    )
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 

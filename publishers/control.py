@@ -69,7 +69,6 @@ class ControlResponder:
         await unsubscribe(self._subscription, self._client)
 
     async def _answer(self, msg: Msg) -> None:
-        self._counters.control_requests += 1
         if self._changelog.yielded:
             return  # the other publisher answers
         if msg.reply and not is_inbox(msg.reply):

@@ -41,7 +41,6 @@ class PublisherCounters:
     event_restarts: int = 0
     event_duplicates: int = 0
     # published to the index
-    events: int = 0
     blocks_stored: int = 0
     blocks_removed: int = 0
     clears: int = 0
@@ -69,11 +68,9 @@ class PublisherCounters:
     grants_asked: int = 0
     grants_denied: int = 0
     grants_unanswered: int = 0
-    control_requests: int = 0
     control_bad: int = 0
     snapshot_requests: int = 0
     snapshot_requests_ignored: int = 0
-    heartbeats: int = 0
     heartbeats_bad: int = 0
     """heard on this worker's subject, and no heartbeats of any publisher of it"""
     yields: int = 0

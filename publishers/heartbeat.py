@@ -1,6 +1,7 @@
 """Sends the worker's heartbeat each second: its incarnation, what the stream has of it, the engine's state and load (thin)."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import time
 from typing import NamedTuple
 
@@ -11,7 +12,6 @@ from nats.errors import Error as NatsError
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.fleet.records import Diagnosis, EngineEndpoint, EngineState, Heartbeat, WorkerState
 from kvatlas.version import own_version
-from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.stream.outbox import Outbox
 
 HEARTBEAT_S = 1.0
@@ -33,7 +33,6 @@ class HeartbeatSender:
         client: Client,
         endpoint: Callable[[], EngineEndpoint],
         outbox: Outbox,
-        counters: PublisherCounters,
         *,
         state: Callable[[], EngineState],
         load: Callable[[], WorkerState | None],
@@ -45,7 +44,6 @@ class HeartbeatSender:
         self._client = client
         self._endpoint = endpoint
         self._outbox = outbox
-        self._counters = counters
         self._state = state
         self._load = load
         self._doctor_facts = doctor_facts
@@ -74,11 +72,8 @@ class HeartbeatSender:
         """Send one now. None is sent while NATS is not connected: old heartbeats are worth nothing."""
         if not self._client.is_connected or self._quiet():
             return
-        try:
+        with suppress(NatsError):  # the connection was lost at this moment; the next heartbeat is a second away
             await self._client.publish(alive_subject(self._outbox.worker_id), self.heartbeat(state).pack())
-        except NatsError:
-            return  # the connection was lost at this moment; the next heartbeat is a second away
-        self._counters.heartbeats += 1
 
     async def run(self) -> None:
         while True:

@@ -166,7 +166,6 @@ class Publisher:
                     self.engine.block_size, self.ledger.block_bytes, self.ledger.reuse, self.ledger.chain
                 ),
                 self.changelog.outbox,
-                self.counters,
                 state=lambda: self.engine.state,
                 load=lambda: self.engine.load,
                 doctor_facts=self._report.doctor_facts,

@@ -11,7 +11,7 @@ class RouterCounters:
     """Plain integers since the client was made; a client from `RouterClient.open` exports them as metrics.
 
     `routed`: choices, of which `by_load` and `by_prefix_hash` without the index, `followed` by another policy (`agreed`: cost
-    would have chosen the same worker). `no_workers`: requests refused with NoWorkers. `lookups`: round trips to the index.
+    would have chosen the same worker). `no_workers`: requests refused with NoWorkers.
     `index_failures`, `booking_failures`, `fleet_failures`: calls that the store did not answer in time. `open_index`,
     `open_fleet`, `open_booking`, `open_connections`: choices that fell open, by what they lacked (`open_fleet`: made by the
     pool's records as last read). `booked`, `released`: reservations in the store; `lapsed`: times that this router's lease
@@ -31,7 +31,6 @@ class RouterCounters:
     by_prefix_hash: int = 0
     followed: int = 0
     agreed: int = 0
-    lookups: int = 0
     index_failures: int = 0
     booking_failures: int = 0
     fleet_failures: int = 0
@@ -60,8 +59,3 @@ class RouterCounters:
     prompt_tokens: int = 0
     saved_tokens: int = 0
     saved_s: float = 0.0
-
-    @property
-    def in_flight(self) -> int:
-        """Reservations that are not ended."""
-        return self.booked - self.released

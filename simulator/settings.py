@@ -1,9 +1,11 @@
 """Settings of a simulated engine: flags and environment variables, as for every command."""
 
+from typing import ClassVar
+
 from pydantic import Field, ValidationInfo, field_validator
 
 from kvatlas.blocks.attention_groups import AttentionKind
-from kvatlas.settings import CommaList, Name, Port, Settings, ZmqEndpoint
+from kvatlas.settings import COMMON, CommaList, HelpGroups, Name, Port, ProcessSettings, ZmqEndpoint
 from kvatlas.validation import Count, Positive
 from kvatlas_simulator.cache.block_hash import SeededBlockHasher
 from kvatlas_simulator.cache.eviction import BuiltInPolicy
@@ -18,8 +20,18 @@ MAX_GPU_BLOCKS = 1 << 22
 """Each one is an object of some hundreds of bytes."""
 
 
-class EngineSettings(Settings):
+class EngineSettings(ProcessSettings):
     """One simulated engine. Use `load`: it turns a mistake into one clear line."""
+
+    help_groups: ClassVar[HelpGroups] = {
+        COMMON: "model port endpoint block_size num_gpu_blocks",
+        "HTTP server": "host adapters vocab_size disaggregation transfer_us_per_token",
+        "KV events": "replay_endpoint bind topic events buffer_steps self_describing_offload report_hits",
+        "KV cache": "num_cpu_blocks eviction groups retention_interval seed",
+        "Scheduler": "max_num_seqs max_num_batched_tokens queue_limit",
+        "Speed": "speed_up prefill_us_per_token decode_step_us decode_us_per_sequence decode_us_per_kv_token "
+        "swap_in_us_per_block",
+    }
 
     model: Name = Field(default="mock-model", description="Model that it serves.")
     adapters: CommaList = Field(default=(), description="LoRA adapters that it serves, separated by commas.")

@@ -73,7 +73,6 @@ class Scrubber:
 
     def _count(self, shard: int, found: ScrubResult) -> None:
         counters = self._counters
-        counters.scrub_checked += found.checked
         counters.scrub_damaged += len(found.damaged)
         counters.scrub_strays += found.strays
         counters.scrub_given_up += found.given_up

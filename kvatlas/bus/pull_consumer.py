@@ -55,7 +55,6 @@ class ReadCounters(Protocol):
     """What a consumer counts."""
 
     messages_read: int
-    bytes_read: int
 
 
 class PullConsumer:
@@ -132,7 +131,6 @@ class PullConsumer:
     def _enqueue(self, msg: Msg) -> None:
         data = msg.data
         self._counters.messages_read += 1
-        self._counters.bytes_read += len(data)
         queue = self.queue
         message = self._admit(msg.subject, data)
         headers = msg.headers if msg.headers and "traceparent" in msg.headers else None

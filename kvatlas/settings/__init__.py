@@ -35,22 +35,37 @@ from kvatlas.settings.field_types import (
 from kvatlas.settings.gateway import GatewaySettings
 from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.indexer import IndexerSettings
-from kvatlas.settings.process import ENV_PREFIX, ProcessSettings, ServerSettings, Settings, flag_of, variable_of
+from kvatlas.settings.process import (
+    COMMON,
+    ENV_PREFIX,
+    OWN,
+    HelpGroups,
+    NatsSettings,
+    ProcessSettings,
+    ServerSettings,
+    Settings,
+    flag_of,
+    variable_of,
+)
 from kvatlas.settings.proxy import ProxySettings, RoutingSettings
 from kvatlas.settings.publisher import PublishSettings
 
 __all__ = [
+    "COMMON",
     "ENV_PREFIX",
+    "OWN",
     "BlockSettings",
     "CommaList",
     "DoctorSettings",
     "GatewaySettings",
+    "HelpGroups",
     "HttpSettings",
     "HttpUrl",
     "IndexerSettings",
     "Labels",
     "LayoutSettings",
     "Name",
+    "NatsSettings",
     "NatsUrl",
     "Port",
     "ProcessSettings",

@@ -1,19 +1,26 @@
 """Settings of `kvatlas epp`, the endpoint picker of gateways."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from kvatlas.errors import SettingsError
 from kvatlas.settings.field_types import CommaList, Name, Port
-from kvatlas.settings.process import missing_line
+from kvatlas.settings.process import COMMON, HelpGroups, missing_line
 from kvatlas.settings.proxy import RoutingSettings
 from kvatlas.validation import Count
 
 
 class GatewaySettings(RoutingSettings):
     """The endpoint picker of a gateway."""
+
+    help_groups: ClassVar[HelpGroups] = {
+        COMMON: "redis_url port tokenizer kubernetes_pool pods",
+        "Gateway": "pool_name extension_objects fallbacks prefill_header response_mode pick_deadline_ms "
+        "max_body_mib conformance",
+        "Server": "host health_port plaintext tls_certificate tls_key processes share_port drain_s grace_s",
+    }
 
     tenant_header: str = Field(
         default="x-gateway-inference-fairness-id",

@@ -2,13 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.settings.process import ProcessSettings, read_secret
+from kvatlas.settings.process import HelpGroups, ProcessSettings, read_secret
 from kvatlas.validation import Positive
 
 _DEFAULT = HttpAccess()
@@ -16,6 +16,10 @@ _DEFAULT = HttpAccess()
 
 class HttpSettings(ProcessSettings):
     """Limits, certificate and tokens of the HTTP server."""
+
+    help_groups: ClassVar[HelpGroups] = {
+        "HTTP server": "http_body_bytes http_header_s http_connections http_cert_file http_key_file http_token_file",
+    }
 
     http_body_bytes: Positive = Field(
         default=_DEFAULT.body_bytes, description="Largest body of a request in bytes; a longer one gets a 413."

@@ -1,19 +1,26 @@
 """Settings of `kvatlas indexer`."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from kvatlas.errors import SettingsError
 from kvatlas.settings.field_types import Name, PartitionCount, Port, Seconds, WorkerId
 from kvatlas.settings.http import HttpSettings
-from kvatlas.settings.process import Settings
+from kvatlas.settings.process import COMMON, HelpGroups, Settings
 from kvatlas.validation import Positive
 
 
 class IndexerSettings(Settings, HttpSettings):
     """One indexer replica."""
+
+    help_groups: ClassVar[HelpGroups] = {
+        COMMON: "nats_url redis_url status_port identities retire_after_s",
+        "Index": "partitions shards layout side_index scrub_period_s member_id",
+        "Event stream": "stream_replicas stream_max_bytes stream_max_age_s stream_storage",
+        "HTTP server": "status_host",
+    }
 
     member_id: WorkerId | None = Field(default=None, description="Name of this replica; default: host name and pid.")
     partitions: PartitionCount | None = Field(

@@ -1,7 +1,8 @@
 """What every process takes, and how flags and environment variables become settings."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -14,6 +15,12 @@ from kvatlas.store.access import RedisAccess
 from kvatlas.validation import describe_expected
 
 ENV_PREFIX = "KVATLAS_"
+COMMON = "Common"
+"""Group of the flags that people set first: the help begins with it."""
+OWN = "Options"
+"""Group of the flags that stand in no other."""
+HelpGroups = Mapping[str, str]
+"""Group -> its fields, separated by spaces."""
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 
@@ -24,6 +31,8 @@ class ProcessSettings(BaseSettings):
     model_config = SettingsConfigDict(
         defer_build=True, env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, protected_namespaces=()
     )
+    help_groups: ClassVar[HelpGroups] = {"Log and start": "wait log_level log_format"}
+    """Groups of the help. Those of the base classes follow; a field stands where it is named first."""
 
     wait: bool = Field(
         default=True, description="Retry an unreachable server with back-off; with --no-wait exit 1 at once."
@@ -34,6 +43,21 @@ class ProcessSettings(BaseSettings):
     log_format: Literal["console", "json"] = Field(
         default="console", description="Log lines for people, or one JSON object a line."
     )
+
+    @classmethod
+    def group_of_field(cls) -> Mapping[str, str]:
+        """Each field's group in the help, in the order of the help."""
+        found: dict[str, str] = {}
+        for kind in cls.__mro__:
+            for group, names in kind.__dict__.get("help_groups", {}).items():
+                found |= {name: group for name in names.split() if name not in found}
+        groups = [COMMON, OWN, *found.values()]
+        listed = list(found)
+        required = [name for name, info in cls.model_fields.items() if info.is_required()]
+        others = [name for name in cls.model_fields if name not in listed]
+        names = [*listed, *sorted(others, key=lambda name: name not in required)]
+        given = {name: found.get(name, OWN) for name in names if name in cls.model_fields}
+        return dict(sorted(given.items(), key=lambda one: groups.index(one[1])))
 
     @field_validator("*", mode="before")
     @classmethod
@@ -57,8 +81,21 @@ class ProcessSettings(BaseSettings):
             raise SettingsError(_describe_first(error, given)) from None
 
 
-class ServerSettings(ProcessSettings):
-    """Who connects to which servers. A URL with a password belongs in a file or a variable: flags are in the process list."""
+def nats_url_field() -> Any:
+    """The setting of a process that uses a running NATS."""
+    return Field(
+        default=DEFAULT_NATS_URL,
+        description="NATS servers of one cluster, separated by commas: nats://, tls://, ws:// or wss://.",
+    )
+
+
+class NatsSettings(ProcessSettings):
+    """How to connect to NATS. A URL with a password belongs in a file or a variable: flags are in the process list."""
+
+    help_groups: ClassVar[HelpGroups] = {
+        "NATS": "nats_url nats_url_file nats_creds_file nats_nkey_file nats_ca_file nats_cert_file nats_key_file "
+        "nats_inbox",
+    }
 
     nats_url: NatsUrl | None = Field(default=None, description="NATS servers, separated by commas.")
     nats_url_file: Path | None = Field(default=None, description="File that holds the URL of NATS.")
@@ -70,11 +107,6 @@ class ServerSettings(ProcessSettings):
     nats_inbox: Inbox | None = Field(
         default=None, description="Prefix of this user's inboxes in NATS; default: _INBOX.USER for a user in the URL."
     )
-    redis_url: RedisUrl | None = Field(default=None, description="Redis or Valkey.")
-    redis_url_file: Path | None = Field(default=None, description="File that holds the URL of Redis.")
-    redis_ca_file: Path | None = Field(default=None, description="Certificates that Redis' own is checked against.")
-    redis_cert_file: Path | None = Field(default=None, description="Certificate to show to Redis.")
-    redis_key_file: Path | None = Field(default=None, description="Key of the certificate shown to Redis.")
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
@@ -83,14 +115,15 @@ class ServerSettings(ProcessSettings):
         given = {name for name, value in flags.items() if value is not None}
         settings = super().load(**flags)
         read: dict[str, str] = {}
-        for name in ("nats_url", "redis_url"):
+        servers = [kind for kind in ("nats", "redis") if f"{kind}_url" in cls.model_fields]
+        for name in (f"{kind}_url" for kind in servers):
             file, same_source = getattr(settings, f"{name}_file"), (name in given) == (f"{name}_file" in given)
             if file is None or (name in given and not same_source):
                 continue
             if name in settings.model_fields_set and same_source:
                 raise SettingsError(f"{flag_of(name)} and {flag_of(name)}-file are both given; expected one of them")
             read[name] = read_secret(file, f"{flag_of(name)}-file")
-        for kind in ("nats", "redis"):
+        for kind in servers:
             if (getattr(settings, f"{kind}_cert_file") is None) != (getattr(settings, f"{kind}_key_file") is None):
                 raise SettingsError(f"--{kind}-cert-file and --{kind}-key-file belong together; expected both")
         if not read:
@@ -110,6 +143,20 @@ class ServerSettings(ProcessSettings):
             self.nats_inbox,
         )
 
+
+class ServerSettings(NatsSettings):
+    """How to connect to NATS and to the store."""
+
+    help_groups: ClassVar[HelpGroups] = {
+        "Redis": "redis_url redis_url_file redis_ca_file redis_cert_file redis_key_file",
+    }
+
+    redis_url: RedisUrl | None = Field(default=None, description="Redis or Valkey.")
+    redis_url_file: Path | None = Field(default=None, description="File that holds the URL of Redis.")
+    redis_ca_file: Path | None = Field(default=None, description="Certificates that Redis' own is checked against.")
+    redis_cert_file: Path | None = Field(default=None, description="Certificate to show to Redis.")
+    redis_key_file: Path | None = Field(default=None, description="Key of the certificate shown to Redis.")
+
     @property
     def redis(self) -> RedisAccess:
         """How to connect to the store."""
@@ -121,10 +168,7 @@ class ServerSettings(ProcessSettings):
 class Settings(ServerSettings):
     """What every command takes that uses running servers."""
 
-    nats_url: NatsUrl = Field(
-        default=DEFAULT_NATS_URL,
-        description="NATS servers of one cluster, separated by commas: nats://, tls://, ws:// or wss://.",
-    )
+    nats_url: NatsUrl = nats_url_field()
     redis_url: RedisUrl = Field(
         default=DEFAULT_REDIS_URL,
         description="Redis or Valkey: redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://.",

@@ -2,20 +2,31 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.settings.field_types import CommaList, Labels, Name, Port
 from kvatlas.settings.http import HttpSettings
-from kvatlas.settings.process import Settings
+from kvatlas.settings.process import COMMON, HelpGroups, Settings
 from kvatlas.store.access import RedisAccess
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, Count, OutputTokens, Positive
 
 
 class RoutingSettings(Settings):
     """How a process that gets requests reads and routes them."""
+
+    help_groups: ClassVar[HelpGroups] = {
+        "Requests": "tokenizer tokenizer_deadline_ms most_tokenizer_deadline_ms tokenizer_concurrency tenant_id "
+        "salt_is_tenant output_tokens ask_usage",
+        "Choice of a worker": "cost_profile rates_file learn marks follow session_ms temperature select_labels allow_workers "
+        "deny_workers engine_addresses",
+        "Index": "decision_deadline_ms most_decision_deadline_ms load_only read_replicas replica "
+        "replica_max_stale_ms replica_memory_mib",
+        "SLO and queue": "slo slo_ttft_ms slo_tpot_ms shed queue_requests queue_tokens queue_wait_s tenant_header "
+        "priority_header",
+    }
 
     tokenizer: Name = Field(
         default="engine",
@@ -135,6 +146,13 @@ class RoutingSettings(Settings):
 
 class ProxySettings(RoutingSettings, HttpSettings):
     """One proxy process."""
+
+    help_groups: ClassVar[HelpGroups] = {
+        COMMON: "redis_url host port tokenizer replica",
+        "Engines": "max_attempts disaggregate credentials_to engine_timeout_s",
+        "Clients": "request_hints cors_origins held_s access_log record",
+        "HTTP server": "drain_s grace_s",
+    }
 
     host: Name = Field(default="127.0.0.1", description="Address to listen on.")
     port: Port = Field(default=8080, description="Port to listen on; 0: any free port.")

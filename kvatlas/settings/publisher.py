@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -17,13 +17,14 @@ from kvatlas.settings.field_types import (
     Labels,
     LMCacheEndpoint,
     Name,
+    NatsUrl,
     PartitionCount,
     Port,
     WorkerId,
     ZmqEndpoint,
 )
 from kvatlas.settings.http import HttpSettings
-from kvatlas.settings.process import Settings, missing_line
+from kvatlas.settings.process import COMMON, HelpGroups, NatsSettings, missing_line, nats_url_field
 from kvatlas.validation import (
     MAX_ITEMS,
     BlockBytes,
@@ -56,9 +57,21 @@ _Kinds = Literal[
 PublishedKind = Annotated[_Kinds, BeforeValidator(_check_kind)]
 
 
-class PublishSettings(Settings, HttpSettings):
+class PublishSettings(NatsSettings, HttpSettings):
     """One publisher process: for one engine, or for all ranks of one."""
 
+    help_groups: ClassVar[HelpGroups] = {
+        COMMON: "engine worker_id model_id endpoint engine_url",
+        "Engine's events": "replay_endpoint topic bind events source engine_id hash_chain set_semantics distrust_poison",
+        "Worker": "advertise_url dp_rank dp_size role bootstrap_port locality_domain labels transfer_groups",
+        "Model and blocks": "tokenizer_id tenant_id salt_is_tenant adapter_ids block_size block_bytes model_config_path "
+        "kv_cache_dtype eagle eagle_groups chunk_size hybrid scheduler_block_size",
+        "Shared stores": "shared_store store_ttl_s read_setup_us read_us_per_mib lmcache_endpoint lmcache_model",
+        "Publishing": "state_dir outbox_bytes granularity partitions",
+        "HTTP server": "status_port status_host",
+    }
+
+    nats_url: NatsUrl = nats_url_field()
     engine: PublishedKind = Field(
         description="Kind of engine; open: one that speaks the open event forms; mock: a simulated one; store: a shared store, "
         "of which engines' publishers tell."

@@ -65,17 +65,9 @@ _TIERS = ("hbm", "remote_hbm", "cpu_dram", "local_ssd", "object_store")
 
 # ---------------------------------------------------------------- publisher: kvatlas_publishers.counters.PublisherCounters
 
-ENGINE_BATCHES = _counter("publisher.engine.batches", "{batch}", "Batches received from the engine")
 ENGINE_EVENTS = _counter("publisher.engine.events", "{event}", "Events received from the engine")
-ENGINE_SKIPPED = _counter(
-    "publisher.engine.skipped", "{event}", "Engine events skipped; the rest of their batch was used"
-)
 ENGINE_POISON = _counter("publisher.engine.poison", "{payload}", "Payloads that could not be decoded, by reason")
-ENGINE_DROPPED = _counter(
-    "publisher.dead_letters.dropped", "{payload}", "Undecodable payloads that could not be kept as dead letters"
-)
 FEED = _counter("publisher.feed", "{incident}", "Incidents of the engine's event feed, by kind")
-PUBLISHED_EVENTS = _counter("publisher.events", "{event}", "Index events published")
 PUBLISHED_BLOCKS = _counter("publisher.blocks", "{block}", "Blocks published, by change")
 PUBLISHED_MARKS = _counter("publisher.marks", "{event}", "Clears, checkpoints and snapshots published, by kind")
 OVERFLOWS = _counter("publisher.outbox.overflows", "{overflow}", "Outbox overflows; each starts a new incarnation")
@@ -85,11 +77,10 @@ SEND_FAILURES = _counter(
     "publisher.send.failures", "{failure}", "Failed sends, by reason; the messages wait or are sent again"
 )
 PUBLISHER_GRANTS = _counter("publisher.grants", "{request}", "Requests for a grant to send a large snapshot, by answer")
-CONTROL_ANY = _counter("publisher.control.requests", "{request}", "Requests received on the control subject")
-CONTROL_REQUESTS = _counter("publisher.control", "{request}", "Requests received on the control subject, by kind")
-HEARTBEATS_SENT = _counter("publisher.heartbeats", "{heartbeat}", "Heartbeats sent")
-HEARTBEATS_BAD = _counter(
-    "publisher.heartbeats.bad", "{heartbeat}", "Invalid heartbeats heard under this worker's name, from somebody else"
+CONTROL_REQUESTS = _counter(
+    "publisher.control",
+    "{request}",
+    "Requests received on the control subject, and invalid heartbeats under this worker's name, by kind",
 )
 YIELDS = _counter("publisher.yields", "{yield}", "Times this publisher yielded to a newer publisher of the same worker")
 LOAD_SAMPLES = _counter("publisher.load.samples", "{sample}", "Samples of the engine's health and metrics, by outcome")
@@ -97,9 +88,7 @@ STORE_NOTICES = _counter("publisher.store.notices", "{notice}", "Notices of a sh
 SAVES = _counter("publisher.saves", "{save}", "Saves of the ledger, by outcome")
 
 PUBLISHER = {
-    **_single(ENGINE_BATCHES, "engine_batches"),
     **_single(ENGINE_EVENTS, "engine_events"),
-    **_single(ENGINE_SKIPPED, "skipped_events"),
     **_by(
         ENGINE_POISON,
         "reason",
@@ -107,7 +96,6 @@ PUBLISHER = {
         poison_oversized="oversized",
         poison_frames="frames",
     ),
-    **_single(ENGINE_DROPPED, "dead_letters_dropped"),
     **_by(
         FEED,
         "incident",
@@ -124,8 +112,9 @@ PUBLISHER = {
         feed_lost="lost",
         feed_unheard="unheard",
         folds_failed="not_taken_in",
+        skipped_events="event_skipped",
+        dead_letters_dropped="dead_letter_dropped",
     ),
-    **_single(PUBLISHED_EVENTS, "events"),
     **_by(PUBLISHED_BLOCKS, "change", blocks_stored="stored", blocks_removed="removed", snapshot_blocks="in_snapshot"),
     **_by(PUBLISHED_MARKS, "kind", clears="cleared", checkpoints="checkpoint", snapshots="snapshot"),
     **_single(OVERFLOWS, "overflows"),
@@ -156,10 +145,8 @@ PUBLISHER = {
         control_bad="bad",
         snapshot_requests="snapshot",
         snapshot_requests_ignored="snapshot_ignored",
+        heartbeats_bad="heartbeat_bad",
     ),
-    **_single(CONTROL_ANY, "control_requests"),
-    **_single(HEARTBEATS_SENT, "heartbeats"),
-    **_single(HEARTBEATS_BAD, "heartbeats_bad"),
     **_single(YIELDS, "yields"),
     **_by(LOAD_SAMPLES, "outcome", load_samples="read", load_failures="failed"),
     **_by(SAVES, "outcome", saves="saved", saves_failed="failed"),
@@ -196,31 +183,13 @@ ENGINE = {
 LEDGER_BLOCKS = _counter("ledger.blocks", "{block}", "Blocks that the engine stored and removed, by change")
 LEDGER_SKIPPED = _counter("ledger.skipped", "{block}", "Blocks that can't be published, by reason")
 LEDGER_HOLES = _counter(
-    "ledger.holes", "{block}", "Blocks withdrawn because an ancestor is missing, and blocks restored"
-)
-LEDGER_JUDGED = _counter(
-    "ledger.removals.judged",
+    "ledger.holes",
     "{block}",
-    "Blocks dropped because their removed hash stands for several blocks, any of which may be gone",
+    "Blocks withdrawn because an ancestor is missing, restored, and removed because a removed hash may stand for them",
 )
-LEDGER_CLEARED = _counter("ledger.cleared", "{event}", "Times the engine cleared a tier")
-LEDGER_FORGOTTEN = _counter(
-    "ledger.forgotten", "{lineage}", "Lineages of evicted blocks forgotten because the memory of evictions is bounded"
-)
-LEDGER_MARKS = _counter(
-    "ledger.marks", "{block}", "Blocks marked, and unmarked, as ones at which a prompt can be resumed"
-)
-LEDGER_REGROUPED = _counter(
-    "ledger.regrouped",
-    "{event}",
-    "Times that the engine's KV cache groups turned out to be others, for a new incarnation",
-)
-LEDGER_LEARNED = _counter("ledger.block_size.learned", "{event}", "Times the block size was learned from an event")
 
 LEDGER = {
     **_by(LEDGER_BLOCKS, "change", stored="stored", removed="removed", store_told="told_of_store"),
-    **_single(LEDGER_JUDGED, "judged_removals"),
-    **_single(LEDGER_CLEARED, "cleared_events"),
     **_by(
         LEDGER_SKIPPED,
         "reason",
@@ -233,17 +202,11 @@ LEDGER = {
         removal_untold="removal_untold",
         store_unknown="store_unknown",
     ),
-    **_by(LEDGER_HOLES, "change", withdrawn="withdrawn", restored="restored"),
-    **_single(LEDGER_FORGOTTEN, "forgotten"),
-    **_single(LEDGER_LEARNED, "block_size_learned"),
-    **_by(LEDGER_MARKS, "change", marked="marked", unmarked="unmarked"),
-    **_single(LEDGER_REGROUPED, "regrouped"),
+    **_by(LEDGER_HOLES, "change", withdrawn="withdrawn", restored="restored", judged_removals="removed_by_shared_hash"),
 }
 
 # ---------------------------------------------------------------- indexer: kvatlas_indexer.counters.IndexerCounters
 
-READ_MESSAGES = _counter("indexer.read.messages", "{message}", "Messages read from the stream")
-READ_BYTES = _counter("indexer.read.bytes", "By", "Bytes of messages read from the stream")
 PARTITION_READS = _counter(
     "indexer.readings", "{reading}", "Reads of a partition started, broken off, and restarted on a new stream"
 )
@@ -251,7 +214,6 @@ INDEXER_POISON = _counter("indexer.poison", "{message}", "Messages refused befor
 DEAD_LETTERS_DROPPED = _counter(
     "indexer.dead_letters.dropped", "{message}", "Refused messages that could not be kept as dead letters"
 )
-STORE_CALLS = _counter("indexer.store.calls", "{call}", "Calls that applied messages to the index")
 STORE_ERRORS = _counter("indexer.store.errors", "{call}", "Apply calls that the store did not answer; they are retried")
 STORE_FULL = _counter(
     "indexer.store.full", "{call}", "Apply calls refused because the store is out of memory: an alarm"
@@ -264,25 +226,23 @@ SNAPSHOT_REQUESTS = _counter(
 )
 GRANTS = _counter("indexer.grants", "{request}", "Publishers' requests to send a large snapshot, by answer")
 HEARTBEATS = _counter("indexer.heartbeats", "{heartbeat}", "Heartbeats received, by validity")
-RECORDS_REFUSED = _counter("indexer.records.refused", "{record}", "Fleet records that could not be written")
+RECORDS = _counter("indexer.records", "{record}", "Fleet records written, and those that could not be, by outcome")
 POOLS_REPAIRED = _counter(
     "indexer.pools.repaired",
     "{repair}",
     "Times that a pool's bookings and loads were dropped because a record was damaged",
 )
-FLEET_WRITES = _counter("indexer.fleet.writes", "{write}", "Fleet records written")
 LIVENESS = _counter("indexer.liveness", "{worker}", "Workers whose liveness changed, by change")
 PARTITION_MOVES = _counter("indexer.partitions", "{partition}", "Partitions taken, given up and lost")
-SWEEPS = _counter("indexer.sweeps", "{sweep}", "Sweeps of retired holders")
-SCOPES_FORGOTTEN = _counter("indexer.scopes.forgotten", "{scope}", "Unused scopes forgotten")
-SCRUBS = _counter("indexer.scrubs", "{scrub}", "Scrub rounds, each over all holders of a shard")
-SCRUB_CHECKED = _counter("indexer.scrub.checked", "{worker}", "Workers recounted against their digest")
+CLEANUPS = _counter(
+    "indexer.cleanups",
+    "{cleanup}",
+    "Sweeps of retired holders, scrubs of a shard, scopes forgotten because they are unused, and entries without a holder "
+    "removed from blocks, by kind",
+)
 SCRUBBED = _counter("indexer.scrub.workers", "{worker}", "Workers recounted against their digest, by finding")
-STRAYS = _counter("indexer.scrub.strays", "{entry}", "Entries without a holder that a scrub removed from blocks")
 
 INDEXER = {
-    **_single(READ_MESSAGES, "messages_read"),
-    **_single(READ_BYTES, "bytes_read"),
     **_by(PARTITION_READS, "change", readings_started="started", readings_broken="broken", new_streams="new_stream"),
     **_by(
         INDEXER_POISON,
@@ -298,7 +258,6 @@ INDEXER = {
         poison_identity="identity",
     ),
     **_single(DEAD_LETTERS_DROPPED, "dead_letters_dropped"),
-    **_single(STORE_CALLS, "calls"),
     **_single(STORE_ERRORS, "store_errors"),
     **_single(STORE_FULL, "store_full"),
     **_by(
@@ -323,17 +282,19 @@ INDEXER = {
     ),
     **_by(GRANTS, "answer", grants_given="given", grants_refused="refused", grants_bad="bad"),
     **_by(HEARTBEATS, "validity", heartbeats="good", heartbeats_bad="bad", heartbeats_refused="refused"),
-    **_single(FLEET_WRITES, "fleet_writes"),
-    **_single(RECORDS_REFUSED, "records_bad"),
+    **_by(RECORDS, "outcome", fleet_writes="written", records_bad="refused"),
     **_single(POOLS_REPAIRED, "pools_repaired"),
     **_by(LIVENESS, "change", workers_lost="lost", workers_retired="retired", retirements_held="retirement_held"),
     **_by(PARTITION_MOVES, "change", partitions_taken="taken", partitions_given="given", leases_lost="lost"),
-    **_single(SWEEPS, "sweeps"),
-    **_single(SCOPES_FORGOTTEN, "scopes_forgotten"),
-    **_single(SCRUBS, "scrubs"),
-    **_single(SCRUB_CHECKED, "scrub_checked"),
+    **_by(
+        CLEANUPS,
+        "kind",
+        sweeps="sweep",
+        scrubs="scrub",
+        scopes_forgotten="scope_forgotten",
+        scrub_strays="stray_removed",
+    ),
     **_by(SCRUBBED, "found", scrub_damaged="damage", scrub_given_up="no_rest"),
-    **_single(STRAYS, "scrub_strays"),
 }
 
 # ---------------------------------------------------------------- replica: kvatlas_indexer.gauges.ReplicaGauges
@@ -349,7 +310,6 @@ WITHOUT_ROOM = _gauge(
 OUT_OF_MEMORY = _gauge("indexer.store.out_of_memory", "{shard}", "Owned shards whose store is out of memory: an alarm")
 EVICTING = _gauge("indexer.store.evicting", "{shard}", "Owned shards whose store evicts keys: an alarm")
 RETIRED_HOLDERS = _gauge("indexer.holders.retired", "{holder}", "Retired holders that are not swept yet")
-GRANTED_BYTES = _gauge("indexer.grants.bytes", "By", "Bytes of snapshots that publishers hold grants for")
 
 REPLICA = {
     **_single(PARTITIONS, "partitions"),
@@ -361,17 +321,13 @@ REPLICA = {
     **_single(OUT_OF_MEMORY, "shards_out_of_memory"),
     **_single(EVICTING, "shards_evicting"),
     **_single(RETIRED_HOLDERS, "retired_holders"),
-    **_single(GRANTED_BYTES, "granted_snapshot_bytes"),
 }
 
 # ---------------------------------------------------------------- partition: kvatlas_indexer.partition.reader.PartitionStatus
 
 PARTITION_PENDING = _gauge("indexer.partition.pending", "{message}", "Messages that are not applied yet, by partition")
-PARTITION_LAG = _gauge(
-    "indexer.partition.lag", "s", "Age of the last applied message when it was applied, by partition"
-)
 
-PARTITION = {**_single(PARTITION_PENDING, "pending"), **_single(PARTITION_LAG, "lag_s")}
+PARTITION = _single(PARTITION_PENDING, "pending")
 
 # ---------------------------------------------------------------- index: kvatlas.blocks.residency.ModelBlocks
 
@@ -387,7 +343,6 @@ STORE_MEMORY = _gauge(
     "store.memory", "By", "Memory of all primaries of the store, used and allowed; from one replica only"
 )
 INDEX_CHANGES = _counter("index.changes", "{residency}", "Residencies added to and removed from the index, by change")
-INDEX_SCANS = _counter("index.prefix_scans", "{scan}", "Overlap and children lookups answered")
 INDEX_WRITTEN = _counter("index.written", "By", "Key and value bytes of block entries sent to the store")
 
 INDEX = {
@@ -403,14 +358,12 @@ STORE = _by(STORE_MEMORY, "what", used_bytes="used", limit_bytes="limit")
 
 INDEX_WORK = {
     **_by(INDEX_CHANGES, "change", puts="put", removes="remove"),
-    **_single(INDEX_SCANS, "prefix_scans"),
     **_single(INDEX_WRITTEN, "bytes_written"),
 }
 
 # ---------------------------------------------------------------- router: router_client.counters.RouterCounters
 
 DECISIONS = _counter("router.decisions", "{decision}", "Routing decisions, by outcome")
-LOOKUPS = _counter("router.lookups", "{call}", "Overlap lookups sent to the index")
 DECISION_TIME = _histogram("router.decision.duration", "s", "Decisions, with all that they wait for")
 STEP_TIME = _histogram("router.decision.step.duration", "s", "Calls to the store that a decision waits for, by step")
 PREDICTION_ERROR = _histogram(
@@ -423,15 +376,13 @@ ANSWERED_TOKENS = _counter(
 )
 SAVED_TOKENS = _counter("router.saved.tokens", "{token}", "Prompt tokens that engines did not compute, as they report")
 SAVED_TIME = _counter("router.saved.time", "s", "Engine time that computing these tokens would have taken")
-BOOKED_NOW = _gauge("router.in_flight", "{reservation}", "Reservations of this router that are not ended")
-PROMPT_BLOCKS = _counter("router.blocks.required", "{block}", "Blocks of the routed prompts")
+PROMPT_BLOCKS = _counter(
+    "router.blocks", "{block}", "Blocks of the routed prompts, and those that the chosen worker held"
+)
 HELD_TOKENS = _counter(
     "router.held.tokens",
     "{token}",
-    "Tokens of routed prompts that the chosen worker held, and those its engine would reuse",
-)
-OVERLAP_BLOCKS = _counter(
-    "router.blocks.overlap", "{block}", "Blocks of the routed prompts that the picked worker held"
+    "Tokens of routed prompts that the chosen worker held, those its engine would reuse, and those that it was computing",
 )
 WITHOUT_INDEX = _counter(
     "router.decisions.without_index", "{decision}", "Decisions made without the index, by what replaced it"
@@ -441,12 +392,10 @@ SHADOWED = _counter(
     "router.decisions.shadow", "{decision}", "Decisions that followed another policy, and how many of them agreed"
 )
 ROUTER_FAILURES = _counter("router.store.failures", "{call}", "Calls that the store did not answer in time, by part")
-RESERVATIONS = _counter("router.reservations", "{reservation}", "Reservations booked and released")
-LEASES_LAPSED = _counter(
-    "router.leases.lapsed", "{lease}", "Router leases that lapsed, and their reservations with them"
-)
-IN_FLIGHT_TOKENS = _counter(
-    "router.tokens.in_flight", "{token}", "Prompt tokens counted as held because the picked worker was computing them"
+RESERVATIONS = _counter(
+    "router.reservations",
+    "{reservation}",
+    "Reservations booked and released, and router leases that lapsed with all their reservations",
 )
 PAIRS = _counter("router.decisions.pairs", "{decision}", "Decisions with a separate prefill worker")
 OVER_LIMITS = _counter(
@@ -471,50 +420,38 @@ ROUTER = {
         open_booking="booking",
         open_connections="connections",
     ),
-    **_by(RESERVATIONS, "change", booked="booked", released="released"),
-    **_single(LEASES_LAPSED, "lapsed"),
-    **_single(IN_FLIGHT_TOKENS, "predicted_tokens"),
+    **_by(RESERVATIONS, "change", booked="booked", released="released", lapsed="lease_lapsed"),
     **_single(PAIRS, "pairs"),
     **_by(OVER_LIMITS, "limit", no_room="room", over_slo="slo"),
     **_by(LEARNED, "outcome", learned="learned", said_nothing="nothing"),
-    **_single(LOOKUPS, "lookups"),
     **_single(DECISION_TIME, "decision_time"),
     **_by(STEP_TIME, "step", lookup_time="lookup", booking_time="booking"),
     **_by(PREDICTION_ERROR, "direction", found_more="more", found_fewer="fewer"),
     **_single(ANSWERED_TOKENS, "prompt_tokens"),
     **_single(SAVED_TOKENS, "saved_tokens"),
     **_single(SAVED_TIME, "saved_s"),
-    **_single(BOOKED_NOW, "in_flight"),
-    **_single(PROMPT_BLOCKS, "required_blocks"),
-    **_single(OVERLAP_BLOCKS, "overlap_blocks"),
-    **_by(HELD_TOKENS, "what", resident_tokens="resident", usable_tokens="usable"),
+    **_by(PROMPT_BLOCKS, "what", required_blocks="required", overlap_blocks="held"),
+    **_by(HELD_TOKENS, "what", resident_tokens="resident", usable_tokens="usable", predicted_tokens="predicted"),
 }
 
 # ---------------------------------------------------------------- rates: kvatlas.cost.learned_rates.LearnedRates
 
-RATE_REQUESTS = _gauge("router.rates.requests", "{request}", "Requests that a worker's rates were learned from")
 PREFILL_RATE = _gauge("router.rates.prefill", "s", "Learned time to compute one prompt token")
 STEP_RATE = _gauge(
     "router.rates.step", "s", "Learned base time of a decode step, without the share of each running request"
 )
-OVERHEAD = _gauge("router.rates.overhead", "s", "Learned time before the first token, without prefill")
 RATE_ERROR = _gauge("router.rates.error", "1", "Recent relative error of the expected times")
 
 RATES = {
-    **_single(RATE_REQUESTS, "requests"),
     **_single(PREFILL_RATE, "rates.prefill_us_per_token", 1e-6),
     **_single(STEP_RATE, "rates.tpot_base_us", 1e-6),
-    **_single(OVERHEAD, "overhead_us", 1e-6),
     **_by(RATE_ERROR, "of", first_error="first token", next_error="next token"),
 }
 
 # ---------------------------------------------------------------- proxy: kvatlas_router.proxy.counters.ProxyCounters
 
-PROXY_REQUESTS = _counter("proxy.requests", "{request}", "Requests to route")
 PROXY_ENDS = _counter("proxy.ends", "{request}", "Requests ended, by how")
 PROXY_RETRIES = _counter("proxy.retries", "{try}", "Attempts moved to another worker, by reason")
-PROXY_UNTOKENIZED = _counter("proxy.untokenized", "{request}", "Requests routed without their token ids")
-PROXY_SENT = _counter("proxy.sent", "{try}", "Requests sent to engines, each attempt counted")
 PROXY_WAIT = _histogram("proxy.overhead", "s", "From a request's arrival until it is sent to an engine, by attempt")
 GENAI_TTFT = Instrument(
     "gen_ai.server.time_to_first_token",
@@ -534,8 +471,6 @@ PROXY_BUDGET = _counter("proxy.retries.budget", "{try}", "Further tries, by whet
 PROXY_QUEUED = _counter("proxy.queued", "{request}", "Requests for which every engine was full, by outcome")
 
 PROXY = {
-    **_single(PROXY_REQUESTS, "requests"),
-    **_single(PROXY_UNTOKENIZED, "untokenized"),
     **_by(
         PROXY_ENDS,
         "end",
@@ -550,7 +485,6 @@ PROXY = {
     **_by(PROXY_RETRIES, "reason", refused="refused", unreachable="unreachable"),
     **_by(PROXY_APART, "event", apart="sent", apart_failed="failed"),
     **_by(PROXY_BUDGET, "outcome", retried="allowed", retries_denied="denied"),
-    **_single(PROXY_SENT, "sent"),
     **_single(PROXY_WAIT, "overhead"),
     **_single(GENAI_TTFT, "ttft"),
     **_single(GENAI_TIME, "request_time"),
@@ -576,7 +510,6 @@ PROXY_LOAD = {
 
 # ---------------------------------------------------------------- gateway: kvatlas_router.gateway.counters.GatewayCounters
 
-GATEWAY_STREAMS = _counter("gateway.requests", "{request}", "Requests that gateways asked about")
 GATEWAY_PICKS = _counter("gateway.picks", "{request}", "Requests by what their endpoint was picked by, or why none was")
 GATEWAY_QUEUED = _counter("gateway.queued", "{request}", "Requests that waited for an engine with room")
 GATEWAY_ENDS = _counter("gateway.ends", "{request}", "How requests with an endpoint ended")
@@ -590,7 +523,6 @@ GATEWAY_NO_ADDRESS = _counter(
 GATEWAY_PICK_TIME = _histogram("gateway.pick.duration", "s", "From a request's reading to its decision")
 
 GATEWAY = {
-    **_single(GATEWAY_STREAMS, "streams"),
     **_by(
         GATEWAY_PICKS,
         "by",
@@ -628,13 +560,11 @@ COPY_CHECKS = _counter("index_replica.checks", "{worker}", "Workers whose digest
 COPY_MESSAGES = _counter(
     "index_replica.messages", "{message}", "Messages read from the stream, those refused among them"
 )
-COPY_READ_BYTES = _counter("index_replica.read.bytes", "By", "Bytes of messages read from the stream")
 
 COPY_CURRENT = _gauge(
     "index_replica.current", "{copy}", "1 while the replica of the index answers, 0 while the store does"
 )
 COPY_STALENESS = _gauge("index_replica.staleness", "s", "The most that the replica may be behind the stream")
-COPY_BLOCKS = _gauge("index_replica.blocks", "{block}", "Blocks in the replica")
 COPY_MEMORY = _gauge("index_replica.memory", "By", "Memory of the replica, as estimated")
 
 INDEX_REPLICA = {
@@ -649,12 +579,10 @@ INDEX_REPLICA = {
     **_by(COPIES, "change", loads="made", losses="given_up"),
     **_by(COPY_CHECKS, "outcome", verified="compared", mismatches="different"),
     **_by(COPY_MESSAGES, "kind", messages_read="read", refused="refused"),
-    **_single(COPY_READ_BYTES, "bytes_read"),
 }
 INDEX_REPLICA_NOW = {
     **_single(COPY_CURRENT, "current"),
     **_single(COPY_STALENESS, "staleness_s"),
-    **_single(COPY_BLOCKS, "blocks"),
     **_single(COPY_MEMORY, "memory_bytes"),
 }
 """Of kvatlas.index.local_copy.local_copy.IndexReplica."""
@@ -804,7 +732,12 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
 """Group -> field of the group's counters (a dot leads into a field) -> its series."""
 
 TOTALS: dict[str, set[str]] = {
-    "publisher": {"poison"},
+    "publisher": {"engine_batches", "poison"},
     "engine": {"state"},
+    "ledger": {"cleared_events"},
+    "indexer": {"messages_read"},
+    "index_work": {"prefix_scans"},
+    "rates": {"overhead_us", "requests"},
+    "proxy": {"requests", "sent", "untokenized"},
 }
-"""Fields that are not exported, because they are told by others that are, or in another group."""
+"""Fields that are not exported: other fields or another group say the same, or only kvatlas itself reads them."""

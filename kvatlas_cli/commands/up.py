@@ -22,6 +22,7 @@ from kvatlas.redaction import redact_url
 from kvatlas.settings import (
     HttpSettings,
     IndexerSettings,
+    NatsSettings,
     ProxySettings,
     PublishSettings,
     ServerSettings,
@@ -141,7 +142,8 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
             name: getattr(settings, name) for name in ServerSettings.model_fields if not name.endswith("_url_file")
         }
         servers = {**access, "nats_url": nats_url, "redis_url": redis_url}
-        sidecars = [one for flags in engines for one in await discover_sidecars(flags, servers, state_dir)]
+        nats = {name: servers[name] for name in NatsSettings.model_fields if name in servers}
+        sidecars = [one for flags in engines for one in await discover_sidecars(flags, nats, state_dir)]
         page = {name: getattr(settings, name) for name in HttpSettings.model_fields}
         indexer_settings = IndexerSettings.load(**{**servers, **page}, status_port=settings.status_port)
         ready = anyio.Event()

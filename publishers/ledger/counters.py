@@ -29,10 +29,3 @@ class LedgerCounters:
     restored: int = 0
     judged_removals: int = 0
     """Removals of a hash that stands for several blocks, any of which may be gone: all of these count as gone."""
-    forgotten: int = 0
-    """Lineages forgotten because the memory of evictions is bounded."""
-    block_size_learned: int = 0
-    marked: int = 0
-    unmarked: int = 0
-    regrouped: int = 0
-    """Times that the engine's KV cache groups turned out to be others."""

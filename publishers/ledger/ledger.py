@@ -226,7 +226,6 @@ class Ledger:
             residency.forget(forgotten)
             if residency.forgotten.forget_behind(lost):
                 events += self._settle(cleared=False)
-            self.counters.forgotten += len(forgotten)
         return events
 
     def expire(self) -> list[EngineRemoved]:
@@ -251,7 +250,6 @@ class Ledger:
             self._regrouped = True
             return []
         self._residency.forget_names(names)
-        self.counters.forgotten += len(names)
         return self._settle(cleared=False)
 
     def _settle(self, *, cleared: bool) -> list[IndexEvent]:
@@ -299,8 +297,6 @@ class Ledger:
         if not touched:
             return events
         mark_change = marks.settle(dict.fromkeys(touched))
-        self.counters.marked += len(mark_change.marked)
-        self.counters.unmarked += len(mark_change.unmarked)
         if not mark_change.marked and not mark_change.unmarked:
             return events
         return self._mark_events.make(mark_change, events)
@@ -335,7 +331,6 @@ class Ledger:
         if reuse.rule == before.rule and not misplaced:
             return
         self._regrouped = True
-        self.counters.regrouped += 1
         saved = ledger_dump.unpack(self.dump(), self.settings.identity)
         uses_keys, unproven = self._resolver.uses_keys, self._residency.unproven
         self._begin(Holdings(), self.block_size)
@@ -353,7 +348,6 @@ class Ledger:
             self.other_block_size = size
             return False
         self._resolver.block_size = size
-        self.counters.block_size_learned += 1
         return known is not None
 
     def _forget_blocks(self) -> bool:

@@ -266,7 +266,6 @@ class Changelog:
     def _count(self, events: Sequence[IndexEvent], messages: int) -> None:
         counters = self._counters
         counters.messages += messages
-        counters.events += len(events)
         for event in events:
             if isinstance(event, Stored):
                 counters.blocks_stored += len(event.hashes) // HASH_BYTES

@@ -9,7 +9,7 @@ from kvatlas.telemetry.distribution import Distribution
 class GatewayCounters:
     """Plain integers since the process started.
 
-    `streams`: requests that a gateway asked about. Each is either picked by `by_prompt` (what it holds of the prompt counts),
+    Each request that a gateway asks about is either picked by `by_prompt` (what it holds of the prompt counts),
     `by_load` (its prompt is not known: no completion, too long, not in time), `unpublished` (a pod that nobody publishes for),
     or refused: `refused` (nobody can take it), `shed` and `queue_full` (too much to do), and `late` (no decision in time).
     `undecided`: it ended before that. `queued`: waited for a worker with room.
@@ -21,7 +21,6 @@ class GatewayCounters:
     decision.
     """
 
-    streams: int = 0
     by_prompt: int = 0
     by_load: int = 0
     unpublished: int = 0

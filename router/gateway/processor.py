@@ -120,7 +120,6 @@ class _Stream:
         self._begun_at = 0.0
         self._prefilled = False
         self._passed_parts = False
-        counters.streams += 1
 
     async def process(self, message: ProcessingRequest) -> bool:
         """False: nothing more is to be said on this stream."""

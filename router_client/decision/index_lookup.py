@@ -35,9 +35,7 @@ class IndexLookup:
 
     async def look_up(self, prompt: Prompt, pool: Pool) -> PromptLookup:
         """The part of the prompt that each of the pool's workers holds. Raises what the store raises."""
-        lookup = await look_up_overlap(self._index, prompt, pool.block_shapes)
-        self._counters.lookups += lookup.round_trips
-        return lookup
+        return await look_up_overlap(self._index, prompt, pool.block_shapes)
 
     async def look_up_in_time(self, prompt: Prompt, pool: Pool, deadline: Deadline) -> Situation:
         """The same within READ_SHARE of the deadline; if that fails, an empty lookup and why."""

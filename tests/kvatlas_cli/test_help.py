@@ -1,5 +1,6 @@
 """The commands and their help texts."""
 
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -7,10 +8,11 @@ from importlib import import_module
 import pytest
 from typer import Typer
 
-from kvatlas.settings import Settings, flag_of, variable_of
+from kvatlas.settings import COMMON, OWN, ProcessSettings, Settings, flag_of, variable_of
 from kvatlas.version import own_version
 from kvatlas_cli.app import COMMANDS, SUMMARIES
 from tests.end_to_end.processes import environment
+from tests.kvatlas_cli.command_line import callback
 from tests.kvatlas_cli.conftest import Cli
 
 EXPECTED_COMMANDS = {
@@ -37,7 +39,9 @@ EXPECTED_COMMANDS = {
     "top",
     "route",
 }
-WITHOUT_SERVERS = {"demo", "replay", "record", "calibrate", "auth"}
+WITHOUT_SERVERS = {"demo", "replay", "record", "calibrate", "auth", "simulate-engine"}
+WITHOUT_STORE = {"publish"}
+MANY_FLAGS = ("publish", "epp", "router", "indexer", "simulate-engine")
 
 
 def test_all_commands_exist() -> None:
@@ -49,9 +53,31 @@ def test_every_command_has_help_that_names_the_servers_and_their_variables(cli: 
     done = cli(command, "--help")
     assert (done.code, done.err) == (0, "")
     assert f"Usage: kvatlas {command}" in done.out
-    if command not in WITHOUT_SERVERS:
-        for field in ("nats_url", "redis_url"):
-            assert flag_of(field) in done.out and variable_of(field) in done.out
+    servers = set() if command in WITHOUT_SERVERS else {"nats_url", "redis_url"}
+    for field in servers if command not in WITHOUT_STORE else {"nats_url"}:
+        assert flag_of(field) in done.out and variable_of(field) in done.out
+
+
+@pytest.mark.parametrize("command", MANY_FLAGS)
+def test_help_is_in_groups_and_begins_with_the_five_flags_that_people_set_first(cli: Cli, command: str) -> None:
+    settings_class: type[ProcessSettings] = callback(command).settings_class  # type: ignore[attr-defined]
+    groups = settings_class.group_of_field()
+    assert groups.keys() == settings_class.model_fields.keys()
+    assert OWN not in groups.values()
+    assert list(groups.values())[:6].count(COMMON) == list(groups.values()).count(COMMON) == 5
+    headings = [line[:-1] for line in cli(command, "--help").out.splitlines() if re.fullmatch(r"[A-Z].*:", line)]
+    assert headings == [*dict.fromkeys(groups.values()), OWN]
+
+
+def test_the_groups_of_the_help_name_only_flags_that_exist() -> None:
+    for command in MANY_FLAGS:
+        settings_class: type[ProcessSettings] = callback(command).settings_class  # type: ignore[attr-defined]
+        named = {
+            name
+            for kind in settings_class.__mro__
+            for name in " ".join(vars(kind).get("help_groups", {}).values()).split()
+        }
+        assert named <= settings_class.model_fields.keys(), command
 
 
 def test_help_and_version_are_printed(cli: Cli) -> None:

@@ -63,7 +63,6 @@ class Publisher:
             None,  # type: ignore[arg-type]  # heartbeats are made, not sent
             lambda: endpoint,
             self.changelog.outbox,
-            self.counters,
             state=lambda: EngineState.UP,
             load=lambda: None,
         )

@@ -9,8 +9,8 @@ class ReplicaCounters:
 
     `answered`: lookups that the replica answered. `while_loading`, `while_stale`, `while_large`: those that the store answered,
     because the copy was being made, was older than allowed, or would be larger. `loads`: copies made; `losses`: copies given
-    up. `verified`: workers whose digests were compared with the store's, `mismatches`: those that differed. `messages_read`,
-    `bytes_read`: of the stream; `refused`: messages that must not be applied (the indexer keeps them as dead letters).
+    up. `verified`: workers whose digests were compared with the store's, `mismatches`: those that differed. `messages_read`:
+    of the stream; `refused`: messages that must not be applied (the indexer keeps them as dead letters).
     """
 
     answered: int = 0
@@ -22,5 +22,4 @@ class ReplicaCounters:
     verified: int = 0
     mismatches: int = 0
     messages_read: int = 0
-    bytes_read: int = 0
     refused: int = 0

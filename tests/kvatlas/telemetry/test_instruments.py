@@ -49,7 +49,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
     [
         ("indexer", IndexerCounters()),
         ("replica", ReplicaGauges()),
-        ("partition", PartitionGauges(1, 0.5)),
+        ("partition", PartitionGauges(1)),
         ("index", ModelBlocks()),
         ("store", StoreGauges(7, 8)),
         ("router", RouterCounters()),
