@@ -84,7 +84,7 @@ async def running_fleet(
         flags += up_flags
         await start("up", *addresses, *flags, ready="stop with Ctrl-C", variables={**metrics(ports[0]), **traces})
         nats_url, redis_url = f"nats://{LOOPBACK}:{nats_port}", f"redis://{LOOPBACK}:{redis_port}/0"
-        redis = ["--redis-url", redis_url, "--drain-s", "0", "--decision-deadline-ms", "5000"]
+        redis = ["--redis-url", redis_url, "--drain-s", "0"]
         flags = ["--port", str(router_port), "--no-access-log"]
         await start("router", *redis, *flags, ready="router at", variables=traces)
         flags = ["--port", "0", "--health-port", "0"]

@@ -132,7 +132,9 @@ async def test_each_form_is_found_by_its_own_kind_of_question_also_after_its_pub
         tasks.start_soon(lambda: run_indexer(indexer, ready=lambda _: ready.set()))
         await ready.wait()
         vllm, router_engine = [await stack.enter_async_context(FakeEngine()) for _ in range(2)]
-        router = await stack.enter_async_context(RouterClient.open(fresh_valkey, RouterSettings(fallbacks=fallbacks)))
+        router = await stack.enter_async_context(
+            RouterClient.open(fresh_valkey, RouterSettings(fallbacks=fallbacks, deadline_ms=None))
+        )
         await stack.enter_async_context(sidecar(vllm, fresh_nats, worker_id="w-vllm", model_id="m"))
         await vllm.send(vllm_batch())
         await router_engine.send(router_batch())  # nobody hears it: replay has it

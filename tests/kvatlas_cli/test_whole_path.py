@@ -100,8 +100,7 @@ def test_up_discovers_an_engine_and_a_router_sends_requests_to_it(cli: Cli, engi
         (worker_id,) = printed["workers"]
         complete(url)
         check_queries(cli, printed["redis_url"], worker_id, url)
-        flags = ["--port", "0", "--decision-deadline-ms", "5000"]
-        with running("router", *flags, KVATLAS_REDIS_URL=printed["redis_url"]) as router:
+        with running("router", "--port", "0", KVATLAS_REDIS_URL=printed["redis_url"]) as router:
             at = wait_for_line(router, r"router at (\S+);")[1]
             body = {"model": "m", "prompt": PROMPT, "max_tokens": 4}
             answer = httpx.post(f"{at}/v1/completions", json=body, timeout=30)

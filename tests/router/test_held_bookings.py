@@ -12,7 +12,7 @@ from kvatlas.store.connection import Store
 from kvatlas_router.held_bookings import HeldBookings
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_simulator.http.chat_template import render
-from router_client import Prompt, RouterClient
+from router_client import Prompt, RouterClient, RouterSettings
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, SCOPE, running_fleet, running_proxy
 
@@ -102,7 +102,7 @@ async def test_a_booking_that_ended_at_another_router_is_let_go(store: Store, va
     counters = ProxyCounters()
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running_fleet(store, {"w1": {}}))
-        client = await stack.enter_async_context(RouterClient.open(valkey_url))
+        client = await stack.enter_async_context(RouterClient.open(valkey_url, RouterSettings(deadline_ms=None)))
         other = await stack.enter_async_context(running_proxy(valkey_url))
         held = HeldBookings(client, counters, check_s=0.02)
         ids = [(await held.book(Prompt.of_tokens(SCOPE, PROMPT)))[0] for _ in range(3)]
