@@ -53,7 +53,7 @@ async def service(
     assert process.stderr is not None
     log: list[str] = []
     try:
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while not log or ready not in log[-1]:
                 line = (await process.stderr.readline()).decode()
                 assert line, f"kvatlas {args[0]} exited before it was ready: {''.join(log)}"

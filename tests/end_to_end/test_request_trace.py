@@ -63,7 +63,7 @@ async def test_one_request_is_followed_from_the_engines_batch_to_its_answer(tmp_
                 headers = {"traceparent": f"00-{trace}-{number:016x}-01"}
                 if (await client.post("/v1/completions", json=BODY, headers=headers)).status_code != 200:
                     return ""
-                await until(lambda: traces.spans("POST ", trace)[1:], deadline_s=15, what="its spans")
+                await until(lambda: traces.spans("POST ", trace)[1:], what="its spans")
                 (route,) = traces.spans("route kvatlas", trace)
                 origin = traces.linked(traces.linked([route], PROCESS), SEND)
                 batches = [span for span in origin if span.attributes["kvatlas.blocks"]]

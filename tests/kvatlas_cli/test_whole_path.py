@@ -65,7 +65,7 @@ def check_queries(cli: Cli, redis_url: str, worker_id: str, engine_url: str) -> 
         done = cli("export", "--worker", worker_id, "--redis-url", redis_url)
         return done.code == 0 and len(done.out.splitlines()) >= blocks
 
-    until_sync(held, deadline_s=30, what="the engine's blocks in the index")
+    until_sync(held, what="the engine's blocks in the index")
     words = ["--tokens", "-", "--model-id", "m", "--json", "--redis-url", redis_url]
 
     def routed() -> bool:
@@ -75,7 +75,7 @@ def check_queries(cli: Cli, redis_url: str, worker_id: str, engine_url: str) -> 
         answer = json.loads(done.out)
         return bool(answer["url"] == engine_url and answer["candidates"][0]["overlap_blocks"] == blocks)
 
-    until_sync(routed, deadline_s=30, what="the worker picked for its blocks")
+    until_sync(routed, what="the worker picked for its blocks")
     (overlap,) = json.loads(cli("overlap", *words, stdin=json.dumps(PROMPT)).out)["workers"]
     assert (overlap["worker"], overlap["resident_blocks"], overlap["block_size"]) == (worker_id, blocks, BLOCK_SIZE)
     (worker,) = json.loads(cli("workers", "--json", "--redis-url", redis_url).out)

@@ -93,7 +93,7 @@ class RouterTask:
             ended.set()
 
         tasks.start_soon(live)
-        await until(lambda: urls, deadline_s=30, what="the new router listens")
+        await until(lambda: urls, what="the new router listens")
         return cls(urls[0], scope, ended)
 
 

@@ -41,7 +41,7 @@ async def running_picker(redis_url: str, **changed: Any) -> AsyncIterator[Runnin
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run_endpoint_picker, settings, ready)
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             await up.wait()
         running = found[0]
         await until_health_is(running.server.health_port, "readiness", "SERVING")

@@ -102,7 +102,7 @@ async def running_proxy(redis_url: str, **changed: Any) -> AsyncIterator[httpx.A
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run_proxy, settings, ready)
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             await up.wait()
         async with httpx.AsyncClient(base_url=urls[0], timeout=PATIENT_MS / 1_000) as client:
             yield client
