@@ -45,6 +45,8 @@ class IndexerCounters:
     grants_given: int = 0
     grants_refused: int = 0
     grants_bad: int = 0
+    grants_excess: int = 0
+    """of workers that asked too often; not read"""
     records_bad: int = 0
     """fleet records that could not be written"""
     pools_repaired: int = 0
@@ -52,6 +54,8 @@ class IndexerCounters:
     # liveness
     heartbeats: int = 0
     heartbeats_bad: int = 0
+    heartbeats_excess: int = 0
+    """of workers that sent too many; not read"""
     heartbeats_refused: int = 0
     """of workers or addresses that the publisher's identity does not allow"""
     fleet_writes: int = 0

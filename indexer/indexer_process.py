@@ -45,19 +45,21 @@ class Replica:
         self,
         settings: IndexerSettings,
         client: Client,
+        calls: Client,
         index: ResidencyIndex,
         fleet: FleetStore,
         stream: EventStream,
         publishers: Sequence[int] = (),
     ) -> None:
-        """`publishers`: other numbers of partitions than the index's that publishers may use in their subjects. Raises
-        SettingsError for a file of identities that can't be used."""
+        """`client`: for the event stream. `calls`: for heartbeats and requests for grants, which a publisher may send in any
+        number. `publishers`: other numbers of partitions than the index's that publishers may use in their subjects.
+        Raises SettingsError for a file of identities that can't be used."""
         self._identities = load_identities(settings.identities, "--identities") if settings.identities else None
         self.member_id = settings.member_id or default_member_id()
         self.counters = counters = IndexerCounters()
         self.status_url: str | None = None
         """Where the status page is served."""
-        self._client = client
+        self._client, self._calls = client, calls
         self._index = index
         self._publishers = publishers
         self._stream = stream
@@ -74,7 +76,7 @@ class Replica:
         ]
         self.owned = OwnedPartitions(index.partitions, self._new_reader, (self._doubt, self._detector, self._grants))
         heartbeats = Heartbeats(
-            client=client,
+            client=calls,
             index=index,
             fleet=fleet,
             owned=self.owned,
@@ -104,7 +106,7 @@ class Replica:
             self._dead_letters.run,
             heartbeats.run,
             self._repair.run,
-            GrantServer(client, self.owned, self._grants, counters, (index.partitions, *publishers)).run,
+            GrantServer(calls, self.owned, self._grants, counters, (index.partitions, *publishers)).run,
             self._sweeper.run,
             Scrubber(index, counters, self.owned, settings.scrub_period_s).run,
             ScopeExpiry(index, counters, self.owned).run,
@@ -124,7 +126,7 @@ class Replica:
     @property
     def ready(self) -> bool:
         """Is NATS connected, and are the leases alive?"""
-        return self._client.is_connected and self.membership.fresh
+        return self._client.is_connected and self._calls.is_connected and self.membership.fresh
 
     @property
     def stream_partitions(self) -> int:

@@ -61,9 +61,12 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         await retry_until_reachable(fleet.load_functions, wait=settings.wait, on_wait=log.warning)
         client = await connect_nats(settings.nats, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning)
         stack.push_async_callback(_close, client.close)
+        # a connection delivers in order: what any publisher may send without limit must not stand before the others' events
+        calls = await connect_nats(settings.nats, name="kvatlas-indexer-calls", wait=settings.wait, on_wait=log.warning)
+        stack.push_async_callback(_close, calls.close)
         stream = EventStream(client, stream_settings(settings))
         await retry_until_reachable(stream.ensure, wait=settings.wait, on_wait=log.warning)
-        replica = Replica(settings, client, index, fleet, stream, index.layout.publishers)
+        replica = Replica(settings, client, calls, index, fleet, stream, index.layout.publishers)
         counters = replica.counters
         with export_metrics("indexer", counters), export_metrics("messages_in", counters), _rare_collections():
             async with anyio.create_task_group() as group:

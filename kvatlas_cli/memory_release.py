@@ -6,10 +6,10 @@ than before, of which 28 were the blocks'. `malloc_trim` gives the rest back.
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
-from time import sleep
+from threading import Event, Thread
 
 CHECK_EVERY_S = 10.0
 GROWTH_BYTES = 8 << 20
@@ -43,10 +43,20 @@ def find_trim() -> Callable[[int], object] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
-def start_memory_release() -> None:
-    """In a thread of its own, until the process ends."""
-    if (trim := find_trim()) is not None:
-        Thread(target=_run, args=(MemoryRelease(trim),), name="memory release", daemon=True).start()
+@contextmanager
+def releasing_memory() -> Iterator[None]:
+    """In a thread of its own, which ends with the block."""
+    if (trim := find_trim()) is None:
+        yield
+        return
+    stopped = Event()
+    thread = Thread(target=_run, args=(MemoryRelease(trim), stopped), name="memory release", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
 
 
 def resident_bytes() -> int:
@@ -54,7 +64,6 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
-def _run(release: MemoryRelease) -> None:
-    while True:
-        sleep(CHECK_EVERY_S)
+def _run(release: MemoryRelease, stopped: Event) -> None:
+    while not stopped.wait(CHECK_EVERY_S):
         release.check()

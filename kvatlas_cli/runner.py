@@ -3,14 +3,14 @@
 import asyncio
 import gc
 import signal
-from collections.abc import Callable, Coroutine
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from kvatlas.settings import ProcessSettings
 from kvatlas.telemetry import setup_telemetry
 from kvatlas_cli.logs import log_to_stderr
-from kvatlas_cli.memory_release import start_memory_release
+from kvatlas_cli.memory_release import releasing_memory
 
 NEW_OBJECTS = 50_000
 """The collector looks for cycles after this many objects more, not 700: services make hardly any, and what they keep by the
@@ -25,11 +25,8 @@ def run_service(
 
     `metrics_page`: it serves `kvatlas.telemetry.read_metrics_page`.
     """
-    gc.collect()
-    gc.freeze()  # modules and classes stay: they are never walked again
-    gc.set_threshold(NEW_OBJECTS, 20, 100)
-    start_memory_release()
-    _run(component, settings, body, style=settings.log_format, metrics_page=metrics_page)
+    with _seldom_collected(), releasing_memory():
+        _run(component, settings, body, style=settings.log_format, metrics_page=metrics_page)
 
 
 def run_query(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> None:
@@ -37,6 +34,19 @@ def run_query(component: str, settings: ProcessSettings, body: Coroutine[Any, An
     style = "plain" if settings.log_format == "console" else settings.log_format
     if not _run(component, settings, body, style=style):
         raise KeyboardInterrupt
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # modules and classes stay: they are never walked again
+    gc.set_threshold(NEW_OBJECTS, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 def _run(

@@ -31,6 +31,7 @@ from router_client.results import Choice
 HELD_S = 600.0
 ID_VERSION = 1
 MOST_HELD = 100_000
+MOST_ENDED = 10_000
 CHECK_S = 15.0
 """A booking whose end was reported to another router is let go after up to twice this time."""
 
@@ -113,6 +114,8 @@ class HeldBookings:
         self._check_s = check_s
         self._check = BackgroundTask(self._let_go_of_ended, "check of held bookings")
         self._tasks: dict[asyncio.Task[None], _HeldBooking] = {}
+        self._ended: dict[str, None] = {}
+        """The last ids whose end was reported here: the store hears of it a little later."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -158,6 +161,9 @@ class HeldBookings:
         held = self._held.pop(held_id, None)
         if held is None:
             return False
+        self._ended[held_id] = None
+        if len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
         held.usage, held.timings, held.well = usage, timings or held.clock.first_part(), well
         held.over.set()
         return True
@@ -168,7 +174,7 @@ class HeldBookings:
 
     async def _report_elsewhere(self, held_id: str, outcome: Outcome | None) -> bool:
         booking = BookingId.parse(held_id)
-        if booking is None or not booking.pool_id:
+        if booking is None or not booking.pool_id or held_id in self._ended:
             return False
         known = [await self._client.record_end(booking.pool_id, id, outcome) for id in booking.reservations]
         return any(known)

@@ -13,10 +13,10 @@ _INTERVAL_S = 0.005
 
 
 @overload
-async def until(condition: Callable[[], Awaitable[T]], *, deadline_s: float = 20.0, what: str) -> T: ...
+async def until(condition: Callable[[], Awaitable[T]], *, deadline_s: float = 60.0, what: str) -> T: ...
 @overload
-async def until(condition: Callable[[], T], *, deadline_s: float = 20.0, what: str) -> T: ...
-async def until(condition: Callable[[], Any], *, deadline_s: float = 20.0, what: str) -> Any:
+async def until(condition: Callable[[], T], *, deadline_s: float = 60.0, what: str) -> T: ...
+async def until(condition: Callable[[], Any], *, deadline_s: float = 60.0, what: str) -> Any:
     """The first truthy value of `condition`, a plain or async function that is polled.
 
     A hanging condition is cancelled at the deadline. Raises AssertionError, naming `what` and the last value; an exception
@@ -33,7 +33,7 @@ async def until(condition: Callable[[], Any], *, deadline_s: float = 20.0, what:
     raise AssertionError(f"not within {deadline_s:g} s: {what} (last seen: {seen!r})")
 
 
-def until_sync(condition: Callable[[], T], *, deadline_s: float = 20.0, what: str) -> T:
+def until_sync(condition: Callable[[], T], *, deadline_s: float = 60.0, what: str) -> T:
     """`until` for tests without an event loop."""
     deadline = time.monotonic() + deadline_s
     while not (seen := condition()):

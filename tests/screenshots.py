@@ -58,7 +58,7 @@ async def main() -> None:
         up_flags = ["--status-port", str(status)]
         async with running_fleet(folder, ENGINES, ENGINE_FLAGS, up_flags) as fleet:
             router = fleet.router
-            await until(lambda: serves(router), deadline_s=30, what="the router sees the workers")
+            await until(lambda: serves(router), what="the router sees the workers")
             with Prometheus(fleet.ports, folder, FILE) as prometheus:
                 began_s = time.time()
                 async with anyio.create_task_group() as tasks:
@@ -148,7 +148,7 @@ async def draw(board: Dashboard, url: str, began_s: float, ended_s: float) -> No
     rows = -(-len(board.panels) // COLUMNS)
     figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(15, 2.3 * rows), constrained_layout=True, squeeze=False)
     figure.suptitle(board.title, x=0.01, ha="left", fontsize=14, fontweight="bold")
-    async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         for place in range(rows * COLUMNS):
             ax = axes[place // COLUMNS][place % COLUMNS]
             if place < len(board.panels):

@@ -67,7 +67,7 @@ class Clients:
     async def pause(self) -> None:
         """Send no more, and wait until none is open."""
         self._running = anyio.Event()
-        await until(lambda: not self._open, deadline_s=40, what="no request is open")
+        await until(lambda: not self._open, what="no request is open")
 
     async def _send_requests(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         while True:

@@ -18,6 +18,7 @@ from kvatlas.fleet.identities import Identities
 from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Repair, read_heartbeat
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
+from kvatlas.runtime.fair_share import FairShare
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas_indexer.cleanup.record_expiry import RecordExpiry
@@ -67,13 +68,12 @@ class Heartbeats:
         self._counters = counters
         self._identities = identities
         self._log = RateLimitedLog(log)
+        self._share = FairShare()
         self._clock = clock
-        self._log = RateLimitedLog(log)
         self._wakeup = Wakeup()
         self._adopt_at_s = clock() + ADOPT_EVERY_S
         self._ticked_s = clock()
         self._expiry = RecordExpiry(delete_record_after_s)
-        self._log = RateLimitedLog(log)
 
     def adopt(self) -> None:
         """Judge also the workers of owned partitions that the fleet store knows, from the next round on, which comes at
@@ -190,6 +190,10 @@ class Heartbeats:
         now_s = self._clock()
         self._detector.record_pulse(worker_id, now_s)
         if not self._owned.owns(worker_id):
+            return
+        if not self._share.admit(worker_id, now_s):
+            self._counters.heartbeats_excess += 1
+            self._log.report(f"flood {worker_id}", f"worker {worker_id}: too many heartbeats; reading a few a second")
             return
         now_us = time_ns() // 1_000
         try:

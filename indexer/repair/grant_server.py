@@ -13,6 +13,7 @@ from kvatlas.bus.control import GrantRequest
 from kvatlas.bus.subjects import ALL_GRANTS, ALL_GRANTS_BEFORE, is_inbox, partition_of
 from kvatlas.errors import InvalidValue
 from kvatlas.incarnation import check_incarnation
+from kvatlas.runtime.fair_share import FairShare
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
@@ -39,6 +40,7 @@ class GrantServer:
         self._counters = counters
         self._clock = clock
         self._log = RateLimitedLog(log)
+        self._share = FairShare()
 
     async def run(self) -> None:
         """Answer until cancelled."""
@@ -53,6 +55,9 @@ class GrantServer:
     async def _on_request(self, msg: Msg) -> None:
         _, _, partition, *worker = msg.subject.split(".")
         if not is_inbox(msg.reply) or not partition.isdecimal() or not self._may_own(int(partition), worker):
+            return
+        if not self._share.admit(msg.subject, self._clock()):
+            self._counters.grants_excess += 1
             return
         try:
             request = GrantRequest.unpack(msg.data)

@@ -35,7 +35,7 @@ class NatsProcess(ServerProcess):
         user: str | None = None,
         password: str | None = None,
         config: str = "",
-        start_deadline_s: float = 10.0,
+        start_deadline_s: float = 30.0,
     ) -> None:
         super().__init__(
             binary or nats_server_binary(), port=port, data_dir=data_dir, start_deadline_s=start_deadline_s

@@ -40,7 +40,7 @@ class ValkeyProcess(ServerProcess):
         cluster: bool = False,
         max_memory_bytes: int = 0,
         settings: Mapping[str, str] = MappingProxyType({}),
-        start_deadline_s: float = 10.0,
+        start_deadline_s: float = 30.0,
     ) -> None:
         chosen = binary or valkey_server_binary()
         self.name = chosen.name

@@ -149,7 +149,7 @@ class BoundedProtocol(H11Protocol):
         self._cancel_deadline()
 
     def _set_deadline(self) -> None:
-        """If the client is to send something. An idle connection between two requests is uvicorn's, which closes it sooner."""
+        """If the client is to send something. An idle connection between two requests is uvicorn's (`KEEP_ALIVE_S`)."""
         reading_headers = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
         discarding = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
         if not (reading_headers or discarding):

@@ -19,6 +19,10 @@ from kvatlas.runtime.http_border import BoundedProtocol, HttpBorder, HttpCounter
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.telemetry import export_metrics
 
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays open: longer than clients and balancers keep one (httpx and OpenAI's client 5 s, most
+balancers 60 s). With the same time on both ends a request is sent on a connection that is just being closed."""
+
 _log = logging.getLogger("kvatlas.http")
 
 
@@ -79,6 +83,7 @@ async def serve(
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=grace_s,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     config.load()
     config.ssl = listener.tls

@@ -204,7 +204,7 @@ class Fleet:
                 await server.start()
         if self.cluster is not None:
             await self.cluster.repair({slot_of_shard(shard) for shard in range(SHARDS)})
-        await until(self._has_room, deadline_s=20, what="the store has room")
+        await until(self._has_room, what="the store has room")
         for child in self.children:
             if child.paused:
                 child.resume()
@@ -212,7 +212,7 @@ class Fleet:
                 child.start()
         for child in self.children:  # also one that the scenario had just started
             await child.ready()
-        await until(self._are_awake, deadline_s=20, what="the engines are awake")
+        await until(self._are_awake, what="the engines are awake")
 
     async def _has_room(self) -> bool:
         """Lift the store's memory limit, in a cluster on replicas too: one may become a primary. Did all answer?"""
@@ -244,7 +244,7 @@ class Fleet:
                 url = f"{worker.url}/reset_prefix_cache?reset_external=true"
                 return (await client.post(url)).is_success
 
-            await until(is_reset, deadline_s=20, what=f"{worker.worker_id} drops its cache")
+            await until(is_reset, what=f"{worker.worker_id} drops its cache")
 
     async def events_sent(self) -> int:
         """Engine events that the running sidecars have received since their start."""

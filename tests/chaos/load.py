@@ -41,7 +41,7 @@ class Load:
         """Send no more requests, and wait until none is open."""
         if self._running.is_set():
             self._running = anyio.Event()
-        await until(lambda: not self._open, deadline_s=20, what="no request is open")
+        await until(lambda: not self._open, what="no request is open")
 
     async def fill(self, worker_id: str, blocks: int) -> None:
         """Send long prompts of `blocks` blocks in total."""

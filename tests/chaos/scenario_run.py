@@ -9,7 +9,7 @@ from tests.chaos.fleet import Fleet, Worker
 from tests.chaos.report import Outcome
 from tests.eventually import until
 
-EXACT_S = 60.0
+EXACT_S = 180.0
 
 
 class ScenarioRun:

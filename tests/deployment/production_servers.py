@@ -138,5 +138,5 @@ def made_whole(keeper: ModuleType, valkeys: list[ValkeyProcess]) -> list[Any]:
             return False
         return bool(whole and all(len(server.seen) == len(servers) for server in servers))
 
-    until_sync(round_of_it, deadline_s=40, what="the servers are one cluster")
+    until_sync(round_of_it, what="the servers are one cluster")
     return servers

@@ -87,7 +87,7 @@ async def test_a_request_finds_its_prefix_and_every_part_is_somebody(
             ready="router at",
             cwd=tmp_path,
         ),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as router,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as router,
     ):
 
         async def found() -> bool:
@@ -96,7 +96,7 @@ async def test_a_request_finds_its_prefix_and_every_part_is_somebody(
             seen = answer.headers.get("x-kvatlas-decision", "")
             return "by=cost" in seen and "cached=0" not in seen and "unconfirmed" not in seen
 
-        await until(found, deadline_s=30, what="a choice by what the index holds")
+        await until(found, what="a choice by what the index holds")
         async with connected(servers, "indexer") as client:
             stream = await client.jetstream().stream_info("KVATLAS_EVENTS")
             assert stream.config.num_replicas == 3 and stream.config.storage == "file"

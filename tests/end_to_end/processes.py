@@ -16,9 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 def environment(**variables: str) -> dict[str, str]:
     """This process' environment without the variables of kvatlas and telemetry; with `variables`. Routers and pickers end at
-    once when they are stopped: no load balancer has to notice it."""
+    once when they are stopped: no load balancer has to notice it. Their decisions wait for the store, however busy the machine
+    is."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVATLAS_", "OTEL_"))}
-    return {**clean, "PYTHONPATH": str(ROOT), "KVATLAS_DRAIN_S": "0", **variables}
+    patient = {"KVATLAS_DECISION_DEADLINE_MS": "60000", "KVATLAS_PICK_DEADLINE_MS": "60000"}
+    return {**clean, "PYTHONPATH": str(ROOT), "KVATLAS_DRAIN_S": "0", **patient, **variables}
 
 
 async def check_out(revision: str, folder: Path) -> Path:
@@ -51,7 +53,7 @@ async def service(
     assert process.stderr is not None
     log: list[str] = []
     try:
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while not log or ready not in log[-1]:
                 line = (await process.stderr.readline()).decode()
                 assert line, f"kvatlas {args[0]} exited before it was ready: {''.join(log)}"
@@ -65,6 +67,16 @@ async def service(
             process.send_signal(signal.SIGTERM)
         with anyio.CancelScope(shield=True):
             await process.wait()
+
+
+async def line_with(text: str, stream: asyncio.StreamReader | None, deadline_s: float = 60.0) -> str:
+    """The next line that has this text; others may come before it."""
+    assert stream is not None
+    with anyio.fail_after(deadline_s):
+        while line := (await stream.readline()).decode():
+            if text in line:
+                return line
+    raise AssertionError(f"ended without a line {text!r}")
 
 
 async def query(*args: str) -> str:

@@ -80,5 +80,5 @@ async def test_the_cache_of_an_eventless_engine_is_predicted_and_marked(
                         (again,) = await router.overlap(prompt)
                         return again.worker_id == worker_id and again.routable and not again.predicted_tokens
 
-                    await until(is_dropped, deadline_s=20, what="predictions are dropped after the engine's restart")
+                    await until(is_dropped, what="predictions are dropped after the engine's restart")
     await store.close()

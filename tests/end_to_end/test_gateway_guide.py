@@ -37,7 +37,7 @@ async def test_the_first_commands_lead_to_an_answer_through_envoy(tmp_path: Path
     servers: list[str] = []
     answered = False
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=20))
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=60))
         started: list[subprocess.Popen[bytes]] = []
         log, said = tmp_path / "envoy.log", ""
 

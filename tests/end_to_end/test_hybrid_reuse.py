@@ -16,7 +16,7 @@ from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import open_store
 from kvatlas_publishers.publisher import Publisher
-from router_client import Prompt, RouterClient
+from router_client import Prompt, RouterClient, RouterSettings
 from router_client.prompt_chain import PromptChain
 from tests.end_to_end.processes import service
 from tests.eventually import until
@@ -118,7 +118,7 @@ async def test_over_zmq_nats_and_an_indexer_a_router_finds_usable_what_the_engin
     servers = ["--nats-url", fresh_nats, "--redis-url", fresh_valkey]
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(service("indexer", *servers, ready="is ready", cwd=tmp_path))
-        router = await stack.enter_async_context(RouterClient.open(fresh_valkey))
+        router = await stack.enter_async_context(RouterClient.open(fresh_valkey, RouterSettings(deadline_ms=None)))
         store = await open_store(fresh_valkey, wait=False)
         stack.push_async_callback(store.close)
         index = await open_redis_index(store, writer=False)

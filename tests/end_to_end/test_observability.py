@@ -84,7 +84,7 @@ async def running_fleet(
         flags += up_flags
         await start("up", *addresses, *flags, ready="stop with Ctrl-C", variables={**metrics(ports[0]), **traces})
         nats_url, redis_url = f"nats://{LOOPBACK}:{nats_port}", f"redis://{LOOPBACK}:{redis_port}/0"
-        redis = ["--redis-url", redis_url, "--drain-s", "0", "--decision-deadline-ms", "5000"]
+        redis = ["--redis-url", redis_url, "--drain-s", "0"]
         flags = ["--port", str(router_port), "--no-access-log"]
         await start("router", *redis, *flags, ready="router at", variables=traces)
         flags = ["--port", "0", "--health-port", "0"]
@@ -129,7 +129,7 @@ async def check_metrics(
             answer = await client.get(f"{router}/v1/models")
             return answer.status_code == 200 and bool(answer.json()["data"])
 
-        await until(is_routed, deadline_s=30, what="the router sees the workers")
+        await until(is_routed, what="the router sees the workers")
         with Prometheus(ports, tmp_path, FILE) as prometheus:
 
             async def values(query: str) -> list[float]:
@@ -176,7 +176,7 @@ async def check_metrics(
                 traces = {one["labels"]["trace_id"] for found in exemplars.json()["data"] for one in found["exemplars"]}
                 return bool(traces) and traces <= {span.trace for span in receiver.spans()}
 
-            await until(is_traced, deadline_s=30, what="points of a panel have their traces")
+            await until(is_traced, what="points of a panel have their traces")
             assert saved[0] > 0 and (await values("sum(kvatlas_router_saved_time_seconds_total)"))[0] > 0
 
 

@@ -95,7 +95,7 @@ class Publishers:
             tasks.start_soon(lambda: run("w-text", "--source", "-", stdin=PIPE))
             tasks.start_soon(lambda: run("w-router", *sockets, "--block-size", "4"))
             tasks.start_soon(lambda: run("w-http", "--status-port", str(self._port)))
-            await until(lambda: len(started) == 3, deadline_s=30, what="the publishers run")
+            await until(lambda: len(started) == 3, what="the publishers run")
             text = started["w-text"].stdin
             assert text is not None
             text.write(TEXT_BATCH)
@@ -132,7 +132,9 @@ async def test_each_form_is_found_by_its_own_kind_of_question_also_after_its_pub
         tasks.start_soon(lambda: run_indexer(indexer, ready=lambda _: ready.set()))
         await ready.wait()
         vllm, router_engine = [await stack.enter_async_context(FakeEngine()) for _ in range(2)]
-        router = await stack.enter_async_context(RouterClient.open(fresh_valkey, RouterSettings(fallbacks=fallbacks)))
+        router = await stack.enter_async_context(
+            RouterClient.open(fresh_valkey, RouterSettings(fallbacks=fallbacks, deadline_ms=None))
+        )
         await stack.enter_async_context(sidecar(vllm, fresh_nats, worker_id="w-vllm", model_id="m"))
         await vllm.send(vllm_batch())
         await router_engine.send(router_batch())  # nobody hears it: replay has it
@@ -145,17 +147,17 @@ async def test_each_form_is_found_by_its_own_kind_of_question_also_after_its_pub
 
         publishers = Publishers(fresh_nats, router_engine, free_port(), tmp_path)
         async with publishers.running() as processes:
-            await until(each_finds_its_own, deadline_s=30, what="each form is found")
+            await until(each_finds_its_own, what="each form is found")
             for process in processes.values():
                 process.send_signal(signal.SIGKILL)
         async with publishers.running() as processes:
-            await until(each_finds_its_own, deadline_s=30, what="each form is found again")
+            await until(each_finds_its_own, what="each form is found again")
 
             async def load_is_known() -> bool:
                 load = (await router.workers(scope))["w-http"].load
                 return load is not None and load.forward_pass.total_request_slots == 8
 
-            await until(load_is_known, deadline_s=30, what="the load is known")
+            await until(load_is_known, what="the load is known")
             record = (await router.workers(scope))["w-text"].endpoint
             assert (record.chain, record.block_size) == ("external:default", 64)
             lines = [json.loads(line) for line in (await query("export", *servers)).splitlines()]

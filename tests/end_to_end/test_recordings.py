@@ -19,7 +19,7 @@ from kvatlas.identity import Scope
 from kvatlas_publishers.engine_events import EngineHash, EngineStored
 from kvatlas_publishers.engines import decode_batch
 from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
-from router_client import Prompt, RouterClient
+from router_client import Prompt, RouterClient, RouterSettings
 from tests.end_to_end.processes import query, service
 from tests.eventually import until
 from tests.publishers.fake_engine import RECORDINGS, FakeEngine, recording
@@ -110,7 +110,7 @@ async def test_the_export_of_every_recording_is_what_its_engine_could_use(
 
         await until(is_exact, deadline_s=60, what="every recording is exported exactly")
 
-        async with RouterClient.open(fresh_valkey) as router:
+        async with RouterClient.open(fresh_valkey, RouterSettings(deadline_ms=None)) as router:
             for name in NAMES:
                 head, payloads = recording(name)
                 kind = EngineKind(head["engine"])

@@ -147,4 +147,4 @@ async def until_refreshed(page: Page) -> None:
     async def is_new() -> bool:
         return bool(await page.evaluate("!document.getElementById('live').dataset.old"))
 
-    await until(is_new, deadline_s=20, what="the page refreshes itself")
+    await until(is_new, what="the page refreshes itself")

@@ -22,7 +22,7 @@ async def running_replica(nats_url: str, redis_url: str, **settings: object) -> 
     given = {"nats_url": nats_url, "redis_url": redis_url, "member_id": "a", "stream_storage": "memory", **settings}
     async with anyio.create_task_group() as group:
         group.start_soon(run_indexer, IndexerSettings.load(**given), started.append)
-        await until(lambda: started, deadline_s=30, what="the replica is ready")
+        await until(lambda: started, what="the replica is ready")
         replica = started[0]
         await until(
             lambda: len(replica.partitions) > 0 and all(one.at_end for one in replica.partitions),

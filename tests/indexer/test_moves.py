@@ -30,7 +30,7 @@ async def test_two_stores_hold_the_same_until_the_first_is_left(
         async def are_exact(*stores: Store) -> None:
             for store in stores:
                 index = await open_redis_index(store, writer=False)
-                await until(partial(has_applied_all, index, *publishers), deadline_s=30, what="all is applied")
+                await until(partial(has_applied_all, index, *publishers), what="all is applied")
                 assert await indexed(index, *publishers) == published(*publishers)
 
         async with running_replica(nats.url, fresh_valkey, member_id="a"):
@@ -46,7 +46,7 @@ async def test_two_stores_hold_the_same_until_the_first_is_left(
                 for publisher in publishers:
                     await publisher.store_more()
                 await are_exact(first, second)
-                fleet = await until(FleetStore(second).all, deadline_s=30, what="the fleet is there, too")
+                fleet = await until(FleetStore(second).all, what="the fleet is there, too")
                 assert {record.liveness for record in fleet.values()} == {Liveness.ALIVE}
         async with running_replica(nats.url, redis8_url, member_id="b"):
             for publisher in publishers:

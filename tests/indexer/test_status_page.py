@@ -35,7 +35,7 @@ async def test_the_page_shows_partitions_workers_and_what_they_hold_of_a_prompt(
     try:
         async with (
             running_replica(fresh_nats, fresh_valkey, status_port=0) as replica,
-            httpx.AsyncClient(base_url=replica.status_url or "", timeout=20) as http,
+            httpx.AsyncClient(base_url=replica.status_url or "", timeout=60) as http,
         ):
             worker = BusPublisher(client, "w0")
             await worker.start()
@@ -55,7 +55,7 @@ async def test_the_page_shows_partitions_workers_and_what_they_hold_of_a_prompt(
                 found = await page()
                 return all(re.search(row, found) for row in rows)
 
-            await until(shows_all, deadline_s=20, what="the page shows partitions and the worker's blocks")
+            await until(shows_all, what="the page shows partitions and the worker's blocks")
             form = {"kind": "tokens", "prompt": " ".join(map(str, TOKENS))}
             answer = texts((await http.post("/", data=form)).text)
             assert "1 of 1 workers hold the start of this prompt of 24 tokens" in answer
@@ -73,7 +73,7 @@ async def test_the_page_says_why_a_worker_was_repaired_last(fresh_nats: str, fre
     try:
         async with (
             running_replica(fresh_nats, fresh_valkey, status_port=0) as replica,
-            httpx.AsyncClient(base_url=replica.status_url or "", timeout=20) as http,
+            httpx.AsyncClient(base_url=replica.status_url or "", timeout=60) as http,
         ):
             worker = BusPublisher(client, "w0")
             await worker.start()
@@ -85,6 +85,6 @@ async def test_the_page_says_why_a_worker_was_repaired_last(fresh_nats: str, fre
 
             async with answering_requests(client, [worker]):
                 repaired = r"w0 \| up \| model \| 4 hbm \|.*\| [\d.]+ s ago: missing message \|"
-                await until(lambda: says(repaired), deadline_s=20, what="the page tells the repair")
+                await until(lambda: says(repaired), what="the page tells the repair")
     finally:
         await client.close()

@@ -96,7 +96,7 @@ async def test_without_memory_removals_and_sweeps_go_on_and_the_index_is_exact_a
         async def exact() -> bool:
             return await indexed(index, *workers) == published(*workers)
 
-        await until(exact, deadline_s=30, what="all snapshots are applied")
+        await until(exact, what="all snapshots are applied")
         assert calm.incarnation == 1
         await until(lambda: replica.workers_without_room == 0, what="no worker is left out")
         assert gauges_of(replica).shards_out_of_memory == 0
@@ -122,7 +122,7 @@ async def test_an_emptied_store_without_room_for_its_layout_is_an_alarm_and_one_
         await until(lambda: any(line in one.message for one in caplog.records), what="the line is logged")
         await until(lambda: gauges_of(replica).shards_out_of_memory == 1, what="the alarm")
         await limit_memory(store, 0)
-        await until(lambda: has_applied_all(index, worker), deadline_s=30, what="its snapshot is applied")
+        await until(lambda: has_applied_all(index, worker), what="its snapshot is applied")
         assert await indexed(index, worker) == published(worker)
 
 
@@ -180,7 +180,7 @@ async def test_without_memory_and_functions_there_is_an_alarm_and_the_index_is_e
         await worker.store_more()
         await until(lambda: replica.counters.store_full > 0, what="the alarm")
         await limit_memory(store, 0)
-        await until(lambda: has_applied_all(index, worker), deadline_s=30, what="all messages are applied")
+        await until(lambda: has_applied_all(index, worker), what="all messages are applied")
         assert await indexed(index, worker) == published(worker)
 
 
@@ -214,7 +214,7 @@ async def test_a_read_only_store_is_refused_at_start_and_retried_later(
         await worker.store_more()
         await until(lambda: replica.counters.store_errors > errors, what="a write is refused")
         await store.client.execute_command("REPLICAOF", "NO", "ONE")
-        await until(lambda: has_applied_all(index, worker), deadline_s=30, what="all messages are applied")
+        await until(lambda: has_applied_all(index, worker), what="all messages are applied")
         assert await indexed(index, worker) == published(worker)
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from kvatlas.store.connection import connected_store
 from kvatlas_cli import logs, main
 from kvatlas_cli.logs import OWN
 from tests.end_to_end.processes import environment
+from tests.eventually import until_sync
 
 SCOPE = Scope("m", "m")
 BLOCK_SIZE = 4
@@ -72,11 +74,24 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             here.setattr(sys, "stdin", io.StringIO(stdin))
             for name, value in variables.items():
                 here.setenv(name, value)
-            code = main.run(words)
+            code = _run(words)
         output = capsys.readouterr()
         return Done(code, output.out, output.err)
 
     return run
+
+
+def _run(words: tuple[str, ...]) -> int:
+    """Its exit code. It must leave no thread behind, but the one that starts this process's children."""
+    before = set(threading.enumerate())
+    code = main.run(words)
+
+    def is_alone() -> bool:
+        left = set(threading.enumerate()) - before
+        return all(thread.name.startswith("child-processes-") for thread in left)
+
+    until_sync(is_alone, what=f"the threads of kvatlas {' '.join(words)} have ended")
+    return code
 
 
 _started: list[subprocess.Popen[str]] = []

@@ -75,7 +75,7 @@ async def fleet(client: Client, nats_url: str, store: Store) -> AsyncIterator[li
             await publisher.start()
             await publisher.store_more(BLOCKS)
         index = await open_redis_index(store, writer=False)
-        await until(lambda: has_applied_all(index, *publishers), deadline_s=30, what="all is applied")
+        await until(lambda: has_applied_all(index, *publishers), what="all is applied")
         yield publishers
 
 
@@ -97,11 +97,11 @@ async def test_a_switch_under_load_has_no_gap_and_no_wrong_answer(
 
             tasks.start_soon(publish)
             tasks.start_soon(run_replica, fresh_nats, store.url, other)
-            await until(lambda: has_layout(store, 1), deadline_s=30, what="the second layout has an indexer")
+            await until(lambda: has_layout(store, 1), what="the second layout has an indexer")
             await answer_with(store, 1, 60)
-            await until(lambda: router._index.layout.number == 1, deadline_s=30, what="the router reads the new layout")
+            await until(lambda: router._index.layout.number == 1, what="the router reads the new layout")
             asked = watch.asked
-            await until(lambda: watch.asked > asked + 20, deadline_s=30, what="the router goes on")
+            await until(lambda: watch.asked > asked + 20, what="the router goes on")
             with pytest.raises(InvalidValue, match="1 indexer of layout 0 still running; stop all of them first"):
                 await delete(store, 0)
         tasks.cancel_scope.cancel()
@@ -124,7 +124,7 @@ async def test_the_layout_left_behind_is_deleted_and_publishers_change_their_par
     async with anyio.create_task_group() as tasks:
         async with fleet(nats_client, fresh_nats, store) as publishers:
             tasks.start_soon(run_replica, fresh_nats, store.url, other)
-            await until(lambda: has_layout(store, 1), deadline_s=30, what="the second layout has an indexer")
+            await until(lambda: has_layout(store, 1), what="the second layout has an indexer")
             await answer_with(store, 1, 60)
         async with answering_requests(nats_client, publishers):
             await delete(store, 0)
@@ -134,7 +134,7 @@ async def test_the_layout_left_behind_is_deleted_and_publishers_change_their_par
                 await publisher.store_more(BLOCKS)
             index = await open_redis_index(store, writer=False)
             assert (index.partitions, index.shards) == (24, 4)
-            await until(lambda: has_applied_all(index, *publishers), deadline_s=30, what="all is applied")
+            await until(lambda: has_applied_all(index, *publishers), what="all is applied")
             assert await indexed(index, *publishers) == published(*publishers)
             (state,) = await read_states(store)
             assert (state.answers, state.indexers, state.workers) == (True, 1, len(publishers))

@@ -67,7 +67,7 @@ def check_queries(cli: Cli, redis_url: str, worker_id: str, engine_url: str) -> 
         done = cli("export", "--worker", worker_id, "--redis-url", redis_url)
         return done.code == 0 and len(done.out.splitlines()) >= blocks
 
-    until_sync(held, deadline_s=30, what="the engine's blocks in the index")
+    until_sync(held, what="the engine's blocks in the index")
     words = ["--tokens", "-", "--model-id", "m", "--json", "--redis-url", redis_url]
 
     def routed() -> bool:
@@ -77,7 +77,7 @@ def check_queries(cli: Cli, redis_url: str, worker_id: str, engine_url: str) -> 
         answer = json.loads(done.out)
         return bool(answer["url"] == engine_url and answer["candidates"][0]["overlap_blocks"] == blocks)
 
-    until_sync(routed, deadline_s=30, what="the worker picked for its blocks")
+    until_sync(routed, what="the worker picked for its blocks")
     (overlap,) = json.loads(cli("overlap", *words, stdin=json.dumps(PROMPT)).out)["workers"]
     assert (overlap["worker"], overlap["resident_blocks"], overlap["block_size"]) == (worker_id, blocks, BLOCK_SIZE)
     (worker,) = json.loads(cli("workers", "--json", "--redis-url", redis_url).out)
@@ -102,8 +102,7 @@ def test_up_discovers_an_engine_and_a_router_sends_requests_to_it(cli: Cli, engi
         (worker_id,) = printed["workers"]
         complete(url)
         check_queries(cli, printed["redis_url"], worker_id, url)
-        flags = ["--port", "0", "--decision-deadline-ms", "5000"]
-        with running("router", *flags, KVATLAS_REDIS_URL=printed["redis_url"]) as router:
+        with running("router", "--port", "0", KVATLAS_REDIS_URL=printed["redis_url"]) as router:
             at = wait_for_line(router, r"router at (\S+);")[1]
             body = {"model": "m", "prompt": PROMPT, "max_tokens": 4}
             answer = httpx.post(f"{at}/v1/completions", json=body, timeout=30)

@@ -84,7 +84,7 @@ class FakeEngine:
 
     async def subscribed(self) -> None:
         """Wait for a subscriber: nothing sent after that is lost."""
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while (await self._pub.recv())[:1] != b"\x01":
                 pass
 

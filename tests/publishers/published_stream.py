@@ -42,7 +42,7 @@ async def read_stream(client: Client) -> PublishedStream:
         return published
     subscription = await jetstream.subscribe(ALL_EVENTS, ordered_consumer=True)
     for _ in range(left):
-        msg = await subscription.next_msg(timeout=5)
+        msg = await subscription.next_msg(timeout=60)
         message = decode(msg.data)
         published.messages.append(message)
         published.headers.append(msg.headers)
@@ -54,7 +54,7 @@ async def read_stream(client: Client) -> PublishedStream:
     return published
 
 
-async def flushed(publisher: Publisher, deadline_s: float = 15) -> None:
+async def flushed(publisher: Publisher, deadline_s: float = 60) -> None:
     with anyio.fail_after(deadline_s):
         await publisher.flush()
 
@@ -64,4 +64,4 @@ def tokens(count: int, first: int = 0) -> list[int]:
 
 
 async def ask(client: Client, request: ControlRequest) -> ControlReply:
-    return ControlReply.unpack((await client.request(control_subject("w"), request.pack(), timeout=5)).data)
+    return ControlReply.unpack((await client.request(control_subject("w"), request.pack(), timeout=60)).data)

@@ -246,7 +246,7 @@ async def test_heartbeats_have_incarnation_acked_seq_and_endpoint(nats_client: C
         await flushed(publisher)
 
         async def caught_up() -> Heartbeat | None:
-            beat = Heartbeat.unpack((await subscription.next_msg(timeout=5)).data)
+            beat = Heartbeat.unpack((await subscription.next_msg(timeout=60)).data)
             return beat if beat.acked_seq == publisher.changelog.outbox.next_seq - 1 else None
 
         beat = await until(caught_up, what="a heartbeat with the last acknowledged seq")
@@ -301,7 +301,7 @@ async def test_a_hybrid_model_that_metrics_show_is_labelled_in_heartbeats(nats_c
             assert publisher.engine.poller is not None
 
             async def is_labelled() -> bool:
-                beat = Heartbeat.unpack((await subscription.next_msg(timeout=5)).data)
+                beat = Heartbeat.unpack((await subscription.next_msg(timeout=60)).data)
                 return beat.endpoint.upper_bound == "the engine tells full attention only"
 
             await publisher.engine.poller.poll_once()

@@ -82,7 +82,7 @@ async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_published(
     alive = await nats_client.subscribe(alive_subject("w"))
 
     async def state() -> EngineState:
-        return Heartbeat.unpack((await alive.next_msg(timeout=5)).data).state
+        return Heartbeat.unpack((await alive.next_msg(timeout=60)).data).state
 
     async with anyio.create_task_group() as tasks:
         started: list[Publisher] = []

@@ -61,7 +61,7 @@ async def test_a_draining_worker_says_so_and_is_published_on(nats_client: Client
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
         publisher.drain()
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while Heartbeat.unpack((await beats.next_msg(5)).data).state is not EngineState.DRAINING:
                 pass
         await engine.send(*payloads)

@@ -3,6 +3,7 @@
 import struct
 from contextlib import AsyncExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -12,7 +13,8 @@ from kvatlas.store.connection import Store
 from kvatlas_router.held_bookings import HeldBookings
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_simulator.http.chat_template import render
-from router_client import Prompt, RouterClient
+from router_client import Prompt, RouterClient, RouterSettings
+from tests.chaos.proxy import TcpProxy
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, SCOPE, running_fleet, running_proxy
 
@@ -102,7 +104,7 @@ async def test_a_booking_that_ended_at_another_router_is_let_go(store: Store, va
     counters = ProxyCounters()
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running_fleet(store, {"w1": {}}))
-        client = await stack.enter_async_context(RouterClient.open(valkey_url))
+        client = await stack.enter_async_context(RouterClient.open(valkey_url, RouterSettings(deadline_ms=None)))
         other = await stack.enter_async_context(running_proxy(valkey_url))
         held = HeldBookings(client, counters, check_s=0.02)
         ids = [(await held.book(Prompt.of_tokens(SCOPE, PROMPT)))[0] for _ in range(3)]
@@ -116,6 +118,24 @@ async def test_a_booking_that_ended_at_another_router_is_let_go(store: Store, va
         assert not held.end(ids[0], None, well=True) and held.end(ids[2], None, well=True)
         await held.close()
         assert (counters.held, counters.held_done, counters.held_expired) == (3, 1, 0)
+
+
+async def test_an_end_is_known_once_also_before_the_store_has_heard_of_it(store: Store, valkey_url: str) -> None:
+    address = urlsplit(valkey_url)
+    assert address.port is not None
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running_fleet(store, {"w1": {}}))
+        line = await stack.enter_async_context(TcpProxy(address.port, "store"))
+        url = valkey_url.replace(f":{address.port}", f":{line.port}")
+        client = await stack.enter_async_context(RouterClient.open(url, RouterSettings(deadline_ms=None)))
+        held = HeldBookings(client, ProxyCounters())
+        id, _ = await held.book(Prompt.of_tokens(SCOPE, PROMPT))
+        line.stall()
+        assert held.end(id, None, well=True)
+        assert not await held.first_token(id) and not await held.end_elsewhere(id, well=True)
+        line.heal()
+        await held.close()
+        assert not await held.end_elsewhere(id, well=True)
 
 
 async def test_a_model_that_nobody_serves_makes_no_pool(store: Store, valkey_url: str) -> None:

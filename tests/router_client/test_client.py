@@ -227,7 +227,7 @@ async def test_a_router_that_starts_before_the_first_indexer_waits_for_it(store:
         async with RouterClient.open(valkey_url, on_wait=lines.append):
             opened.set()
 
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(open_router)
             await until(lambda: lines, what="the router waits")

@@ -31,7 +31,7 @@ async def test_a_recorded_trace_has_each_request_and_what_they_share(
         client.stream("GET", "/kvatlas/requests") as told,
     ):
         lines = told.aiter_lines()
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             assert await anext(lines) == ""
             for prompt in PROMPTS:
                 ask = {"model": MODEL, "prompt": prompt, "max_tokens": 3}

@@ -248,7 +248,7 @@ def test_a_call_during_the_close_raises_client_closed() -> None:
     with ThreadPoolExecutor(1) as asker:
         with in_process(index) as router:
             asked = asker.submit(router.rank, PROMPT)
-            assert index.asked.wait(10)
+            assert index.asked.wait(60)
         with pytest.raises(ClientClosed, match="was closed"):
             asked.result(10)
     assert index.given_up.is_set()
@@ -258,7 +258,7 @@ def test_an_interrupted_call_is_cancelled() -> None:
     index = Silent()
 
     def interrupt() -> None:
-        assert index.asked.wait(10)
+        assert index.asked.wait(60)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with in_process(index) as router, ThreadPoolExecutor(1) as other:
@@ -266,7 +266,7 @@ def test_an_interrupted_call_is_cancelled() -> None:
         with pytest.raises(KeyboardInterrupt):
             router.rank(PROMPT)
         interrupted.result(10)
-        assert index.given_up.wait(10)
+        assert index.given_up.wait(60)
         router.load_only = True
         assert router.reserve(PROMPT, dry_run=True).mode == "load"
 
@@ -277,7 +277,7 @@ def test_a_call_that_is_interrupted_while_it_starts_is_cancelled() -> None:
     class Interrupted(LoopThread):
         def submit(self, *args: Any, **kwargs: Any) -> Any:
             super().submit(*args, **kwargs)
-            assert begun.wait(10)
+            assert begun.wait(60)
             raise KeyboardInterrupt  # the loop has the call, its caller has no future yet
 
     async def hang() -> None:
@@ -290,7 +290,7 @@ def test_a_call_that_is_interrupted_while_it_starts_is_cancelled() -> None:
     with Interrupted("interrupted") as thread:
         with pytest.raises(KeyboardInterrupt):
             thread.run(hang)
-        assert ended.wait(10)
+        assert ended.wait(60)
 
 
 @pytest.mark.parametrize(("url", "error"), [("redis://127.0.0.1:1", Unreachable), ("http://127.0.0.1", InvalidValue)])

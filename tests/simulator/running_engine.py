@@ -46,9 +46,9 @@ async def running_engine(**changed: Any) -> AsyncIterator[tuple[EngineAddresses,
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run_engine, engine_settings(**changed), ready)
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             await up.wait()
-        async with httpx.AsyncClient(base_url=found[0].base_url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=found[0].base_url, timeout=60) as client:
             yield found[0], client
         tasks.cancel_scope.cancel()
 
@@ -96,7 +96,7 @@ class Listener:
     copies: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     async def next_batch(self) -> Batch:
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             topic, seq, payload = await self.subscription.recv_multipart()
         batch = Batch(topic, int.from_bytes(seq, "big"), payload)
         assert len(seq) == 8
@@ -129,7 +129,7 @@ async def listening(addresses: EngineAddresses, client: httpx.AsyncClient) -> As
     try:
         subscription.connect(addresses.endpoint)
         subscription.setsockopt(zmq.SUBSCRIBE, b"")
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while True:
                 assert (await client.post("/reset_prefix_cache")).status_code == 200
                 if await subscription.poll(50):
@@ -151,7 +151,7 @@ async def replayed(endpoint: str, first_seq: int) -> list[Batch]:
     try:
         dealer.connect(endpoint)
         await dealer.send_multipart((b"", first_seq.to_bytes(8, "big")))
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while True:
                 empty, topic, seq, payload = await dealer.recv_multipart()
                 assert empty == b""

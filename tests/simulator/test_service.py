@@ -17,7 +17,7 @@ async def test_a_stopping_engine_ends_open_responses_and_frees_its_ports() -> No
     statuses = []
 
     async def post_completion(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as own:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as own:
             statuses.append((await own.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 50})).status_code)
 
     async with anyio.create_task_group() as tasks, running_engine(speed_up=0.01) as (addresses, client):

@@ -42,7 +42,7 @@ async def nats_cluster(folder: Path) -> AsyncIterator[list[EmbeddedServer]]:
             except NatsError:
                 return False
 
-        await until(has_leader, deadline_s=30, what="the servers have a leader")
+        await until(has_leader, what="the servers have a leader")
         yield servers
 
 
@@ -67,7 +67,7 @@ async def has_all_replicas(client: Client) -> bool:
 
 async def step_down(client: Client) -> None:
     """Raises nats errors."""
-    await client.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{STREAM}", b"", timeout=5)
+    await client.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{STREAM}", b"", timeout=60)
 
 
 async def nats_leader_changes(run: ScenarioRun) -> None:
@@ -81,7 +81,7 @@ async def nats_leader_changes(run: ScenarioRun) -> None:
         async def is_another(before: str = before) -> bool:
             return await leader(client) not in ("", before)
 
-        await until(is_another, deadline_s=20, what="another server leads the stream")
+        await until(is_another, what="another server leads the stream")
         await run.wait_for_answers(10)
     named = {await server_name(server): server for server in run.fleet.nats_servers}
     leading = named[await leader(client)]

@@ -76,7 +76,7 @@ class StoreCluster:
                         return node
             return None
 
-        replica = await until(found, deadline_s=30, what="the primary has a replica")
+        replica = await until(found, what="the primary has a replica")
         assert replica is not None
         return replica
 
@@ -91,7 +91,7 @@ class StoreCluster:
         async def is_primary() -> bool:
             return bool((await self.command(replica, "ROLE"))[0] == b"master")
 
-        await until(is_primary, deadline_s=20, what="the replica is the primary")
+        await until(is_primary, what="the replica is the primary")
 
     async def move_slots(self, source: EmbeddedServer, first: int, last: int, target: EmbeddedServer) -> None:
         """In one step, as Valkey 9 does: everything is copied, then the owner changes."""
@@ -102,7 +102,7 @@ class StoreCluster:
             assert newest[b"state"] not in (b"failed", b"cancelled"), newest
             return bool(newest[b"state"] == b"success")
 
-        await until(is_moved, deadline_s=30, what=f"slots {first} to {last} are moved")
+        await until(is_moved, what=f"slots {first} to {last} are moved")
 
     async def move_slot_by_keys(
         self, source: EmbeddedServer, slot: int, target: EmbeddedServer, pause_s: float

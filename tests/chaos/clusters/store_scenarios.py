@@ -41,7 +41,7 @@ async def wait_for_another_primary(cluster: StoreCluster, slot: int, before: Emb
     async def is_another() -> bool:
         return await cluster.primary_of(slot) not in (None, before)
 
-    await until(is_another, deadline_s=30, what="a replica took over")
+    await until(is_another, what="a replica took over")
 
 
 async def cluster_primary_killed(run: ScenarioRun) -> None:
@@ -158,7 +158,7 @@ async def cluster_server_half_open(run: ScenarioRun) -> None:
     before = failures()
     line.stall()
     run.record_fault("clients' line to a Valkey primary half-open")
-    await until(lambda: failures() > before, deadline_s=30, what="a call has waited too long for its answer")
+    await until(lambda: failures() > before, what="a call has waited too long for its answer")
     line.heal()
     run.mark_healed()
 

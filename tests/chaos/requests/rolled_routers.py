@@ -23,7 +23,7 @@ from kvatlas_router.proxy_service import run_proxy
 from tests.chaos.child_process import ChildProcess
 from tests.end_to_end.processes import ROOT
 from tests.eventually import until
-from tests.router.proxy.engines import MODEL, running_fleet
+from tests.router.proxy.engines import MODEL, PATIENT_MS, running_fleet
 from tests.router.proxy.faulty_engine import Answer, faulty_engine
 
 ROUTERS = 3
@@ -82,7 +82,7 @@ class RouterTask:
     async def start(cls, redis_url: str, tasks: TaskGroup) -> RouterLife:
         given = {"port": 0, "wait": False, "tokenizer": "none", "learn": False, "access_log": False}
         settings = ProxySettings.load(
-            redis_url=redis_url, decision_deadline_ms=5_000, drain_s=DRAIN_S, grace_s=GRACE_S, **given
+            redis_url=redis_url, decision_deadline_ms=PATIENT_MS, drain_s=DRAIN_S, grace_s=GRACE_S, **given
         )
         urls: list[str] = []
         scope, ended = anyio.CancelScope(), anyio.Event()
@@ -93,7 +93,7 @@ class RouterTask:
             ended.set()
 
         tasks.start_soon(live)
-        await until(lambda: urls, deadline_s=30, what="the new router listens")
+        await until(lambda: urls, what="the new router listens")
         return cls(urls[0], scope, ended)
 
 

@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from kvatlas.store.connection import Store, open_store
+from kvatlas_router.outliers.pool_outliers import MOST_EJECT_S
 from tests.chaos.requests.request_faults import AT_ONCE, FAULTS, REQUESTS, drive, run
 from tests.chaos.requests.rolled_routers import RouterTask, roll
 from tests.router.proxy.engines import running_fleet, running_proxy
@@ -25,8 +26,12 @@ async def store(fresh_valkey: str) -> AsyncIterator[Store]:
     await store.close()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-async def test_no_request_is_lost_to_one_bad_engine_of_four(store: Store, valkey_url: str, fault: str) -> None:
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "429"])  # to a router the same as 500
+async def test_no_request_is_lost_to_one_bad_engine_of_four(
+    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    # the bad worker is ejected once: how often it is tried again depends on how long the requests take
+    monkeypatch.setattr("kvatlas_router.outliers.pool_outliers.EJECT_S", MOST_EJECT_S)
     figures = await run(store, valkey_url, FAULTS[fault], streamed=fault == "dies")
     assert figures.lost == []
     if fault == "dies":

@@ -51,7 +51,7 @@ class Clients:
     async def wait_for_answers(self, answers: int) -> None:
         """Wait until this many more requests are answered."""
         goal = self.answered + answers
-        await until(lambda: self.answered >= goal or self.lost, deadline_s=40, what=f"{answers} more answers")
+        await until(lambda: self.answered >= goal or self.lost, what=f"{answers} more answers")
 
     async def _send_requests(self, client: httpx.AsyncClient, number: int) -> None:
         rng = random.Random(number)
@@ -114,7 +114,7 @@ async def test_no_request_is_lost(tmp_path: Path) -> None:
                 return False
             return sum(record.routable for record in records) == len(fleet.workers)
 
-        await until(are_routable, deadline_s=30, what="every worker is routable")
+        await until(are_routable, what="every worker is routable")
         async with router(fleet) as clients:
             await clients.wait_for_answers(20)
 
@@ -125,7 +125,7 @@ async def test_no_request_is_lost(tmp_path: Path) -> None:
                 leases = await FleetStore(fleet.store).leases()
                 return len(leases) == PARTITIONS and killed.name not in leases.values()
 
-            await until(are_taken_over, deadline_s=20, what="the killed indexer's partitions are taken over")
+            await until(are_taken_over, what="the killed indexer's partitions are taken over")
             await clients.wait_for_answers(20)
             assert (clients.lost, clients.broken) == ([], 0), "an indexer was killed"
 
@@ -133,7 +133,7 @@ async def test_no_request_is_lost(tmp_path: Path) -> None:
                 await _store_away(fleet, clients, away_s, with_data)
                 assert (clients.lost, clients.broken) == ([], 0), f"the store was away for {away_s:g} s"
 
-            await until(are_routable, deadline_s=30, what="every worker is routable again")
+            await until(are_routable, what="every worker is routable again")
             fleet.workers[0].engine.kill()
             await clients.wait_for_answers(60)
             assert clients.lost == [], "an engine was killed"
@@ -150,5 +150,5 @@ async def _store_away(fleet: Fleet, clients: Clients, away_s: float, with_data: 
         await run_sync(shutil.rmtree, fleet.valkey.process.data_dir / "appendonlydir")
     await fleet.valkey.start()
     by_index = clients.by_index
-    await until(lambda: clients.by_index > by_index, deadline_s=30, what="the index decides again")
+    await until(lambda: clients.by_index > by_index, what="the index decides again")
     await clients.wait_for_answers(20)

@@ -96,7 +96,7 @@ async def nats_away_longer_than_the_outbox_holds(run: ScenarioRun) -> None:
     worker.nats.heal()
     run.mark_healed()
     overflow = "(the outbox was full)"
-    await until(lambda: overflow in worker.sidecar.log_text(), deadline_s=30, what="the outbox overflows")
+    await until(lambda: overflow in worker.sidecar.log_text(), what="the outbox overflows")
 
 
 async def publisher_half_open_to_nats(run: ScenarioRun) -> None:
@@ -163,7 +163,7 @@ async def indexer_too_slow_for_nats(run: ScenarioRun) -> None:
         await fleet.nats_client.flush()
         return _slow_consumers(fleet) > dropped
 
-    await until(is_dropped, deadline_s=30, what="NATS drops the slow consumer")
+    await until(is_dropped, what="NATS drops the slow consumer")
     indexer.child.resume()
     run.mark_healed()
     await run.wait_for_answers(5)
@@ -238,7 +238,7 @@ async def poison_in_the_stream(run: ScenarioRun) -> None:
     async def are_kept() -> bool:
         return await _dead_letters(fleet) >= before + count
 
-    await until(are_kept, deadline_s=20, what=f"{count} dead letters are kept")
+    await until(are_kept, what=f"{count} dead letters are kept")
     await run.wait_for_answers(5)
 
 

@@ -37,7 +37,7 @@ async def feed_cut_while_replay_is_silent(run: ScenarioRun) -> None:
         status = (await run.fleet.checker.status(worker.worker_id)).status or {}
         return bool(status["counters"]["feed_started_over"])
 
-    await until(started_over, deadline_s=30, what="the publisher starts over")
+    await until(started_over, what="the publisher starts over")
     worker.replay.heal()
     run.mark_healed()
 
@@ -104,7 +104,7 @@ async def engine_killed_and_restarted(run: ScenarioRun) -> None:
     async def is_replaced() -> bool:
         return await _incarnation(run, worker) > before
 
-    await until(is_replaced, deadline_s=20, what="the old life's blocks are gone")
+    await until(is_replaced, what="the old life's blocks are gone")
     run.times_s["old blocks gone after the engine is back"] = monotonic() - began_s
     await run.wait_for_answers(10)
 
@@ -128,7 +128,7 @@ async def engine_killed_and_idle_afterwards(run: ScenarioRun) -> None:
     async def is_empty() -> bool:
         return not await run.fleet.checker.resident_blocks(worker.worker_id)
 
-    await until(is_empty, deadline_s=20, what="the old life's blocks are gone")
+    await until(is_empty, what="the old life's blocks are gone")
     run.times_s["old blocks gone after the engine is back"] = monotonic() - began_s
 
 
@@ -239,7 +239,7 @@ async def two_publishers_of_one_worker(run: ScenarioRun) -> None:
         second.start()
         run.record_fault("second publisher with the same worker id")
         await second.ready()
-        await until(lambda: "yields" in worker.sidecar.log_text(), deadline_s=20, what="the older publisher yields")
+        await until(lambda: "yields" in worker.sidecar.log_text(), what="the older publisher yields")
         await run.wait_for_answers(20, [worker])
         second.kill()
         run.record_fault("second publisher SIGKILL")

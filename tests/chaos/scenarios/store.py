@@ -83,7 +83,7 @@ async def redis_fails_over_to_a_replica(run: ScenarioRun) -> None:
         async def is_in_sync() -> bool:
             return bool((await client.info("replication"))["master_link_status"] == "up")
 
-        await until(is_in_sync, deadline_s=20, what="the replica has the primary's data")
+        await until(is_in_sync, what="the replica has the primary's data")
         await run.wait_for_answers(10)
         line.cut()
         await run.wait_for_answers(10)
@@ -125,7 +125,7 @@ async def redis_out_of_memory(run: ScenarioRun) -> None:
         records = [await index.record(worker.worker_id) for worker in fleet.workers]
         return all(record is not None and record.oom for record in records)
 
-    await until(are_closed, deadline_s=30, what="every worker that stores is closed")
+    await until(are_closed, what="every worker that stores is closed")
     await run.wait_for_answers(10)
     await free_memory(run)
 
@@ -182,7 +182,7 @@ async def blocks_damaged_by_hand(run: ScenarioRun) -> None:
         return await incarnations() != before
 
     # under load: without a pause that would help to find it
-    await until(is_repaired, deadline_s=30, what="a damaged worker has a new incarnation")
+    await until(is_repaired, what="a damaged worker has a new incarnation")
     await fleet.load.pause()
     await run.wait_until_exact_and_never_empty()
 

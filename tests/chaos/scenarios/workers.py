@@ -19,7 +19,7 @@ async def wait_until_skipped(fleet: Fleet, worker: Worker) -> None:
         record = (await FleetStore(fleet.store).all())[worker.worker_id]
         return record.liveness is not Liveness.ALIVE or record.state is not EngineState.UP
 
-    await until(is_skipped, deadline_s=20, what=f"routers skip {worker.worker_id}")
+    await until(is_skipped, what=f"routers skip {worker.worker_id}")
 
 
 async def heartbeat_lost(run: ScenarioRun) -> None:
@@ -55,7 +55,7 @@ async def engine_asleep_behind_a_living_sidecar(run: ScenarioRun) -> None:
         async def is_empty() -> bool:
             return not await fleet.checker.resident_blocks(worker.worker_id)
 
-        await until(is_empty, deadline_s=20, what="its blocks are gone from the index")
+        await until(is_empty, what="its blocks are gone from the index")
         (await client.post("/wake_up")).raise_for_status()
     run.mark_healed()
     began_s = monotonic()
@@ -63,7 +63,7 @@ async def engine_asleep_behind_a_living_sidecar(run: ScenarioRun) -> None:
     async def is_routable() -> bool:
         return (await FleetStore(fleet.store).all())[worker.worker_id].routable
 
-    await until(is_routable, deadline_s=20, what="routers use it again")
+    await until(is_routable, what="routers use it again")
     run.times_s["routable after it woke up"] = monotonic() - began_s
 
 
@@ -83,8 +83,8 @@ async def worker_retired_and_back(run: ScenarioRun) -> None:
     async def is_swept() -> bool:
         return not [key async for key in fleet.store.client.scan_iter(match="kva:{s*}:retired")]
 
-    await until(is_retired, deadline_s=40, what=f"{worker.worker_id} is retired")
-    await until(is_swept, deadline_s=40, what="its blocks are swept")
+    await until(is_retired, what=f"{worker.worker_id} is retired")
+    await until(is_swept, what="its blocks are swept")
     worker.sidecar.resume()
     run.mark_healed()
 

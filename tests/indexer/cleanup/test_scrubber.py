@@ -54,7 +54,7 @@ async def test_blocks_changed_by_hand_are_repaired(
                 assert record is not None and record.answering
             return await indexed(index, *workers) == published(*workers)
 
-        await until(repaired, deadline_s=20, what="snapshots have repaired it")
+        await until(repaired, what="snapshots have repaired it")
         assert replica.counters.scrub_damaged >= 2
         assert workers[0].incarnation == 1
         assert await contents(index, "w0") == workers[0].held
@@ -96,7 +96,7 @@ async def test_digests_names_and_positions_that_can_not_be_read_are_repaired(
                 await index.digest(worker.worker_id) for worker in workers
             ]
 
-        await until(repaired, deadline_s=20, what="snapshots have repaired it")
+        await until(repaired, what="snapshots have repaired it")
         await until(lambda: replica.counters.scrub_damaged, what="the damage is counted")
         assert workers[0].incarnation == 1
     assert "Traceback" not in caplog.text

@@ -35,7 +35,7 @@ async def test_entries_of_retired_holders_are_removed_from_the_store(store: Stor
         async def empty() -> bool:
             return await blocks_left(store) == 0 and sweeper.left == {0: 0, 1: 0}
 
-        await until(empty, deadline_s=20, what="every entry is swept")
+        await until(empty, what="every entry is swept")
         group.cancel_scope.cancel()
 
 

@@ -46,7 +46,7 @@ class RunningReaders:
 
     async def applies_all_of(self, *publishers: BusPublisher) -> None:
         """Wait until all that they have published is applied, then compare."""
-        await until(lambda: has_applied_all(self.index, *publishers), deadline_s=15, what="every message is applied")
+        await until(lambda: has_applied_all(self.index, *publishers), what="every message is applied")
         assert await indexed(self.index, *publishers) == published(*publishers)
 
 
@@ -74,7 +74,7 @@ async def running_readers(nats_client: Client, index: MemoryIndex | None = None)
         group.start_soon(dead_letters.run)
         for reader in readers:
             group.start_soon(reader.run)
-        await until(lambda: all(reader.reading for reader in readers), deadline_s=15, what="every partition is read")
+        await until(lambda: all(reader.reading for reader in readers), what="every partition is read")
         yield RunningReaders(index, counters, readers, group)
         group.cancel_scope.cancel()
 
@@ -161,7 +161,7 @@ async def test_a_stream_that_was_made_again_is_read_from_its_beginning_and_its_w
 async def test_a_deleted_stream_is_made_again(nats_client: Client) -> None:
     async with running_readers(nats_client) as run:
         await nats_client.jetstream().delete_stream(STREAM)
-        await until(lambda: run.counters.new_streams >= PARTITIONS, deadline_s=15, what="the new stream is read")
+        await until(lambda: run.counters.new_streams >= PARTITIONS, what="the new stream is read")
         (worker,) = publishers(nats_client, 1)
         await worker.start()
         await run.applies_all_of(worker)
@@ -189,7 +189,7 @@ async def test_a_deleted_consumer_is_replaced(nats_client: Client) -> None:
             await jetstream.delete_consumer(STREAM, consumer.name)
         await worker.store_more()
         await run.applies_all_of(worker)
-        await until(lambda: run.at_end, deadline_s=15, what="every partition is read again")
+        await until(lambda: run.at_end, what="every partition is read again")
 
 
 async def test_readers_continue_after_nats_was_killed(nats: EmbeddedServer) -> None:
@@ -335,5 +335,5 @@ async def test_messages_of_the_largest_size_are_applied(nats_client: Client) -> 
         await worker.start()
         for _ in range(4):
             await worker.store_more(blocks)
-        await until(lambda: has_applied_all(run.index, worker), deadline_s=15, what="every message is applied")
+        await until(lambda: has_applied_all(run.index, worker), what="every message is applied")
         assert await run.index.length() == 4 * blocks

@@ -32,7 +32,7 @@ def request_of(worker_id: str, incarnation: int = 1) -> bytes:
 async def is_granted(nats_client: Client) -> bool:
     """Ask for a grant for w0, in its name."""
     try:
-        reply = await nats_client.request(grant_subject("w0", PARTITIONS), request_of("w0"), timeout=5)
+        reply = await nats_client.request(grant_subject("w0", PARTITIONS), request_of("w0"), timeout=60)
     except NoRespondersError:
         return False
     return GrantReply.unpack(reply.data).granted

@@ -4,6 +4,8 @@ import pytest
 
 from kvatlas.bus.connection import connect_nats
 from kvatlas.embedded import nats_server
+from kvatlas.embedded.free_port import LOOPBACK
+from tests.chaos.proxy import TcpProxy
 from tests.eventually import until
 
 pytestmark = pytest.mark.anyio
@@ -11,9 +13,10 @@ pytestmark = pytest.mark.anyio
 
 async def test_a_connection_with_waiting_messages_closes_while_nats_is_away() -> None:
     """Between two connections nats-py keeps what is published."""
-    async with nats_server() as server:
-        client = await connect_nats(server.url, name="test")
-        await server.kill()
+    # its port stays its own: another server that took it would be connected to
+    async with nats_server() as server, TcpProxy(server.port, "NATS") as line:
+        client = await connect_nats(f"nats://{LOOPBACK}:{line.port}", name="test")
+        line.cut()
         await until(lambda: not client.is_connected, what="the client has noticed")
         await client.publish("subject", b"payload")
         assert client.pending_data_size

@@ -42,7 +42,7 @@ async def test_three_primaries_share_all_slots(kind: str, redis8_binary: Path) -
         async def is_whole() -> bool:
             return (await cluster_info(cluster.nodes[1].url))["cluster_state"] == "ok"
 
-        await until(is_whole, deadline_s=20, what="a restarted node rejoins the cluster")
+        await until(is_whole, what="a restarted node rejoins the cluster")
     assert not any(is_alive(pid) for pid in pids)
 
 

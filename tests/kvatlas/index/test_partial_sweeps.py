@@ -108,9 +108,12 @@ class World:
         self.dumps = [*self.dumps[-3:], await dump_all(self.stores[0])]
 
     async def fail_over(self) -> None:
-        """To another server, with another run id; the owners continue their sweeps."""
+        """To another server, whose data has another history, also if it was the primary before; the owners continue their
+        sweeps."""
         if self.dumps:
             self.next_server()
+            for master in ("127.0.0.1 1", "NO ONE"):  # a promotion changes the id of the replication
+                await self.stores[0].client.execute_command("REPLICAOF", *master.split())
             await restore(self.stores[0], self.rng.choice(self.dumps))
 
     async def check(self) -> None:

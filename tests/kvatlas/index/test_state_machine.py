@@ -235,7 +235,7 @@ class Indexes(RuleBasedStateMachine):
         assert held == self.run(contents(self.redis, worker))
 
 
-@pytest.mark.parametrize(("server", "shards"), [("valkey", 1), ("valkey", 4), ("redis8", 1)])
+@pytest.mark.parametrize(("server", "shards"), [("valkey", 4), ("redis8", 1)])
 def test_memory_and_redis_give_the_same_answers(request: pytest.FixtureRequest, server: str, shards: int) -> None:
     machine = type("Machine", (Indexes,), {"store_url": request.getfixturevalue(f"{server}_url"), "shards": shards})
     run_state_machine_as_test(

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_server import Listener, listen, serve
+from kvatlas.runtime.http_server import KEEP_ALIVE_S, Listener, listen, serve
 from kvatlas.settings import IndexerSettings, ProxySettings, PublishSettings
 
 pytestmark = pytest.mark.anyio
@@ -54,7 +54,7 @@ async def connected(listener: Listener) -> AsyncIterator[SocketStream]:
 async def read_to_end(stream: SocketStream) -> bytes:
     """Everything until the server closes the connection."""
     answer = b""
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         try:
             while True:
                 answer += await stream.receive()
@@ -115,6 +115,15 @@ async def test_a_connection_above_the_limit_gets_a_503_and_the_others_go_on() ->
             async with connected(listener) as third:
                 assert (await read_to_end(third)).startswith(b"HTTP/1.1 503 ")
             assert (await client.get("/")).status_code == 200
+
+
+async def test_an_idle_connection_stays_open_for_longer_than_clients_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same time on both ends a request is sent on a connection that is just being closed."""
+    assert max(60, httpx.Limits().keepalive_expiry or 0) < KEEP_ALIVE_S
+    monkeypatch.setattr("kvatlas.runtime.http_server.KEEP_ALIVE_S", 0)
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
+        await stream.send(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await read_to_end(stream)).endswith(b"0")
 
 
 @pytest.mark.parametrize(

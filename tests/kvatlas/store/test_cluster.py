@@ -66,7 +66,7 @@ async def put(store: Store, text: str) -> None:
         except Unreachable:
             return False
 
-    await until(is_put, deadline_s=30, what=f"{text} is put")
+    await until(is_put, what=f"{text} is put")
 
 
 async def read(store: Store) -> list[bytes]:
@@ -156,13 +156,13 @@ async def test_replicas_are_read_while_they_hear_from_their_primary(cluster: Sto
             before = await reads_at(cluster, node)
             return await read(store) == [b"text", b"text"] and await reads_at(cluster, node) > before
 
-        await until(lambda: is_read_at(replica), deadline_s=20, what="the replica is read")
+        await until(lambda: is_read_at(replica), what="the replica is read")
         await replica.kill()
         assert await read(store) == [b"text", b"text"]
-        await until(lambda: is_read_at(primary), deadline_s=20, what="the primary is read instead")
+        await until(lambda: is_read_at(primary), what="the primary is read instead")
         await replica.start()
         await cluster.wait_until_whole()
-        await until(lambda: is_read_at(replica), deadline_s=20, what="the replica is read again")
+        await until(lambda: is_read_at(replica), what="the replica is read again")
 
 
 async def test_a_replica_that_does_not_hear_from_its_primary_is_not_read(cluster: StoreCluster) -> None:
@@ -177,6 +177,6 @@ async def test_a_replica_that_does_not_hear_from_its_primary_is_not_read(cluster
                 before = await reads_at(cluster, replica)
                 return await read(store) == [b"text", b"text"] and await reads_at(cluster, replica) == before
 
-            await until(is_read_at_primary, deadline_s=20, what="the primary is read instead")
+            await until(is_read_at_primary, what="the primary is read instead")
         finally:
             await cluster.command(primary, "CONFIG SET", "repl-ping-replica-period", 10)

@@ -56,7 +56,7 @@ async def test_a_decision_links_back_to_the_engine_batch(
                 (span,) = (span for span_id, span in named("route kvatlas").items() if span_id not in spans_before)
                 return span if choice.result.overlap_blocks == 4 and span.links else None
 
-            decision = await until(decided, deadline_s=20, what="a decision that links to an applied batch")
+            decision = await until(decided, what="a decision that links to an applied batch")
         tasks.cancel_scope.cancel()
 
     assert decision is not None

@@ -102,7 +102,7 @@ async def test_indexer_auditor_and_publisher_may_send_each_other_requests(server
         servers.connected("chat") as (publisher, no_publisher),
     ):
         await ensure_stream(indexer, MEMORY)
-        answer = json.loads((await publisher.request(events_subject("w", PARTITIONS), b"x", timeout=5)).data)
+        answer = json.loads((await publisher.request(events_subject("w", PARTITIONS), b"x", timeout=60)).data)
         assert answer["stream"] == "KVATLAS_EVENTS"
         assert (await stream_info(auditor)).last_seq >= 1
         alive = await indexer.subscribe(ALL_ALIVE)

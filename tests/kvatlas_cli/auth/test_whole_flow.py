@@ -43,7 +43,7 @@ async def test_every_part_does_its_work_as_its_own_user(servers: GuardedServers)
             engine_url=engine.base_url,
         )
         tasks.start_soon(run_sidecar, sidecar)
-        async with httpx.AsyncClient(base_url=engine.base_url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=engine.base_url, timeout=60) as http:
             body = {"model": "mock-model", "prompt": TOKENS, "max_tokens": 2}
             (await http.post("/v1/completions", json=body)).raise_for_status()
         router_settings = RouterSettings(deadline_ms=None)
@@ -53,7 +53,7 @@ async def test_every_part_does_its_work_as_its_own_user(servers: GuardedServers)
                 found = await router.overlap(PROMPT)
                 return any(one.resident_blocks == BLOCKS for one in found)
 
-            await until(holds_the_prompt, deadline_s=20, what="the engine's blocks are in the index")
+            await until(holds_the_prompt, what="the engine's blocks are in the index")
             async with router.route(PROMPT) as choice:
                 assert (choice.worker_id, choice.url, choice.mode) == ("chat-0", engine.base_url, "cost")
         store = await open_store(auditor.redis, wait=False)

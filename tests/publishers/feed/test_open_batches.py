@@ -259,7 +259,7 @@ async def test_batches_over_zmq_json_and_msgpack_are_followed_across_a_restart_o
         engine.restart()
         await engine.send(json.dumps({**batch(block("c")), "engine_id": "e-2"}).encode())
         restarted = set(unpack_hashes(external_chain(["c"])))
-        await until(lambda: announced(one) == restarted, deadline_s=20, what="the new process is followed")
+        await until(lambda: announced(one) == restarted, what="the new process is followed")
         assert one.diagnoses.current == ()
 
 

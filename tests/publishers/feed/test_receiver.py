@@ -36,7 +36,7 @@ async def test_messages_that_wait_are_received_in_order_without_a_task_switch() 
 
 
 async def test_a_message_ends_the_wait_for_it() -> None:
-    with pair() as (sender, receiver), anyio.fail_after(10):
+    with pair() as (sender, receiver), anyio.fail_after(60):
         for number in range(3):  # the descriptor tells of each message behind an empty queue
             async with anyio.create_task_group() as tasks:
                 received: list[list[bytes] | None] = []

@@ -258,7 +258,7 @@ async def test_a_failed_prefill_frees_its_partner_and_another_pair_serves(
     rooms = Rooms()
     pair = await pair_of(sglang, p=fault, p2=rooms.prefill, d=rooms.decode)
     async with running_quiet_proxy(valkey_url) as client:
-        with anyio.fail_after(10):  # the partner would wait longer
+        with anyio.fail_after(60):  # the partner would wait longer
             answers = [await client.post("/v1/completions", json={**BODY, "prompt": [n, *PROMPT]}) for n in range(6)]
         assert [answer.status_code for answer in answers] == [200] * 6
         assert all('prefill="p2"' in answer.headers["x-kvatlas-decision"] for answer in answers)

@@ -16,6 +16,8 @@ DUPLEX, BUFFERED, NONE = "FULL_DUPLEX_STREAMED", "BUFFERED", "NONE"
 SUBSET_HEADER = "x-test-subset"
 """The test's request header that Envoy takes as its subset hint."""
 PICKER, PICKER_TLS = "picker", "picker-tls"
+PATIENCE = "60s"
+"""Envoy's own limits of a call to the picker and of a connection: on a busy machine the defaults end both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def configuration(ports: Ports, admin_port: int) -> Mapping[str, Any]:
         {
             "name": "original_dst",
             "type": "ORIGINAL_DST",
-            "connect_timeout": "1s",
+            "connect_timeout": PATIENCE,
             "lb_policy": "CLUSTER_PROVIDED",
             "original_dst_lb_config": {"use_http_header": True, "http_header_name": "x-gateway-destination-endpoint"},
         },
@@ -157,7 +159,7 @@ def _ext_proc(listener: Listener) -> Mapping[str, Any]:
         "grpc_service": {"envoy_grpc": {"cluster_name": listener.cluster}},
         "failure_mode_allow": listener.fail_open,
         "allow_mode_override": listener.allow_override,
-        "message_timeout": "1s",
+        "message_timeout": PATIENCE,
         "processing_mode": {
             "request_header_mode": "SEND",
             "request_body_mode": listener.request_body,
@@ -184,7 +186,7 @@ def _picker_cluster(name: str, port: int, *, tls: bool) -> Mapping[str, Any]:
     return {
         "name": name,
         "type": "STATIC",
-        "connect_timeout": "1s",
+        "connect_timeout": PATIENCE,
         "typed_extension_protocol_options": {
             "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
                 "@type": options,
@@ -210,7 +212,7 @@ def _override_host_cluster(name: str, ports: Ports, *, tells_served: bool) -> Ma
     return {
         "name": name,
         "type": "STATIC",
-        "connect_timeout": "1s",
+        "connect_timeout": PATIENCE,
         "load_balancing_policy": {
             "policies": [{"typed_extension_config": {"name": "override_host", "typed_config": policy}}]
         },

@@ -17,14 +17,14 @@ from kvatlas.store.connection import Store
 from kvatlas_router.gateway.service import RunningPicker, run_endpoint_picker
 from tests.eventually import until
 from tests.router.gateway.envoy import EnvoyProcess
-from tests.router.proxy.engines import SCOPE, Fleet, running_fleet
+from tests.router.proxy.engines import PATIENT_MS, SCOPE, Fleet, running_fleet
 
 PROMPT = list(range(300, 340))
 
 
 def picker_settings(redis_url: str, **changed: Any) -> GatewaySettings:
     given = {"redis_url": redis_url, "port": 0, "health_port": 0, "wait": False, "plaintext": True}
-    given |= {"decision_deadline_ms": 5_000, "pick_deadline_ms": 10_000, "drain_s": 0, "grace_s": 5, **changed}
+    given |= {"decision_deadline_ms": PATIENT_MS, "pick_deadline_ms": PATIENT_MS, "drain_s": 0, "grace_s": 5, **changed}
     return GatewaySettings.load(**given)
 
 
@@ -41,7 +41,7 @@ async def running_picker(redis_url: str, **changed: Any) -> AsyncIterator[Runnin
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run_endpoint_picker, settings, ready)
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             await up.wait()
         running = found[0]
         await until_health_is(running.server.health_port, "readiness", "SERVING")

@@ -23,6 +23,8 @@ from tests.simulator.running_engine import running_engine
 MODEL = "mock-model"
 SCOPE = Scope(MODEL, MODEL)
 BLOCK_SIZE = 4
+PATIENT_MS = 60_000
+"""What a busy machine needs: a decision that goes on without the store is another one."""
 
 
 def record(worker_id: str, url: str, **load: Any) -> FleetRecord:
@@ -79,12 +81,13 @@ async def running_fleet(
 
 @asynccontextmanager
 async def running_proxy(redis_url: str, **changed: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client to a proxy that answers."""
+    """A client to a proxy that answers, however busy the machine is."""
     given = {
         "redis_url": redis_url,
         "port": 0,
         "wait": False,
-        "decision_deadline_ms": 5_000,
+        "decision_deadline_ms": PATIENT_MS,
+        "http_header_s": PATIENT_MS / 1_000,
         "drain_s": 0,
         "grace_s": 1,
         **changed,
@@ -99,8 +102,8 @@ async def running_proxy(redis_url: str, **changed: Any) -> AsyncIterator[httpx.A
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run_proxy, settings, ready)
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             await up.wait()
-        async with httpx.AsyncClient(base_url=urls[0], timeout=20) as client:
+        async with httpx.AsyncClient(base_url=urls[0], timeout=PATIENT_MS / 1_000) as client:
             yield client
         tasks.cancel_scope.cancel()

@@ -39,7 +39,7 @@ async def test_first_requests_wait_for_the_fleet_and_later_ones_do_not() -> None
     async with httpx.AsyncClient() as client, asyncio.TaskGroup() as tasks:
         catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
         first = [tasks.create_task(catalogue.scope_of(MODEL)) for _ in range(3)]
-        await until(lambda: fleet.asked == 1, deadline_s=10, what="the fleet is read")
+        await until(lambda: fleet.asked == 1, what="the fleet is read")
         fleet.open.set()
         assert [await each for each in first] == [SCOPE] * 3 and fleet.asked == 1
         fleet.now_s += 2 * FLEET_AGE_S
@@ -47,7 +47,7 @@ async def test_first_requests_wait_for_the_fleet_and_later_ones_do_not() -> None
         # the store hangs: nobody waits for it, not even the request that finds the records too old
         assert [await catalogue.scope_of(MODEL) for _ in range(3)] == [SCOPE] * 3
         assert list(await catalogue.records()) == ["w"] and await catalogue.routable() == 1
-        await until(lambda: fleet.asked == 2, deadline_s=10, what="the fleet is read again")
+        await until(lambda: fleet.asked == 2, what="the fleet is read again")
         fleet.open.set()
 
 

@@ -68,7 +68,7 @@ async def test_a_stopping_router_is_not_ready_and_lets_streams_end(
             scope = anyio.CancelScope()
             tasks.start_soon(run, scope)
             await until(lambda: urls, what="the router listens")
-            async with httpx.AsyncClient(base_url=urls[0], timeout=20) as client:
+            async with httpx.AsyncClient(base_url=urls[0], timeout=60) as client:
                 began = anyio.Event()
                 tasks.start_soon(read, client, began)
                 await began.wait()

@@ -61,7 +61,7 @@ async def test_no_request_is_lost_while_the_store_is_away() -> None:
                     assert answer.status_code == 200
                     return decision(answer)[1]["by"] == "cost"
 
-                await until(is_with_store, deadline_s=30, what="a decision with the store again")
+                await until(is_with_store, what="a decision with the store again")
         await store.close()
 
 

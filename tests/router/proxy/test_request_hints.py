@@ -52,7 +52,7 @@ def test_engines_get_no_hints() -> None:
 async def test_hints_decide_only_where_they_are_switched_on(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {"w1": {}, "w2": {}, "w3": {}}) as fleet:
         await fleet.holds("w1", ASK["prompt"])  # type: ignore[arg-type]
-        async with running_proxy(valkey_url, request_hints=True, session_ms=60_000) as client:
+        async with running_proxy(valkey_url, request_hints=True, session_ms=60_000, learn=False) as client:
 
             async def decision(**hints: str) -> str:
                 headers = {f"X-KVAtlas-{name}": value for name, value in hints.items()}
@@ -72,7 +72,7 @@ async def test_hints_decide_only_where_they_are_switched_on(store: Store, valkey
             wrong = await client.post("/v1/completions", json=ASK, headers={"X-KVAtlas-Strategy": "best"})
             assert wrong.status_code == 400
             assert "expected one of cost, load, round_robin" in wrong.json()["error"]["message"]
-        async with running_proxy(valkey_url) as client:
+        async with running_proxy(valkey_url, learn=False) as client:
             other = {
                 **ASK,
                 "prompt": list(range(1_000, 1_200)),

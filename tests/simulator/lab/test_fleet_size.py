@@ -26,7 +26,10 @@ def test_the_fewest_workers_are_those_that_replays_of_all_sizes_show() -> None:
     shares = {(cell.summary.policy, cell.point.workers): cell.summary.mean.good for cell in cells}
     share = shares["kvatlas", 3]
     assert shares["kvatlas", 2] < share
-    found = find_fleet_sizes(one, share, jobs=2)
+    reports: list[int] = []
+    found = find_fleet_sizes(one, share, 2, reports.append)
+    assert reports == sorted(reports), "progress only grows"
+    assert 0 < reports[-1] <= most_replays(one) * len(one.workload.requests), "to no more than what is announced"
     for size in found:
         assert size.workers is not None and size.summary is not None
         assert shares[size.policy, size.workers] >= share > shares.get((size.policy, size.workers - 1), 0.0)
@@ -44,13 +47,6 @@ def test_a_policy_that_needs_more_workers_than_were_tried_says_so() -> None:
     (size,) = find_fleet_sizes(one, 1.0, jobs=1)
     assert size.workers is None and size.to_jsonable()["at_fewest"] is None
     assert size_rows([size])[0][:3] == ("round-robin", "more than 1", "")
-
-
-def test_progress_stays_within_what_is_announced() -> None:
-    one, reports = study(*POLICIES), list[int]()
-    find_fleet_sizes(one, 0.5, 1, reports.append)
-    assert reports == sorted(reports)
-    assert 0 < reports[-1] <= most_replays(one) * len(one.workload.requests)
 
 
 def test_a_request_larger_than_a_cache_is_one_clear_error() -> None:

@@ -172,7 +172,7 @@ async def test_nats_and_the_copy_are_not_waited_for(fresh_valkey: str) -> None:
     async with connected_store(fresh_valkey, wait=False) as store:
         index = await open_redis_index(store, writer=True)
         await index.put(ScopeUse(SCOPE, 4), "w", Tier.HBM, CHAIN)
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             async with open_replica(
                 store, AnsweringIndex(store, index), ReplicaSettings("nats://127.0.0.1:1")
             ) as replica:

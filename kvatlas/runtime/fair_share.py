@@ -1,0 +1,36 @@
+"""Keeps one sender's flood from taking the time of all others: what exceeds its share is left out before it is read."""
+
+from collections.abc import Hashable
+
+BURST = 20
+PER_S = 10.0
+"""Publishers send a heartbeat a second, and ask for a grant ten times a second at most."""
+MOST_SENDERS = 10_000
+
+
+class FairShare:
+    """Lets each sender's first `burst` messages through, then `per_s` on average. Pure; times are seconds of a steady clock."""
+
+    def __init__(self, burst: int = BURST, per_s: float = PER_S) -> None:
+        self._burst, self._per_s = burst, per_s
+        self._taken: dict[Hashable, tuple[float, float]] = {}
+        """How much of its burst each sender has taken, and when that was right."""
+
+    def admit(self, sender: Hashable, now_s: float) -> bool:
+        """May this message be read?"""
+        taken = self._taken_of(sender, now_s)
+        if taken > self._burst - 1:
+            return False
+        if len(self._taken) >= MOST_SENDERS and sender not in self._taken:
+            self._forget_idle(now_s)
+        self._taken[sender] = taken + 1, now_s
+        return True
+
+    def _taken_of(self, sender: Hashable, now_s: float) -> float:
+        taken, at_s = self._taken.get(sender, (0.0, now_s))
+        return max(0.0, taken - (now_s - at_s) * self._per_s)
+
+    def _forget_idle(self, now_s: float) -> None:
+        self._taken = {sender: one for sender, one in self._taken.items() if self._taken_of(sender, now_s)}
+        if len(self._taken) >= MOST_SENDERS:
+            self._taken.clear()
