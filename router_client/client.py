@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,6 @@ from kvatlas.reservations import MemoryReservations, Outcome, RedisReservations,
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import decision_span, describe_decision, export_metrics
-from router_client.aliases import ClientAliases
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.chain_cache import ChainCache
@@ -69,7 +68,7 @@ MOST_REMARKED = 256
 """Remarks on requests that are logged, each once."""
 
 
-class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine[Any, Any, PairChoice]]):
+class RouterClient:
     """Compares workers with `overlap` and `rank`, and chooses with `route` and `reserve`; safe to share between tasks of one
     loop.
 

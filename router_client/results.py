@@ -11,7 +11,6 @@ from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import Outcome
 from kvatlas.reservations.room_and_slo import Over
-from router_client.aliases import AsyncEnd, ChoiceAliases
 from router_client.basis import Basis
 from router_client.booking.reservation import Reservation
 from router_client.learning.rates import Feedback
@@ -250,7 +249,7 @@ class ChoiceData:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(ChoiceData, ChoiceAliases[AsyncEnd]):
+class Choice(ChoiceData):
     """A choice of `RouterClient`. `reservation` None: nothing is booked."""
 
     reservation: Reservation | None = field(default=None, compare=False)
