@@ -24,7 +24,7 @@ _CHECKSUM_BYTES = 16
 class SavedState:
     """`ledger` and `continuity` are what their `dump` returned, `incarnation` the last one published. `started_us`: the engine
     process' start time in microseconds since 1970, 0 if it is not known. `weight_version`, empty if it is not known, and
-    `adapter_roots`: what it computed with, as it said last."""
+    `adapter_roots`: what it computed with, as it said last; states of earlier publishers have neither."""
 
     worker_id: str
     incarnation: int
@@ -101,7 +101,8 @@ class StateFile:
         if _checksum(body) != content[len(_MAGIC) : at]:
             raise InvalidValue("wrong checksum: it was torn or changed")
         try:
-            worker_id, incarnation, continuity, ledger, started_us, weight_version, adapter_roots = msgpack.unpackb(body)
+            worker_id, incarnation, continuity, ledger, started_us, *model = msgpack.unpackb(body)
+            weight_version, adapter_roots = model or ("", {})
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise InvalidValue(f"content is not a state: {error}") from error
         if worker_id != self._worker_id:
