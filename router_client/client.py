@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,21 +20,22 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.answering_index import open_answering_index
 from kvatlas.predictions.store import write_answer_report
-from kvatlas.request import RequestHints, RequestShape, SelectionResult
+from kvatlas.request import RequestHints, RequestShape
 from kvatlas.reservations import MemoryReservations, Outcome, RedisReservations, Reservations
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
+from kvatlas.store.deadline import LateCalls
 from kvatlas.telemetry import decision_span, describe_decision, export_metrics
-from router_client.aliases import ClientAliases
+from router_client.booking.booker import Booker
 from router_client.booking.leases import Leases
-from router_client.booking.reservation import Reservation
 from router_client.chain_cache import ChainCache
 from router_client.choice_statistics import ChoiceStatistics
 from router_client.counters import RouterCounters
-from router_client.decision.decider import Decider, Decision, PairDecision
+from router_client.decision.choice_builder import ChoiceBuilder
+from router_client.decision.decider import Decider
 from router_client.decision.history import DecisionHistory
 from router_client.decision.index_access import open_overlap_index
-from router_client.errors import NoWorkers
+from router_client.decision.index_lookup import IndexLookup
 from router_client.fleet_cache import FleetCache, FleetReader
 from router_client.learning.bound_shares import BoundShares
 from router_client.learning.output_lengths import OutputLengths
@@ -43,33 +44,20 @@ from router_client.learning.rates import RateLearner
 from router_client.overlap_result import PromptOverlap, list_overlaps
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.overlap import BlockIndex, OverlapIndex, ReportsStatus
-from router_client.pricing.pool import Pool
-from router_client.pricing.ranking import RankedResults
-from router_client.pricing.usable_end import why_nobody_can
 from router_client.prompt import Prompt
 from router_client.request_feed import RequestFeed
-from router_client.results import (
-    Choice,
-    LazySequence,
-    Ranking,
-    headers_for,
-    list_left_out,
-)
+from router_client.results import Choice, LazySequence, Ranking
 from router_client.settings import RouterSettings
 
 _log = logging.getLogger("router_client")
 
 Request = Prompt | RequestHints | RequestShape
 
-MOST_NAMED = 8
-"""An error names up to this many of the workers that are left out."""
 MOST_TRACED = 8
 """A trace explains up to this many candidates of a choice."""
-MOST_REMARKED = 256
-"""Remarks on requests that are logged, each once."""
 
 
-class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine[Any, Any, PairChoice]]):
+class RouterClient:
     """Compares workers with `overlap` and `rank`, and chooses with `route` and `reserve`; safe to share between tasks of one
     loop.
 
@@ -104,7 +92,6 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         self.answers: PredictionAccuracy = self._statistics.answers
         self.feed: RequestFeed = self._statistics.feed
         self.history: DecisionHistory = self._statistics.history
-        self._remarked: set[str] = set()
         shared = reservations or MemoryReservations(now_us)
         self._reservations = shared
         self._learner = RateLearner(shared, self.settings, self.counters)
@@ -117,7 +104,18 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         self._leases = Leases(shared, self.counters, self.settings.booking.lease_s, self.settings.router_id)
         report = None if store is None else partial(write_answer_report, store, self._leases.router_id)
         self._accuracy_reporter = None if report is None else AccuracyReporter(self.answers, report)
-        self._decider = Decider(index, self._fleet, shared, self._leases, self.settings, self.counters, now_us)
+        self._lookup = IndexLookup(index, self.counters, load_only=self.settings.load_only)
+        self._late_calls = LateCalls()
+        self._builder = ChoiceBuilder(self._learner, self._statistics, self.settings.limits.shed_factor)
+        self._decider = Decider(
+            self._lookup,
+            self._fleet,
+            Booker(self._fleet, shared, self._leases, self.settings, self.counters, self._late_calls, now_us),
+            self._builder,
+            self.settings,
+            self.counters,
+            self._late_calls,
+        )
 
     @classmethod
     @asynccontextmanager
@@ -160,7 +158,7 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         await self._learner.stop()
         if self._accuracy_reporter is not None:
             await self._accuracy_reporter.stop()
-        await self._decider.late_calls.close()
+        await self._late_calls.close()
         await self._fleet.close()
 
     @property
@@ -171,11 +169,11 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
     @property
     def load_only(self) -> bool:
         """The kill switch: if True, load alone decides, without the index. May be set at any time."""
-        return self._decider.index.load_only
+        return self._lookup.load_only
 
     @load_only.setter
     def load_only(self, on: bool) -> None:
-        self._decider.index.load_only = on
+        self._lookup.load_only = on
 
     @property
     def replica_status(self) -> Mapping[str, Any] | None:
@@ -217,21 +215,21 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         prompt = self._prompt(request)
         with decision_span("overlap", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
             pool = await self._fleet.read_pool(prompt.scope.pool_id)
-            lookup = await self._decider.index.look_up(prompt, pool)
+            lookup = await self._lookup.look_up(prompt, pool)
             eventless = not all(record.endpoint.events for record in pool.records.values())
             predicted = await self._decider.predict_tokens(prompt, pool, lookup) if eventless else {}
             describe_decision(span, candidates=len(pool.records))
 
         workers = LazySequence(partial(list_overlaps, prompt, pool.records, lookup.held, predicted, self._bounds))
-        return PromptOverlap(prompt.input_tokens, workers, self._remarks(prompt, pool))
+        return PromptOverlap(prompt.input_tokens, workers, self._builder.remarks(prompt, pool))
 
     async def rank(self, request: Request) -> Ranking:
         """Every candidate with every term of its cost, cheapest first; empty without a candidate."""
         prompt = self._prompt(request)
         with decision_span("rank", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
-            decision = await self._decider.rank(prompt)
-            describe_decision(span, candidates=len(decision.results))
-        return self._ranking(prompt, decision, decision.results, decision.pool.left_out)
+            ranking = await self._decider.rank(prompt)
+            describe_decision(span, candidates=len(ranking))
+        return ranking
 
     async def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> Choice:
         """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
@@ -280,16 +278,8 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         prompt = self._prompt(request)
         started_ns = time.perf_counter_ns()
         with decision_span("route", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
-            decision = await self._decider.decide(prompt, avoid, book=book, explain_all=span.is_recording())
-            if not decision.results:
-                self.counters.no_workers += 1
-                raise NoWorkers(_explain_no_workers(prompt, decision.pool.left_out))
-            pool = decision.pool
-            ranking = self._ranking(prompt, decision, decision.results, pool.left_out, decision.unread)
-            choice = self._build_choice(
-                prompt, pool, decision.result, ranking, decision, decision.reservation, learns=True
-            )
-            _describe(span, choice, pool)
+            choice = await self._decider.decide(prompt, avoid, book=book, explain_all=span.is_recording())
+            _describe(span, choice)
             if span.is_recording():
                 span.set_attribute("kvatlas.explanation", json.dumps(choice.explanation(MOST_TRACED)))
         self._statistics.count_choice(choice, started_ns)
@@ -301,89 +291,17 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         prompt = self._prompt(request)
         started_ns = time.perf_counter_ns()
         with decision_span("route_pd", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
-            decision = await self._decider.decide_pair(prompt, avoid, book=book)
-            ranking, pool = decision.ranking, decision.pool
-            if ranking is None:
-                self.counters.no_workers += 1
-                raise NoWorkers(_explain_no_workers(prompt, pool.left_out_of_pairs))
-            # rates are learned only if one worker did everything: a pair's time can't be split between its workers
-            learns = ranking.prefill is None
-
-            def build(result: SelectionResult, results: RankedResults, reservation: Reservation | None) -> Choice:
-                part = self._ranking(prompt, decision, results, pool.unable)
-                return self._build_choice(prompt, pool, result, part, decision, reservation, learns=learns)
-
-            for_decode, for_prefill = (*decision.reservations, None, None)[:2]
-            prefill = None if ranking.prefill is None else build(ranking.prefill, ranking.prefills, for_prefill)
-            results = ranking.wholes if prefill is None else ranking.decodes
-            pair = PairChoice(build(ranking.decode, results, for_decode), prefill, ranking)
-            _describe(span, prefill or pair.decode, pool)
+            pair = await self._decider.decide_pair(prompt, avoid, book=book)
+            computes = pair.prefill or pair.decode
+            _describe(span, computes)
             if span.is_recording():
                 span.set_attribute("kvatlas.decode_worker", pair.worker_id)
                 span.set_attribute("kvatlas.explanation", json.dumps(pair.explanation(MOST_TRACED)))
-        self.counters.pairs += prefill is not None
-        self._statistics.count_choice(prefill or pair.decode, started_ns)
+        self.counters.pairs += pair.prefill is not None
+        self._statistics.count_choice(computes, started_ns)
         if book:
-            self._statistics.remember(prompt, prefill or pair.decode)
+            self._statistics.remember(prompt, computes)
         return pair
-
-    def _build_choice(
-        self,
-        prompt: Prompt,
-        pool: Pool,
-        result: SelectionResult,
-        ranking: Ranking,
-        decision: Decision | PairDecision,
-        reservation: Reservation | None,
-        *,
-        learns: bool,
-    ) -> Choice:
-        """`learns`: the answer's usage and times are compared with the prediction, and rates learned from them."""
-        endpoint = pool.records[result.worker_id].endpoint
-        return Choice(
-            endpoint.id,
-            endpoint.url,
-            headers_for(endpoint),
-            endpoint.role,
-            result,
-            ranking,
-            decision.basis,
-            decision.why,
-            decision.would_be,
-            endpoint.kind,
-            endpoint.bootstrap_port,
-            reservation,
-            self._learner.feedback(prompt.scope.pool_id, ranking.results, result) if learns else None,
-            partial(
-                self._statistics.record_answer,
-                prompt,
-                pool,
-                result,
-                decision.basis if learns else None,
-                time.time_ns() // 1_000,
-            ),
-        )
-
-    def _ranking(
-        self,
-        prompt: Prompt,
-        decision: Decision | PairDecision,
-        results: Sequence[SelectionResult],
-        left_out: Mapping[str, str],
-        unread: int = 0,
-    ) -> Ranking:
-        shed_factor, remarks = self.settings.limits.shed_factor, self._remarks(prompt, decision.pool)
-        return Ranking(prompt.input_tokens, results, left_out, prompt.slo, shed_factor, unread, remarks, decision.index)
-
-    def _remarks(self, prompt: Prompt, pool: Pool) -> tuple[str, ...]:
-        """What of the request was ignored, and why nobody can hold its blocks. Each is logged once."""
-        why = why_nobody_can(prompt, pool)
-        remarks = (*prompt.notes, why) if why else prompt.notes
-        for line in remarks:
-            if line not in self._remarked and len(self._remarked) < MOST_REMARKED:
-                self._remarked.add(line)
-                _log.warning("model %s: %s", prompt.scope.model_id, line)
-        return remarks
 
     def _block_index(self) -> BlockIndex:
         if not isinstance(self._index, BlockIndex):
@@ -401,7 +319,7 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         return replace(prompt, output_tokens=expected, memory=memory)
 
 
-def _describe(span: Span, choice: Choice, pool: Pool) -> None:
+def _describe(span: Span, choice: Choice) -> None:
     result = choice.result
     describe_decision(
         span,
@@ -409,7 +327,7 @@ def _describe(span: Span, choice: Choice, pool: Pool) -> None:
         required_blocks=result.required_blocks,
         overlap_blocks=result.overlap_blocks,
         candidates=len(choice.ranking) + choice.ranking.unread,
-        applied=[pool.records[result.worker_id].trace],
+        applied=[choice.trace],
     )
     if span.is_recording():
         span.set_attribute("kvatlas.usable_tokens", result.usable_tokens)
@@ -417,12 +335,3 @@ def _describe(span: Span, choice: Choice, pool: Pool) -> None:
         span.set_attribute("kvatlas.basis", choice.basis.value)
         if choice.would_be is not None:
             span.set_attribute("kvatlas.would_be", choice.would_be)
-
-
-def _explain_no_workers(prompt: Prompt, left_out: Mapping[str, str]) -> str:
-    """Why no worker can take a prompt, in one line."""
-    scope = prompt.scope
-    pool = f"pool {scope.pool_id} (model {scope.model_id}, tokenizer {scope.tokenizer_id})"
-    if not left_out:
-        return f"{pool} has no workers; is a publisher running for this model and tokenizer?"
-    return f"{pool}: none of {len(left_out)} workers can take the request: {list_left_out(left_out, MOST_NAMED)}"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas.reservations.room_and_slo import NOTHING, Over
-from router_client.aliases import AsyncEnd, ChoiceAliases
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 from router_client.pricing.prefill_decode import PairRanking
@@ -126,7 +125,7 @@ class PairChoiceData:
 
 
 @dataclass(frozen=True, slots=True)
-class PairChoice(PairChoiceData, ChoiceAliases[AsyncEnd]):
+class PairChoice(PairChoiceData):
     """A choice of `RouterClient`."""
 
     decode: Choice

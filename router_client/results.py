@@ -11,7 +11,6 @@ from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import Outcome
 from kvatlas.reservations.room_and_slo import Over
-from router_client.aliases import AsyncEnd, ChoiceAliases
 from router_client.basis import Basis
 from router_client.booking.reservation import Reservation
 from router_client.learning.rates import Feedback
@@ -141,23 +140,42 @@ class Ranking:
 class ChoiceData:
     """Where to send a request, and why: what `Choice` and `SyncChoice` have in common.
 
-    `url` is the engine's address for routers, `headers` go with the request (the rank of a data-parallel engine).
-    `source`: the worker to read `result.transferred_tokens` from, if a transfer pays. `basis`: what the worker was chosen
-    by, and `why` if not by cost, in one line. `would_be`: the worker that cost would have chosen, if another policy is
-    followed. `kind`: its engine's; `bootstrap_port`: of an SGLang prefill server, if it tells one.
+    `basis`: what the worker was chosen by, and `why` if not by cost, in one line. `would_be`: the worker that cost would have
+    chosen, if another policy is followed. `trace`: see `FleetRecord`.
     """
 
     worker_id: str
-    url: str
-    headers: Mapping[str, str]
-    role: Role
+    endpoint: EngineEndpoint
     result: SelectionResult
     ranking: Ranking
     basis: Basis = Basis.COST
     why: str = ""
     would_be: str | None = None
-    kind: EngineKind = EngineKind.VLLM
-    bootstrap_port: int | None = None
+    trace: str | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def url(self) -> str:
+        """The engine's address for routers."""
+        return self.endpoint.url
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What goes with the request: the rank of a data-parallel engine."""
+        return headers_for(self.endpoint)
+
+    @property
+    def role(self) -> Role:
+        return self.endpoint.role
+
+    @property
+    def kind(self) -> EngineKind:
+        """The engine's."""
+        return self.endpoint.kind
+
+    @property
+    def bootstrap_port(self) -> int | None:
+        """Of an SGLang prefill server, if it tells one."""
+        return self.endpoint.bootstrap_port
 
     @property
     def cost(self) -> Cost:
@@ -199,6 +217,7 @@ class ChoiceData:
 
     @property
     def source(self) -> str | None:
+        """The worker to read `result.transferred_tokens` from, if a transfer pays."""
         return self.result.source
 
     @property
@@ -250,7 +269,7 @@ class ChoiceData:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(ChoiceData, ChoiceAliases[AsyncEnd]):
+class Choice(ChoiceData):
     """A choice of `RouterClient`. `reservation` None: nothing is booked."""
 
     reservation: Reservation | None = field(default=None, compare=False)

@@ -18,7 +18,6 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
 from kvatlas.reservations import Outcome
 from kvatlas.store.access import RedisAccess
-from router_client.aliases import ChoiceAliases, ClientAliases
 from router_client.client import Request, RouterClient
 from router_client.counters import RouterCounters
 from router_client.decision.history import DecisionHistory
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class SyncChoice(ChoiceData, ChoiceAliases[None]):
+class SyncChoice(ChoiceData):
     """A choice of `SyncRouterClient`: `Choice`, for threads."""
 
     _choice: Choice = field(kw_only=True, compare=False, repr=False)
@@ -61,7 +60,7 @@ class SyncChoice(ChoiceData, ChoiceAliases[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class SyncPairChoice(PairChoiceData, ChoiceAliases[None]):
+class SyncPairChoice(PairChoiceData):
     """A choice of `SyncRouterClient`: `PairChoice`, for threads."""
 
     decode: SyncChoice
@@ -90,7 +89,7 @@ def _wrap_pair(pair: PairChoice, thread: LoopThread) -> SyncPairChoice:
     return SyncPairChoice(_wrap(pair.decode, thread), prefill, pair.ranking, _pair=pair)
 
 
-class SyncRouterClient(ClientAliases[Request, SyncChoice, SyncPairChoice]):
+class SyncRouterClient:
     """`RouterClient`, for threads: each call waits for the same call of an async client, which lives in a loop and a
     thread of its own from entering (`with`) to leaving.
 

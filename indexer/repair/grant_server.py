@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import GrantRequest
-from kvatlas.bus.subjects import ALL_GRANTS, ALL_GRANTS_BEFORE, is_inbox, partition_of
+from kvatlas.bus.subjects import ALL_GRANTS, is_inbox, partition_of
 from kvatlas.errors import InvalidValue
 from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.fair_share import FairShare
@@ -44,16 +44,14 @@ class GrantServer:
 
     async def run(self) -> None:
         """Answer until cancelled."""
-        subjects = (ALL_GRANTS, ALL_GRANTS_BEFORE)
-        subscriptions = [await self._client.subscribe(subject, cb=self._on_request) for subject in subjects]
+        subscription = await self._client.subscribe(ALL_GRANTS, cb=self._on_request)
         try:
             await anyio.sleep_forever()
         finally:
-            for subscription in subscriptions:
-                await unsubscribe(subscription, self._client)
+            await unsubscribe(subscription, self._client)
 
     async def _on_request(self, msg: Msg) -> None:
-        _, _, partition, *worker = msg.subject.split(".")
+        _, _, partition, worker = msg.subject.split(".")
         if not is_inbox(msg.reply) or not partition.isdecimal() or not self._may_own(int(partition), worker):
             return
         if not self._share.admit(msg.subject, self._clock()):
@@ -61,8 +59,8 @@ class GrantServer:
             return
         try:
             request = GrantRequest.unpack(msg.data)
-            if worker and worker != [request.worker_id]:
-                raise InvalidValue(f"it names worker {request.worker_id}; expected {worker[0]}")
+            if worker != request.worker_id:
+                raise InvalidValue(f"it names worker {request.worker_id}; expected {worker}")
             right = [partition_of(request.worker_id, count) for count in self._partitions]
             if int(partition) not in right:
                 raise InvalidValue(f"worker {request.worker_id} is of partition {right[0]}; expected {partition}")
@@ -80,8 +78,8 @@ class GrantServer:
             self._counters.grants_refused += 1
         await self._client.publish(msg.reply, reply.pack())
 
-    def _may_own(self, partition: int, worker: Sequence[str]) -> bool:
+    def _may_own(self, partition: int, worker_id: str) -> bool:
         """Before the request is read, which may be anybody's: can its worker be an owned one?"""
         if len(self._partitions) == 1:
             return partition in self._owned.partitions
-        return not worker or self._owned.owns(worker[0])
+        return self._owned.owns(worker_id)

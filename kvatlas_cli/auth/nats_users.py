@@ -18,7 +18,6 @@ from kvatlas.bus.subjects import (
     ALL_GRANTS,
     ALL_STORE_NOTICES,
     DEAD_STREAM,
-    GRANTS,
     STREAM,
     alive_subject,
     control_subject,
@@ -83,7 +82,7 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: 
     users = {
         INDEXER: Permissions(
             publish=[ALL_CONTROL, ALL_DEAD, *streams, *consumers, own_inbox[INDEXER]],
-            subscribe=[ALL_ALIVE, GRANTS, own_inbox[INDEXER]],
+            subscribe=[ALL_ALIVE, ALL_GRANTS, own_inbox[INDEXER]],
             responds=True,
         ),
         AUDITOR: Permissions(

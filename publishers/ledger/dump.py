@@ -10,9 +10,7 @@ counts]. `shared`: [name, [[position of block, [[position of holding, count]]]]]
 adapter, salt, extra keys, lookahead, local hashes or nil, chain, packed sequence hashes]. `variants`: [hash, the parent's
 hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. `unproven`: see `Residency.unproven`; nil if the
 engine uses keys. `small blocks`: [parts of a block, [[hash, anchor, number]]], see `marks.small_blocks`. Usable residency and
-marks are not saved: they are computed from the rest. Versions 2 and 3 had no groups, version 2 no variants; they are read if
-all holdings are indexable. Up to version 5 what is unproven was not saved: the engine is taken to use keys. Up to version 6
-all chains were the own one, and no small blocks were known.
+marks are not saved: they are computed from the rest.
 """
 
 import sys
@@ -28,7 +26,6 @@ from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
-from kvatlas.identity import OWN_CHAIN
 from kvatlas_publishers.engine_events import EngineHash, EngineStored, LocalHashes
 from kvatlas_publishers.ledger.awaiting_parent import AwaitingParent
 from kvatlas_publishers.ledger.block import Block, Stretch
@@ -39,8 +36,6 @@ from kvatlas_publishers.ledger.residency import Residency
 from kvatlas_publishers.ledger.shared_hashes import CertainCopies
 
 VERSION = 7
-WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD, WITHOUT_UNPROVEN, WITHOUT_CHAINS_AND_SMALL_BLOCKS = 2, 3, 4, 5, 6
-"""The versions before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,31 +257,17 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
     try:
         raw = msgpack.unpackb(dumped)
         version = raw[0] if isinstance(raw, list) and raw else raw
-        if version == WITHOUT_VARIANTS:
-            raw.append([])
-        if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS):
-            raw += [[], 0]
-        if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD, WITHOUT_UNPROVEN):
-            raw.append(None)
-        elif version not in (WITHOUT_CHAINS_AND_SMALL_BLOCKS, VERSION):
-            raise InvalidValue(f"saved ledger of version {version!r:.40}")
         if version != VERSION:
-            raw.append([1, []])
+            raise InvalidValue(f"saved ledger of version {version!r:.40}; expected {VERSION}")
         _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = raw
         variants, told, ahead, unproven, (parts, small_blocks) = engine
-        if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD) and ahead:
-            raise InvalidValue(
-                "saved ledger with lookahead hashes, of a version that left their tokens out of its hashes"
-            )
-        if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS) and not all(indexable for _, _, indexable, _, _ in holdings):
-            raise InvalidValue("saved ledger of a hybrid model, of a version that did not know its groups")
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(
             block_size=block_size,
             namespaces=[
-                (adapter, salt, packed, _integers(parents), *(where or (OWN_CHAIN, 0)))
-                for adapter, salt, packed, parents, *where in namespaces
+                (adapter, salt, packed, _integers(parents), chain, block_bytes)
+                for adapter, salt, packed, parents, chain, block_bytes in namespaces
             ],
             names=names,
             owners=_integers(owners),
@@ -308,12 +289,12 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
                     adapter=adapter,
                     salt=salt,
                     extra_keys=keys,
-                    lookahead_tokens=len(rest[0]) if rest else 0,
-                    lookahead=rest[0] if rest else (),
-                    local_hashes=LocalHashes(*rest[1:3]) if len(rest) > 1 and rest[1] is not None else None,
-                    sequence_hashes=bytes(rest[3]) if len(rest) > 3 else b"",
+                    lookahead_tokens=len(lookahead),
+                    lookahead=lookahead,
+                    local_hashes=None if local is None else LocalHashes(local, chain),
+                    sequence_hashes=bytes(sequence),
                 )
-                for hashes, parent, tokens, adapter, salt, keys, *rest in awaiting
+                for hashes, parent, tokens, adapter, salt, keys, lookahead, local, chain, sequence in awaiting
             ],
             variants=[(name, parent_name) for name, parent_name in variants],
             groups={index: ToldGroup(AttentionKind(kind), window, size) for index, kind, window, size in told},

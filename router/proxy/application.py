@@ -1,7 +1,7 @@
 """The proxy's paths. Any path that is not listed goes to a worker of the model that its request names.
 
 /v1/models, /v1/models/{name}         the fleet's models
-/kvatlas/route, /kvatlas/done         the same choice for routers in other languages; /v1/route and /v1/done are aliases
+/kvatlas/route, /kvatlas/done         the same choice for routers in other languages
 /kvatlas/requests                     answered requests as they come, for `kvatlas record` (--record)
 /health, /ready (/readyz), /version   for probes
 /metrics                              for Prometheus
@@ -92,13 +92,12 @@ class ProxyApplication:
                 expose_headers=[DECISION_HEADER],
             )
         ]
-        route, done = _with_json_errors(route_api.route), _with_json_errors(route_api.done)
         self.asgi = Starlette(
             routes=[
                 Route("/v1/models", _with_json_errors(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", _with_json_errors(self._model), methods=["GET"]),
-                *(Route(f"{prefix}/route", route, methods=["POST"]) for prefix in ("/kvatlas", "/v1")),
-                *(Route(f"{prefix}/done", done, methods=["POST"]) for prefix in ("/kvatlas", "/v1")),
+                Route("/kvatlas/route", _with_json_errors(route_api.route), methods=["POST"]),
+                Route("/kvatlas/done", _with_json_errors(route_api.done), methods=["POST"]),
                 *([Route("/kvatlas/requests", self._requests)] if feed is not None else []),
                 Route("/health", self._health),
                 Route("/ready", self._ready),

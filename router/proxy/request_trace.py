@@ -15,7 +15,7 @@ from kvatlas_router.upstream.engine_answer import EngineLost, EngineRequest, Eng
 from router_client.learning.usage import Usage
 from router_client.results import Choice
 
-_OWN = {"/v1/models", "/kvatlas/route", "/kvatlas/done", "/v1/route", "/v1/done"}
+_OWN = {"/v1/models", "/kvatlas/route", "/kvatlas/done"}
 _PROPAGATOR = TraceContextTextMapPropagator()
 _NAMES = (b"traceparent", b"tracestate")
 _OPERATIONS = {

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Coroutine, Sequence
 from secrets import token_bytes
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from kvatlas.cost.protocol import Load
 from kvatlas.errors import Unreachable
@@ -34,15 +34,8 @@ from router_client.settings import RouterSettings
 T = TypeVar("T")
 
 
-class BookingResult(NamedTuple):
-    """The evaluation, and what is reserved: the worker that answers, then the prefill worker if that is another one."""
-
-    evaluation: Evaluation
-    reservations: tuple[Reservation, ...] = ()
-
-
 class Booker:
-    """Books for one router."""
+    """Books for one router. What is booked: the worker that answers, then the prefill worker if that is another one."""
 
     def __init__(
         self,
@@ -92,7 +85,7 @@ class Booker:
         await self._report_workers(pool_id)
         return await self._reservations.evaluate(pool_id, ask)
 
-    async def book(self, prompt: Prompt, ask: Ask, deadline: Deadline) -> BookingResult:
+    async def book(self, prompt: Prompt, ask: Ask, deadline: Deadline) -> tuple[Evaluation, tuple[Reservation, ...]]:
         """Choose and reserve in one call. Raises what the store raises, and TimeoutError; then nothing stays booked."""
         pool_id = prompt.scope.pool_id
         await self._report_workers(pool_id)
@@ -115,19 +108,17 @@ class Booker:
             raise Unreachable(f"reservation {booking.id.hex()} was called off before it was made")
         booked = ids if evaluation.prefill is not None else ids[:1]
         deadline_ms = self._settings.deadline_ms
-        return BookingResult(
-            evaluation,
-            tuple(
-                Reservation(pool_id, id, self._reservations, self._leases, deadline_ms, self._late_calls)
-                for id in booked
-            ),
+        return evaluation, tuple(
+            Reservation(pool_id, id, self._reservations, self._leases, deadline_ms, self._late_calls) for id in booked
         )
 
-    async def look_or_book(self, prompt: Prompt, ask: Ask, deadline: Deadline, *, book: bool) -> BookingResult:
+    async def look_or_book(
+        self, prompt: Prompt, ask: Ask, deadline: Deadline, *, book: bool
+    ) -> tuple[Evaluation, tuple[Reservation, ...]]:
         """In one call. Raises what the store raises, and TimeoutError."""
         if book:
             return await self.book(prompt, ask, deadline)
-        return BookingResult(await deadline.wait_for(self.look(prompt.scope.pool_id, ask)))
+        return await deadline.wait_for(self.look(prompt.scope.pool_id, ask)), ()
 
     # ------------------------------------------------------------ alone
 

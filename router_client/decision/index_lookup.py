@@ -1,6 +1,5 @@
 """Looking a prompt up in the index within a decision's deadline; if the index is slow, away or switched off, load decides."""
 
-from dataclasses import dataclass
 from time import perf_counter
 
 from kvatlas.store.circuit_breaker import CircuitBreaker
@@ -8,20 +7,10 @@ from kvatlas.store.deadline import READ_SHARE, STORE_FAILURES, Deadline
 from kvatlas.telemetry import sampled_context
 from router_client.basis import Basis
 from router_client.counters import RouterCounters
+from router_client.decision.case import Case
 from router_client.pricing.overlap import OverlapIndex, PromptLookup, look_up_overlap
 from router_client.pricing.pool import Pool
 from router_client.prompt import Prompt, Strategy
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """The state that a decision starts from, before load. `why`: one line, if it is without the index, or its pool as
-    read before."""
-
-    pool: Pool
-    lookup: PromptLookup
-    basis: Basis = Basis.COST
-    why: str = ""
 
 
 class IndexLookup:
@@ -37,7 +26,7 @@ class IndexLookup:
         """The part of the prompt that each of the pool's workers holds. Raises what the store raises."""
         return await look_up_overlap(self._index, prompt, pool.block_shapes)
 
-    async def look_up_in_time(self, prompt: Prompt, pool: Pool, deadline: Deadline) -> Situation:
+    async def look_up_in_time(self, prompt: Prompt, pool: Pool, deadline: Deadline) -> Case:
         """The same within READ_SHARE of the deadline; if that fails, an empty lookup and why."""
         if self.load_only:
             why = "the router is switched to load alone"
@@ -56,5 +45,5 @@ class IndexLookup:
                 why = f"index: {deadline.describe(error)}"
             else:
                 self._breaker.record_success()
-                return Situation(pool, lookup)
-        return Situation(pool, PromptLookup.empty(prompt, pool.block_shapes), Basis.LOAD, why)
+                return Case(prompt, pool, lookup)
+        return Case(prompt, pool, PromptLookup.empty(prompt, pool.block_shapes), Basis.LOAD, why)

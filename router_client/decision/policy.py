@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from kvatlas.reservations import Ask
 from router_client.booking.ask import build_ask
+from router_client.decision.case import Case
 from router_client.decision.shadow_policy import Policy, RoundRobin
 from router_client.pricing.look_alikes import LookAlikeQuotes, quote_look_alikes
-from router_client.pricing.overlap import PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairQuotes, quote_pairs
 from router_client.pricing.quotes import Quote, quote_candidates, rendezvous_weight
@@ -40,24 +40,23 @@ class RoutingPolicy:
                 pool = pool.narrow(select.why_not)
         return pool
 
-    def quote(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> list[Quote]:
+    def quote(self, case: Case) -> list[Quote]:
         """Every candidate's cost without load, surcharges included, in the order in which ties are broken."""
-        fingerprint = lookup.fingerprint + self._seed
-        return self._add_surcharges(
-            prompt, quote_candidates(prompt, pool, lookup.held, fingerprint=fingerprint), fingerprint
-        )
+        fingerprint = case.lookup.fingerprint + self._seed
+        quotes = quote_candidates(case.prompt, case.pool, case.lookup.held, fingerprint=fingerprint)
+        return self._add_surcharges(case.prompt, quotes, fingerprint)
 
-    def quote_look_alikes(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> LookAlikeQuotes | None:
+    def quote_look_alikes(self, case: Case) -> LookAlikeQuotes | None:
         """The same with few candidates named, the cheapest of the others being found in the store; None if that is not
         possible."""
-        settings = self._settings
+        settings, prompt, pool, held = self._settings, case.prompt, case.pool, case.lookup.held
         if settings.temperature or self._followed(prompt) is not None or settings.explain_all:
             return None
-        fingerprint = lookup.fingerprint + self._seed
+        fingerprint = case.lookup.fingerprint + self._seed
         if not (settings.session_us and prompt.session_id):
-            return quote_look_alikes(prompt, pool, lookup.held, fingerprint)
+            return quote_look_alikes(prompt, pool, held, fingerprint)
         home = session_worker(prompt.session_id, sorted(pool.candidate_of))
-        quotes = quote_look_alikes(prompt, pool, lookup.held, fingerprint, named=[home])
+        quotes = quote_look_alikes(prompt, pool, held, fingerprint, named=[home])
         if quotes is None:
             return None
         away = add_session_surcharge(quotes.look_alikes.values(), home, settings.session_us, members=True)
@@ -67,20 +66,20 @@ class RoutingPolicy:
             look_alikes=dict(zip(quotes.look_alikes, away, strict=True)),
         )
 
-    def quote_pairs(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> PairQuotes:
+    def quote_pairs(self, case: Case) -> PairQuotes:
         """The same for prefill and decode workers."""
-        fingerprint, least = lookup.fingerprint + self._seed, self._settings.pairs.least_new_tokens
-        pairs = quote_pairs(prompt, pool, lookup.held, fingerprint=fingerprint, least_new_tokens=least)
-        return pairs.add_surcharges(lambda answering: self._add_surcharges(prompt, answering, fingerprint))
+        fingerprint, least = case.lookup.fingerprint + self._seed, self._settings.pairs.least_new_tokens
+        pairs = quote_pairs(case.prompt, case.pool, case.lookup.held, fingerprint=fingerprint, least_new_tokens=least)
+        return pairs.add_surcharges(lambda answering: self._add_surcharges(case.prompt, answering, fingerprint))
 
-    def ask(self, prompt: Prompt, pool: Pool, quotes: Sequence[Quote], lookup: PromptLookup) -> Ask:
+    def ask(self, case: Case, quotes: Sequence[Quote]) -> Ask:
         """The booking's question: which of these is the cheapest under load? Raises InvalidValue for a bad token id."""
-        return build_ask(prompt, quotes, lookup.chains, self._settings, pool.usual_block_size)
+        return build_ask(case.prompt, quotes, case.lookup.chains, self._settings, case.pool.usual_block_size)
 
-    def ask_look_alikes(self, prompt: Prompt, quotes: LookAlikeQuotes, lookup: PromptLookup) -> Ask:
+    def ask_look_alikes(self, case: Case, quotes: LookAlikeQuotes) -> Ask:
         """The same question about named workers and look-alikes."""
-        usual_size = quotes.pool.usual_block_size
-        ask = build_ask(prompt, quotes.named, lookup.chains, self._settings, usual_size, quotes.look_alikes)
+        chains, usual_size = case.lookup.chains, quotes.pool.usual_block_size
+        ask = build_ask(case.prompt, quotes.named, chains, self._settings, usual_size, quotes.look_alikes)
         return replace(ask, skipped=tuple(quotes.pool.skipped), least_members=quotes.least_members, ring=quotes.ring)
 
     def criteria(self, prompt: Prompt) -> Criteria:
@@ -102,8 +101,9 @@ class RoutingPolicy:
             return self._settings.follow
         return self._round_robin if prompt.strategy is Strategy.ROUND_ROBIN else None
 
-    def choose_by_prefix(self, quotes: Sequence[Quote], lookup: PromptLookup) -> int:
+    def choose_by_prefix(self, case: Case, quotes: Sequence[Quote]) -> int:
         """The number of the quote by a hash of the prompt's start: prompts that begin alike meet, and share a cache."""
+        lookup = case.lookup
         size = min(lookup.chains, default=0)
         prefix = lookup.chains[size].prefix_hash(max(1, PREFIX_TOKENS // size)) if size else lookup.fingerprint
         return max(range(len(quotes)), key=lambda i: rendezvous_weight(prefix + self._seed, quotes[i].id))

@@ -157,16 +157,15 @@ async def grant_requests(targets: Targets, rng: Random) -> int:
         worker_id = rng.choice(STRANGERS)
         request = {"worker_id": worker_id, "incarnation": 1, "snapshot_bytes": rng.choice(NUMBERS[:-10])}
         place = rng.choice([str(partition_of(worker_id, PARTITIONS)), *map(str, NUMBERS[:6]), "x"])
-        subject = rng.choice([f"kvatlas.grant.{place}.{worker_id}", f"kvatlas.grant.{place}"])
-        await client.publish(subject, packed(rng, request), reply=client.new_inbox())
+        await client.publish(f"kvatlas.grant.{place}.{worker_id}", packed(rng, request), reply=client.new_inbox())
     return 20
 
 
 async def http_bodies(targets: Targets, rng: Random) -> int:
     hints = {"model_id": MODEL, "token_ids": [1] * 64, "expected_output_tokens": 10, "prompt": "x", "model": MODEL}
     requests = [
-        ("POST", "/v1/route"),
-        ("POST", "/v1/done"),
+        ("POST", "/kvatlas/route"),
+        ("POST", "/kvatlas/done"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
         ("GET", "/status"),

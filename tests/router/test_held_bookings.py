@@ -1,4 +1,4 @@
-"""`/kvatlas/route` and `/kvatlas/done` (aliases: `/v1/route`, `/v1/done`): the same choice for routers in other languages."""
+"""`/kvatlas/route` and `/kvatlas/done`: the same choice for routers in other languages."""
 
 import struct
 from contextlib import AsyncExitStack
@@ -39,18 +39,18 @@ async def test_a_worker_is_chosen_booked_and_released(store: Store, valkey_url: 
             {"model": MODEL, "prompt": PROMPT},
         ]
         for body in bodies:
-            answer = (await client.post("/v1/route", json=body)).json()
+            answer = (await client.post("/kvatlas/route", json=body)).json()
             assert 0 < answer["ttft_us"] < answer["score_us"]
             assert (answer["worker"], answer["url"], answer["headers"]) == ("w2", fleet.urls["w2"], {})
             assert (answer["prompt_tokens"], answer["predicted_cached_tokens"]) == (2_000, 1_996)
             assert "w2" in answer["explanation"]
             first = {"id": answer["id"], "phase": "first_token"}
-            assert (await client.post("/v1/done", json=first)).json() == {"known": True}
+            assert (await client.post("/kvatlas/done", json=first)).json() == {"known": True}
             usage = {"prompt_tokens": 2_000, "completion_tokens": 3}
             done = {"id": answer["id"], "usage": usage}
-            assert (await client.post("/v1/done", json=done)).json() == {"known": True}
-            assert (await client.post("/v1/done", json=done)).json() == {"known": False}
-            assert (await client.post("/v1/done", json=first)).json() == {"known": False}
+            assert (await client.post("/kvatlas/done", json=done)).json() == {"known": True}
+            assert (await client.post("/kvatlas/done", json=done)).json() == {"known": False}
+            assert (await client.post("/kvatlas/done", json=first)).json() == {"known": False}
             await until(released, what="the store has heard of the end")
         counted = (await client.get("/status")).json()
         assert counted["held"] == 0 and counted["proxy"]["held"] == 3
@@ -64,9 +64,9 @@ async def test_route_tokenizes_a_chat_and_avoids_workers(store: Store, valkey_ur
     ):
         await fleet.holds("w2", list(render(messages).encode()))
         body = {"model": MODEL, "messages": messages}
-        assert (await client.post("/v1/route", json=body)).json()["worker"] == "w2"
-        assert (await client.post("/v1/route", json={**body, "avoid": ["w2"]})).json()["worker"] == "w1"
-        none = await client.post("/v1/route", json={**body, "avoid": ["w1", "w2"]})
+        assert (await client.post("/kvatlas/route", json=body)).json()["worker"] == "w2"
+        assert (await client.post("/kvatlas/route", json={**body, "avoid": ["w2"]})).json()["worker"] == "w1"
+        none = await client.post("/kvatlas/route", json={**body, "avoid": ["w1", "w2"]})
         assert none.status_code == 503 and "none of 2 workers" in none.json()["error"]["message"]
 
 
@@ -86,7 +86,7 @@ async def test_any_router_ends_what_another_one_booked(store: Store, valkey_url:
         first = {"id": ids[0], "phase": "first_token"}
         assert (await other.post("/kvatlas/done", json=first)).json() == {"known": True}
         assert (await other.post("/kvatlas/done", json={"id": ids[0]})).json() == {"known": True}
-        assert (await other.post("/v1/done", json={"id": ids[1], "status": 500})).json() == {"known": True}
+        assert (await other.post("/kvatlas/done", json={"id": ids[1], "status": 500})).json() == {"known": True}
         assert await load_of(store, "w1") == 0
         for wrong in (ids[0], ids[0][:-2], "a", "", "=", "ÿ"):
             assert (await other.post("/kvatlas/done", json={"id": wrong})).json() == {"known": False}
@@ -152,24 +152,24 @@ async def test_a_booking_whose_end_is_not_reported_expires(store: Store, valkey_
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running_fleet(store, {"w1": {}}))
         client = await stack.enter_async_context(running_proxy(valkey_url, held_s=0.01))
-        answer = (await client.post("/v1/route", json={"token_ids": PROMPT})).json()
+        answer = (await client.post("/kvatlas/route", json={"token_ids": PROMPT})).json()
 
         async def expired() -> bool:
             return bool((await client.get("/status")).json()["proxy"]["held_expired"] == 1)
 
         await until(expired, what="the booking expired")
-        assert (await client.post("/v1/done", json={"id": answer["id"]})).json() == {"known": False}
+        assert (await client.post("/kvatlas/done", json={"id": answer["id"]})).json() == {"known": False}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "code", "said"),
     [
-        ("/v1/route", {"model": "other", "prompt": [1]}, 404, "does not exist"),
-        ("/v1/route", {}, 400, "neither"),
-        ("/v1/route", {"token_ids": ["a"]}, 400, "token_ids"),
-        ("/v1/route", {"token_ids": [1], "avoid": "w1"}, 400, "avoid"),
-        ("/v1/done", {}, 400, "id"),
-        ("/v1/done", {"id": "x", "phase": "half"}, 400, "phase"),
+        ("/kvatlas/route", {"model": "other", "prompt": [1]}, 404, "does not exist"),
+        ("/kvatlas/route", {}, 400, "neither"),
+        ("/kvatlas/route", {"token_ids": ["a"]}, 400, "token_ids"),
+        ("/kvatlas/route", {"token_ids": [1], "avoid": "w1"}, 400, "avoid"),
+        ("/kvatlas/done", {}, 400, "id"),
+        ("/kvatlas/done", {"id": "x", "phase": "half"}, 400, "phase"),
     ],
 )
 async def test_a_wrong_call_is_one_line(

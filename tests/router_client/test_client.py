@@ -272,22 +272,3 @@ async def test_only_a_2xx_finishes() -> None:
         again = await router.reserve(PROMPT, dry_run=True)
         assert (again.unconfirmed_tokens > 0) is believed, status
         assert again.cost.amounts[4] == 1, status  # no other request runs there
-
-
-async def test_earlier_names_go_on_with_a_warning() -> None:
-    router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1"))), RouterSettings(deadline_ms=None))
-    with pytest.warns(DeprecationWarning, match="book is now reserve"):
-        choice = await router.book(PROMPT)
-    assert choice.reservation is not None
-    with pytest.warns(DeprecationWarning, match="finish is now done"):
-        await choice.finish()
-    with pytest.warns(DeprecationWarning, match="fail is now done"):
-        await choice.fail()
-    with pytest.warns(DeprecationWarning, match=r"pick is now reserve\(\.\.\., dry_run=True\)"):
-        assert (await router.pick(PROMPT, avoid=["w2"])).reservation is None
-    with pytest.warns(DeprecationWarning, match="book_pd"):
-        pair = await router.book_pd(PROMPT)
-    with pytest.warns(DeprecationWarning, match="finish"):
-        await pair.finish()
-    with pytest.warns(DeprecationWarning, match="pick_pd"):
-        await router.pick_pd(PROMPT)

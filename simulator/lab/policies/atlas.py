@@ -24,6 +24,7 @@ from kvatlas_simulator.lab.event_path import finish
 from kvatlas_simulator.lab.policies.protocol import LoadBlind
 from kvatlas_simulator.lab.requests import MODEL, LabRequest
 from router_client.booking.booker import evaluate_without_bookings
+from router_client.decision.case import Case
 from router_client.decision.policy import RoutingPolicy
 from router_client.learning.rates import PoolRates
 from router_client.pricing.overlap import ResidencyOnly, look_up_overlap
@@ -114,8 +115,9 @@ class Atlas(LoadBlind):
             input_tokens=request.input_tokens,
         )
         lookup = finish(look_up_overlap(self._index, prompt, self._pool.block_shapes))
-        quotes = self._policy.quote(prompt, self._pool, lookup)
-        ask = self._policy.ask(prompt, self._pool, quotes, lookup)
+        case = Case(prompt, self._pool, lookup)
+        quotes = self._policy.quote(case)
+        ask = self._policy.ask(case, quotes)
         if self._settings.booking.reservations:
             longest_us = round(self._settings.booking.longest_s * 1e6)
             booking = Booking(

@@ -107,10 +107,10 @@ async def run_soak(seconds: float, folder: Path, log: Callable[[str], None]) -> 
             for number in itertools.count():
                 tokens = [rng.randrange(50_000) for _ in range(PROMPT_TOKENS)]
                 request = {"token_ids": tokens, "request_id": f"r{number}"}
-                answer = await http.post("/v1/route", json=request)
+                answer = await http.post("/kvatlas/route", json=request)
                 if answer.is_success:
                     routed += 1
-                    await http.post("/v1/done", json={"id": answer.json().get("id"), "status": 200})
+                    await http.post("/kvatlas/done", json={"id": answer.json().get("id"), "status": 200})
                 await anyio.sleep(ROUTE_S)
 
         async with anyio.create_task_group() as tasks:

@@ -123,13 +123,13 @@ async def test_a_long_chat_goes_to_its_model_by_load(store: Store, valkey_url: s
         assert "untokenized=unread" in answer.headers["x-kvatlas-decision"]
         answer = await client.post("/v1/chat/completions", json={**body, "model": "other"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-        assert (await client.post("/v1/route", json=body)).status_code == 400
+        assert (await client.post("/kvatlas/route", json=body)).status_code == 400
         assert len(fleet.urls) == 1
 
 
 async def test_a_body_above_the_limit_is_an_error_in_openais_form(valkey_url: str, store: Store) -> None:
     async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url, http_body_bytes=100) as client:
-        for path in ("/v1/chat/completions", "/v1/route"):
+        for path in ("/v1/chat/completions", "/kvatlas/route"):
             answer = await client.post(path, content=b"x" * 101)
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
             assert "expected at most 100" in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Rates learned from answers that pass through the proxy, and from `/v1/done`."""
+"""Rates learned from answers that pass through the proxy, and from `/kvatlas/done`."""
 
 from math import inf
 from typing import Any
@@ -69,9 +69,9 @@ async def test_done_teaches_rates(store: Store, valkey_url: str) -> None:
             {"usage": usage, "failed": True, "timings": {"ttft_us": 5_000}},
         ]
         for number, done in enumerate(ends):
-            id = (await client.post("/v1/route", json={"token_ids": [number] * 64})).json()["id"]
-            await client.post("/v1/done", json={"id": id, "phase": "first_token"})
-            assert (await client.post("/v1/done", json={"id": id, **done})).json() == {"known": True}
+            id = (await client.post("/kvatlas/route", json={"token_ids": [number] * 64})).json()["id"]
+            await client.post("/kvatlas/done", json={"id": id, "phase": "first_token"})
+            assert (await client.post("/kvatlas/done", json={"id": id, **done})).json() == {"known": True}
         evidence = await learned_from(store, 3)
         assert rows(evidence, Latency.TTFT) > 2 * rows(evidence, Latency.TPOT) > 0
 
@@ -79,8 +79,8 @@ async def test_done_teaches_rates(store: Store, valkey_url: str) -> None:
 @pytest.mark.parametrize("given", ["5 ms", {"ttft_us": "5"}, {"tpot_us": True}])
 async def test_timings_that_are_not_times_are_an_error(store: Store, valkey_url: str, given: object) -> None:
     async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
-        id = (await client.post("/v1/route", json={"token_ids": [1] * 64})).json()["id"]
-        answer = await client.post("/v1/done", json={"id": id, "timings": given})
+        id = (await client.post("/kvatlas/route", json={"token_ids": [1] * 64})).json()["id"]
+        answer = await client.post("/kvatlas/done", json={"id": id, "timings": given})
         assert answer.status_code == 400 and "timings" in answer.json()["error"]["message"]
 
 

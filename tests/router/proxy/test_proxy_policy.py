@@ -1,4 +1,4 @@
-"""The proxy's policy: advice and shedding, sessions, selection; and both workers of a pair over `/v1/route`."""
+"""The proxy's policy: advice and shedding, sessions, selection; and both workers of a pair over `/kvatlas/route`."""
 
 from typing import Any
 
@@ -26,9 +26,9 @@ async def test_advice_is_given_always_and_followed_only_if_configured(store: Sto
             answer = await client.post("/v1/completions", json=ASK)
             assert answer.status_code == 200
             assert answer.headers["x-kvatlas-decision"].endswith(";advice=shed")
-            assert (await client.post("/v1/route", json=ASK)).json()["advice"] == "shed"
+            assert (await client.post("/kvatlas/route", json=ASK)).json()["advice"] == "shed"
         async with running_proxy(valkey_url, shed=True) as client:
-            for path in ("/v1/completions", "/v1/route"):
+            for path in ("/v1/completions", "/kvatlas/route"):
                 refused = await client.post(path, json=ASK)
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "4")
                 assert "miss the SLO" in refused.text
@@ -77,14 +77,14 @@ async def test_route_returns_both_workers_of_a_pair(store: Store, valkey_url: st
             records[worker_id] = made.model_copy(update={"endpoint": endpoint})
         await FleetStore(store).write(records)
         async with running_proxy(valkey_url) as client:
-            assert (await client.post("/v1/route", json={"token_ids": [1] * 99})).status_code == 503
-            answer = (await client.post("/v1/route", json={"token_ids": [1] * 99, "pd": True})).json()
+            assert (await client.post("/kvatlas/route", json={"token_ids": [1] * 99})).status_code == 503
+            answer = (await client.post("/kvatlas/route", json={"token_ids": [1] * 99, "pd": True})).json()
             assert (answer["worker"], answer["url"], answer["headers"]) == ("d", "http://d", {})
             prefill = {"worker": "p", "url": "http://p", "headers": {"X-Data-Parallel-Rank": "2"}}
             assert answer["prefill"] == {**prefill, "protocol": "bootstrap", "bootstrap_port": 8998}
             for phase in ("first_token", "done"):
-                done = await client.post("/v1/done", json={"id": answer["id"], "phase": phase})
+                done = await client.post("/kvatlas/done", json={"id": answer["id"], "phase": phase})
                 assert done.json() == {"known": True}
-            wrong = await client.post("/v1/route", json={"token_ids": [1], "pd": "yes"})
+            wrong = await client.post("/kvatlas/route", json={"token_ids": [1], "pd": "yes"})
             assert wrong.status_code == 400
             assert wrong.json()["error"]["message"] == "pd is 'yes'; expected true or false"

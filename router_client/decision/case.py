@@ -1,0 +1,23 @@
+"""What one choice is made from, before the candidates are priced."""
+
+from dataclasses import dataclass
+
+from router_client.basis import Basis
+from router_client.pricing.overlap import PromptLookup
+from router_client.pricing.pool import Pool
+from router_client.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt, the workers that may get it, and what they hold of it.
+
+    `why`: one line, if it is without the index, or its pool as read before. `followed`: the worker that another policy chose.
+    """
+
+    prompt: Prompt
+    pool: Pool
+    lookup: PromptLookup
+    basis: Basis = Basis.COST
+    why: str = ""
+    followed: str | None = None

@@ -1,0 +1,98 @@
+"""From priced and booked candidates to what a client returns: a ranking, a choice, or a choice of two workers."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from kvatlas.request import SelectionResult
+from router_client.booking.reservation import Reservation
+from router_client.choice_statistics import ChoiceStatistics
+from router_client.decision.case import Case
+from router_client.learning.rates import RateLearner
+from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.pool import Pool
+from router_client.pricing.prefill_decode import PairRanking
+from router_client.pricing.usable_end import why_nobody_can
+from router_client.prompt import Prompt
+from router_client.results import Choice, Ranking
+
+MOST_REMARKED = 256
+"""Remarks on requests that are logged, each once."""
+
+_log = logging.getLogger("router_client")
+
+
+class ChoiceBuilder:
+    """Builds for one router. When a request ends, its choice is compared with the answer by `statistics` and `learner`."""
+
+    def __init__(self, learner: RateLearner, statistics: ChoiceStatistics, shed_factor: float) -> None:
+        self._learner = learner
+        self._statistics = statistics
+        self._shed_factor = shed_factor
+        self._remarked: set[str] = set()
+
+    def ranking(
+        self, case: Case, results: Sequence[SelectionResult], left_out: Mapping[str, str], unread: int = 0
+    ) -> Ranking:
+        """`left_out`, `unread`: see `Ranking`."""
+        prompt, remarks, index = case.prompt, self.remarks(case.prompt, case.pool), case.lookup.source
+        return Ranking(prompt.input_tokens, results, left_out, prompt.slo, self._shed_factor, unread, remarks, index)
+
+    def choice(
+        self,
+        case: Case,
+        ranking: Ranking,
+        result: SelectionResult,
+        reservation: Reservation | None,
+        *,
+        would_be: str | None = None,
+        learns: bool = True,
+    ) -> Choice:
+        """`learns`: the answer's usage and times are compared with the prediction, and rates learned from them."""
+        record = case.pool.records[result.worker_id]
+        return Choice(
+            result.worker_id,
+            record.endpoint,
+            result,
+            ranking,
+            case.basis,
+            case.why,
+            would_be,
+            record.trace,
+            reservation,
+            self._learner.feedback(case.prompt.scope.pool_id, ranking.results, result) if learns else None,
+            partial(
+                self._statistics.record_answer,
+                case.prompt,
+                case.pool,
+                result,
+                case.basis if learns else None,
+                time.time_ns() // 1_000,
+            ),
+        )
+
+    def pair(self, case: Case, ranking: PairRanking, reservations: Sequence[Reservation]) -> PairChoice:
+        """`reservations`: the worker that answers, then the prefill worker; empty if nothing is booked."""
+        for_decode, for_prefill = (*reservations, None, None)[:2]
+        unable = case.pool.unable
+        if ranking.prefill is None:
+            whole = self.choice(case, self.ranking(case, ranking.wholes, unable), ranking.decode, for_decode)
+            return PairChoice(whole, None, ranking)
+        # no rates are learned: a pair's time can't be split between its workers
+        prefills, decodes = (self.ranking(case, results, unable) for results in (ranking.prefills, ranking.decodes))
+        return PairChoice(
+            self.choice(case, decodes, ranking.decode, for_decode, learns=False),
+            self.choice(case, prefills, ranking.prefill, for_prefill, learns=False),
+            ranking,
+        )
+
+    def remarks(self, prompt: Prompt, pool: Pool) -> tuple[str, ...]:
+        """What of the request was ignored, and why nobody can hold its blocks. Each is logged once."""
+        why = why_nobody_can(prompt, pool)
+        remarks = (*prompt.notes, why) if why else prompt.notes
+        for line in remarks:
+            if line not in self._remarked and len(self._remarked) < MOST_REMARKED:
+                self._remarked.add(line)
+                _log.warning("model %s: %s", prompt.scope.model_id, line)
+        return remarks
