@@ -28,6 +28,8 @@ from kvatlas_router.status_page.sections import router_page
 from kvatlas_router.upstream.engine_watch import PATIENCE_S, EngineWatch
 
 CLOSE_S = 5.0
+ENGINE_TIMEOUT_S = 600.0
+"""An engine counts as gone after so long without a byte: the longest prompts are computed in less."""
 CUT_S = 2.0
 """How long answers that were cut off have to send their errors."""
 
@@ -87,7 +89,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         parts = await stack.enter_async_context(
             open_request_router(settings, is_near(settings.host), settings.credentials_to)
         )
-        engines = await stack.enter_async_context(engine_client(settings.engine_timeout_s, parts.addresses))
+        engines = await stack.enter_async_context(engine_client(ENGINE_TIMEOUT_S, parts.addresses))
         watch = await stack.enter_async_context(EngineWatch(parts.short_calls, PATIENCE_S))
         counters = ProxyCounters()
         relay = AnswerRelay(engines, watch, counters, parts.addresses, ask_usage=settings.ask_usage)

@@ -21,6 +21,8 @@ from kvatlas_simulator.hybrid_cache.resident_blocks import list_hybrid_blocks
 from kvatlas_simulator.settings import EngineSettings
 from kvatlas_simulator.zmq_events import open_feed
 
+TRANSFER_US_PER_TOKEN = 3.0
+"""Time to fetch a prompt token's KV from another engine."""
 GRACE_S = 2
 """How long open responses may continue after the engine is told to stop."""
 
@@ -54,7 +56,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             adapters=settings.adapters,
             vocab_size=settings.vocab_size,
             resident_blocks=resident_blocks,
-            transfers=KvTransfers(engine, settings.disaggregation, settings.transfer_us_per_token, settings.speed_up),
+            transfers=KvTransfers(engine, settings.disaggregation, TRANSFER_US_PER_TOKEN, settings.speed_up),
             event_source={
                 "data_parallel_rank": 0,
                 "endpoint": feed.endpoint,

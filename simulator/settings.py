@@ -25,12 +25,11 @@ class EngineSettings(ProcessSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "model port endpoint block_size num_gpu_blocks",
-        "HTTP server": "host adapters vocab_size disaggregation transfer_us_per_token",
+        "HTTP server": "host adapters vocab_size disaggregation",
         "KV events": "replay_endpoint bind topic events buffer_steps self_describing_offload report_hits",
         "KV cache": "num_cpu_blocks eviction groups retention_interval seed",
         "Scheduler": "max_num_seqs max_num_batched_tokens queue_limit",
-        "Speed": "speed_up prefill_us_per_token decode_step_us decode_us_per_sequence decode_us_per_kv_token "
-        "swap_in_us_per_block",
+        "Speed": "speed_up prefill_us_per_token decode_step_us",
     }
 
     model: Name = Field(default="mock-model", description="Model that it serves.")
@@ -86,24 +85,10 @@ class EngineSettings(ProcessSettings):
     decode_step_us: float = Field(
         default=_RATES.decode_step_us, ge=0, description="Microseconds of a step in which anything decodes."
     )
-    decode_us_per_sequence: float = Field(
-        default=_RATES.decode_us_per_sequence, ge=0, description="Microseconds that a decoding sequence adds to a step."
-    )
-    decode_us_per_kv_token: float = Field(
-        default=_RATES.decode_us_per_kv_token,
-        ge=0,
-        description="Microseconds that each KV token of a decoding sequence adds to a step.",
-    )
-    swap_in_us_per_block: float = Field(
-        default=_RATES.swap_in_us_per_block, ge=0, description="Microseconds to swap a block in from the CPU."
-    )
 
     disaggregation: Disaggregation = Field(
         default=Disaggregation.NONE,
         description="Prompts and answers apart: in vLLM's request form (either part, as each request says), or SGLang's.",
-    )
-    transfer_us_per_token: float = Field(
-        default=3.0, ge=0, description="Microseconds to fetch a prompt token's KV from another engine."
     )
 
     @field_validator("adapters")
@@ -153,9 +138,6 @@ class EngineSettings(ProcessSettings):
         return StepCost(
             prefill_us_per_token=self.prefill_us_per_token,
             decode_step_us=self.decode_step_us,
-            decode_us_per_sequence=self.decode_us_per_sequence,
-            decode_us_per_kv_token=self.decode_us_per_kv_token,
-            swap_in_us_per_block=self.swap_in_us_per_block,
         )
 
     @property

@@ -10,7 +10,10 @@ from kvatlas.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class HttpAccess:
-    """Limits of one server, its certificate, and the tokens of which a request must have one (none: no request needs any)."""
+    """Limits of one server, its certificate, and the tokens of which a request must have one (none: no request needs any).
+
+    `header_s`: seconds that a client has to send a request's headers.
+    """
 
     body_bytes: int = 64 << 20
     header_s: float = 10.0

@@ -68,11 +68,6 @@ class GatewaySettings(RoutingSettings):
         description="How much of an answer passes through here: `whole` reads usage and times, `headers` asks the gateway "
         "for its headers only, `none` leaves a request when it was sent.",
     )
-    most_tokenizer_deadline_ms: float = Field(
-        default=500.0,
-        gt=0,
-        description="The same in a burst, while other requests get theirs: up to this. Less than --pick-deadline-ms.",
-    )
     pick_deadline_ms: float = Field(
         default=1_000.0, gt=0, description="Milliseconds for a decision; then the answer is 503."
     )
@@ -102,3 +97,8 @@ class GatewaySettings(RoutingSettings):
         if settings.kubernetes_pool and settings.pods:
             raise SettingsError("--kubernetes-pool and --pods are both given; expected one of them")
         return settings
+
+    @property
+    def most_tokenizer_deadline_ms(self) -> float:
+        """Half of the time for a decision: the other half is left for the choice."""
+        return self.pick_deadline_ms / 2

@@ -18,17 +18,11 @@ class HttpSettings(ProcessSettings):
     """Limits, certificate and tokens of the HTTP server."""
 
     help_groups: ClassVar[HelpGroups] = {
-        "HTTP server": "http_body_bytes http_header_s http_connections http_cert_file http_key_file http_token_file",
+        "HTTP server": "http_body_bytes http_connections http_cert_file http_key_file http_token_file",
     }
 
     http_body_bytes: Positive = Field(
         default=_DEFAULT.body_bytes, description="Largest body of a request in bytes; a longer one gets a 413."
-    )
-    http_header_s: float = Field(
-        default=_DEFAULT.header_s,
-        gt=0,
-        le=3_600,
-        description="Seconds that a client has to send a request's headers; after that its connection is closed.",
     )
     http_connections: Positive = Field(
         default=_DEFAULT.connections, description="Connections at a time; a further one gets a 503."
@@ -54,12 +48,11 @@ class HttpSettings(ProcessSettings):
     def http(self) -> HttpAccess:
         """Who may use the server, and how much of it. Raises SettingsError for a file of tokens that can't be used."""
         return HttpAccess(
-            self.http_body_bytes,
-            self.http_header_s,
-            self.http_connections,
-            self.http_cert_file,
-            self.http_key_file,
-            _read_tokens(self.http_token_file) if self.http_token_file is not None else (),
+            body_bytes=self.http_body_bytes,
+            connections=self.http_connections,
+            cert_file=self.http_cert_file,
+            key_file=self.http_key_file,
+            tokens=_read_tokens(self.http_token_file) if self.http_token_file is not None else (),
         )
 
 

@@ -13,17 +13,18 @@ from kvatlas.settings.process import COMMON, HelpGroups, Settings
 from kvatlas.store.access import RedisAccess
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, Count, OutputTokens, Positive
 
+MOST_TOKENIZER_DEADLINE_MS = 1_000.0
+"""In a burst all prompts are late together; to wait longer than this costs a client more than a miss."""
+
 
 class RoutingSettings(Settings):
     """How a process that gets requests reads and routes them."""
 
     help_groups: ClassVar[HelpGroups] = {
-        "Requests": "tokenizer tokenizer_deadline_ms most_tokenizer_deadline_ms tokenizer_concurrency tenant_id "
-        "salt_is_tenant output_tokens ask_usage",
+        "Requests": "tokenizer tokenizer_deadline_ms tenant_id salt_is_tenant output_tokens ask_usage",
         "Choice of a worker": "cost_profile rates_file learn marks follow session_ms temperature select_labels allow_workers "
         "deny_workers engine_addresses",
-        "Index": "decision_deadline_ms most_decision_deadline_ms load_only read_replicas replica "
-        "replica_max_stale_ms replica_memory_mib",
+        "Index": "decision_deadline_ms read_replicas replica replica_memory_mib",
         "SLO and queue": "slo slo_ttft_ms slo_tpot_ms shed queue_requests queue_tokens queue_wait_s tenant_header "
         "priority_header",
     }
@@ -35,13 +36,6 @@ class RoutingSettings(Settings):
     )
     tokenizer_deadline_ms: float = Field(
         default=200.0, gt=0, description="Milliseconds to get a request's token ids; after that it is routed by load."
-    )
-    most_tokenizer_deadline_ms: float = Field(
-        default=1_000.0, gt=0, description="The same in a burst, while other requests get theirs: up to this."
-    )
-    tokenizer_concurrency: Positive = Field(
-        default=64,
-        description="Calls to the tokenizer at a time; more requests wait for one of them, within the deadline.",
     )
     tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the requests.")
     salt_is_tenant: bool = Field(default=False, description="Use a request's cache salt as its tenant.")
@@ -59,23 +53,14 @@ class RoutingSettings(Settings):
         gt=0,
         description="Milliseconds that a decision may wait for the store; after that it is made without it.",
     )
-    most_decision_deadline_ms: float = Field(
-        default=100.0,
-        gt=0,
-        description="The same where the store's answers take longer, as measured: up to this.",
-    )
     read_replicas: bool = Field(
         default=False,
         description="Read overlaps from the replicas of a Redis or Valkey cluster, up to 3 seconds late; choices are booked at "
         "its primaries.",
     )
-    load_only: bool = Field(default=False, description="Route by load alone, without the index.")
     replica: bool = Field(
         default=False,
         description="Keep a copy of the index in this process, fed by NATS: overlaps need no call to the store.",
-    )
-    replica_max_stale_ms: float = Field(
-        default=1_000.0, gt=0, description="Milliseconds that the copy may be old; beyond that the store answers."
     )
     replica_memory_mib: Positive = Field(
         default=1_024, description="MiB that the copy may take, as estimated; beyond that the store answers."
@@ -139,6 +124,11 @@ class RoutingSettings(Settings):
     )
 
     @property
+    def most_tokenizer_deadline_ms(self) -> float:
+        """Upper bound of the tokenizer's deadline while it is slow but still answers."""
+        return MOST_TOKENIZER_DEADLINE_MS
+
+    @property
     def redis(self) -> RedisAccess:
         """How to connect to the store."""
         return replace(super().redis, read_replicas=self.read_replicas)
@@ -149,7 +139,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url host port tokenizer replica",
-        "Engines": "max_attempts disaggregate credentials_to engine_timeout_s",
+        "Engines": "max_attempts disaggregate credentials_to",
         "Clients": "request_hints cors_origins held_s access_log record",
         "HTTP server": "drain_s grace_s",
     }
@@ -187,9 +177,6 @@ class ProxySettings(RoutingSettings, HttpSettings):
         default=(), description="Origins of web pages that may use the proxy, separated by commas; *: all."
     )
     access_log: bool = Field(default=True, description="Log a line for each request, with the decision.")
-    engine_timeout_s: float = Field(
-        default=600.0, gt=0, description="Seconds without a byte after which an engine counts as gone."
-    )
     held_s: float = Field(
         default=600.0, gt=0, description="Seconds after which a /kvatlas/route without its /kvatlas/done is released."
     )

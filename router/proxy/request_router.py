@@ -172,7 +172,7 @@ def engine_client(timeout_s: float, addresses: AddressPolicy) -> httpx.AsyncClie
 def _replica_settings(settings: RoutingSettings) -> ReplicaSettings | None:
     if not settings.replica:
         return None
-    return ReplicaSettings(settings.nats, settings.replica_max_stale_ms, settings.replica_memory_mib << 20)
+    return ReplicaSettings(settings.nats, max_bytes=settings.replica_memory_mib << 20)
 
 
 def _build_client(settings: RoutingSettings, store: Store, index: OverlapIndex) -> RouterClient:
@@ -182,8 +182,6 @@ def _build_client(settings: RoutingSettings, store: Store, index: OverlapIndex) 
         RouterSettings(
             profile=read_profile(settings.cost_profile, settings.rates_file),
             deadline_ms=settings.decision_deadline_ms,
-            most_deadline_ms=settings.most_decision_deadline_ms,
-            load_only=settings.load_only,
             learning=LearningSettings(on=settings.learn),
             follow=RoundRobin() if settings.follow == "round_robin" else None,
             limits=LimitSettings(slo=SloMode(settings.slo)),
@@ -218,9 +216,7 @@ async def _open_tokenizer(
 
         chosen = threads = ThreadedTokenizer(LocalTokenizer.from_folder(settings.tokenizer).prompt_tokens)
         stack.callback(threads.close)
-    budget = TokenizerBudget(
-        settings.tokenizer_deadline_ms, settings.tokenizer_concurrency, settings.most_tokenizer_deadline_ms
-    )
+    budget = TokenizerBudget(settings.tokenizer_deadline_ms, most_deadline_ms=settings.most_tokenizer_deadline_ms)
     budgeted = BudgetedTokenizer(chosen, budget, counters)
     stack.push_async_callback(budgeted.aclose)
     return budgeted

@@ -60,7 +60,8 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(nats_server())
         valkey = await stack.enter_async_context(valkey_server())
-        servers = ["--nats-url", nats.url, "--redis-url", valkey.url, "--log-level", "warning"]
+        bus = ["--nats-url", nats.url, "--log-level", "warning"]
+        servers = [*bus, "--redis-url", valkey.url]
         environment = {**os.environ, **settings.environment}
         parts: list[_Part] = []
         status_urls, engines, routers = [], {}, {}
@@ -78,7 +79,7 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
             args += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1]]
             args += settings.flags_of_each[i] if settings.flags_of_each else ()
             parts.append(_Part(worker_id, args, f"{engines[worker_id]}/health", folder, environment))
-            args = ["publish", *servers, "--engine", "vllm", "--worker-id", worker_id, "--model-id", settings.model]
+            args = ["publish", *bus, "--engine", "vllm", "--worker-id", worker_id, "--model-id", settings.model]
             args += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1], "--engine-url", engines[worker_id]]
             args += settings.sidecar_flags
             parts.append(_Part(f"{worker_id}-sidecar", args, None, folder, environment))

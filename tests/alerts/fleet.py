@@ -65,7 +65,7 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
 
         def sidecar(worker_id: str, engine_url: str, events: int, replay: int) -> ChildProcess:
             sockets = ["--endpoint", f"tcp://{LOOPBACK}:{events}", "--replay-endpoint", f"tcp://{LOOPBACK}:{replay}"]
-            flags = ["--engine", "vllm", "--worker-id", worker_id, "--model-id", "m", *sockets, *servers]
+            flags = ["--engine", "vllm", "--worker-id", worker_id, "--model-id", "m", *sockets, "--nats-url", bus.url]
             url = ["--engine-url", engine_url, *status_port()]
             return child(f"sidecar-{worker_id}", "is published", "publish", *flags, *url)
 

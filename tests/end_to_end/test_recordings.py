@@ -87,9 +87,9 @@ async def test_the_export_of_every_recording_is_what_its_engine_could_use(
             kind = EngineKind(head["engine"])
             engine = await stack.enter_async_context(FakeEngine())
             args = ["--engine", kind.value, "--endpoint", engine.endpoint, "--replay-endpoint", engine.replay_endpoint]
-            args += ["--worker-id", worker_of(name), "--model-id", MODEL]
+            args += ["--nats-url", fresh_nats, "--worker-id", worker_of(name), "--model-id", MODEL]
             args += ["--adapter-ids", ",".join(f"{id}={adapter}" for id, adapter in ADAPTER_IDS.items())]
-            await stack.enter_async_context(service("publish", *servers, *args, ready="is published", cwd=tmp_path))
+            await stack.enter_async_context(service("publish", *args, ready="is published", cwd=tmp_path))
             await engine.subscribed()
             await engine.send(*payloads)
             expected[name] = expected_lines(kind, head, payloads)

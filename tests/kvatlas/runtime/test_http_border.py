@@ -179,10 +179,8 @@ def test_limits_certificate_and_tokens_are_settings(
     given = {name: value for name, value in needed.items() if name in settings.model_fields}
     file = tmp_path / "tokens"
     file.write_text("first\nsecond\n")
-    loaded = settings.load(
-        **given, http_body_bytes="10", http_header_s="2", http_connections="3", http_token_file=str(file)
-    )
-    assert loaded.http == HttpAccess(10, 2.0, 3, tokens=(b"first", b"second"))
+    loaded = settings.load(**given, http_body_bytes="10", http_connections="3", http_token_file=str(file))
+    assert loaded.http == HttpAccess(body_bytes=10, connections=3, tokens=(b"first", b"second"))
     assert "first" not in repr(loaded)
     with pytest.raises(SettingsError, match="--http-cert-file and --http-key-file belong together"):
         settings.load(**given, http_cert_file=str(file))
