@@ -74,3 +74,13 @@ async def test_an_answer_goes_to_an_inbox_alone(nats_client: Client) -> None:
         assert await is_granted(nats_client)
         await nats_client.flush()
         assert answers.pending_msgs == 0 and counters.grants_given == before + 1
+
+
+async def test_a_worker_that_asks_too_often_keeps_no_other_one_waiting(nats_client: Client) -> None:
+    async with grant_server(nats_client, GrantBudget()) as counters:
+        for _ in range(1_000):
+            await nats_client.publish(
+                grant_subject(NEIGHBOUR, PARTITIONS), request_of(NEIGHBOUR), reply=nats_client.new_inbox()
+            )
+        assert not await is_granted(nats_client), "the neighbour has the whole budget"
+        assert counters.grants_excess > 900

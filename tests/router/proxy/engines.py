@@ -1,8 +1,8 @@
 """Simulated engines with their index and fleet, and a proxy in front of them over HTTP."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -17,12 +17,14 @@ from kvatlas.identity import Scope
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.settings import ProxySettings
 from kvatlas.store.connection import Store
+from kvatlas.store.deadline import STORE_FAILURES
 from kvatlas_router.proxy_service import run_proxy
 from tests.simulator.running_engine import running_engine
 
 MODEL = "mock-model"
 SCOPE = Scope(MODEL, MODEL)
 BLOCK_SIZE = 4
+REPORT_S = 0.5
 PATIENT_MS = 60_000
 """What a busy machine needs: a decision that goes on without the store is another one."""
 
@@ -48,6 +50,8 @@ class Fleet:
     index: RedisIndex
     urls: Mapping[str, str]
     clients: Mapping[str, httpx.AsyncClient]
+    loaded: dict[str, FleetRecord] = field(default_factory=dict)
+    """Records with a load, which is believed only while it is reported again and again."""
 
     async def holds(self, worker_id: str, tokens: Sequence[int], scope: Scope = SCOPE) -> None:
         """Let the index say that a worker holds a prompt's full blocks."""
@@ -55,7 +59,18 @@ class Fleet:
 
     async def report(self, worker_id: str, url: str | None = None, **load: Any) -> None:
         """Write a worker's record: its address and its load."""
-        await FleetStore(self.store).write({worker_id: record(worker_id, url or self.urls[worker_id], **load)})
+        written = record(worker_id, url or self.urls[worker_id], **load)
+        self.loaded.pop(worker_id, None)
+        await FleetStore(self.store).write({worker_id: written})
+        if load:
+            self.loaded[worker_id] = written
+
+    async def report_loads(self) -> None:
+        """As publishers do, until cancelled."""
+        while True:
+            with suppress(*STORE_FAILURES):  # a test may take the store away
+                await FleetStore(self.store).write(self.loaded)
+            await anyio.sleep(REPORT_S)
 
 
 @asynccontextmanager
@@ -76,7 +91,10 @@ async def running_fleet(
             await fleet.report(worker_id)
         for worker_id, report in (reports or {}).items():
             await fleet.report(worker_id, **report)
-        yield fleet
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.report_loads)
+            yield fleet
+            tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager
