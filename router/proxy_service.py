@@ -111,15 +111,11 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         pairs = PairBooker(parts.client, parts.catalogue.records, apart=settings.disaggregate)
         page = router_page(parts, exchange, PromptProbe(parts, pairs))
         yield ProxyApplication(
+            parts,
             exchange,
             route_api,
             held,
-            parts.catalogue,
-            parts.outliers,
-            parts.client,
-            parts.tokens,
             counters,
-            parts.warm_up,
             page,
             cors_origins=settings.cors_origins,
             feed=parts.client.feed if settings.record else None,

@@ -14,11 +14,11 @@ from enum import StrEnum
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.events import Cleared, IndexEvent, Removed, Stored
+from kvatlas.incarnation import next_incarnation
 from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.engine_events import EngineBatch, EngineEvent
 from kvatlas_publishers.ledger.ledger import Ledger
 from kvatlas_publishers.stream.checkpoints import CheckpointClock, CheckpointSettings
-from kvatlas_publishers.stream.incarnation import next_incarnation
 from kvatlas_publishers.stream.outbox import Headers, Outbox, OutboxLimits
 
 

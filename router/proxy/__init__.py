@@ -10,12 +10,11 @@
     catalogue.py        which models the fleet serves, under which names, on which workers
     exchange.py         one request: its prompt, a booked worker; another worker while nothing was sent to the client yet
     answer_relay.py     one try on one worker: the request sent, its answer passed on
-    client_request.py   the client's side: its request, answers and errors to it
+    client_request.py   the client's side: its request, answers and errors to it, and its line in the access log
     event_stream.py     reads the usage from an answer's stream while it passes
     answer_usage.py     usage and times of an answer
     headers.py          which headers are forwarded, and the decision header
     request_trace.py    continues the caller's trace
-    access_log.py       a line for each request
     counters.py         counters
 
 The engine's side is in `upstream`; which workers are left alone in `outliers`. Nothing is sent to a

@@ -30,20 +30,17 @@ from kvatlas.version import own_version
 from kvatlas_router.admission.admission import RequestShed
 from kvatlas_router.held_bookings import HeldBookings, TooManyHeld
 from kvatlas_router.outliers.avoidance import EnginesRest
-from kvatlas_router.outliers.monitor import OutlierMonitor
-from kvatlas_router.proxy.catalogue import Catalogue
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.engine_call import NotForEngines, read_call
 from kvatlas_router.proxy.exchange import Exchange
 from kvatlas_router.proxy.headers import DECISION_HEADER
 from kvatlas_router.proxy.request_reader import UnknownModel
+from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.proxy.request_trace import describe_answer, request_span
 from kvatlas_router.proxy.route_api import RouteApi
-from kvatlas_router.tokens.counters import TokenCounters
 from kvatlas_router.tokens.text_request import parse_object
 from kvatlas_router.upstream.engine_answer import EngineRequest
-from router_client.client import RouterClient
 from router_client.errors import NoWorkers
 from router_client.request_feed import RequestFeed
 
@@ -56,32 +53,24 @@ class ProxyApplication:
 
     def __init__(
         self,
+        parts: RequestRouter,
         exchange: Exchange,
         route_api: RouteApi,
         held: HeldBookings,
-        catalogue: Catalogue,
-        outliers: OutlierMonitor,
-        client: RouterClient,
-        tokens: TokenCounters,
         counters: ProxyCounters,
-        warm_up: Callable[[], Awaitable[None]],
         page: StatusPage,
         *,
         cors_origins: Sequence[str] = (),
         feed: RequestFeed | None = None,
     ) -> None:
-        """`warm_up`: done once before the proxy calls itself ready. `page`: for people. `cors_origins`: origins of pages that
+        """`page`: for people. `cors_origins`: origins of pages that
         may use the proxy; `*` stands for all. `feed`: requests that are told to whoever asks."""
         self.draining = False
-        self._warm_up = warm_up
+        self._parts = parts
         self._is_warm = False
         self.exchange = exchange
         self.held = held
         self.feed = feed
-        self._catalogue = catalogue
-        self._outliers = outliers
-        self._client = client
-        self._tokens = tokens
         self._counters = counters
         middleware = [
             Middleware(
@@ -116,10 +105,10 @@ class ProxyApplication:
         return Response()
 
     async def _ready(self, _: Request) -> Response:
-        workers = await self._catalogue.routable()
+        workers = await self._parts.catalogue.routable()
         if workers and not self._is_warm:  # they may have come after the start
             self._is_warm = True
-            await self._warm_up()
+            await self._parts.warm_up()
         ready = workers > 0 and not self.draining
         return JSONResponse({"workers": workers, "draining": self.draining}, status_code=200 if ready else 503)
 
@@ -132,33 +121,34 @@ class ProxyApplication:
         return StreamingResponse(self.feed.follow(), media_type="application/jsonl")
 
     async def _models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": list(await self._catalogue.cards())})
+        return JSONResponse({"object": "list", "data": list(await self._parts.catalogue.cards())})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        card = await self._catalogue.card(name)
+        card = await self._parts.catalogue.card(name)
         if card is None:
             raise UnknownModel(f"the model {name[:200]!r} does not exist; /v1/models lists those that do")
         return JSONResponse(card)
 
     async def _status(self, _: Request) -> Response:
         """Counters, and findings that need attention."""
-        ejected = {id: round(left, 3) for id, left in self._outliers.ejected().items()}
+        client, outliers, tokens = self._parts.client, self._parts.outliers, self._parts.tokens
+        ejected = {id: round(left, 3) for id, left in outliers.ejected().items()}
         findings = [f"worker {id} is ejected: it fails while others answer" for id in ejected]
         return JSONResponse(
             {
-                "workers": await self._catalogue.routable(),
+                "workers": await self._parts.catalogue.routable(),
                 "draining": self.draining,
                 "in_flight": self.exchange.in_flight,
                 "waiting": self.exchange.waiting,
                 "held": len(self.held),
                 "ejected": ejected,
                 "proxy": counters_to_jsonable(self._counters),
-                "outliers": asdict(self._outliers.counters),
-                "tokens": counters_to_jsonable(self._tokens),
-                "answers": asdict(self._client.answers.counts),
-                "replica": self._client.replica_status,
-                "findings": [*findings, *self._client.answers.findings(), *self._tokens.findings()],
+                "outliers": asdict(outliers.counters),
+                "tokens": counters_to_jsonable(tokens),
+                "answers": asdict(client.answers.counts),
+                "replica": client.replica_status,
+                "findings": [*findings, *client.answers.findings(), *tokens.findings()],
             }
         )
 

@@ -1,6 +1,7 @@
-"""A client's request to the proxy, and how answers and errors are sent back to it (ASGI)."""
+"""A client's request to the proxy, how answers and errors are sent back to it (ASGI), and its line in the access log."""
 
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from starlette.types import Message, Receive, Send
 from kvatlas_router.proxy.headers import RawHeaders, for_client
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.engine_answer import EngineRequest, WholeAnswer
+
+_access_log = logging.getLogger("router_client.access")
 
 
 class ErrorKind(Enum):
@@ -98,6 +101,25 @@ class ClientRequest:
         elif self.events:
             event = b"data: " + json.dumps(error_body(kind, line)).encode() + b"\n\n"
             await self.send({"type": "http.response.body", "body": event})
+
+    def log(self, *, gone: bool) -> None:
+        """`POST /v1/completions 200, first byte 12.3 ms, 250.1 ms, 4096 bytes; model m; "w1";cached=512;...`"""
+        if not _access_log.isEnabledFor(logging.INFO):
+            return
+        now = time.perf_counter_ns()
+        _access_log.info(
+            "%s %s %s, %s, %.1f ms, %d bytes; model %s; %s",
+            self.for_engine.method,
+            self.for_engine.path,
+            "client gone" if gone else self.status,
+            "no answer"
+            if self.first_byte_ns is None
+            else f"first byte {(self.first_byte_ns - self.began_ns) / 1e6:.1f} ms",
+            (now - self.began_ns) / 1e6,
+            self.sent_bytes,
+            self.model,
+            self.decision or "no worker",
+        )
 
     def header(self, name: bytes) -> str | None:
         """The value of a header, given in lower case; None if it is absent or empty."""

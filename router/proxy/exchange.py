@@ -22,7 +22,6 @@ from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import PrefillFailed
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.outliers.monitor import OutlierMonitor
-from kvatlas_router.proxy.access_log import log_access
 from kvatlas_router.proxy.answer_relay import AnswerRelay
 from kvatlas_router.proxy.catalogue import Catalogue
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, send_answer, send_error
@@ -132,7 +131,7 @@ class Exchange:
             with use_span(request.span):
                 self._record_end(request)
                 if self._settings.access_log:
-                    log_access(request, gone=gone)
+                    request.log(gone=gone)
         if not answering.cancelled():
             answering.result()
         elif self._cutting and not gone:
