@@ -3,7 +3,7 @@
 In the proxy's configuration:
 
 litellm_settings:
-  callbacks: router.litellm.proxy_server.routing
+  callbacks: kvatlas_router.litellm.proxy_server.routing
 
 and in its environment KVATLAS_REDIS_URL, and KVATLAS_TOKENIZER: a folder with the model's tokenizer.json and chat template;
 without it, load decides, unless a completion brings token ids.
