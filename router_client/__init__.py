@@ -17,6 +17,7 @@ The way of one choice through the files:
       decision/policy.py        price the candidates without load (pricing/quotes.py, prefill_decode.py, surcharges.py)
       booking/ask.py            ask for the cheapest under load, within its limits (pricing/slo.py)
       booking/booker.py         look or book, in the store or alone (booking/reservation.py, leases.py)
+      decision/choice_builder.py  from the booked one to the choice
     pricing/ranking.py          every candidate with its terms, computed when it is read
     choice_statistics.py        what is counted of the choice, and of its answer
     learning/                   afterwards: rates learned from finished requests, and prediction accuracy

@@ -42,12 +42,12 @@ def rows(evidence: Evidence, kind: Latency) -> float:
 
 
 @pytest.fixture
-def teachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine what this process measures late would teach nothing."""
+def on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, what this process measures late would teach nothing."""
     monkeypatch.setattr(timings, "MOST_LATE", inf)
 
 
-@pytest.mark.usefixtures("teachable")
+@pytest.mark.usefixtures("on_time")
 async def test_streams_and_answers_of_one_token_teach_rates(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {"w1": {"speed_up": 20}}), running_proxy(valkey_url) as client:
         await complete(client, 1, max_tokens=8, stream=True)
@@ -58,7 +58,7 @@ async def test_streams_and_answers_of_one_token_teach_rates(store: Store, valkey
         assert rows(evidence, Latency.TTFT) > rows(evidence, Latency.TPOT) > 0
 
 
-@pytest.mark.usefixtures("teachable")
+@pytest.mark.usefixtures("on_time")
 async def test_done_teaches_rates(store: Store, valkey_url: str) -> None:
     usage = {"prompt_tokens": 64, "completion_tokens": 8, "prompt_tokens_details": {"cached_tokens": 0}}
     async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
