@@ -105,7 +105,6 @@ async def running_proxy(redis_url: str, **changed: Any) -> AsyncIterator[httpx.A
         "port": 0,
         "wait": False,
         "decision_deadline_ms": PATIENT_MS,
-        "http_header_s": PATIENT_MS / 1_000,
         "drain_s": 0,
         "grace_s": 1,
         **changed,
