@@ -12,7 +12,7 @@ COPY locks ./locks
 # pip and what lists the packages stay here: neither is in the environment that is copied
 RUN python3 -m venv /opt/tools \
     && /opt/tools/bin/pip install --no-cache-dir --require-hashes --requirement locks/build.txt --requirement locks/tools.txt
-COPY pyproject.toml ./
+COPY pyproject.toml README.md LICENSE ./
 COPY kvatlas ./kvatlas
 COPY kvatlas_cli ./kvatlas_cli
 COPY publishers ./kvatlas_publishers

@@ -22,7 +22,7 @@ QUICK := $(addprefix tests/,project $(addprefix kvatlas/,blocks bus cost fleet r
 	$(addprefix router_client/,decision learning pricing) $(addprefix router/,outliers tokens) $(addprefix simulator/,cache engine) indexer/repair)
 
 .DEFAULT_GOAL := help
-.PHONY: help lock test quick chaos clusters oracle integrations demo bench bench-longer bench-peer lab lint types image push image-test version clean
+.PHONY: help lock test quick chaos clusters oracle integrations demo bench bench-longer bench-peer lab lint types image push image-test wheel-test version clean
 
 # `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
 REGISTRY ?=
@@ -32,7 +32,8 @@ TOOL ?= $(shell for t in docker podman buildah; do $$t info >/dev/null 2>&1 && {
 EXTRAS_kvatlas := publisher,indexer,router,gateway
 EXTRAS_kvatlas-sidecar := publisher
 EXTRAS_kvatlas-simulator := simulator
-DEMO_EXTRAS := embedded,publisher,indexer,router,simulator
+# simulated engines need nothing that these don't; matplotlib, of the extra simulator, draws pictures alone
+DEMO_EXTRAS := embedded,publisher,indexer,router
 IMAGES := kvatlas kvatlas-sidecar kvatlas-simulator
 
 help: ## show this list
@@ -135,9 +136,10 @@ $(PEER_READY): benchmarks/peer/requirements.txt | $(READY)
 bench-peer: $(READY) $(PEER_READY) ## measure kvatlas beside NVIDIA Dynamo, on the same work (PEER=choices,overlap,...: parts)
 	$(BIN)/python -m benchmarks.peer $(PEER)
 
-lint: $(READY) ## run ruff: rules and format
+lint: $(READY) ## run ruff (rules and format), and luacheck if it is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.kvatlas.lua_lint
 
 types: $(READY) ## run mypy, strict
 	$(BIN)/mypy
@@ -154,6 +156,9 @@ push: ## the images, to REGISTRY; log in to it first
 
 image-test: $(READY) ## build the images and run every command in them as in a pod; needs root, buildah, runc, debootstrap
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/deployment/image_checks.py
+
+wheel-test: $(READY) ## install the wheel with each extra into empty environments, from the package index
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/project/installed_extras.py
 
 version:
 	@echo $(VERSION)

@@ -32,7 +32,7 @@ COMMANDS = {
     "route": "kvatlas_cli.commands.route:route",
 }
 SUMMARIES = {
-    "up": "Start NATS, Valkey and an indexer on loopback, print their addresses, and run until stopped.",
+    "up": "Run NATS, Valkey, an indexer, publishers and, with --router, a router on this machine until stopped.",
     "demo": "Start simulated engines on this machine and route one workload twice: round-robin, then with kvatlas.",
     "replay": "Replay a request trace against simulated workers in virtual time, once for each policy, and compare them.",
     "record": "Record the requests that routers answer, as hashes, sizes and times, for `replay` and `calibrate`.",

@@ -33,7 +33,9 @@ RECORDS_A_SLICE = 16
 
 log = logging.getLogger("kvatlas.fleet")
 
-FLEET_LIBRARY = FunctionLibrary("kvatlas_fleet", Path(__file__).parent / "functions", ("_register", "_clock"))
+FLEET_LIBRARY = FunctionLibrary(
+    "kvatlas_fleet", Path(__file__).parent / "functions", ("_register", "_clock", "_leases")
+)
 
 
 def members_key(layout: int) -> str:

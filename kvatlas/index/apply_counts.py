@@ -10,7 +10,7 @@ class ApplyCounts:
     """Messages by outcome (see the fence in `kvatlas.index.protocol`), checks that failed, and what changed.
 
     `stored`, `removed`: residencies, one for each (block, tier). `bytes_written`: of blocks' hashes and holders values. The
-    store's function returns these numbers in the order of these fields (`COUNTS` in `redis/functions/apply.lua`).
+    store's function returns these numbers in the order of these fields (`COUNTS` in `redis/functions/_apply.lua`).
     """
 
     applied: int = 0

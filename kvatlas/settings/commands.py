@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -12,6 +13,8 @@ from kvatlas.redaction import redact_url
 from kvatlas.settings.field_types import CommaList, Name, NatsUrl, Port, RedisUrl
 from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import (
+    DEFAULT_NATS_URL,
+    DEFAULT_REDIS_URL,
     ProcessSettings,
     ServerSettings,
     Settings,
@@ -33,8 +36,14 @@ class UpSettings(ServerSettings, HttpSettings):
         default=None, description="Redis or Valkey to use; default: an embedded Valkey is started."
     )
     state_dir: Path | None = Field(default=None, description="Folder for all data; default: a temporary one.")
-    nats_port: Port = Field(default=0, description="Port of the embedded NATS; 0: any free port.")
-    redis_port: Port = Field(default=0, description="Port of the embedded Valkey; 0: any free port.")
+    router: bool = Field(default=False, description="Start a router too, for the engines that are given.")
+    router_port: Port = Field(default=8080, description="Port of that router; 0: any free port.")
+    nats_port: Port | None = Field(
+        default=None, description="Port of the embedded NATS; 0: any free port. Default: 4222 with --router, else 0."
+    )
+    redis_port: Port | None = Field(
+        default=None, description="Port of the embedded Valkey; 0: any free port. Default: 6379 with --router, else 0."
+    )
     status_port: Port | None = Field(default=None, description="Port of the indexer's status page; default: no page.")
 
     @classmethod
@@ -48,7 +57,19 @@ class UpSettings(ServerSettings, HttpSettings):
                     f"{_spelled(port)} is {getattr(settings, port)}, but {_spelled(url)} is {redact_url(joined)}: "
                     "that server is joined and none is started; expected only one of the two"
                 )
+        if "router_port" in settings.model_fields_set and not settings.router:
+            raise SettingsError(
+                f"{_spelled('router_port')} is {settings.router_port}, but no router is started; expected --router too"
+            )
         return settings
+
+    def embedded_port(self, kind: Literal["nats", "redis"]) -> int:
+        """Where the embedded server listens; 0: any free port. With a router where other commands look for it by default."""
+        given: int | None = getattr(self, f"{kind}_port")
+        if given is not None:
+            return given
+        default = urlsplit(DEFAULT_NATS_URL if kind == "nats" else DEFAULT_REDIS_URL).port
+        return (default or 0) if self.router else 0
 
 
 class RecordSettings(ProcessSettings):

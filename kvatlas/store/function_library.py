@@ -40,6 +40,10 @@ redis.register_function({
   flags = { 'allow-oom' },
 })"""
 
+_TOP_LEVEL = re.compile(r"^local (?:function )?(\w+(?:, \w+)*)", re.MULTILINE)
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_COMMENT = re.compile(r"--.*")
+
 log = logging.getLogger("kvatlas.store")
 _durations = Durations(
     "store_call",
@@ -49,8 +53,11 @@ _durations = Durations(
 
 
 class FunctionLibrary:
-    """One library, made of a folder of `.lua` files: `shared` first, in this order (their locals serve the rest), then the
-    others, one command a file. They register a function under its name and `TAG`; calls leave the tag out.
+    """One library, made of a folder of `.lua` files: those of `shared` first, in this order, then the others, each with the
+    one command that it is named by. They register a function under its name and `TAG`; calls leave the tag out.
+
+    The server compiles the library as one chunk, which may have 200 locals. So each file is a block of its own: what a shared
+    file has at its top level is exported, and each block begins with the exports of earlier files that it mentions, as locals.
 
     If the server does not have the function (it was never loaded, or flushed), a call loads the library, which is always
     right, and tries once more. All calls raise what `Store.fcall` raises.
@@ -59,8 +66,8 @@ class FunctionLibrary:
     def __init__(self, family: str, folder: Path, shared: Sequence[str]) -> None:
         """`family`: the name without the tag."""
         self.family = family
-        self._folder = folder
-        self._shared = shared
+        self.folder = folder
+        self.shared = shared
         self._marked_s: WeakKeyDictionary[Store, float] = WeakKeyDictionary()
 
     @property
@@ -82,12 +89,32 @@ class FunctionLibrary:
 
     @cached_property
     def _body(self) -> str:
-        commands = sorted(path.stem for path in self._folder.glob("*.lua") if path.stem not in self._shared)
-        return "\n".join([*map(self.source, (*self._shared, *commands)), _MARK % self.family])
+        sources = {stem: self.source(stem) for stem in (*self.shared, *self.commands)}
+        mentions = {stem: set(_WORD.findall(_COMMENT.sub("", text))) for stem, text in sources.items()}
+        owners: dict[str, str] = {}
+        blocks: list[str] = []
+        for stem, text in sources.items():
+            imports = sorted(mentions.pop(stem) & owners.keys())
+            later = set().union(*mentions.values())
+            exports = [name for name in _top_level(text) if name in later] if stem in self.shared else []
+            block = ["do", *(f"local {name} = {owners[name]}.{name}" for name in imports), text, "end"]
+            if exports:
+                block.insert(0, f"local {stem}")
+                block.insert(-1, f"{stem} = {{ {', '.join(f'{name} = {name}' for name in exports)} }}")
+            blocks += block
+            if twice := [name for name in exports if name in owners]:
+                raise ValueError(f"{self.family}: {stem}.lua has names of earlier files: {', '.join(twice)}")
+            owners |= dict.fromkeys(exports, stem)
+        return "\n".join([*blocks, _MARK % self.family])
+
+    @cached_property
+    def commands(self) -> list[str]:
+        """The files that register a function, in the order of their names."""
+        return sorted(path.stem for path in self.folder.glob("*.lua") if path.stem not in self.shared)
 
     def source(self, stem: str) -> str:
         """The text of one of its files."""
-        return (self._folder / f"{stem}.lua").read_text()
+        return (self.folder / f"{stem}.lua").read_text()
 
     async def load(self, store: Store) -> None:
         """See `Store.load_functions`."""
@@ -134,6 +161,11 @@ class FunctionLibrary:
             line = f"it has no function library {self.name}, and this user may not load it; start an indexer of this version"
             raise Unreachable(f"{store.name}: {line}") from error
         return await call(self.function(function), *what)
+
+
+def _top_level(source: str) -> list[str]:
+    """The names that a file's top level declares."""
+    return [name for names in _TOP_LEVEL.findall(source) for name in names.split(", ")]
 
 
 @contextmanager

@@ -11,8 +11,9 @@ def router(settings: ProxySettings) -> None:
     """Serve the OpenAI API and send each request to the engine on which it costs least."""
     from kvatlas_router.proxy_service import run_proxy  # needs the extra
 
-    run_service("router", settings, run_proxy(settings, ready=_print_ready), metrics_page=True)
+    run_service("router", settings, run_proxy(settings, ready=print_router_ready), metrics_page=True)
 
 
-def _print_ready(url: str) -> None:
+def print_router_ready(url: str) -> None:
+    """Say where it takes requests."""
     print_notice(f"router at {url}; OpenAI API under {url}/v1")

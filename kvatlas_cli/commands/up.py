@@ -1,10 +1,10 @@
-"""`kvatlas up`: NATS, Valkey and an indexer on loopback, and sidecars for running engines."""
+"""`kvatlas up`: NATS, Valkey and an indexer on loopback, publishers for running engines, and a router for them."""
 
 import fcntl
 import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Iterator, Set
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,28 +12,41 @@ from urllib.parse import urlsplit
 
 import anyio
 import typer
+from anyio.abc import TaskStatus
 
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import rank_worker_id
 from kvatlas.redaction import redact_url
 from kvatlas.settings import (
     HttpSettings,
     IndexerSettings,
+    ProxySettings,
     PublishSettings,
     ServerSettings,
     UpSettings,
     flag_of,
     variable_of,
 )
+from kvatlas.store.connection import connected_store
+from kvatlas_cli.commands.router import print_router_ready
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import print_json_line, print_notice
 from kvatlas_cli.runner import run_service
 
 if TYPE_CHECKING:
+    from kvatlas.embedded import EmbeddedServer
     from kvatlas_indexer.indexer_process import Replica
 
 LOCK_FILE = "up.lock"
+LOOPBACK = "127.0.0.1"
+ROUTABLE_S = 10.0
+GRACE_S = 5.0
+"""How long answers that run may take after Ctrl-C."""
+DECISION_MS = 1_000.0
+"""All parts share this machine, as those of the demo do: the store may have to wait for a core."""
+_POLL_S = 0.05
 NOT_IN_WORKER_ID = re.compile(r"[^A-Za-z0-9_-]+")
 
 _FLAG_OF_KEY = {
@@ -62,13 +75,14 @@ EngineFlag = Annotated[
 
 @with_settings(UpSettings)
 def up(settings: UpSettings, engine: EngineFlag = None, as_json: JsonFlag = False) -> None:
-    """Start NATS, Valkey and an indexer on loopback, print their addresses, and run until stopped."""
+    """Run NATS, Valkey, an indexer, publishers and, with --router, a router on this machine until stopped."""
     engines = [parse_engine(text) for text in engine or []]
     names = [flags["worker_id"] for flags in engines]
     for name in names:
         if names.count(name) > 1:
             raise SettingsError(f"--engine names worker {name} twice; expected each once (worker= sets another name)")
-    run_service("up", settings, _up(settings, engines, as_json), metrics_page=settings.status_port is not None)
+    metrics_page = settings.router or settings.status_port is not None
+    run_service("up", settings, _up(settings, engines, as_json), metrics_page=metrics_page)
 
 
 def parse_engine(text: str) -> dict[str, str]:
@@ -132,7 +146,9 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
         indexer_settings = IndexerSettings.load(**{**servers, **page}, status_port=settings.status_port)
         ready = anyio.Event()
 
-        def on_ready(_: "Replica") -> None:
+        def on_ready(indexer: "Replica") -> None:
+            if indexer.status_url is not None and not as_json:
+                print_notice(f"indexer's status page at {indexer.status_url}")
             ready.set()
 
         async with anyio.create_task_group() as group:
@@ -142,7 +158,42 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
                 from kvatlas_publishers.sidecar import run_sidecar  # needs the extra
 
                 group.start_soon(run_sidecar, sidecars)
-            _print_addresses(nats_url, redis_url, None if temporary else state_dir, sidecars, as_json)
+            router_url = None
+            if settings.router:
+                proxy_settings = ProxySettings.load(
+                    **{**servers, **page},
+                    host=LOOPBACK,
+                    port=settings.router_port,
+                    drain_s=0,
+                    grace_s=GRACE_S,
+                    decision_deadline_ms=DECISION_MS,
+                )
+                await _wait_until_routable(proxy_settings, {_worker_id(sidecar) for sidecar in sidecars})
+                router_url = await group.start(_run_router, proxy_settings)
+            where = None if temporary else state_dir
+            _print_addresses(nats_url, redis_url, router_url, where, sidecars, as_json)
+
+
+async def _run_router(settings: ProxySettings, *, task_status: TaskStatus[str]) -> None:
+    """Started, with its URL, once it takes requests."""
+    from kvatlas_router.proxy_service import run_proxy  # needs the extra
+
+    await run_proxy(settings, ready=task_status.started)
+
+
+async def _wait_until_routable(settings: ProxySettings, workers: Set[str]) -> None:
+    """Wait until the index knows the engines, so that the first request finds them; one that does not answer holds up none of
+    the others for ever."""
+    async with connected_store(settings.redis, wait=settings.wait) as store:
+        fleet = FleetStore(store)
+        waiting = workers
+        with anyio.move_on_after(ROUTABLE_S):
+            while waiting:
+                records = await fleet.all()
+                waiting = {name for name in workers if name not in records or not records[name].routable}
+                await anyio.sleep(_POLL_S)
+    if waiting:
+        print_notice(f"not routable yet: worker {', '.join(sorted(waiting))}; `kvatlas workers` shows its state")
 
 
 @contextmanager
@@ -162,7 +213,7 @@ async def _start_nats(stack: AsyncExitStack, settings: UpSettings, state_dir: Pa
 
     folder = state_dir / "nats"
     folder.mkdir(exist_ok=True)
-    return (await stack.enter_async_context(nats_server(port=settings.nats_port, data_dir=folder))).url
+    return await _start(stack, "nats", nats_server(port=settings.embedded_port("nats"), data_dir=folder))
 
 
 async def _start_valkey(stack: AsyncExitStack, settings: UpSettings, state_dir: Path, *, keep: bool) -> str:
@@ -170,8 +221,20 @@ async def _start_valkey(stack: AsyncExitStack, settings: UpSettings, state_dir: 
 
     folder = state_dir / "valkey"
     folder.mkdir(exist_ok=True)
-    server = valkey_server(port=settings.redis_port, data_dir=folder, appendonly=keep)
-    return (await stack.enter_async_context(server)).url
+    server = valkey_server(port=settings.embedded_port("redis"), data_dir=folder, appendonly=keep)
+    return await _start(stack, "redis", server)
+
+
+async def _start(stack: AsyncExitStack, kind: str, server: AbstractAsyncContextManager["EmbeddedServer"]) -> str:
+    """The server's URL. Raises SettingsError if its port is taken."""
+    from kvatlas.embedded.server_process import PortTakenError
+
+    try:
+        return (await stack.enter_async_context(server)).url
+    except PortTakenError as error:
+        raise SettingsError(
+            f"{error}; --{kind}-port names another port, --{kind}-url joins a running server"
+        ) from error
 
 
 async def discover_sidecars(
@@ -217,13 +280,19 @@ async def discover_sidecars(
 
 
 def _print_addresses(
-    nats_url: str, redis_url: str, state_dir: Path | None, sidecars: list[PublishSettings], as_json: bool
+    nats_url: str,
+    redis_url: str,
+    router_url: str | None,
+    state_dir: Path | None,
+    sidecars: list[PublishSettings],
+    as_json: bool,
 ) -> None:
     if as_json:
         print_json_line(
             {
                 "nats_url": redact_url(nats_url),
                 "redis_url": redact_url(redis_url),
+                **({} if router_url is None else {"router_url": router_url}),
                 "state_dir": None if state_dir is None else str(state_dir),
                 "workers": [_worker_id(sidecar) for sidecar in sidecars],
             }
@@ -237,6 +306,8 @@ def _print_addresses(
     print(
         f"export KVATLAS_NATS_URL={redact_url(nats_url)}\nexport KVATLAS_REDIS_URL={redact_url(redis_url)}", flush=True
     )
+    if router_url is not None:
+        print_router_ready(router_url)
 
 
 def _worker_id(sidecar: PublishSettings) -> str:

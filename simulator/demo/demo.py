@@ -63,7 +63,9 @@ class DemoSettings(ProcessSettings):
     speed_up: float = Field(default=2.0, gt=0, le=1e3, description="Simulated seconds per real second.")
     sessions: Positive = Field(default=72, description="Conversations, of 2 to 6 turns each.")
     seed: Count = Field(default=7, description="Seed of the workload.")
-    picture: Path = Field(default=Path("kvatlas-demo.png"), description="Where to save the picture.")
+    picture: Path | None = Field(
+        default=None, description="Where to save a picture (needs the extra simulator); default: none."
+    )
 
     @field_validator("groups")
     @classmethod
@@ -83,8 +85,8 @@ class DemoSettings(ProcessSettings):
 
 
 async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
-    """Print progress on stderr, a table (or JSON) on stdout, and the path of a picture. Leaves no process behind, even if
-    cancelled.
+    """Print progress on stderr, a table (or JSON) on stdout, and save a picture if one is asked for. Leaves no process
+    behind, even if cancelled.
 
     Raises KvatlasError for a part that does not start, or a fleet that does not settle.
     """
@@ -116,7 +118,6 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
                 f"{settings.workload.system_prompts} system prompts; engines at {settings.speed_up:g} x speed"
             )
             phases = await run_phases(console, settings, workload, fleet.routers, probe)
-    save_picture(phases, settings.picture)
     if as_json:
         print(json.dumps([phase.to_jsonable() for phase in phases], indent=2))
     else:
@@ -125,7 +126,9 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
         console.print(f"traces: exported by {', '.join(exported)}, as the OTEL_ variables say")
     elif (path := draw_path(traces.spans())) is not None:
         console.print(path)
-    console.print(f"picture: {settings.picture.resolve()}")
+    if settings.picture is not None:
+        save_picture(phases, settings.picture)
+        console.print(f"picture: {settings.picture.resolve()}")
 
 
 async def run_phases(

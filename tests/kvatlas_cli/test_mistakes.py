@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from redis import Redis
 from kvatlas.embedded import ServerProcess
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION, SWITCHED_VERSION
+from kvatlas.settings import UpSettings
 from tests.kvatlas_cli.conftest import UNUSED_ADDRESS, Cli, start_command
 
 ROUTE = ("route", "--model-id", "m", "--tokens", "-")
@@ -196,6 +198,11 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             2,
             "kvatlas up: --engine's worker is 'a/b'; expected 1 to 64 of A-Z a-z 0-9 _ - . (a dot becomes _)",
         ),
+        (
+            ("up", "--router-port", "8081"),
+            2,
+            "kvatlas up: --router-port (or KVATLAS_ROUTER_PORT) is 8081, but no router is started; expected --router too",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_reported_in_one_line(cli: Cli, words: tuple[str, ...], code: int, line: str) -> None:
@@ -278,6 +285,35 @@ def test_up_refuses_a_port_for_a_server_that_it_joins(cli: Cli, url: str, port: 
     other = f"--{url}-url (or KVATLAS_{url.upper()}_URL) is {url}://***@{UNUSED_ADDRESS}"
     line = f"{one}, but {other}: that server is joined and none is started; expected only one of the two"
     assert (done.code, done.out, done.err) == (2, "", f"kvatlas up: {line}\n")
+
+
+@pytest.mark.parametrize(("kind", "server"), [("nats", "nats-server"), ("redis", "valkey-server")])
+def test_up_names_the_flags_for_a_port_that_is_taken(cli: Cli, kind: str, server: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = cli("up", f"--{kind}-port", str(port))
+    taken = f"{server} can't listen on 127.0.0.1:{port}: address already in use"
+    line = f"{taken}; --{kind}-port names another port, --{kind}-url joins a running server"
+    assert (done.code, done.out, done.err) == (2, "", f"kvatlas up: {line}\n")
+
+
+def test_with_a_router_up_puts_its_servers_where_other_commands_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVATLAS_NATS_URL", "KVATLAS_REDIS_URL", "KVATLAS_NATS_PORT", "KVATLAS_REDIS_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    chosen = {
+        (flag, given): (settings.embedded_port("nats"), settings.embedded_port("redis"))
+        for flag in (False, True)
+        for given in (None, 0, 7000)
+        for settings in [UpSettings.load(router=flag, nats_port=given, redis_port=given)]
+    }
+    assert chosen == {
+        (False, None): (0, 0),
+        (False, 0): (0, 0),
+        (False, 7000): (7000, 7000),
+        (True, None): (4222, 6379),
+        (True, 0): (0, 0),
+        (True, 7000): (7000, 7000),
+    }
 
 
 def test_a_folder_that_a_publisher_can_not_write_is_refused_at_the_start(cli: Cli, tmp_path: Path) -> None:

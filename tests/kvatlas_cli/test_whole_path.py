@@ -3,9 +3,11 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -107,6 +109,32 @@ def test_up_discovers_an_engine_and_a_router_sends_requests_to_it(cli: Cli, engi
             answer = httpx.post(f"{at}/v1/completions", json=body, timeout=30)
             assert answer.headers["x-kvatlas-decision"].startswith(f'"{worker_id}";cached=192;prompt=200')
             assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+
+
+def test_up_with_a_router_answers_requests_and_leaves_nothing_behind(engine: tuple[str, str, str]) -> None:
+    url, _, _ = engine
+    ports = [f"--{name}-port=0" for name in ("router", "nats", "redis", "status")]
+    with running("up", "--json", "--router", *ports, "--engine", f"{url},worker=w1") as process:
+        assert process.stdout is not None
+        printed = json.loads(process.stdout.readline())
+        at = printed["router_url"]
+        assert urlsplit(at).hostname == "127.0.0.1"
+        message = {"role": "user", "content": "How do I change my address?"}
+        answer = httpx.post(f"{at}/v1/chat/completions", json={"model": "m", "messages": [message]}, timeout=30)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
+        assert answer.headers["x-kvatlas-decision"].startswith('"w1";cached=0;')
+
+        def finds_the_blocks() -> bool:
+            body = {"model": "m", "prompt": PROMPT, "max_tokens": 4}
+            decision = httpx.post(f"{at}/v1/completions", json=body, timeout=30).headers["x-kvatlas-decision"]
+            return decision.startswith('"w1";cached=192;prompt=200')
+
+        until_sync(finds_the_blocks, deadline_s=30, what="the prompt's blocks in a choice")
+        metrics = httpx.get(f"{at}/metrics", timeout=30).text
+        assert "kvatlas_router_" in metrics and "kvatlas_indexer_" in metrics
+    for each in (at, printed["nats_url"], printed["redis_url"]):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", urlsplit(each).port or 0), timeout=5)
 
 
 def test_a_second_indexer_and_a_separate_sidecar_work(cli: Cli, engine: tuple[str, str, str]) -> None:

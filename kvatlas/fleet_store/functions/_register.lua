@@ -1,5 +1,5 @@
--- Leases and members are few and small. If their functions needed free memory, nothing would be swept on a full store, and it
--- would stay full.
+-- Registering functions. Leases and members are few and small. If their functions needed free memory, nothing would be swept on
+-- a full store, and it would stay full.
 
 local function register(name, callback)
   redis.register_function({ function_name = name .. TAG, callback = callback, flags = { 'allow-oom' } })

@@ -1,22 +1,9 @@
--- Pools that have workers.
-
--- pools: adds pools.
+-- pools: adds pools that have workers.
 --
 -- KEYS 1 pools
 -- ARGV pool id...
 -- returns {}
 register('kvatlas_fleet_pools', function(keys, args)
   redis.call('SADD', keys[1], unpack(args))
-  return {}
-end)
-
--- no_pool: removes a pool that has no workers any more.
---
--- KEYS 1 pools
--- ARGV 1 pool id
--- returns {}
-register('kvatlas_fleet_no_pool', function(keys, args)
-  local pools, pool_id = keys[1], args[1]
-  redis.call('SREM', pools, pool_id)
   return {}
 end)

@@ -2,13 +2,13 @@
 
 -- Returns
 -- - the answer, an array: number of the cheapest offer (with a pair layout: of the one that computes the answer), number of the
---   offer that computes the prompt alone (0: none does), now, the mean load (empty: no load is unknown), tokens in flight,
---   { { worker with a prediction, its tokens, when they are ready us }... }, each offer's packed worker, { worker, number of its
---   row of look-alikes, packed worker... } of the look-alikes that were read: numbered behind the offers. If needed, the client
---   works out from it how each offer was evaluated.
--- - what a booking needs: the state, with by number `rows` and `at` of the offer, `workers`, backlog_us, and if it uses a
---   prediction, used = the tokens, wait_us = us to wait for them; matches = by number of the chain
--- Nil if there are too few look-alikes.
+--   offer that computes the prompt alone (0: none), now, the mean load (empty: no load is unknown), tokens in flight,
+--   { { worker with a prediction, its tokens, us at which they are ready }... }, each offer's packed worker, { worker, number
+--   of its row of look-alikes, packed worker... } of the look-alikes that were read; their numbers follow the offers'. From
+--   this the client works out, if needed, how each offer was evaluated.
+-- - the state that a booking needs: `rows`, `at`, `workers` and `backlog_us` by number of the offer, and if it uses
+--   a prediction `used` (its tokens) and `wait_us` (us to wait for them); `matches` by number of the chain
+-- Returns nil if there are too few look-alikes.
 local function evaluate(keys, ask, now)
   local state = {
     keys = keys, ask = ask, now = now, fresh = now - STALE_US, count = 0, rows = {}, at = {}, workers = {}, records = {},
@@ -40,6 +40,6 @@ local function evaluate(keys, ask, now)
   for worker, one in pairs(state.best) do
     predictions[#predictions + 1] = { worker, one.tokens, one.ready_us }
   end
-  local chosen, members = tell_members(state)
+  local chosen, members = list_members(state)
   return { chosen, state.prefill, now, state.mean or {}, state.in_flight, predictions, state.offered, members }, state
 end

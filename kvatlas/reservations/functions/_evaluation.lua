@@ -1,19 +1,20 @@
 -- Evaluating offers: which of the offered workers is cheapest now. The Python twin of this file, which looks at every
 -- look-alike, is `kvatlas/reservations/evaluation.py`.
 --
--- ask, cmsgpack: { factor of computing again, { { tokens a step, packed step hashes }... }, kinds, offers, limits (0: none are
---   checked), pair layout (0: one offer is chosen; see _pair_choice.lua), look-alikes, { workers that get no offer as
+-- ask, cmsgpack: { factor for computing again, { { tokens of a step, packed step hashes }... }, kinds, offers, limits (0: check
+--   none), pair layout (0: choose one offer; see _pair_choice.lua), look-alikes, { workers that get no offer as
 --   look-alikes... }, least number of look-alikes, place on the ring }, packed by kvatlas/reservations/redis.py
--- Kinds, offers and look-alikes are rows of flat lists: a table for each of hundreds takes longer than all the rest.
--- kind: number of its chain (0: none), most tokens that can be used, tokens lost of a hit, us a queued token, us a running
---   request, us a KV token, tokens that a waiting request stands for, us a prompt token, us a squared prompt token, us a hit,
+-- Kinds, offers and look-alikes are rows of flat lists: hundreds of tables would take longer than all the rest.
+-- kind: number of its chain (0: none), most tokens that can be used, tokens of a hit that are lost, us for each queued token,
+--   running request, KV token, tokens that a waiting request stands for, us for each prompt token, squared prompt token, hit,
 --   us for which predictions are believed, their capacity in steps.
--- offer: worker, number of its kind (from 0), steps it holds, cached tokens, cost without load, the part of it before the first
---   token. Ties go to the first offer.
+-- offer: worker, number of its kind (from 0), steps it holds, cached tokens, cost without load, the part of that cost before
+--   the first token. Ties go to the first offer.
 -- look-alikes: the same, with a likeness instead of a worker.
--- limits: { us to the first token (0: no limit), us for all others (0: none), factor of the us by which they are missed, 1 if
---   missing them filters, prompt tokens, rows of: request slots, KV tokens (0: unknown), us for all tokens but the first
---   without load; 1 if look-alikes have room; us for all tokens but the first for each row of look-alikes }
+-- limits: { us to the first token (0: no limit), us for all other tokens (0: none), factor for the us by which these are
+--   missed, 1 if workers that miss them are filtered out, prompt tokens, rows of: request slots, KV tokens (0: unknown), us
+--   for all tokens but the first without load; 1 if look-alikes have room; us for all tokens but the first for each row of
+--   look-alikes }
 
 local CHAIN, LIMIT, LOST, QUEUED_US, RUNNING_US, KV_US, WAITING_TOKENS = 1, 2, 3, 4, 5, 6, 7
 local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, KIND_FIELDS = 8, 9, 10, 11, 12, 12
@@ -29,7 +30,7 @@ local function unpack_limits(limits)
   }
 end
 
--- Returns an ask by names, each chain as { step_tokens, hashes }; limits and pair_layout nil if absent.
+-- Returns an ask with its fields by name, each chain as { step_tokens, hashes }; limits and pair_layout are nil if absent.
 local function unpack_ask(packed)
   local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring =
     unpack(cmsgpack.unpack(packed))
@@ -43,13 +44,13 @@ local function unpack_ask(packed)
   }
 end
 
--- Returns what holding so many tokens saves on workers of the kind whose row begins behind `k`.
+-- Returns what holding so many tokens saves on workers of the kind whose row begins after `k`.
 local function worth(kinds, k, tokens)
   local us = kinds[k + TOKEN_US] * tokens + kinds[k + SQUARE_US] * tokens * tokens
   return tokens > 0 and us - kinds[k + HIT_US] or us
 end
 
--- Returns how many leading steps two packed chains share: equal hashes mean that all before them are equal too.
+-- Returns how many leading steps two packed chains share: if two hashes are equal, so are all before them.
 local function shared(chain, offset, hashes)
   local low, high = 1, math.min(#chain - offset, #hashes) / HASH_BYTES
   while low < high do
@@ -64,14 +65,14 @@ local function shared(chain, offset, hashes)
   return low
 end
 
--- Returns the predictions that share a prefix with a chain: a list of { id, prediction, steps = of the chain that are held with
--- it, whole = is all of it shared? }.
+-- Returns the predictions that share a prefix with a chain: a list of { id, prediction, steps = leading steps of the chain that
+-- it covers, whole = is all of the prediction shared? }.
 local function matches_of(keys, chain, now)
   local matches, chain_steps = {}, #chain / HASH_BYTES
   for first = 0, chain_steps - 1, CHUNK do
     local probed = math.min(CHUNK, chain_steps - first)
     local probes = { struct.unpack(string.rep('c' .. HASH_BYTES, probed), chain, first * HASH_BYTES + 1) }
-    local found = redis.call('HMGET', keys[ANCHORS], unpack(probes, 1, probed)) -- behind them is the next position
+    local found = redis.call('HMGET', keys[ANCHORS], unpack(probes, 1, probed)) -- followed by the next position
     for i = 1, probed do
       local ids = found[i]
       if ids then
@@ -95,8 +96,9 @@ local function matches_of(keys, chain, now)
   return matches
 end
 
--- Returns the us by which an offer misses the SLO, and its level by what it would exceed (0: nothing that counts, 1: chosen only
--- if no 0 is left, 2: only if no 1 is). `reported_kv` nil: the worker's load is unknown.
+-- Returns the us by which an offer misses the SLO, and its level, which depends on what it would exceed (0: nothing that
+-- counts, 1:
+-- chosen only if there is no 0, 2: only if there is no 1). `reported_kv` nil: the worker's load is unknown.
 local function check_limits(limits, slots, kv_tokens, decode_us, ttft_us, load_us, running, queued, reported_kv, cached)
   local most_ttft_us, most_decode_us = limits.ttft_us, limits.decode_us
   local missed, level = 0, 0
@@ -113,7 +115,7 @@ local function check_limits(limits, slots, kv_tokens, decode_us, ttft_us, load_u
     if slots > 0 and running >= slots then
       level = 2
     end
-    -- what waits to be computed there will need its KV first
+    -- what is already waiting to be computed there will need its KV first
     if kv_tokens > 0 and reported_kv + queued + (limits.input_tokens - cached) > kv_tokens then
       level = 2
     end
@@ -121,7 +123,7 @@ local function check_limits(limits, slots, kv_tokens, decode_us, ttft_us, load_u
   return missed, level
 end
 
--- Returns workers' packed records, in their order.
+-- Returns the packed records of workers in their order.
 local function records_of(keys, workers)
   local records = {}
   for first = 1, #workers, CHUNK do
@@ -135,8 +137,8 @@ local function records_of(keys, workers)
   return records
 end
 
--- Returns the mean of the known loads of all offered workers and look-alikes, which stands in for an unknown one: {queued
--- tokens, running requests, waiting requests, KV tokens}.
+-- Returns the mean of the known loads of all offered workers and look-alikes: {queued tokens, running requests, waiting
+-- requests, KV tokens}. It stands in for loads that are unknown.
 local function mean_of(state)
   local known, sums = 0, { 0, 0, 0, 0 }
   local function add(sign, queued, running, waiting, kv)
@@ -144,7 +146,7 @@ local function mean_of(state)
     sums[1], sums[2] = sums[1] + sign * queued, sums[2] + sign * running
     sums[3], sums[4] = sums[3] + sign * waiting, sums[4] + sign * kv
   end
-  -- a group has the sums of its members; what is wrong in them for this choice is corrected
+  -- a group's sums include all its members; this corrects them where the choice counts others
   local function correct(packed, counts)
     local sampled, _, queued, running, waiting, kv, _, _, _, _, _, _, group, believed = struct.unpack(WORKER, packed)
     local counted = believed == 1 and state.row_of[group] ~= nil
@@ -167,7 +169,7 @@ local function mean_of(state)
       sums[1], sums[2], sums[3], sums[4] = sums[1] + queued, sums[2] + running, sums[3] + waiting, sums[4] + kv
     end
   end
-  for i, packed in ipairs(state.offered) do
+  for _, packed in ipairs(state.offered) do
     correct(packed, true)
   end
   for _, packed in ipairs(records_of(state.keys, state.ask.skipped)) do
@@ -182,7 +184,7 @@ local function mean_of(state)
   return sums
 end
 
--- Returns the row of the kind that an offer to a worker would be of, and in which list it is; nil if it gets none.
+-- Returns the place of the row of the kind that an offer to a worker has; nil or false if it gets no offer.
 local function kind_for(state, worker)
   local k = state.kind_of[worker]
   if k == nil and state.ask.look_alikes[1] and not state.named[worker] then
@@ -198,14 +200,14 @@ local function kind_for(state, worker)
   return k
 end
 
--- Finds each worker's best prediction, { tokens = that it would use, ready_us }; the most tokens that some worker is computing
--- now; and each chain's matches.
+-- Finds each worker's best prediction, { tokens = those that it would use, ready_us }; the most tokens that any worker is
+-- computing now; and the matches of each chain.
 local function find_predictions(state)
   local keys, ask, best = state.keys, state.ask, state.best
   if redis.call('EXISTS', keys[ANCHORS]) == 0 then
     return
   end
-  local kinds, generations = ask.kinds, {}
+  local kinds = ask.kinds
   for c, chain in ipairs(ask.chains) do
     local matches = {}
     for _, match in ipairs(matches_of(keys, chain.hashes, state.now)) do
@@ -232,7 +234,7 @@ local function find_predictions(state)
   end
 end
 
--- Evaluates the i-th offer, to a worker: the row behind `at` of `rows`. Returns its score and its level.
+-- Evaluates the i-th offer, to a worker, which is the row after `at` of `rows`. Returns its score and its level.
 local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decode_us)
   local ask, limits = state.ask, state.ask.limits
   state.rows[i], state.at[i], state.workers[i], state.records[i] = rows, at, worker, packed
@@ -276,7 +278,7 @@ local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decod
   return score, level
 end
 
--- Chooses the i-th offer, if it is the best so far.
+-- Chooses the i-th offer if it is the best so far.
 local function prefer(state, i, score, level, ring)
   local least, lowest = state.least, state.lowest
   if level < lowest or (level == lowest and (score < least or (score == least and ring < state.ring))) then
@@ -284,8 +286,8 @@ local function prefer(state, i, score, level, ring)
   end
 end
 
--- Weighs the offers that name their worker, the cheapest without load first: when one is found that costs less with its load
--- than the next ones without, these need not be weighed, unless they have a prediction. All of a pair's are.
+-- Weighs the offers that name their worker, beginning with the one that is cheapest without load. Once an offer costs less with
+-- load than the next ones do without, these need not be weighed unless they have a prediction. For pairs, all are weighed.
 local function weigh_offers(state)
   local ask, offers = state.ask, state.ask.offers
   local rows, scores, levels, order = ask.limits and ask.limits.rows, {}, {}, {}
@@ -311,7 +313,7 @@ local function weigh_offers(state)
         prefer(state, i, scores[i], levels[i], i - #order - 1)
       end
     elseif struct.unpack('>d', state.offered[i]) <= state.fresh then
-      state.mean = state.mean or mean_of(state) -- whoever asks what it costs needs it
+      state.mean = state.mean or mean_of(state) -- needed to explain what this offer costs
     end
   end
   if ask.pair_layout then

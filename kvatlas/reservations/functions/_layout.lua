@@ -1,38 +1,38 @@
--- What the store keeps of a pool. Every function takes the same KEYS, all in one slot, kva:{pool:<id>}:*
--- (kvatlas/reservations/redis_calls.py names them in this order)
+-- What the store keeps about a pool. Every function takes the same KEYS, which are all in one slot (kva:{pool:<id>}:*);
+-- kvatlas/reservations/redis_calls.py names them in the same order.
 --
 --   1 workers       HASH  worker id -> FleetRecord, as the indexer wrote it
---   2 load          HASH  worker id -> packed worker (below): what it reported, and what was booked since
+--   2 load          HASH  worker id -> packed worker (below): what it reported, and what has been booked on it since
 --   3 reservations  HASH  id (16 bytes) -> cmsgpack reservation (below)
---   4 booked        ZSET  <worker> \0 <booked us, 16 digits> <id>, by bytes: the reservations of a worker in order
+--   4 booked        ZSET  <worker> \0 <booked us, 16 digits> <id>, by bytes: a worker's reservations in order
 --   5 owned         ZSET  <owner> \0 <id>, by bytes: the reservations made under a lease
 --   6 routers       HASH  router id -> number of its lease; <router id> \0 <number> is an owner
 --   7 predictions   HASH  id (that of its reservation) -> cmsgpack prediction (below)
 --   8 anchors       HASH  first hash of a prediction -> ids, 16 bytes each
---   9 predicted     ZSET  <worker> \0 <used us, 16 digits> <id>, by bytes: the predictions of a worker in order of use
---  10 deadlines     ZSET  scored with the us at which it is over: 'r' <id> reservation, 'p' <id> prediction, 'l' <router> lease;
---                         scored 0, to be removed in slices: 'o' <owner> its reservations, 'w' <worker> what its former
---                         generations left, 's' <worker> \0 <us, 16 digits> <place> what it was predicted to hold then, from
---                         this place in `predicted` on
---  11 groups        HASH  likeness (8 bytes) -> number of its group; 's' <number> -> packed sums of the known loads of a group;
---                         'next' -> the last number of a lease or a generation, 'last' -> of a group; 'damages' -> how often the
---                         pool was repaired since that was reported, 'damage' -> what was damaged the last time;
---                         'tables' -> us when small keys were made tables, see report.lua
---  12 samples       ZSET  worker id, scored with the us of its load sample; those that are believed
+--   9 predicted     ZSET  <worker> \0 <used us, 16 digits> <id>, by bytes: a worker's predictions in order of use
+--  10 deadlines     ZSET  what ends, scored with the us at which it does: 'r' <id> reservation, 'p' <id> prediction,
+--                         'l' <router> lease; and what has ended and is removed in slices, scored 0: 'o' <owner> its
+--                         reservations, 'w' <worker> what its former generations left, 's' <worker> \0 <us, 16 digits> <place>
+--                         what it was predicted to hold at that time, from this place in `predicted` on
+--  11 groups        HASH  likeness (8 bytes) -> number of its group; 's' <number> -> packed sums of a group's known loads;
+--                         'next' -> the last number given to a lease or a generation, 'last' -> to a group; 'damages' -> how
+--                         often the pool was repaired since that was last reported, 'damage' -> what was damaged then;
+--                         'tables' -> us at which small keys were made tables, see report.lua
+--  12 samples       ZSET  the workers whose load sample is believed, scored with the us of the sample
 --  13 order_queued, order_running, order_kv, order_mix: the workers of all groups by load, see _orders.lua
 --  17 rates         HASH  worker id -> cmsgpack evidence of its rates (learn.lua)
 --
--- worker: fifteen big-endian doubles, because those are read ten times as fast as cmsgpack:
+-- worker: fifteen big-endian doubles, which are read ten times as fast as cmsgpack, then its incarnation as text. The doubles:
 -- us of its load sample (0: none), us up to which bookings are in that sample, queued tokens, running requests, waiting
--- requests, KV tokens; then the sums over bookings that are not in it: queued tokens, running requests, KV tokens; predicted
--- steps; request slots, KV tokens of its cache (0: unknown), number of its group (0: none), is its sample believed (1 or 0),
--- number of its generation. Then its incarnation as text. A worker that was forgotten and comes back is another generation, and
--- reservations and predictions of another generation count for nothing, whether they are removed already or not.
+-- requests, KV tokens; the sums over the bookings that are not in the sample: queued tokens, running requests, KV tokens;
+-- predicted steps; request slots, KV tokens of its cache (0: unknown), number of its group (0: none), is its sample believed
+-- (1 or 0), number of its generation. A worker that was forgotten and comes back begins another generation; reservations and
+-- predictions of an earlier one count for nothing, whether they are already removed or not.
 -- reservation: worker ('': the booking was called off before it came), owner, booked us, queued tokens, KV tokens, prefilling
 -- (1 or 0), generation of its worker.
--- prediction: worker, ready us, used us, ends us, us for which it is believed once it is ready, number of its first step,
--- capacity of its worker in steps (0: its events will confirm it), packed hashes of its steps, generation of its worker, us at
--- which it was made.
+-- prediction: worker, us at which it is ready, was last used, ends; us for which it is believed once it is ready; number of its
+-- first step; capacity of its worker in steps (0: the worker's events will confirm it); packed hashes of its steps; generation
+-- of its worker; us at which it was made.
 
 local WORKERS, LOAD, RESERVATIONS, BOOKED, OWNED, ROUTERS = 1, 2, 3, 4, 5, 6
 local PREDICTIONS, ANCHORS, PREDICTED, DEADLINES, GROUPS, SAMPLES = 7, 8, 9, 10, 11, 12
@@ -44,7 +44,7 @@ local IS_ZSET = {
 local SAMPLED, COVERED, QUEUED, RUNNING, WAITING, KV = 1, 2, 3, 4, 5, 6
 local BOOKED_QUEUED, BOOKED_RUNNING, BOOKED_KV, STEPS = 7, 8, 9, 10
 local SLOTS, KV_LIMIT, GROUP, BELIEVED, GENERATION, INCARNATION = 11, 12, 13, 14, 15, 16
-local WORKER_BYTES = 120 -- and its incarnation
+local WORKER_BYTES = 120 -- followed by its incarnation
 local R_WORKER, R_OWNER, R_BOOKED_US, R_QUEUED, R_KV, R_PREFILLING, R_GENERATION = 1, 2, 3, 4, 5, 6, 7
 local P_WORKER, P_READY_US, P_USED_US, P_ENDS_US, P_BELIEVED_US = 1, 2, 3, 4, 5
 local P_FIRST_STEP, P_CAPACITY, P_HASHES, P_GENERATION, P_MADE_US = 6, 7, 8, 9, 10
@@ -61,17 +61,22 @@ local STALE_US = 5000000 -- an older load sample is ignored
 local UNUSED_MS = 3600000
 local SLICE = 32 -- reservations and predictions that one call removes because they are over
 
--- Returns the packed record of a worker of which nothing is known.
+-- Returns the packed record of a worker about which nothing is known.
 local function no_worker()
   return string.rep('\0', WORKER_BYTES)
 end
 
--- Is this a number that can be counted with?
+-- Raises an error that says what is damaged.
+local function damaged(what)
+  error({ err = 'DAMAGED ' .. what })
+end
+
+-- Is this a number, neither infinite nor NaN?
 local function is_finite(value)
   return type(value) == 'number' and value - value == 0
 end
 
--- Returns a cmsgpack record with fields of these types. Raises that it is damaged if it is none.
+-- Unpacks a cmsgpack record. Raises that it is damaged unless its fields have these types.
 local function unpack_record(packed, form, what)
   local done, record = pcall(cmsgpack.unpack, packed)
   if not done or type(record) ~= 'table' or #record ~= #form then
@@ -99,7 +104,7 @@ end
 
 local function unpack_worker(packed)
   check_length(packed)
-  local record = { struct.unpack(WORKER, packed) } -- and, behind them, the position of the rest
+  local record = { struct.unpack(WORKER, packed) } -- followed by the position of the rest
   local sum = 0
   for i = SAMPLED, GENERATION do
     sum = sum + record[i]
@@ -111,7 +116,7 @@ local function unpack_worker(packed)
   return record
 end
 
--- Returns a worker's record; nil without one.
+-- Returns a worker's record; nil if there is none.
 local function find_worker(keys, worker)
   local packed = redis.call('HGET', keys[LOAD], worker)
   return packed and unpack_worker(packed)
@@ -131,7 +136,7 @@ local function get_prediction(keys, id)
   return prediction
 end
 
--- Returns a worker's record, a new one if nothing is known of it yet.
+-- Returns a worker's record; a new one if nothing is known about the worker yet.
 local function get_worker(keys, worker)
   local record = find_worker(keys, worker)
   if not record then

@@ -1,16 +1,17 @@
 -- The cheapest of many look-alikes, without looking at all of them: the threshold algorithm (R. Fagin, A. Lotem, M. Naor:
 -- Optimal aggregation algorithms for middleware, 2001) over the orders of _orders.lua.
 --
--- A look-alike costs what the offer to its group costs without load, plus its load times the kind's prices. They are read
--- in one or several orders at once, so that the prices are covered by the orders' weights; whoever was not read costs at least
--- the offer and, in each order, the weight times the last sum read there. When the best so far costs no more, it is the best.
--- Members that have a prediction, or whose sample has just become too old, cost something else and are weighed one by one.
+-- A look-alike costs what the offer to its group costs without load, plus its load times the kind's prices. Look-alikes are
+-- read in one or several orders at once, whose weights add up to the prices. So one that was not read costs at least as much as
+-- the offer, plus for each order its weight times the last sum read there. If the best so far costs no more than that, it is
+-- the best of all. Look-alikes that have a prediction, or whose sample has just become too old, cost something else and are
+-- weighed one by one.
 
 local FIRST_READ, MOST_READ = 4, 512
-local ROUNDING_US = 1 -- equal sums may differ by so much in cost
-local MOST_TOLD = 32
+local ROUNDING_US = 1 -- equal sums may differ in cost by so much
+local MOST_RETURNED = 32
 
--- Finds the groups of the ask's look-alikes, and those of them that are weighed one by one. Returns false if there are too few.
+-- Finds the groups of the ask's look-alikes, and which of these are weighed one by one. Returns false if there are too few.
 local function find_look_alikes(state)
   local keys, ask, members = state.keys, state.ask, 0
   for _, worker in ipairs(ask.skipped) do
@@ -41,8 +42,8 @@ local function find_look_alikes(state)
   return true
 end
 
--- Weighs one of the look-alikes whose row begins behind `at`.
-local function weigh_member(state, at, worker, packed, place)
+-- Weighs one of the look-alikes whose row begins after `at`. ring_place: where it stands on the ring.
+local function weigh_member(state, at, worker, packed, ring_place)
   local limits, slots, kv_tokens, decode_us = state.ask.limits, 0, 0, 0
   if limits then
     decode_us = limits.of_look_alikes[at / OFFER_FIELDS + 1]
@@ -52,10 +53,11 @@ local function weigh_member(state, at, worker, packed, place)
   end
   state.count = state.count + 1
   local score, level = weigh(state, state.count, state.ask.look_alikes, at, worker, packed, slots, kv_tokens, decode_us)
-  prefer(state, state.count, score, level, (place - state.ask.ring) % 4294967296)
+  prefer(state, state.count, score, level, (ring_place - state.ask.ring) % 4294967296)
 end
 
--- Returns a reader of the orders by weights that cover the prices of a kind: { order, weight, last = the last sum read }...
+-- Returns cursors of the orders to be read, { order, weight, last = the last sum read, at, family }..., with weights that add
+-- up to the prices of a kind.
 local function cursors_for(kinds, k, family)
   local queued_us, running_us, kv_us = kinds[k + QUEUED_US], kinds[k + RUNNING_US], kinds[k + KV_US]
   local waiting_us = queued_us * kinds[k + WAITING_TOKENS] / TOKENS_PER_WAITING
@@ -76,7 +78,7 @@ local function cursors_for(kinds, k, family)
   return cursors
 end
 
--- Returns the place on the ring of a member of an order.
+-- Returns where a member of an order stands on the ring.
 local function place_of(member)
   local ring_place = tonumber(string.sub(member, 1, 8), 16)
   if not ring_place then
@@ -89,17 +91,18 @@ local function read_range(key, low, high, at, most)
   return redis.call('ZRANGEBYSCORE', key, low, high, 'WITHSCORES', 'LIMIT', at, most)
 end
 
--- Returns the next members of a cursor with their scores, flat; fewer than `most`: there are no more behind them. If the first
--- ones are more equals than are read at once, they are read from the ring's place on (`equals`: how many of them are left).
+-- Returns the next members of a cursor with their scores, flat, and whether they are the last ones. If more look-alikes have
+-- the lowest score than are read at once, they are read from the ask's place on the ring on (`equals`: how many of them are
+-- left).
 local function read_next(state, cursor, most)
   local key = state.keys[cursor.order]
   local low, high = string.format('%d', cursor.family), string.format('(%d', cursor.family + FAMILY)
   if cursor.at == 0 and not cursor.turned then
     local first = read_range(key, low, high, 0, most)
-    local count = #first / 2
-    if count < most or first[2] ~= first[#first] then
-      cursor.at = count
-      return first, count < most
+    local read = #first / 2
+    if read < most or first[2] ~= first[#first] then
+      cursor.at = read
+      return first, read < most
     end
     local size = redis.call('ZCOUNT', key, first[2], first[2])
     local left, right = 0, size
@@ -114,7 +117,7 @@ local function read_next(state, cursor, most)
     end
     cursor.turned, cursor.size, cursor.equals, cursor.place = true, size, size, left % size
   end
-  if cursor.equals and cursor.equals > 0 then -- to the end of the equals, then from their beginning
+  if cursor.equals and cursor.equals > 0 then -- on to the end of the equals, then from their beginning
     local take = math.min(most, cursor.equals, cursor.size - cursor.place)
     local found = read_range(key, low, high, cursor.place, take)
     cursor.place, cursor.equals = (cursor.place + take) % cursor.size, cursor.equals - take
@@ -126,12 +129,13 @@ local function read_next(state, cursor, most)
   return found, #found / 2 < most
 end
 
--- Weighs look-alikes of one family until none of the rest can be cheaper than the best so far.
-local function weigh_family(state, at, family)
+-- Returns what the offer to a family's group costs without any load that is read, and the surcharge for computing again what
+-- another worker is computing now. In a family of unknown loads, the mean of the known ones is part of the cost.
+local function least_costs(state, at, family)
   local ask, kinds, row = state.ask, state.ask.kinds, state.ask.look_alikes
   local k = row[at + KIND] * KIND_FIELDS
   local without_load_us, again_us = row[at + BASE], 0
-  if family % 2 == 0 then -- the mean stands in for what is unknown
+  if family % 2 == 0 then -- the family of unknown loads
     state.mean = state.mean or mean_of(state)
     local queued, running, waiting, kv = unpack(state.mean)
     without_load_us = without_load_us + kinds[k + QUEUED_US] * (queued + waiting * kinds[k + WAITING_TOKENS])
@@ -140,49 +144,60 @@ local function weigh_family(state, at, family)
   if state.in_flight > row[at + CACHED] then
     again_us = ask.again_factor * (worth(kinds, k, state.in_flight) - worth(kinds, k, row[at + CACHED]))
   end
+  return without_load_us, again_us
+end
+
+-- Weighs those of an order's next `most` look-alikes that were not weighed yet. Returns whether they were the last ones.
+local function weigh_next(state, cursor, at, family, most)
+  local found, ended = read_next(state, cursor, most)
+  local workers, places = {}, {}
+  for i = 1, #found, 2 do
+    local worker = string.sub(found[i], 9)
+    if not state.seen[worker] then
+      state.seen[worker] = true
+      workers[#workers + 1], places[#places + 1] = worker, place_of(found[i])
+    end
+    cursor.last = (tonumber(found[i + 1]) - cursor.family) / STEPS_PER_TOKEN
+  end
+  for i, packed in ipairs(records_of(state.keys, workers)) do
+    if select(GROUP, struct.unpack(WORKER, packed)) ~= math.floor(family / 2) then
+      damaged('order of loads')
+    end
+    weigh_member(state, at, workers[i], packed, places[i])
+  end
+  return ended
+end
+
+-- Weighs look-alikes of one family until none of the rest can be cheaper than the best so far.
+local function weigh_family(state, at, family)
+  local without_load_us, again_us = least_costs(state, at, family)
   if state.lowest == 0 and state.least < without_load_us + again_us then
     return
   end
+  local kinds, k = state.ask.kinds, state.ask.look_alikes[at + KIND] * KIND_FIELDS
   local cursors, most, others = cursors_for(kinds, k, family), FIRST_READ, state.count
   while true do
-    local all_read = false
+    local all_read, threshold, all_equal = false, without_load_us, true
     for _, cursor in ipairs(cursors) do
-      local found, ended = read_next(state, cursor, most)
+      local ended = weigh_next(state, cursor, at, family, most)
       all_read = all_read or ended
-      local workers, places = {}, {}
-      for i = 1, #found, 2 do
-        local worker = string.sub(found[i], 9)
-        if not state.seen[worker] then
-          state.seen[worker] = true
-          workers[#workers + 1], places[#places + 1] = worker, place_of(found[i])
-        end
-        cursor.last = (tonumber(found[i + 1]) - cursor.family) / STEPS_PER_TOKEN
-      end
-      for i, packed in ipairs(records_of(state.keys, workers)) do
-        if select(GROUP, struct.unpack(WORKER, packed)) ~= math.floor(family / 2) then
-          damaged('order of loads')
-        end
-        weigh_member(state, at, workers[i], packed, places[i])
-      end
     end
     if all_read then
       return
     end
-    local threshold, all_equal = without_load_us, true
     for _, cursor in ipairs(cursors) do
       threshold = threshold + cursor.weight * cursor.last
       all_equal = all_equal and (cursor.equals or 0) > 0
     end
-    threshold = threshold + again_us
     all_equal = all_equal and state.chosen > others -- the best so far is one of the equals
-    if state.lowest == 0 and state.least < threshold + (all_equal and ROUNDING_US or 0) then
+    if state.lowest == 0 and state.least < threshold + again_us + (all_equal and ROUNDING_US or 0) then
       return
     end
     most = math.min(most * 2, MOST_READ)
   end
 end
 
--- Weighs the ask's look-alikes, as many as it takes.
+-- Weighs as many of the ask's look-alikes as it takes.
 local function weigh_look_alikes(state)
   state.seen = {}
   for worker in pairs(state.named) do
@@ -191,8 +206,8 @@ local function weigh_look_alikes(state)
   for _, worker in ipairs(state.extras) do
     state.seen[worker] = true
     local packed = state.packed_of[worker]
-    local place = tonumber(string.sub(redis.sha1hex(worker), 1, 8), 16)
-    weigh_member(state, state.row_of[select(GROUP, struct.unpack(WORKER, packed))], worker, packed, place)
+    local ring_place = tonumber(string.sub(redis.sha1hex(worker), 1, 8), 16)
+    weigh_member(state, state.row_of[select(GROUP, struct.unpack(WORKER, packed))], worker, packed, ring_place)
   end
   for group, at in pairs(state.row_of) do
     weigh_family(state, at, group * 2 + 1)
@@ -200,21 +215,21 @@ local function weigh_look_alikes(state)
   end
 end
 
--- Returns the chosen number, and up to MOST_TOLD of the members that were read, the chosen one first: { worker, number of its
--- row of look-alikes, packed worker... }. They get the numbers behind the offers.
-local function tell_members(state)
-  local offers, chosen, told = #state.offered, state.chosen, {}
-  local function tell(number)
-    told[#told + 1], told[#told + 2], told[#told + 3] =
+-- Returns the chosen number, and up to MOST_RETURNED of the look-alikes that were read, the chosen one first: { worker, number
+-- of its row of look-alikes, packed worker... }. Their numbers follow those of the offers.
+local function list_members(state)
+  local offers, chosen, members = #state.offered, state.chosen, {}
+  local function add(number)
+    members[#members + 1], members[#members + 2], members[#members + 3] =
       state.workers[number], state.at[number] / OFFER_FIELDS + 1, state.records[number]
   end
   if chosen > offers then
-    tell(chosen)
+    add(chosen)
   end
-  for number = offers + 1, math.min(state.count, offers + MOST_TOLD) do
+  for number = offers + 1, math.min(state.count, offers + MOST_RETURNED) do
     if number ~= chosen then
-      tell(number)
+      add(number)
     end
   end
-  return chosen > offers and offers + 1 or chosen, told
+  return chosen > offers and offers + 1 or chosen, members
 end

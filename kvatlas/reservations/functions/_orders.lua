@@ -1,17 +1,17 @@
--- The workers of a pool by load, so that the cheapest of a group is found by reading a few.
+-- The workers of a pool sorted by load, so that the cheapest of a group is found by reading a few.
 --
--- A group is a likeness; its workers whose load is known form one family, all others another. In each ORDER a worker stands
--- with its family and, rounded down to 1/64, a sum of its load: queued tokens, running requests, KV tokens, or a mix of them at
--- the ratios of the default rates (kvatlas/cost/engine.py) for an answer of 128 tokens, so that for usual prices one order says
--- nearly all. Of an unknown load only what is booked counts; what stands in for the rest is equal for all of them.
--- Workers that are equal in an order stand in the order of the ring.
+-- A group has the workers of one likeness. Those whose load is known form one family, the others a second one. Each ORDER sorts
+-- workers by family and then by a sum of their load, rounded down to 1/64: queued tokens, running requests, KV tokens, or a mix
+-- of them. The mix has the ratios of the default rates (kvatlas/cost/engine.py) for an answer of 128 tokens, so for usual
+-- prices it is nearly the order of costs. If a load is unknown, only bookings count: what stands in for the rest is the same
+-- for all such workers. Workers with equal sums are in the order of the ring.
 
-local FAMILY = 68719476736 -- scores of one family; 65,536 of them are exact in a double
+local FAMILY = 68719476736 -- scores in one family; the scores of 65,536 families are exact in a double
 local GROUPS_MOST = 32767
 local MIX_TOKENS = 128 -- of output
 local KV_PER_RUNNING, TOKENS_PER_WAITING, STEPS_PER_TOKEN = 0.001125, 1024, 64
 local SUMS, SUMS_BYTES = '>ddddd', 40
-local LOAD_BYTES, GROUP_BYTES = { 1, 72 }, { 97, 112 } -- of a packed worker: what decides its places
+local LOAD_BYTES, GROUP_BYTES = { 1, 72 }, { 97, 112 } -- the bytes of a packed worker that decide its places
 
 -- Returns a worker's member in the orders: its place on the ring, then its id.
 local function member_of(worker)
@@ -22,7 +22,7 @@ local function score_in(family, sum)
   return family * FAMILY + math.min(math.max(0, math.floor(sum * STEPS_PER_TOKEN)), FAMILY - 1)
 end
 
--- Returns a worker's score in each order, from its record, in the orders' own order; none without a group.
+-- Returns a worker's score in each order, in the sequence of their keys; no scores if it has no group.
 local function scores_of(record)
   if record[GROUP] == 0 then
     return {}
@@ -56,8 +56,7 @@ local function add_to_sums(keys, record, sign)
   ))
 end
 
--- Brings the orders, the samples and the sums up to date. `packed` and `after`: the worker's record
--- before, and now.
+-- Brings the orders, the samples and the sums up to date. `packed`: the worker's record before; `after` and `record`: now.
 local function update_orders(keys, worker, packed, after, record)
   if string.sub(packed, LOAD_BYTES[1], LOAD_BYTES[2]) == string.sub(after, LOAD_BYTES[1], LOAD_BYTES[2])
     and string.sub(packed, GROUP_BYTES[1], GROUP_BYTES[2]) == string.sub(after, GROUP_BYTES[1], GROUP_BYTES[2]) then
@@ -99,7 +98,7 @@ local function group_of(keys, likeness)
   if not number then
     number = redis.call('HINCRBY', keys[GROUPS], 'last', 1)
     if number > GROUPS_MOST then
-      return 0 -- routers name these workers themselves
+      return 0 -- routers name such workers one by one
     end
     redis.call('HSET', keys[GROUPS], likeness, number)
   end

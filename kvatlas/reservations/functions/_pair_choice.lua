@@ -1,13 +1,13 @@
 -- Choosing a pair: which worker computes the prompt and which the answer. The Python twin is
 -- `kvatlas/reservations/pair_choice.py`.
 --
--- pair_layout: { number of offers that compute prompts alone, number of those behind them that compute answers alone (all
---   others compute both), { group of each of the first }, { of each of the second: { us to move the KV there from each group;
---   below 0: it can't be moved }... } }. Groups are numbered from 0.
+-- pair_layout: { number of offers that compute only prompts, number of offers after them that compute only answers (all others
+--   compute both), { group of each of the first }, { { us to move the KV from each group (below 0: it can't be moved)... } for
+--   each of the second } }. Groups are numbered from 0.
 
--- scores, levels: of each offer (see check_limits in _evaluation.lua). Levels of a pair add up, and count before costs; ties go
--- to a worker that does both. Returns the number of the offer that computes the prompt alone (0: none does), and of the one
--- that computes the answer.
+-- scores, levels: one for each offer (see check_limits in _evaluation.lua). The levels of a pair add up and matter more than
+-- costs; ties go to a worker that does both. Returns the number of the offer that computes only the prompt (0: none), and of
+-- the one that computes the answer.
 local function choose_pair(pair_layout, scores, levels)
   local prefills, decodes, groups, transfers = unpack(pair_layout)
   local prefill, chosen, lowest, least = 0, 1, math.huge, math.huge

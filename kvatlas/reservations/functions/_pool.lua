@@ -1,4 +1,4 @@
--- The records of a pool: how they are changed together, and how they end.
+-- Changing the records of a pool together, and ending them.
 
 -- Returns a member of `booked` or `predicted`.
 local function place(worker, us, id)
@@ -19,7 +19,7 @@ local function put_worker(keys, worker, record)
   end
 end
 
--- Adds a reservation's load to its worker's sums, or subtracts it (sign -1), unless the sample has it.
+-- Adds a reservation's load to its worker's sums, or subtracts it (sign -1), unless the worker's sample includes it.
 local function count(record, reservation, sign)
   if reservation[R_BOOKED_US] > record[COVERED] and reservation[R_GENERATION] == record[GENERATION] then
     record[BOOKED_QUEUED] = record[BOOKED_QUEUED] + sign * reservation[R_QUEUED]
@@ -28,7 +28,7 @@ local function count(record, reservation, sign)
   end
 end
 
--- Lets a pool without workers expire: nothing else would ever remove what its routers still write.
+-- Lets a pool without workers expire: nothing else would ever remove what routers still write there.
 local function expire_without_workers(keys)
   if redis.call('EXISTS', keys[WORKERS]) == 0 then
     for i = 2, #keys do
@@ -37,17 +37,17 @@ local function expire_without_workers(keys)
   end
 end
 
--- Forgets all that was booked and reported: the store's clock went back (another server's, or stepped), and what is there
--- would count as fresh until the clock is where it was.
+-- Forgets everything that was booked and reported. Needed when the store's clock went back (it is another server's, or was
+-- set): what is there would count as fresh until the clock is where it was.
 local function reset(keys)
   for i = LOAD, ORDER_MIX do
     redis.call('UNLINK', keys[i])
   end
 end
 
--- Drops what is damaged, and what may depend on it: all that was booked and reported, as workers and routers report and book
--- it again; and keys of other types. The next report tells.
-function repair(keys, damage)
+-- Drops what is damaged and what may depend on it: keys of other types, and everything that was booked and reported, which
+-- workers and routers will report and book again. The next report returns that this happened.
+local function repair(keys, damage)
   redis.log(redis.LOG_WARNING, keys[1] .. ': ' .. damage .. ' is damaged; what belongs to it is dropped')
   if #keys == 1 then
     redis.call('UNLINK', keys[1])
@@ -56,7 +56,7 @@ function repair(keys, damage)
   for i, key in ipairs(keys) do
     local kind = redis.call('TYPE', key).ok
     if kind ~= 'none' and kind ~= (IS_ZSET[i] and 'zset' or 'hash') then
-      redis.pcall('UNLINK', key) -- a router may not drop fleet records; an indexer's report will
+      redis.pcall('UNLINK', key) -- a router has no right to drop fleet records; an indexer's report does it
     end
   end
   local damages = tonumber(redis.call('HGET', keys[GROUPS], 'damages')) or 0
@@ -94,7 +94,7 @@ local function drop_prediction(keys, id, prediction)
   end
 end
 
--- The prompt's prefix is computed: it is held from now on, and that is believed for a while.
+-- The prompt's prefix is computed: from now on it is held, and that is believed for a while.
 local function settle_prediction(keys, id, now)
   local prediction = get_prediction(keys, id)
   if prediction then
@@ -104,8 +104,8 @@ local function settle_prediction(keys, id, now)
   end
 end
 
--- Ends a reservation. If it is not `finished`, a prefix that was still being computed is no longer believed. Returns if it
--- counted: it does not if its worker's generation is over, or if it was called off.
+-- Ends a reservation. Unless it is `finished`, a prefix that was still being computed is no longer believed. Returns whether it
+-- counted: not if its worker's generation is over, or if it was called off.
 local function drop_reservation(keys, id, reservation, finished, now)
   redis.call('HDEL', keys[RESERVATIONS], id)
   redis.call('ZREM', keys[DEADLINES], 'r' .. id)
@@ -134,7 +134,7 @@ local function drop_reservation(keys, id, reservation, finished, now)
   return counts
 end
 
--- Drops the reservation or the prediction with this id. Returns false if there is none.
+-- Drops the reservation (kind 'r') or the prediction ('p') with this id. Returns false if there is none.
 local function drop_if_there(keys, id, kind, now)
   local found = (kind == 'p' and get_prediction or get_reservation)(keys, id)
   if found and kind == 'p' then
@@ -145,7 +145,7 @@ local function drop_if_there(keys, id, kind, now)
   return found
 end
 
--- Ends a router's lease; the reservations made under it are removed by `purge`.
+-- Ends a router's lease. `purge` removes the reservations made under it.
 local function end_lease(keys, router)
   local number = redis.call('HGET', keys[ROUTERS], router)
   if number then
@@ -155,7 +155,8 @@ local function end_lease(keys, router)
   redis.call('ZREM', keys[DEADLINES], 'l' .. router)
 end
 
--- Renews a router's lease, or begins one. Returns its owner, and if there was one that was not over.
+-- Renews a router's lease, or begins one. Returns the owner of its reservations, and whether there was a lease that was not
+-- over.
 local function renew_lease(keys, router, lease_us, now)
   local ends, number = redis.call('ZSCORE', keys[DEADLINES], 'l' .. router), redis.call('HGET', keys[ROUTERS], router)
   local lived = ends and tonumber(ends) > now and number
@@ -168,7 +169,8 @@ local function renew_lease(keys, router, lease_us, now)
   return router .. '\0' .. number, lived
 end
 
--- Removes up to `most` reservations or predictions of a worker's former generations: the first ones of a ZSET. Returns how many.
+-- Removes up to `most` reservations or predictions of a worker's former generations: they come first in a ZSET. Returns how
+-- many.
 local function drop_former(keys, set, get, generation_at, worker, kind, most, now)
   local record, dropped = find_worker(keys, worker), 0
   for _, member in ipairs(first_of(keys[set], worker, most)) do
@@ -185,9 +187,9 @@ local function drop_former(keys, set, get, generation_at, worker, kind, most, no
   return dropped
 end
 
--- Ends what a worker was predicted to hold at a time, except of prompts that it is still computing: looks at up to `most`
--- predictions, those behind a place in their order, and leaves the rest to `purge`. Returns how many it looked at.
-local function drop_settled(keys, worker, then_us, after, most, now)
+-- Ends what a worker was predicted to hold at some time, except for prompts that it is still computing. Looks at up to `most`
+-- predictions after a place in their order, and leaves the rest to `purge`. Returns how many it looked at.
+local function drop_settled(keys, worker, then_us, after, most)
   local low = after == '' and '[' .. worker .. '\0' or '(' .. after
   local members = redis.call('ZRANGEBYLEX', keys[PREDICTED], low, '(' .. worker .. '\1', 'LIMIT', 0, most)
   for _, member in ipairs(members) do
@@ -199,8 +201,8 @@ local function drop_settled(keys, worker, then_us, after, most, now)
     end
   end
   if #members == most then
-    local place = most > 0 and members[most] or after
-    redis.call('ZADD', keys[DEADLINES], 0, 's' .. worker .. '\0' .. string.format('%016d', then_us) .. place)
+    local last = most > 0 and members[most] or after
+    redis.call('ZADD', keys[DEADLINES], 0, 's' .. worker .. '\0' .. string.format('%016d', then_us) .. last)
   end
   return #members
 end
@@ -219,8 +221,8 @@ local function disbelieve_samples(keys, now, most)
   return #old
 end
 
--- Ends one thing that is over, and removes up to `most` reservations and predictions. Returns how many, and at least 1; `most`
--- if there may be more of it.
+-- Ends one thing that is over, removing up to `most` reservations and predictions. Returns how many, at least 1; `most` if
+-- there may be more.
 local function end_one(keys, member, most, now)
   local kind, name, dropped = string.sub(member, 1, 1), string.sub(member, 2), 0
   if kind == 'l' then
@@ -239,11 +241,11 @@ local function end_one(keys, member, most, now)
     end
   elseif kind == 's' then
     local worker, then_us, after = string.match(name, '^([^%z]+)%z(%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d)(.*)$')
-    redis.call('ZREM', keys[DEADLINES], member) -- what is left becomes another one
+    redis.call('ZREM', keys[DEADLINES], member) -- what is left gets a deadline of its own
     if not worker then
       damaged('deadline')
     end
-    return math.max(1, drop_settled(keys, worker, tonumber(then_us), after, most, now))
+    return math.max(1, drop_settled(keys, worker, tonumber(then_us), after, most))
   else
     drop_if_there(keys, name, kind, now)
   end
@@ -253,7 +255,7 @@ local function end_one(keys, member, most, now)
   return math.max(1, dropped)
 end
 
--- Ends what is over, up to SLICE reservations, predictions and samples of it. Returns 1 if there may be more, otherwise 0.
+-- Ends what is over, up to SLICE reservations, predictions and samples. Returns 1 if there may be more, otherwise 0.
 local function purge(keys, now)
   local left, last = SLICE, string.format('%d', now)
   local over = redis.call('ZRANGEBYSCORE', keys[DEADLINES], '-inf', last, 'LIMIT', 0, SLICE)

@@ -1,17 +1,10 @@
--- A pool's data is only as large as its workers and their requests, so its functions also run when the store has no memory for
--- blocks.
+-- Registering functions. A pool's data is only as large as its workers and their requests, so its functions also run when the
+-- store has no memory left for blocks.
 --
--- What somebody wrote there by hand ends no function for ever: one that finds a damaged record, or a key of another type, has the
--- pool repaired and runs once more.
+-- A record that was damaged by hand must not make a function fail for ever: if one finds damage, or a key of another type, the
+-- pool is repaired and the function runs once more.
 
-local repair -- in _pool.lua
-
--- Raises that this is damaged.
-local function damaged(what)
-  error({ err = 'DAMAGED ' .. what })
-end
-
--- Returns what is damaged, if an error says that something is.
+-- Returns what is damaged according to an error; nil if the error is about something else.
 local function damage_of(error)
   local text = type(error) == 'table' and error.err or tostring(error)
   return string.match(text, '^%-?DAMAGED (.*)') or string.match(text, '^%-?(WRONGTYPE.*)')

@@ -1,4 +1,4 @@
--- book: evaluates offers and reserves the cheapest, or the cheapest pair, in the same call; the router's lease is renewed.
+-- book: evaluates offers and reserves the cheapest one, or the cheapest pair, in the same call; also renews the router's lease.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 id (16 bytes)
@@ -8,11 +8,11 @@
 --      5 prompt tokens
 --      6 ask, see _evaluation.lua
 --      7 with a pair layout: id of the reservation on the worker that computes the prompt alone
--- returns cmsgpack, see evaluate in _choice.lua: the chosen offers are reserved; { 0 } if the booking was called off before,
--- { -1 } if there are too few look-alikes, so that nothing is reserved
+-- returns cmsgpack, see evaluate in _choice.lua. Nothing is reserved if it returns { 0 }, since the booking was called off
+-- before, or { -1 }, since there are too few look-alikes
 
--- Updates the predictions of this worker that a reservation uses. If its events confirm nothing, they are remembered longer;
--- otherwise those that are confirmed are dropped.
+-- Updates the worker's predictions that a reservation uses. If the worker has no events, they are believed for longer;
+-- otherwise those that its events confirmed are dropped.
 local function use_predictions(keys, worker, held_steps, matches, now)
   for _, match in ipairs(matches) do
     local id, prediction = match.id, match.prediction
@@ -39,7 +39,7 @@ local function predict(keys, id, worker, record, chain, first, ready_us, believe
   redis.call('HSET', keys[ANCHORS], anchor, (redis.call('HGET', keys[ANCHORS], anchor) or '') .. id)
   redis.call('ZADD', keys[PREDICTED], 0, place(worker, now, id))
   record[STEPS] = record[STEPS] + #hashes / HASH_BYTES
-  local most = SLICE -- what is left is dropped by the next booking
+  local most = SLICE -- the next booking drops the rest
   while capacity > 0 and most > 0 and record[STEPS] > capacity do
     put_worker(keys, worker, record)
     local first_used = first_of(keys[PREDICTED], worker, 1)[1]
@@ -54,7 +54,7 @@ local function predict(keys, id, worker, record, chain, first, ready_us, believe
   end
 end
 
--- Ends what was booked under this id before: the same booking was sent again. Returns false if it was called off.
+-- Ends what was booked under this id before, in case the same booking is sent again. Returns false if it was called off.
 local function start(keys, id, now)
   local before = get_reservation(keys, id)
   if before then
@@ -117,7 +117,7 @@ register('kvatlas_pool_book', function(keys, args)
   if prefill_id then
     wanted = start(keys, prefill_id, now) and wanted
   end
-  local answer, state = { 0 }, nil
+  local answer, state = { 0 }
   if wanted then
     answer, state = evaluate(keys, ask, now)
     if state then

@@ -1,10 +1,11 @@
--- ends: what became of reservations. A first token is there: the prompt is computed, so the reservation queues nothing any more,
--- and what it predicted is held from now on. Or a reservation ends; again, or after it ended by itself, that changes nothing.
+-- ends: notes what became of reservations. Either the first token is there, so that the prompt is computed: nothing is queued
+-- any more, and what the reservation predicted is held from now on. Or the reservation ends; if it already has, nothing
+-- changes.
 --
 -- KEYS see _layout.lua
--- ARGV 1 us for which a booking that was called off is refused should it come late
+-- ARGV 1 us for which a booking that was called off is refused if it arrives later
 --      2... id, outcome (OUTCOME; '': the first token is there)...
--- returns for each 1; 0 if there is no such reservation, or its first token was recorded before
+-- returns 1 for each; 0 if there is no such reservation, or its first token was already recorded
 
 local function record_first_token(keys, id, reservation, now)
   local worker = reservation[R_WORKER]

@@ -1,6 +1,4 @@
--- Evidence of workers' rates (kvatlas/cost/regression.py), stored as cmsgpack { form, requests, sums }.
-
--- Returns stored evidence of a form with so many sums; nil if there is none that can be read.
+-- Returns stored evidence of this form with so many sums; nil if there is none that can be read.
 local function evidence_of(packed, form, sums)
   local done, known = pcall(cmsgpack.unpack, packed or '')
   if not done or type(known) ~= 'table' or known[1] ~= form or not is_finite(known[2]) or type(known[3]) ~= 'table' then
@@ -14,12 +12,12 @@ local function evidence_of(packed, form, sums)
   return known
 end
 
--- learn: adds evidence to what is stored. Evidence of another form, or damaged, is replaced; that of workers that the pool does
--- not have is dropped.
+-- learn: adds evidence of workers' rates (kvatlas/cost/regression.py) to what is stored as cmsgpack { form, requests, sums }.
+-- Stored evidence that has another form or is damaged is replaced; evidence of workers that the pool does not have is dropped.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 cmsgpack { form, { worker, requests, factor of older evidence, factor of older errors, sums }... }
---      2 how many of the sums are errors: the first ones
+--      2 how many of the sums, the first ones, are errors
 -- returns 0
 register('kvatlas_pool_learn', function(keys, args)
   local reports, errors = cmsgpack.unpack(args[1]), tonumber(args[2])
@@ -38,12 +36,4 @@ register('kvatlas_pool_learn', function(keys, args)
     end
   end
   return 0
-end)
-
--- learned: every worker's evidence.
---
--- KEYS see _layout.lua
--- returns {worker, cmsgpack evidence...}
-register_read_only('kvatlas_pool_learned', function(keys)
-  return redis.call('HGETALL', keys[RATES])
 end)

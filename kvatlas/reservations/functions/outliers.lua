@@ -2,13 +2,13 @@
 -- (kvatlas/outliers/store.py).
 --
 -- KEYS 1 outliers  HASH  worker id -> cmsgpack { us of the last change, good and bad answers (fading), us at which its ejection
---                  ends (0: it is not ejected), times that it was ejected lately, router that may try it again, us until
---                  which that one may }
+--                  ends (0: it is not ejected), how often it was ejected lately, router that may try it again, us until which
+--                  that router may }
 -- ARGV 1 router id
 --      2 us after which an answer counts for half
 --      3 us for which one router may try again
 --      4 us without a change after which a worker is forgotten
---      5 cmsgpack { { worker, good, bad, verdict (VERDICT), times that the router knew of, us to eject for }... }
+--      5 cmsgpack { { worker, good, bad, verdict (VERDICT), ejections that the router knew of, us to eject for }... }
 -- returns cmsgpack { { worker, good, bad, us left of its ejection (false: it is not ejected), times, prober or '' }... }
 local VERDICT = { count = 'count', eject = 'eject', readmit = 'readmit', probe = 'probe' } -- kvatlas.outliers.store.Verdict
 local O_CHANGED, O_GOOD, O_BAD, O_ENDS, O_TIMES, O_PROBER, O_CLAIM_ENDS = 1, 2, 3, 4, 5, 6, 7

@@ -1,18 +1,20 @@
 -- Workers as the owner of their partition reports them.
 
-local COVERED_MOST = 250 -- bookings that one call takes to be in samples
+local COVERED_MOST = 250 -- bookings that one call counts as included in samples
 
--- Incarnations are 64-bit numbers as text without leading zeros: a double would not hold them.
+-- Is one incarnation lower than another one? They are 64-bit numbers, as text without leading zeros: a double would not hold
+-- them.
 local function is_lower(one, other)
   return #one < #other or (#one == #other and one < other)
 end
 
--- Lets the newest bookings of a range go on counting, instead of the sample, while their prompts are not computed: up to one
--- more than wait, if any runs. Takes those requests out of the sample. Returns the time up to which bookings are in it.
+-- Lets the newest bookings of a range count on, instead of the sample, while their prompts are not computed: as many as are
+-- waiting, and one more if any request is running. Takes these requests out of the sample. Returns the us up to which bookings
+-- are in it.
 local function keep_uncomputed(record, members, reservations, covered, waiting)
   local most, kept = waiting + math.min(1, record[RUNNING]), 0
   if record[QUEUED] > 0 and waiting == 0 then
-    most = 0 -- the engine knows what it has queued
+    most = 0 -- the engine's own number of queued tokens is known
   end
   for i = #members, 1, -1 do
     local reservation = reservations[i]
@@ -38,13 +40,14 @@ local function keep_uncomputed(record, members, reservations, covered, waiting)
   return covered
 end
 
--- Takes bookings up to a time to be in a worker's sample, the first `most` of them, except of prompts that wait there. Returns
--- how many it looked at.
+-- Counts a worker's bookings up to a time as included in its sample, at most the first `most`, except those whose prompts are
+-- waiting. Returns how many it looked at.
 local function cover(keys, worker, record, covered, waiting, most)
   local name = worker .. '\0'
-  local low, high = '[' .. name .. string.format('%016d', record[COVERED] + 1), '(' .. name .. string.format('%016d', covered + 1)
+  local low = '[' .. name .. string.format('%016d', record[COVERED] + 1)
+  local high = '(' .. name .. string.format('%016d', covered + 1)
   local members = redis.call('ZRANGEBYLEX', keys[BOOKED], low, high, 'LIMIT', 0, most)
-  if #members == most then -- all of the last one's microsecond, then a later sample goes on behind it
+  if #members == most then -- take all bookings of the last one's microsecond; a later sample continues after it
     local last = string.sub(members[most], 1, -ID_BYTES - 1)
     covered = tonumber(string.sub(last, -16))
     members = redis.call('ZRANGEBYLEX', keys[BOOKED], low, '(' .. name .. string.format('%016d', covered + 1))
@@ -68,7 +71,7 @@ local function cover(keys, worker, record, covered, waiting, most)
   return #members
 end
 
--- Sums over bookings that are not in the sample are 0 if there is none, whatever somebody wrote there.
+-- Resets the sums over the bookings that are not in the sample if there are no such bookings: they may have been damaged.
 local function settle_sums(keys, worker, record)
   if record[BOOKED_QUEUED] ~= 0 or record[BOOKED_RUNNING] ~= 0 or record[BOOKED_KV] ~= 0 then
     local low = '[' .. worker .. '\0' .. string.format('%016d', record[COVERED] + 1)
@@ -78,9 +81,8 @@ local function settle_sums(keys, worker, record)
   end
 end
 
--- To the server a small HASH or ZSET is a list, and whoever looks for something reads it from its beginning: a choice in a pool
--- of 64 workers spent a sixth of its instructions on that. One that has had a long entry is a table until it is empty, or loaded
--- from a file.
+-- The server keeps a small HASH or ZSET as a list and searches it from the beginning: a choice in a pool of 64 workers spent a
+-- sixth of its instructions on that. One that has had a long entry stays a table until it is empty or loaded from a file.
 local LONG_BYTES, TABLES_US = 65, 30000000
 
 local function keep_as_tables(keys, now)
@@ -100,17 +102,18 @@ local function keep_as_tables(keys, now)
   redis.call('HSET', keys[GROUPS], 'tables', string.format('%d', now))
 end
 
--- report: fleet records and load samples. Bookings made before a sample (by the time that a request may travel) are in it,
--- except the newest of those whose prompts the engine has not computed: these know their tokens, and the sample does not.
--- A report of a lower incarnation than the last one is late, and ignored. A higher one ends what the worker was predicted to
--- hold; what is booked there stays: a snapshot begins an incarnation too, and the engine's requests go on.
+-- report: fleet records and load samples. A sample includes the bookings made before it (by the time that a request may
+-- travel), except the newest of those whose prompts the engine has not computed: these count on, since the sample does not know
+-- their tokens. A report with a lower incarnation than the last one is late and is ignored. A higher incarnation ends what the
+-- worker was predicted to hold. Its bookings stay, since a snapshot also begins an incarnation while the engine's requests go
+-- on.
 --
 -- KEYS see _layout.lua
--- ARGV 1 cmsgpack { { worker, fleet record ('': leave it as it is), incarnation (text), has a sample (1 or 0), age of the
---        sample us, age of the last booking that is in it us (-1: none is), queued tokens, running requests, waiting requests,
+-- ARGV 1 cmsgpack { { worker, fleet record ('': leave it as it is), incarnation (text), has a sample (1 or 0), us since the
+--        sample, us since the last booking that is in it (-1: none is), queued tokens, running requests, waiting requests,
 --        KV tokens, likeness ('': it gets no requests), request slots, KV tokens of its cache (0: unknown), requests whose
 --        prompts the engine had not begun }... }
--- returns {times that the pool was repaired since the last report (decimal), what was damaged the last time}; {} if it was not
+-- returns {how often the pool was repaired since the last report (decimal), what was damaged last}; {} if it was not repaired
 register('kvatlas_pool_report', function(keys, args)
   local now, left, left_drops = now_us(), COVERED_MOST, SLICE
   purge(keys, now)
@@ -133,7 +136,7 @@ register('kvatlas_pool_report', function(keys, args)
     if not is_lower(incarnation, record[INCARNATION]) then
       if record[INCARNATION] ~= incarnation then
         if record[INCARNATION] ~= '' then
-          left_drops = left_drops - drop_settled(keys, worker, now, '', left_drops, now)
+          left_drops = left_drops - drop_settled(keys, worker, now, '', left_drops)
           record = get_worker(keys, worker)
         end
         record[INCARNATION] = incarnation
@@ -157,25 +160,4 @@ register('kvatlas_pool_report', function(keys, args)
     redis.call('HDEL', keys[GROUPS], 'damages', 'damage')
   end
   return damages[1] and damages or {}
-end)
-
--- forget: takes a worker out of the pool, with all that was booked, predicted and learned there.
---
--- KEYS see _layout.lua
--- ARGV 1 worker
--- returns 0
-register('kvatlas_pool_forget', function(keys, args)
-  local worker = args[1]
-  local record = find_worker(keys, worker)
-  if record then
-    record[GROUP] = 0
-    put_worker(keys, worker, record)
-    redis.call('HDEL', keys[LOAD], worker)
-    redis.call('ZADD', keys[DEADLINES], 0, 'w' .. worker)
-    purge(keys, now_us())
-  end
-  redis.call('HDEL', keys[WORKERS], worker)
-  redis.call('HDEL', keys[RATES], worker)
-  expire_without_workers(keys)
-  return 0
 end)

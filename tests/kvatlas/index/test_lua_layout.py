@@ -18,7 +18,7 @@ SLOT = constants(INDEX_LIBRARY.source("_slot"))
 
 def test_outcomes_of_messages_have_the_same_names_in_the_same_order() -> None:
     names = [field.name for field in fields(ApplyCounts)]
-    assert words(INDEX_LIBRARY.source("apply"), "COUNTS") == names
+    assert words(INDEX_LIBRARY.source("_apply"), "COUNTS") == names
     outcomes = [field.name for field in fields(ApplyResult) if field.type == "int" or field.type is int]
     assert outcomes == names[: len(outcomes)]
 

@@ -1,5 +1,6 @@
 """Function libraries: what they are made of, and what happens if the server does not have them."""
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def library(tmp_path: Path) -> FunctionLibrary:
     """Functions that return their first argument, fail, and return a shared constant."""
     call = "{{function_name = '{}' .. TAG, callback = function(keys, args) {} end, flags = {{'no-writes'}}}}"
     register = f"redis.register_function{call}"
-    (tmp_path / "_shared.lua").write_text("local ANSWER = 'shared'")
+    (tmp_path / "_shared.lua").write_text("local ANSWER = 'shared'\n")
     (tmp_path / "echo.lua").write_text(register.format("test_echo", "return args[1]"))
     (tmp_path / "fail.lua").write_text(register.format("test_fail", "return redis.error_reply('ERR no')"))
     (tmp_path / "answer.lua").write_text(register.format("test_answer", "return ANSWER"))
@@ -33,10 +34,32 @@ def library(tmp_path: Path) -> FunctionLibrary:
 
 
 def test_shared_files_come_first_and_then_one_file_a_command(library: FunctionLibrary) -> None:
-    first, tag, shared, *commands = library.code.splitlines()
-    assert (first, shared) == (f"#!lua name={library.name}", "local ANSWER = 'shared'")
+    first, tag, *rest = filter(None, library.code.splitlines())
+    assert first == f"#!lua name={library.name}"
     assert tag == f"local TAG = '{library.name.removeprefix('kvatlas_test')}'"
-    assert [line.split("'")[1] for line in commands[:3]] == ["test_answer", "test_echo", "test_fail"]
+    assert rest[:4] == ["local _shared", "do", "local ANSWER = 'shared'", "_shared = { ANSWER = ANSWER }"]
+    assert [line.split("'")[1] for line in rest if "register_function{" in line] == [
+        "test_answer",
+        "test_echo",
+        "test_fail",
+    ]
+
+
+def test_a_file_gets_only_the_names_that_it_mentions(tmp_path: Path) -> None:
+    (tmp_path / "_a.lua").write_text("local ONE, TWO = 1, 2 -- not THREE\nlocal function three()\nend\n")
+    (tmp_path / "_b.lua").write_text("local FOUR = ONE -- not TWO\n")
+    (tmp_path / "c.lua").write_text("three(FOUR)\n")
+    code = FunctionLibrary("kvatlas_test", tmp_path, ("_a", "_b")).code
+    assert re.findall(r"^local (\w+) = _(\w)\.\1$", code, re.MULTILINE) == [("ONE", "a"), ("FOUR", "b"), ("three", "a")]
+    assert re.findall(r"^_\w = .*", code, re.MULTILINE) == ["_a = { ONE = ONE, three = three }", "_b = { FOUR = FOUR }"]
+
+
+def test_two_shared_files_with_the_same_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "_a.lua").write_text("local ONE = 1\n")
+    (tmp_path / "_b.lua").write_text("local ONE = 2\n")
+    (tmp_path / "c.lua").write_text("return ONE\n")
+    with pytest.raises(ValueError, match=r"_b\.lua has names of earlier files: ONE"):
+        _ = FunctionLibrary("kvatlas_test", tmp_path, ("_a", "_b")).code
 
 
 async def test_a_missing_library_is_loaded_by_any_call(store: Store, library: FunctionLibrary) -> None:

@@ -1,7 +1,7 @@
--- Changing many blocks of one scope, of several holders too: one HMGET, one HSET, one HDEL for hundreds of blocks.
--- Values repeat, so a value's new value is computed once (`known`), and Lua only looks it up for each block.
+-- Changing many blocks of one scope, for several holders at once: one HMGET, one HSET and one HDEL for hundreds of blocks.
+-- Values repeat, so the new value for each old one is computed once (`known`) and then only looked up.
 
--- The side index: which blocks follow which. side: {children = key, parents = key}
+-- The side index says which blocks follow which. side: {children = key, parents = key}
 local function link(side, hash, parent)
   if redis.call('HSETNX', side.parents, hash, parent) == 1 then
     redis.call('HSET', side.children, parent, (redis.call('HGET', side.children, parent) or '') .. hash)
@@ -27,7 +27,7 @@ local function unlink(side, hash)
   end
 end
 
--- Returns the value after a store, and whether the holder's tier is new in it.
+-- Returns the value after a store, and whether it adds this tier to the holder's entry.
 local function value_with(value, holder, tier_bit, flags)
   if not value then
     return holder .. string.char(bit.bor(tier_bit, flags)), true
@@ -44,7 +44,7 @@ local function value_with(value, holder, tier_bit, flags)
   return string.sub(value, 1, at + 2) .. string.char(new) .. string.sub(value, at + 4), bit.band(old, tier_bit) == 0
 end
 
--- Returns the value after a removal (false: the block has no holder left), and whether the holder's tier was in it.
+-- Returns the value after a removal (false: the block has no holder left), and whether the holder had this tier.
 local function value_without(value, holder, tier_bit)
   if not value then
     return value, false
@@ -65,7 +65,8 @@ local function value_without(value, holder, tier_bit)
   return string.sub(value, 1, at + 2) .. string.char(new) .. string.sub(value, at + 4), true
 end
 
--- Returns the two sums of packed hashes' 32-bit halves (exact: there are always far fewer than 2^21 hashes).
+-- Returns the sums of the lower and the upper 32-bit halves of packed hashes; they are exact, since there are always far fewer
+-- than 2^21 hashes.
 local sum_formats = {}
 local function sums(packed)
   local low, high, count = 0, 0, #packed / 8
@@ -87,8 +88,8 @@ local function sums(packed)
   return low, high
 end
 
--- Counts blocks of one scope, given by their number and sums, into (sign 1) or out of (sign -1) a holder's digest, under a tier
--- or a flag (by its bit): see kvatlas/blocks/digest.py.
+-- Adds blocks of one scope, given by their number and sums, to a holder's digest (sign 1), or takes them out (sign -1). tier:
+-- the bit of a tier or a flag. See kvatlas/blocks/digest.py.
 local function count_sums(digest, tier, count, low, high, scope, sign)
   local at = 3 * tier + 1
   digest[at] = digest[at] + sign * count
@@ -96,19 +97,19 @@ local function count_sums(digest, tier, count, low, high, scope, sign)
   digest[at + 2] = (digest[at + 2] + sign * (high % TWO32 * scope.mix_high % TWO32)) % TWO32
 end
 
--- The same for packed blocks.
+-- The same for packed hashes.
 local function count_blocks(digest, tier, packed, scope, sign)
   local low, high = sums(packed)
   count_sums(digest, tier, #packed / 8, low, high, scope, sign)
 end
 
--- Returns the flags besides the tiers that differ between a holder's entries in two values.
+-- Returns the flags, apart from tiers, in which a holder's entries in two values differ.
 local function flags_changed(old, new, holder)
   local was, is = old and find_entry(old, holder), new and find_entry(new, holder)
   return bit.band(bit.bxor(was and string.byte(old, was + 3) or 0, is and string.byte(new, is + 3) or 0), FLAG_MASK)
 end
 
--- Notes that a block's entry gained, or lost, these flags. flagged: {bit of a flag -> {hash...}}
+-- Notes that a block's entry gained or lost these flags. flagged: {bit of a flag -> {hash...}}
 local function note_flags(flagged, flags, hash)
   for flag = 5, 7 do
     if bit.band(flags, 2 ^ flag) ~= 0 then
@@ -118,7 +119,7 @@ local function note_flags(flagged, flags, hash)
   end
 end
 
--- Returns the hashes, each once.
+-- Returns the hashes without repetitions.
 local function distinct(hashes)
   local seen, out, n = {}, {}, 0
   for i = 1, #hashes do
@@ -131,12 +132,12 @@ local function distinct(hashes)
   return out
 end
 
--- Returns the field of `held` that counts a holder's blocks of a scope in a tier.
+-- Returns the field of `held` with the number of a holder's blocks of a scope in a tier.
 local function held_field(holder, scope_id, tier)
   return holder .. scope_id .. string.char(tier)
 end
 
--- Adds to how many blocks holders have by scope and tier. changes: {field -> blocks more, or less}
+-- Changes how many blocks holders have by scope and tier. changes: {field -> difference}
 local function change_held(key, changes)
   local fields, set, gone = {}, {}, {}
   for field, change in pairs(changes) do
@@ -160,10 +161,11 @@ local function change_held(key, changes)
   end
 end
 
-local PART = 512 -- blocks a command; more at a time don't fit into the processor's caches
+local PART = 512 -- blocks in one command: more don't fit in the processor's caches
 
--- Works out an operation on hashes[first..last], whose values are values[i - before]: appends {hash, new value...} to `set`,
--- which is n long, and hashes without a holder to `gone`, which is m long. Returns n, m and the bytes to be written.
+-- Works out an operation on hashes[first..last]; the value of hashes[i] is values[i - before]. Appends {hash, new value...} to
+-- `set`, which has n elements, and hashes left without a holder to `gone`, which has m. Returns n, m and the bytes to be
+-- written.
 local function decide(op, hashes, values, before, first, last, set, n, gone, m)
   local known, bytes = op.known, 0
   for i = first, last do
@@ -179,7 +181,7 @@ local function decide(op, hashes, values, before, first, last, set, n, gone, m)
       if op.flagged then
         note_flags(op.flagged, flags_changed(value, new, op.holder), hashes[i])
       end
-      if not counts then -- the holder has it already, or does not have what it should lose
+      if not counts then -- the holder already has it, or does not have what it should lose
         op.uncounted = op.uncounted or {}
         op.uncounted[hashes[i]] = true
       elseif not op.flagged then
@@ -200,7 +202,7 @@ local function decide(op, hashes, values, before, first, last, set, n, gone, m)
   return n, m, bytes
 end
 
--- Counts what an operation changed of hashes[first..last] into its holder's digest. Returns how many blocks it changed.
+-- Brings the holder's digest up to date with what an operation changed of hashes[first..last]. Returns how many blocks changed.
 local function settle(op, hashes, first, last)
   local sign = op.store and 1 or -1
   for flag, those in pairs(op.flagged or {}) do
@@ -223,11 +225,11 @@ local function settle(op, hashes, first, last)
   return c
 end
 
--- Carries out operations on blocks of one scope: several if all their blocks are different, or one.
+-- Carries out operations on blocks of one scope: one operation, or several that have no block in common.
 -- op: {scope, holder, tier, tier_bit, flags, store = true or false, digest, known = {}, parts = {packed hashes...},
---   size = hashes in the parts, low, high = their sums as apply_call.py made them}; no part repeats a hash
--- scope: {id, blocks = key, mix_low, mix_high, side or nil}; count: see COUNTS in apply.lua. Sets op.changed: how many blocks
--- more the holder has in the tier, or less.
+--   size = number of hashes in the parts, low, high = their sums as computed by apply_call.py}; no part repeats a hash
+-- scope: {id, blocks = key, mix_low, mix_high, side or nil}; count: see COUNTS in _apply.lua. Sets op.changed, by how many the
+-- holder's blocks in the tier became more (or, below 0, fewer).
 local function change_blocks(scope, ops, count)
   local packed, total = {}, 0
   for _, op in ipairs(ops) do
@@ -247,10 +249,11 @@ local function change_blocks(scope, ops, count)
   for first = 1, #hashes, PART do
     local last = math.min(first + PART - 1, #hashes)
     local values = redis.call('HMGET', scope.blocks, unpack(hashes, first, last))
-    local set, gone, n, m, i, bytes = {}, {}, 0, 0, first, 0
+    local set, gone, n, m, i = {}, {}, 0, 0, first
     while i <= last do
       local op = ops[at]
       local stop = math.min(op.last, last)
+      local bytes
       n, m, bytes = decide(op, hashes, values, first - 1, i, stop, set, n, gone, m)
       count.bytes_written = count.bytes_written + bytes
       if stop == op.last then

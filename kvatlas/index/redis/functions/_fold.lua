@@ -1,8 +1,8 @@
--- The fold of one worker's messages. Its record is read in the same call, never taken from the caller: a replay, a zombie, a
--- second owner change nothing.
+-- Folding one worker's messages into its record. The record is read in the same call and never taken from the caller, so a
+-- replay, a zombie or a second owner changes nothing.
 --
--- self: one worker of the call: {c = the call, see apply.lua; worker = id; record; uses = {scope id -> 8 bytes for touched}}
--- event: as on the bus (kvatlas/bus/wire.py); those with hashes are followed by the two sums of these
+-- self: one worker of the call: {c = the call, see _apply.lua; worker = id; record; uses = {scope id -> 8 bytes for touched}}
+-- event: as on the bus (kvatlas/bus/wire.py); if it has hashes, their two sums follow
 
 local CODE = {
   stored = 1, removed = 2, cleared = 3, begin = 4, chunk = 5, ending = 6, checkpoint = 7, marked = 8, unmarked = 9, heads = 10,
@@ -11,9 +11,9 @@ local EVENT_CODE, EVENT_SCOPE, EVENT_TIER, EVENT_HASHES, EVENT_PARENT, EVENT_FLA
 local STORED_LOW, STORED_HIGH, REMOVED_LOW, REMOVED_HIGH = 8, 9, 5, 6
 local END_CHUNKS, END_DIGEST, CHECKPOINT_DIGEST = 2, 3, 2
 local BEGIN_DROPPED, MARK_HASHES, HEAD_BITS = 2, 3, 4
-local UNKNOWN_BYTES = '\0\0\0\0' -- a block's, behind its size
+local UNKNOWN_BYTES = '\0\0\0\0' -- follows the block size if the bytes of a block are unknown
 
--- Carries out what is queued, of all workers.
+-- Carries out the queued operations of all workers.
 local function flush(c)
   for _, scope in pairs(c.scopes) do
     if scope.queue[1] then
@@ -27,7 +27,7 @@ local function flush(c)
   end
 end
 
--- Returns the digest that the call changes of a holder.
+-- Returns a holder's digest, with what the call has changed so far.
 local function digest_for(c, holder)
   local digest = c.digests[holder]
   if not digest then
@@ -37,7 +37,8 @@ local function digest_for(c, holder)
   return digest
 end
 
--- The holder has blocks of this scope from now on: a sweep must look there. They have the size that its messages told last.
+-- Notes that the holder has blocks of this scope, so that a sweep looks there. Their size is the one that its messages gave
+-- last.
 local function touch(self, holder, scope_id)
   local c = self.c
   local new = c.newly_touched[holder] or { known = {} }
@@ -60,8 +61,8 @@ local function touch(self, holder, scope_id)
   end
 end
 
--- Queues a change: blocks of several workers are changed at once, or, if two operations may have a block in common, one
--- operation after the other.
+-- Queues a change. The blocks of several workers are changed at once; or, if two operations may have a block in common, one
+-- after the other.
 local function queue(self, holder, event, store)
   local scope_id, tier, hashes, flags = event[EVENT_SCOPE], event[EVENT_TIER], event[EVENT_HASHES], 0
   local size, low, high = #hashes / 8, event[REMOVED_LOW], event[REMOVED_HIGH]
@@ -107,7 +108,7 @@ local function link_blocks(self, event)
   end
 end
 
--- Is this the digest of what the holder has, of its marks too if it is a marked one?
+-- Does the holder have exactly the blocks, and the marks if it has any, of this digest?
 local function is_digest_of(c, holder, expected)
   local digest, marks = digest_for(c, holder), marks_for(c, holder)
   for i = 1, DIGEST_WORDS do
@@ -136,19 +137,19 @@ local function close(self)
   close_worker(self.c.k, self.record, self.worker)
 end
 
--- No memory, or no holder number: the indexer asks for a snapshot when there is room again.
+-- There is no memory, or no holder number. The indexer asks for a snapshot when there is room again.
 local function close_without_room(self)
   self.record[OOM] = 1
   close(self)
   return false
 end
 
--- Returns the holder that events change: the loading one during a snapshot; '': none.
+-- Returns the holder that events change: during a snapshot the loading one. '': there is none.
 local function changing_holder(record)
   return record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
 end
 
--- What each event does, by code. Each returns false if it closed the worker.
+-- What each event does, by code. It returns false if it closed the worker.
 local act = {}
 
 act[CODE.stored] = function(self, event)
@@ -202,7 +203,7 @@ end
 
 act[CODE.begin] = function(self, event)
   local record, k = self.record, self.c.k
-  if self.seq ~= 0 then -- only the first message of an incarnation begins a snapshot
+  if self.seq ~= 0 then -- only the first message of an incarnation may begin a snapshot
     close(self)
     return false
   end
@@ -224,7 +225,7 @@ act[CODE.ending] = function(self, event)
     return false
   end
   if record[CHUNKS] ~= event[END_CHUNKS] or not is_digest_of(self.c, record[LOADING], event[END_DIGEST]) then
-    -- the last incarnation's blocks go on answering until the next snapshot is complete
+    -- the last incarnation's blocks can be found until the next snapshot is complete
     self.c.count.failed_checks = self.c.count.failed_checks + 1
     retire_holder(k, record[LOADING], self.worker)
     record[LOADING], record[BAD], record[CLOSED] = '', 1, 1
@@ -246,11 +247,11 @@ act[CODE.checkpoint] = function(self, event)
   return true
 end
 
--- Carries out an event of marks. change: what it does, with the scope's marks, the scope, the holder and its marks
+-- Carries out an event about marks by calling `change` with the scope's marks, the scope, the holder and the holder's marks.
 local function change_marks_of(self, event, change)
   local holder = changing_holder(self.record)
   local marks = holder ~= '' and marks_for(self.c, holder)
-  if not marks then -- residency says all of this worker, or nothing is known of it
+  if not marks then -- the worker has no marks, or no holder
     close(self)
     return false
   end
@@ -284,9 +285,10 @@ act[CODE.heads] = function(self, event)
   end)
 end
 
--- The fence: applies consecutive messages (first to last seq, joined: see apply_call.py), or a part of one, if they are the
--- next ones of the newest incarnation. If the record's seq is inside them, applying the first ones again changes nothing.
--- A part: events from step `from` on, 1 if the message ends with them, the step after each; what is applied is left out.
+-- The fence: applies consecutive messages (seq `first` to `last`, joined by apply_call.py), or a part of one, if they are the
+-- next ones of the newest incarnation. If the record's seq lies among them, applying the first ones again changes nothing.
+-- A part: events from step `from` on; `ending` is 1 if the message ends with them; `ends` has the step after each event. Steps
+-- that are already applied are left out.
 local function fold(self, incarnation, first, last, events, from, ending, ends)
   local record, count, applied, whole = self.record, self.c.count, 0, ending ~= 0
   local messages = whole and last - first + 1 or 0
@@ -331,7 +333,7 @@ local function fold(self, incarnation, first, last, events, from, ending, ends)
   end
   for i = 1, #events do
     if (not ends or ends[i] > applied) and not act[events[i][EVENT_CODE]](self, events[i]) then
-      record[SEQ], self.steps = last, false -- nothing of the rest will be applied
+      record[SEQ], self.steps = last, false -- the rest will not be applied
       return
     end
   end

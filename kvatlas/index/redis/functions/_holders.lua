@@ -1,18 +1,20 @@
--- Holders: the numbers that stand for one incarnation's blocks. k: table of the slot's keys by name (see _slot.lua).
+-- Holders: a holder is a number that stands for the blocks of one incarnation of a worker. k: the shard's keys by name (see
+-- _slot.lua).
 
 local LOADING_STATE, ACTIVE_STATE, RETIRED_STATE = 'l', 'a', 'r'
 
--- The active holders have changed. No version is ever used twice, not even by a store that lost its last writes or
--- everything: clients keep the names that they read at a version.
+-- Call this when the active holders have changed. Clients cache names by version, so no version may ever be used twice, not
+-- even by a store that lost its last writes or all its data.
 local function change_version(k)
   local time = redis.call('TIME')
   redis.call('HSET', k.meta, 'active', redis.call('HINCRBY', k.meta, 'changes', 1) .. ' ' .. time[1] .. ' ' .. time[2])
 end
 
--- Returns a new holder's number; nil if all are in use, or were until lately.
+-- Returns the number of a new holder; nil if every number is in use or was freed too recently.
 local function allocate(k, state, worker, reuse_ms)
-  local holder, now = nil, now_ms()
-  local oldest = redis.call('LINDEX', k.free, 0) -- 3-byte number, then when it was freed
+  local now = now_ms()
+  local holder
+  local oldest = redis.call('LINDEX', k.free, 0) -- 3-byte number, then the ms at which it was freed
   if oldest and now - tonumber(string.sub(oldest, 4)) >= reuse_ms then
     holder = string.sub(oldest, 1, 3)
     redis.call('LPOP', k.free)
@@ -32,7 +34,7 @@ local function allocate(k, state, worker, reuse_ms)
   return holder
 end
 
--- The holder answers no more; a sweep gives its memory back. O(1).
+-- From now on the holder's blocks are not found; a sweep frees their memory later. O(1).
 local function retire_holder(k, holder, worker)
   if holder == '' then
     return
@@ -50,14 +52,14 @@ local function activate_holder(k, holder, worker)
   change_version(k)
 end
 
--- Closes the worker's incarnation: it answers no more, and its messages are not applied.
+-- Closes the worker's incarnation: its blocks are not found any more, and its messages are not applied.
 local function close_worker(k, record, worker)
   retire_holder(k, record[ACTIVE], worker)
   retire_holder(k, record[LOADING], worker)
   record[ACTIVE], record[LOADING], record[BAD], record[CLOSED] = '', '', 1, 1
 end
 
--- Returns {holder -> is it retired now} of packed holders.
+-- Returns {holder -> is it retired} for packed holders.
 local function retired_among(key, packed)
   local holders, retired = {}, {}
   for at = 1, #packed, 3 do

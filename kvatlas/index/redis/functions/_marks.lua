@@ -1,12 +1,17 @@
--- Marks: at which of its blocks a marked holder can resume a prompt, a holder whose residency does not say it (a hybrid model).
--- See kvatlas/index/mark_lookup.py for what heads are, _slot.lua for the keys.
+-- Marks say at which of its blocks a holder can resume a prompt. Only holders of hybrid models have them: there, holding a
+-- block is not enough. See kvatlas/index/mark_lookup.py for what heads are, and _slot.lua for the keys.
 --
--- marks of a holder: {dropped = blocks that a position lies before its mark, words = digest (MarkDigest), changed = must be stored}
+-- marks of a holder: {dropped = blocks between a position and its mark, words = digest (MarkDigest), changed = must be stored}
 
-local SEGMENT = 64 -- blocks that a head has a bit for each
-local MARK, HEAD = 3, 11 -- bytes of an entry in the value of a marked block: holder; in that of a head: holder, 64 bits (big-endian)
-local SHORT = 1024 -- bytes of a value in which a plain search is faster than halving
-local HEAD_SUFFIX = 'h' -- of a head's field in marks:<scope id>, behind its hash
+local SEGMENT = 64 -- blocks in a segment; its head has one bit for each
+local MARK, HEAD = 3, 11 -- bytes of an entry: of a marked block (holder), of a head (holder, 64 bits)
+local SHORT = 1024 -- up to so many bytes, a plain search in a value is faster than halving
+local HEAD_SUFFIX = 'h' -- follows the hash in a head's field of marks:<scope id>
+
+-- Returns how many bytes an entry has in this field of marks.
+local function entry_size(field)
+  return #field == 8 and MARK or HEAD
+end
 
 local function pack_marks(marks)
   return string.char(marks.dropped) .. cmsgpack.pack(marks.words)
@@ -20,11 +25,7 @@ local function new_marks(dropped)
   return { dropped = dropped, words = { 0, 0, 0, 0, 0, 0 }, changed = true }
 end
 
-local function holds_no_marks(marks)
-  return marks.words[1] == 0 and marks.words[4] == 0
-end
-
--- Returns a holder's marks as the call changes them; false: the holder is not a marked one.
+-- Returns a holder's marks, with what the call has changed so far; false: the holder has no marks.
 local function marks_for(c, holder)
   local marks = c.marks[holder]
   if marks == nil then
@@ -40,8 +41,8 @@ local function number_at(value, at)
   return (a * 256 + b) * 256 + c
 end
 
--- Looks for an entry of a size that begins with a number, from the low-th (from 0) to before the high-th. Returns its position,
--- nil without one; and how many entries are before it, or before where it belongs.
+-- Looks for an entry that begins with a number among those from `low` (counted from 0) to before `high`; each has `size` bytes.
+-- Returns its position (nil: there is none), and the number of entries before it or before the place where it belongs.
 local function place_between(value, number, size, low, high)
   while low < high do
     local middle = math.floor((low + high) / 2)
@@ -57,7 +58,7 @@ local function place_between(value, number, size, low, high)
   return nil, low
 end
 
--- The same from the low-th on. Of several numbers in their order the next one is mostly found at once.
+-- The same for all entries from `low` on. If numbers are looked up in ascending order, the next one is mostly found at once.
 local function place_after(value, number, size, low)
   local count, at, step = #value / size, low, 1
   while at < count and number_at(value, at * size + 1) < number do
@@ -66,13 +67,14 @@ local function place_after(value, number, size, low)
   return place_between(value, number, size, low, math.min(at + 1, count))
 end
 
--- Returns the position of an entry of a size that begins with the holder's number; without one nil, and where it belongs.
+-- Returns the position of the entry of `size` bytes that begins with the holder's number; if there is none, nil and the
+-- position where it belongs.
 local function place_sized(value, holder, size)
   local at, before = place_between(value, number_of(holder), size, 0, #value / size)
   return at, before * size + 1
 end
 
--- Returns the position of an entry of a size that begins with the holder's number; nil without one.
+-- Returns the position of the entry of `size` bytes that begins with the holder's number; nil if there is none.
 local function find_sized(value, holder, size)
   if #value > SHORT then
     return (place_sized(value, holder, size))
@@ -84,7 +86,7 @@ local function find_sized(value, holder, size)
   return at
 end
 
--- Marks blocks for a holder, or unmarks them (on: true or false). key: the scope's marks; scope: see change_blocks
+-- Marks blocks for a holder (`on` true) or unmarks them (false). key: the scope's marks; scope: see change_blocks
 local function change_marks(key, scope, holder, marks, packed, on)
   local hashes, sub = distinct(split(packed)), string.sub
   for first = 1, #hashes, PART do
@@ -122,8 +124,9 @@ local function change_marks(key, scope, holder, marks, packed, on)
   end
 end
 
--- Counts a head of a scope, by its hash and its 8 bytes of bits, into (sign 1) or out of (sign -1) a digest of marks.
 local NO_BITS = '\0\0\0\0\0\0\0\0'
+
+-- Adds a head of a scope (its hash and its 8 bytes of bits) to a digest of marks (sign 1), or takes it out (sign -1).
 local function count_head(words, hash, bits, scope, sign)
   if bits == NO_BITS then
     return
@@ -137,7 +140,7 @@ local function count_head(words, hash, bits, scope, sign)
   words[6] = (words[6] + sign * (high % TWO32)) % TWO32
 end
 
--- Sets the bits of heads for a holder; all zero: it has no entry there. packed, bits: 8 bytes for each head
+-- Sets a holder's bits in heads; if all are 0, it has no entry there. packed, bits: 8 bytes for each head
 local function change_heads(key, scope, holder, marks, packed, bits)
   local hashes, sub, fields = split(packed), string.sub, {}
   for i = 1, #hashes do
@@ -147,7 +150,7 @@ local function change_heads(key, scope, holder, marks, packed, bits)
     local last = math.min(first + PART - 1, #fields)
     local found, news = redis.call('HMGET', key, unpack(fields, first, last)), {}
     for i = first, last do
-      local value = news[fields[i]] or found[i - first + 1] or '' -- an event may name a head twice
+      local value = news[fields[i]] or found[i - first + 1] or '' -- an event may name the same head twice
       local at, slot = place_sized(value, holder, HEAD)
       local old, new = at and sub(value, at + 3, at + 10) or NO_BITS, sub(bits, 8 * i - 7, 8 * i)
       if new ~= old then

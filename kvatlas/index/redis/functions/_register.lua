@@ -1,11 +1,11 @@
--- Names of functions end with the library's tag (kvatlas/store/function_library.py).
+-- Registering functions. Their names end with the library's tag (kvatlas/store/function_library.py).
 
--- A function that may need memory: a store without any refuses it.
+-- Registers a function that may need memory: a store that is out of memory refuses to run it.
 local function register(name, callback)
   redis.register_function(name .. TAG, callback)
 end
 
--- A function that also runs on a store without memory: it takes none to speak of, or gives some back.
+-- Registers a function that also runs on a store that is out of memory: it needs next to none, or frees some.
 local function register_always(name, callback)
   redis.register_function({ function_name = name .. TAG, callback = callback, flags = { 'allow-oom' } })
 end

@@ -1,41 +1,41 @@
--- What all functions of the index share. Everything a function touches lives in one slot: kva:{s<k>}:*
+-- What the functions of the index share: the keys of a shard, which are all in one slot (kva:{s<k>}:*), and their formats.
 --
 --   blocks:<scope id>   HASH  8-byte sequence hash -> holders value: entries of 4 bytes, sorted by holder:
 --                             holder number (24 bits, big-endian), flags (bits 0-4 tiers, 5 resumable, 6 pinned)
 --   holders             HASH  3-byte number -> cmsgpack {state, worker id, since ms}; state l(oading) a(ctive) r(etired)
---   active              HASH  3-byte number -> worker id, of the active holders
+--   active              HASH  3-byte number -> worker id of each active holder
 --   retired             SET   3-byte numbers of the retired holders
---   free                LIST  3-byte number and freed ms of numbers to use again, first freed first
---   marked              HASH  3-byte number -> dropped (a byte), cmsgpack digest of marks; of the holders with marks
---   marks:<scope id>    HASH  8-byte sequence hash of a marked block -> 3-byte numbers, sorted; 9 bytes, sequence hash of a head
---                             and 'h' -> entries of 11 bytes, sorted by holder: number, 64 bits (big-endian, offset 0 lowest)
---   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} by tier, flat; then by flag, if its
---                             blocks ever had flags besides the tiers
---   touched             HASH  3-byte number -> 16 bytes for each scope used: scope id, block size, block bytes (u32 BE)
---   held                HASH  3-byte number, scope id, tier (a byte) -> how many blocks the holder has there; none of none
+--   free                LIST  numbers that can be used again, the first freed first: 3-byte number, ms at which it was freed
+--   marked              HASH  3-byte number of each holder with marks -> dropped (a byte), cmsgpack digest of marks
+--   marks:<scope id>    HASH  8-byte sequence hash of a marked block -> 3-byte numbers, sorted; 9 bytes (sequence hash of a
+--                             head, 'h') -> sorted entries of 11 bytes: number, 64 bits (big-endian, offset 0 lowest)
+--   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} for each tier, flat; then for each flag, if
+--                             its blocks ever had flags besides the tiers
+--   touched             HASH  3-byte number -> 16 bytes for each scope that it used: scope id, block size, block bytes (u32 BE)
+--   held                HASH  3-byte number, scope id, tier (a byte) -> how many blocks the holder has there; no field for 0
 --   workers             HASH  worker id -> cmsgpack record (below)
---   steps               HASH  worker id -> incarnation (8 bytes), then "<seq> <steps>": how much of its next message is applied,
---                             if that comes in parts
+--   steps               HASH  worker id -> incarnation (8 bytes), then "<seq> <steps>": how much of the worker's next message
+--                             is applied, if it comes in parts
 --   partitions          HASH  partition -> "<stream creation us> <stream seq>"
 --   meta                HASH  next: the last number given out; active: the version of the active holders; changes: how many
---                             versions there were
---   children, parents:<scope id>  HASHes of the side index, if it is on: hash -> packed hashes of the blocks behind it
---                             ('': roots), and hash -> hash of the block before it
+--                             versions there have been
+--   children, parents:<scope id>  HASHes of the side index, if it is on: hash ('': roots) -> packed hashes of the blocks that
+--                             follow it, and hash -> hash of the block before it
 --
 -- record: incarnation, seq, active holder, loading holder ('': none), bad, closed, out of memory (1 or 0 each), incarnation and
---   seq of the highest message that could not be applied, chunks of the running snapshot, partition. The Python side is
---   StoredRecord in kvatlas/index/redis/records.py.
+--   seq of the highest message that could not be applied, chunks of the running snapshot, partition. StoredRecord in
+--   kvatlas/index/redis/records.py has the same fields.
 --
 -- Incarnations are 8 big-endian bytes: a Lua number can't hold 64 bits.
 
 local TIER_MASK = 31
 local MAX_HOLDER = 16777215
 local FLAG_MASK = 224
-local DIGEST_WORDS, ALL_WORDS = 15, 24 -- of the tiers; with those of the flags
-local CHUNK = 3500 -- unpack fails from 8,000 values up; HSET takes two a block
+local DIGEST_WORDS, ALL_WORDS = 15, 24 -- for the tiers; with those for the flags
+local CHUNK = 3500 -- unpack fails from 8,000 values up, and HSET takes two for each block
 local TWO32 = 4294967296
-local SCOPE_COST = 4 -- of a scope in a sweep's budget
-local SCAN_COST = 8 -- of one HSCAN: it looks at up to ten times as many empty buckets as it is asked for fields
+local SCOPE_COST = 4 -- what a scope takes of a sweep's budget
+local SCAN_COST = 8 -- what one HSCAN takes: it looks at up to ten empty buckets for each field it is asked for
 
 local INCARNATION, SEQ, ACTIVE, LOADING, BAD, CLOSED, OOM = 1, 2, 3, 4, 5, 6, 7 -- the fields of a record
 local WANT_INCARNATION, WANT_SEQ, CHUNKS, PARTITION = 8, 9, 10, 11
@@ -45,8 +45,8 @@ local function new_record(partition)
   return { NO_INCARNATION, -1, '', '', 0, 0, 0, NO_INCARNATION, -1, 0, partition }
 end
 
--- Returns the steps of this message that are applied already, by the stored entry; 0 if none, or another message's are. See
--- kvatlas/index/redis/call_plan.py.
+-- Returns how many steps of this message are already applied according to the stored entry; 0 if the entry is about another
+-- message. See kvatlas/index/redis/call_plan.py.
 local function steps_applied(stored, incarnation, seq)
   if not stored or string.sub(stored, 1, 8) ~= incarnation then
     return 0
@@ -55,14 +55,14 @@ local function steps_applied(stored, incarnation, seq)
   return tonumber(stored_seq) == seq and tonumber(steps) or 0
 end
 
--- Is the 8-byte incarnation a below b? (Lua compares strings by the locale's rules, which may differ.)
+-- Is the 8-byte incarnation a below b? Lua's own comparison of strings depends on the locale.
 local function below(a, b)
   local a_high, a_low = struct.unpack('>I4I4', a)
   local b_high, b_low = struct.unpack('>I4I4', b)
   return a_high < b_high or (a_high == b_high and a_low < b_low)
 end
 
--- Returns the values of a HASH's first `n` fields in this list, in their order; thousands in one command.
+-- Returns the values of the first `n` fields of this list in their order, thousands in one command.
 local function read_values(key, fields, n)
   if n <= CHUNK then
     return redis.call('HMGET', key, unpack(fields, 1, n))
@@ -78,7 +78,7 @@ local function read_values(key, fields, n)
   return found
 end
 
--- Returns the values of a HASH's fields, by field.
+-- Returns the values of fields, by field.
 local function read_fields(key, fields)
   local found, values = {}, #fields > 0 and read_values(key, fields, #fields) or {}
   for i = 1, #fields do
@@ -99,7 +99,7 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- Returns what names this server and its data's history: a failover, a restart or a full copy of another's data changes it.
+-- Returns the identity of this server and its data: a failover, a restart, or a full copy of another server's data changes it.
 local function server_id()
   local info = redis.call('INFO', 'server', 'replication')
   return (string.match(info, 'run_id:(%x+)') or '') .. (string.match(info, 'master_replid:(%x+)') or '')
@@ -114,7 +114,7 @@ local function holder_bytes(number)
   return string.char(math.floor(number / 65536), math.floor(number / 256) % 256, number % 256)
 end
 
--- Splits packed hashes into a table of 8-byte strings, in few C calls.
+-- Splits packed hashes into a table of 8-byte strings with few C calls.
 local formats = {}
 local function split(packed)
   local count, out = #packed / 8, {}
@@ -142,7 +142,8 @@ local function split(packed)
   return out
 end
 
--- Returns a holders value's entries as numbers, holder number * 256 + flags, and how many; a torn one at the end is left out.
+-- Returns the entries of a holders value as numbers (holder number * 256 + flags) and how many there are. An incomplete entry
+-- at the end is left out.
 local function entries_of(value)
   local count, out = math.floor(#value / 4), {}
   for first = 0, count - 1, CHUNK do
@@ -159,8 +160,8 @@ local function entries_of(value)
   return out, count
 end
 
--- Returns how many fields a scan asks for next: as many as the rest of the budget allows, by what those seen so far cost; at
--- first one, since a value may be as long as there are workers.
+-- Returns how many fields a scan asks for next: as many as the rest of the budget allows, judging by the cost of the fields
+-- seen so far. The first scan asks for one, since a value may have an entry for every worker.
 local FIRST_FIELDS, MOST_FIELDS = 1, 16
 local function fields_to_scan(seen, cost, budget)
   if seen == 0 then
@@ -169,7 +170,7 @@ local function fields_to_scan(seen, cost, budget)
   return math.max(1, math.min(MOST_FIELDS, math.floor((budget - cost) * seen / cost)))
 end
 
--- Returns the byte position of a holder's entry in a holders value; without an entry nil, and the position where it belongs.
+-- Returns the byte position of a holder's entry in a holders value. If there is none, nil and the position where it belongs.
 local function find_entry(value, holder)
   local at = string.find(value, holder, 1, true)
   while at and at % 4 ~= 1 do
@@ -192,8 +193,8 @@ local function find_entry(value, holder)
   return nil, low * 4 + 1
 end
 
--- Unpacks a stored digest; false: nothing is stored. One that can't be read is replaced by one that no holder has: the next
--- checkpoint or scrub finds it wrong, and a snapshot follows.
+-- Unpacks a stored digest; `packed` false: nothing is stored. If it can't be read, a digest is returned that no holder can
+-- have, so that the next checkpoint or scrub finds it wrong and a snapshot follows.
 local function digest_of(packed)
   if not packed then
     return { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
@@ -210,11 +211,7 @@ local function read_digest(key, holder)
   return digest_of(redis.call('HGET', key, holder))
 end
 
-local function digest_blocks(digest)
-  return digest[1] + digest[4] + digest[7] + digest[10] + digest[13]
-end
-
--- Returns what mixes a scope into a digest: two odd multipliers of 20 bits (a product with 32 bits is exact in a double).
+-- Returns the two odd 20-bit multipliers that mix a scope into a digest; a product with 32 bits is exact in a double.
 local function mix_of(scope_id)
   local low, high = struct.unpack('<I4I4', scope_id)
   return low % 1048576 - low % 2 + 1, high % 1048576 - high % 2 + 1

@@ -1,5 +1,5 @@
--- active: some of the active holders, and their version. It changes whenever a holder becomes active or ceases to be, so a
--- client asks again only then.
+-- active: some of the active holders, and their version, which changes whenever a holder becomes active or stops being active:
+-- only then a client has to ask again.
 --
 -- KEYS 1 active
 --      2 meta

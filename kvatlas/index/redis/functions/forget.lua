@@ -1,4 +1,4 @@
--- forget: drops the record of a worker that is closed and holds nothing, if it still has this incarnation.
+-- forget: deletes the record of a worker that is closed and holds nothing, if it still has this incarnation.
 --
 -- KEYS 1 workers
 --      2 steps

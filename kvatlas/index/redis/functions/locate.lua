@@ -1,4 +1,4 @@
--- locate: one block's active holders.
+-- locate: the active holders of one block.
 --
 -- KEYS 1 blocks of the scope
 --      2 active

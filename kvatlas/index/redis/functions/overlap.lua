@@ -1,24 +1,101 @@
--- How many leading blocks of a chain each active holder has.
--- Residency is prefix-closed, so along a chain the active holders only get fewer: equal values at two places mean equal
--- active holders between them. Probes where the caller guesses that runs begin and end, then every `stride` blocks; and, level by
--- level and in one HMGET each, the middle of every interval whose ends differ.
+-- Residency is prefix-closed, so active holders only get fewer along a chain: if the values at two places are equal, so are the
+-- active holders between them. We probe where the caller guesses that runs begin and end, then every `stride` blocks; then,
+-- level by level with one HMGET each, the middle of every interval whose ends differ.
 
-local FIELD_BYTES = 256 -- what a field costs besides its value's bytes
-local BYTES = 600000 -- after so many, the caller asks for the rest
-local WIDE_BYTES = 1024 -- of wider values fewer are probed at a time
-local PLACES = 256 -- as many of the caller's guesses are probed at a time: twice MOST_RUNS in kvatlas/index/run_guesses.py
+local FIELD_BYTES = 256 -- what a field costs in addition to the bytes of its value
+local BYTES = 600000 -- after so many, the caller has to ask for the rest
+local WIDE_BYTES = 1024 -- if values are wider, fewer are probed at a time
+local PLACES = 256 -- so many of the caller's guesses are probed at a time: twice MOST_RUNS in kvatlas/index/run_guesses.py
 
--- Returns runs of equal values: {start...}, {value...}, the first block without a holder (count if all have one), and the
--- block from which the rest has to be asked for (nil: there is none). `guess`: the blocks to be probed first, ascending.
+-- Returns the blocks after `left` to be probed next, as {index...}, {hash...} and their number: guesses from `next_guess` on,
+-- or if none is left every `stride` blocks; and the new `next_guess`.
+local function next_probes(packed, left, last, stride, guess, next_guess, cost)
+  local rights, hashes, n, at, sub = {}, {}, 0, left, string.sub
+  local places = math.max(4, math.min(PLACES, math.floor(BYTES / 4 / cost)))
+  while n < places and guess[next_guess] do
+    local place = guess[next_guess]
+    next_guess = next_guess + 1
+    if place > at and place <= last then
+      at = place
+      n = n + 1
+      rights[n], hashes[n] = at, sub(packed, at * 8 + 1, at * 8 + 8)
+    end
+  end
+  if n == 0 then
+    local most = math.floor(CHUNK / stride) -- so that no level has more than CHUNK middles
+    local probes = math.max(4, math.floor(most * math.min(1, WIDE_BYTES / (cost - FIELD_BYTES))))
+    while n < probes and at < last do
+      at = math.min(at + stride, last)
+      n = n + 1
+      rights[n], hashes[n] = at, sub(packed, at * 8 + 1, at * 8 + 8)
+    end
+  end
+  return rights, hashes, n, next_guess
+end
+
+-- Returns the intervals between `left` and these probes whose ends differ, from left to right: {low...}, {high...}, {value at
+-- low...}, {value at high...}, how many; and the new `left` with its value: the last probe, or the first one without a holder.
+local function intervals_between(left, left_value, rights, found, n)
+  local lows, highs, low_values, high_values, open = {}, {}, {}, {}, 0
+  for i = 1, n do
+    local right, value = rights[i], found[i]
+    if value ~= left_value then
+      open = open + 1
+      lows[open], highs[open], low_values[open], high_values[open] = left, right, left_value, value
+    end
+    left, left_value = right, value
+    if not value then
+      break
+    end
+  end
+  return lows, highs, low_values, high_values, open, left, left_value
+end
+
+-- Reads the middles of all intervals. Returns how many these are, and the halves whose ends differ.
+local function halve(blocks, packed, lows, highs, low_values, high_values, open)
+  local hashes, n, sub = {}, 0, string.sub
+  for i = 1, open do
+    local low, high = lows[i], highs[i]
+    if high - low > 1 then
+      local middle = (low + high - (low + high) % 2) * 4
+      n = n + 1
+      hashes[n] = sub(packed, middle + 1, middle + 8)
+    end
+  end
+  if n == 0 then
+    return 0, lows, highs, low_values, high_values, open
+  end
+  local found, j, k = read_values(blocks, hashes, n), 0, 0
+  local next_lows, next_highs, next_low_values, next_high_values = {}, {}, {}, {}
+  for i = 1, open do
+    local low, high, low_value, high_value = lows[i], highs[i], low_values[i], high_values[i]
+    if high - low > 1 then
+      local middle = (low + high - (low + high) % 2) / 2
+      j = j + 1
+      local value = found[j]
+      if value ~= low_value then
+        k = k + 1
+        next_lows[k], next_highs[k], next_low_values[k], next_high_values[k] = low, middle, low_value, value
+      end
+      low, low_value = value and middle or high, value -- no holder at the middle: nothing after it counts
+    end
+    if low < high and low_value ~= high_value then
+      k = k + 1
+      next_lows[k], next_highs[k], next_low_values[k], next_high_values[k] = low, high, low_value, high_value
+    end
+  end
+  return n, next_lows, next_highs, next_low_values, next_high_values, k
+end
+
+-- Returns the runs of equal values as {start...} and {value...}; the first block without a holder (`count` if all have one);
+-- and the block from which on the caller has to ask again (nil: it need not). `guess`: the blocks to be probed first,
+-- ascending.
 local function gallop(blocks, packed, count, stride, guess)
   local left, left_value = 0, redis.call('HGET', blocks, string.sub(packed, 1, 8))
   if not left_value then
     return {}, {}, 0
   end
-  local sub, last = string.sub, count - 1
-  local starts, values, runs, spent = { 0 }, { left_value }, 1, 0
-  local most = math.floor(CHUNK / stride) -- so that no level of theirs has more than CHUNK middles
-  local next_guess = 1
+  local starts, values, runs, spent, next_guess, last = { 0 }, { left_value }, 1, 0, 1, count - 1
   while left < last do
     if spent > BYTES then
       if starts[runs] == left then
@@ -27,75 +104,14 @@ local function gallop(blocks, packed, count, stride, guess)
       return starts, values, left, left
     end
     local cost = FIELD_BYTES + #left_value -- values only get shorter
-    local places = math.max(4, math.min(PLACES, math.floor(BYTES / 4 / cost)))
-    local hashes, rights, n, at = {}, {}, 0, left
-    while n < places and guess[next_guess] do
-      local place = guess[next_guess]
-      next_guess = next_guess + 1
-      if place > at and place <= last then
-        at = place
-        n = n + 1
-        rights[n], hashes[n] = at, sub(packed, at * 8 + 1, at * 8 + 8)
-      end
-    end
-    if n == 0 then
-      local probes = math.max(4, math.floor(most * math.min(1, WIDE_BYTES / #left_value)))
-      while n < probes and at < last do
-        at = math.min(at + stride, last)
-        n = n + 1
-        rights[n], hashes[n] = at, sub(packed, at * 8 + 1, at * 8 + 8)
-      end
-    end
-    local found = read_values(blocks, hashes, n)
-    spent = spent + n * cost
-    -- intervals whose ends differ, from left to right
-    local lows, highs, low_values, high_values, open = {}, {}, {}, {}, 0
-    for i = 1, n do
-      local right, value = rights[i], found[i]
-      if value ~= left_value then
-        open = open + 1
-        lows[open], highs[open], low_values[open], high_values[open] = left, right, left_value, value
-      end
-      left, left_value = right, value
-      if not value then
-        break
-      end
-    end
-    while true do
-      n = 0
-      for i = 1, open do
-        local low, high = lows[i], highs[i]
-        if high - low > 1 then
-          local middle = (low + high - (low + high) % 2) * 4
-          n = n + 1
-          hashes[n] = sub(packed, middle + 1, middle + 8)
-        end
-      end
-      if n == 0 then
-        break
-      end
-      found = read_values(blocks, hashes, n)
-      spent = spent + n * cost
-      local next_lows, next_highs, next_low_values, next_high_values, k = {}, {}, {}, {}, 0
-      n = 0
-      for i = 1, open do
-        local low, high, low_value, high_value = lows[i], highs[i], low_values[i], high_values[i]
-        if high - low > 1 then
-          local middle = (low + high - (low + high) % 2) / 2
-          n = n + 1
-          local value = found[n]
-          if value ~= low_value then
-            k = k + 1
-            next_lows[k], next_highs[k], next_low_values[k], next_high_values[k] = low, middle, low_value, value
-          end
-          low, low_value = value and middle or high, value -- no holder at the middle: nothing behind it counts
-        end
-        if low < high and low_value ~= high_value then
-          k = k + 1
-          next_lows[k], next_highs[k], next_low_values[k], next_high_values[k] = low, high, low_value, high_value
-        end
-      end
-      lows, highs, low_values, high_values, open = next_lows, next_highs, next_low_values, next_high_values, k
+    local rights, hashes, read, lows, highs, low_values, high_values, open
+    rights, hashes, read, next_guess = next_probes(packed, left, last, stride, guess, next_guess, cost)
+    spent = spent + read * cost
+    local found = read_values(blocks, hashes, read)
+    lows, highs, low_values, high_values, open, left, left_value = intervals_between(left, left_value, rights, found, read)
+    while open > 0 and read > 0 do
+      read, lows, highs, low_values, high_values, open = halve(blocks, packed, lows, highs, low_values, high_values, open)
+      spent = spent + read * cost
     end
     for i = 1, open do
       local value = high_values[i]
@@ -109,7 +125,7 @@ local function gallop(blocks, packed, count, stride, guess)
   return starts, values, count
 end
 
--- Returns the same, by reading every block.
+-- Returns the same by reading every block.
 local function walk(blocks, packed, count)
   local starts, values, previous = {}, {}, nil
   for first = 0, count - 1, CHUNK do
@@ -129,7 +145,7 @@ local function walk(blocks, packed, count)
   return starts, values, count
 end
 
--- overlap: runs of equal holders values along a chain, up to the first block without a holder; and how far the marked holders
+-- overlap: runs of equal holders values along a chain, up to the first block without a holder, and where the marked holders
 -- among them can resume it.
 --
 -- KEYS 1 blocks of the scope
@@ -138,14 +154,14 @@ end
 --      4 marks of the scope
 -- ARGV 1 packed hashes
 --      2 stride (0: read every block)
---      3 index of the first hash in its chain, a multiple of SEGMENT; '': marks are not asked for
---      4 the highest position to be resumed at, in blocks from the chain's start
---      5 where runs probably begin and end: indices in ARGV 1 (u32 BE), ascending; may be absent
+--      3 index of the first hash in its chain, a multiple of SEGMENT; '': don't look at marks
+--      4 the highest position to resume at, in blocks from the chain's start
+--      5 guesses where runs begin and end: indices in ARGV 1 (u32 BE), ascending; may be absent
 -- returns {version of the active holders (see active.lua), {value...}, {run length...}, reach, left, next}
 --   reach: 3-byte number and position (u32 BE; 0: none) of each marked holder of the first block
---   left: 3-byte number and index (u32 BE) of the marked holders that are missing in `reach`, for `kvatlas_resume`: their marks
---   below that index are not looked at, nor those behind what the holder has
---   next: 0, or the index in ARGV 1 from which the hashes are not looked at: to be asked for by another call
+--   left: 3-byte number and index (u32 BE) of the marked holders that are missing in `reach`, to be passed to `kvatlas_resume`:
+--     of the marks below that index none was looked at
+--   next: the index in ARGV 1 from which on the hashes were not looked at, so that another call has to; 0: all were
 register_read_only('kvatlas_overlap', function(keys, args)
   local blocks, meta, packed, stride = keys[1], keys[2], args[1], tonumber(args[2])
   local count = #packed / 8
@@ -159,14 +175,14 @@ register_read_only('kvatlas_overlap', function(keys, args)
   else
     local places = math.floor(#(args[5] or '') / 4)
     local guess = places > 0 and { struct.unpack('>' .. string.rep('I4', math.min(places, CHUNK)), args[5]) } or {}
-    guess[#guess] = nil -- the position behind them
+    guess[#guess] = nil -- struct.unpack returns the next position too
     starts, values, stop, next_index = gallop(blocks, packed, count, stride, guess)
   end
   local reach, left = '', ''
   if args[3] ~= '' and starts[1] and redis.call('HLEN', keys[3]) > 0 then
     local first, limit = tonumber(args[3]), tonumber(args[4])
     local names, belows = marked_in(values[1], keys[3]), {}
-    if next_index or #names > HOLDERS then -- in calls of their own
+    if next_index or #names > HOLDERS then -- calls of their own do that
       for i = 1, #names do
         belows[i] = names[i] .. '\255\255\255\255'
       end
@@ -182,23 +198,4 @@ register_read_only('kvatlas_overlap', function(keys, args)
     starts[i] = (starts[i + 1] or stop) - starts[i]
   end
   return { version, values, starts, reach, left, next_index or 0 }
-end)
-
--- resume: how far marked holders that `kvatlas_overlap` left can resume a chain.
---
--- KEYS 1 marked
---      2 marks of the scope
--- ARGV 1 packed hashes, the overlap's
---      2 index of the first hash in its chain, a multiple of SEGMENT
---      3 the highest position to be resumed at, in blocks from the chain's start
---      4 3-byte number and index (u32 BE) of each holder: its marks below that count; those of the first HOLDERS are looked at
--- returns {reach, left}, as `kvatlas_overlap` does
-register_read_only('kvatlas_resume', function(keys, args)
-  local holders, names, belows = args[4], {}, {}
-  for at = 1, math.min(#holders, 7 * HOLDERS), 7 do
-    names[#names + 1] = string.sub(holders, at, at + 2)
-    belows[#belows + 1] = struct.unpack('>I4', holders, at + 3)
-  end
-  local reach, left = resume(keys[1], keys[2], args[1], tonumber(args[2]), tonumber(args[3]), names, belows)
-  return { reach, left .. string.sub(holders, 7 * HOLDERS + 1) }
 end)

@@ -1,5 +1,5 @@
--- set_position: compares and sets a partition's position. If a position is replaced, all the partition's workers become bad
--- first, some a call.
+-- set_position: compares and sets a partition's position. Before a position is replaced, all workers of the partition are
+-- marked as bad, some in each call.
 --
 -- KEYS 1 partitions
 --      2 workers
@@ -9,12 +9,12 @@
 --      4 server on which the first call was made ('': this is the first)
 --      5 cursor
 --      6 count
--- returns {what is stored after the call, server, next cursor}; a cursor that is not 0: nothing is set yet, call again
+-- returns {what is stored after the call, server, next cursor}; if the cursor is not 0, nothing is set yet: call again
 register_always('kvatlas_set_position', function(keys, args)
   local partitions, workers, partition, expected, new, server = keys[1], keys[2], args[1], args[2], args[3], server_id()
   local cursor, count = args[4] == server and args[5] or '0', args[6]
   local stored = redis.call('HGET', partitions, partition) or ''
-  stored = string.match(stored, '^%d+ %d+$') or '' -- what is no position counts as none
+  stored = string.match(stored, '^%d+ %d+$') or '' -- anything else counts as no position
   if stored ~= expected then
     return { stored, server, '0' }
   end

@@ -1,4 +1,4 @@
--- sweep: takes retired holders out of some scopes' blocks, as far as the budget goes.
+-- sweep: removes retired holders from the blocks of some scopes, as far as the budget goes.
 --
 -- KEYS 1 retired
 --      2 digests
@@ -9,16 +9,16 @@
 --      3 cursor in the first scope
 --      4 packed scope ids
 --      5 packed holders
--- returns {server, scopes done, cursor in the next, cost}; on another server than the sweep began on, where
---   the cursor means nothing, {server} alone
+-- returns {server, scopes done, cursor in the next one, cost}; {server} alone if the sweep began on another server, where
+--   the cursor means something else
 
 local SWEEP_KEYS = 3
--- of a block, of each entry of a value that was not met before, of each of them that is taken out, and of each holder, flags and
--- scope that are counted out in a call
+-- what is taken of the budget by a block, by each entry of a new value, by each of these that is removed, and by each
+-- combination of holder, flags and scope whose digest changes
 local BLOCK_COST, ENTRY_COST, GONE_COST, COUNTED_COST = 2, 0.1, 0.5, 8
 
--- Takes a holders value apart. swept: {number of a holder -> is it retired}. Returns the retired holders' entries, as numbers, and
--- the value without them.
+-- Takes a holders value apart. swept: {number of a holder -> is it retired}. Returns the entries of retired holders as numbers,
+-- and the value without them.
 local function without_retired(value, swept)
   local entries, count = entries_of(value)
   local gone, kept, from = {}, {}, 1
@@ -35,7 +35,7 @@ local function without_retired(value, swept)
   return gone, table.concat(kept)
 end
 
--- Takes holders out of some blocks. flat: {hash, value...}. Returns what they cost, and adds up what was taken out by entry:
+-- Removes holders from some blocks, {hash, value...}. Returns the cost, and adds up what was removed by entry:
 -- sums_by_entry[entry] = {count, low, high}.
 local function take_out(scope, flat, swept, sums_by_entry)
   local groups, cost, set, gone = {}, BLOCK_COST * #flat / 2, {}, {}
@@ -85,8 +85,8 @@ local function take_out(scope, flat, swept, sums_by_entry)
   return cost
 end
 
--- Counts what was taken out of one scope out of the holders' digests, and into `held`: see change_held. digests: {holder ->
--- digest}, those changed so far
+-- Takes what was removed in one scope out of the holders' digests and notes it in `held`, see change_held. digests: {holder ->
+-- digest} of those that changed so far
 local function count_out(key, digests, held, scope, sums_by_entry)
   local unread = {}
   for entry in pairs(sums_by_entry) do

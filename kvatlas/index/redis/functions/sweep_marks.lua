@@ -1,14 +1,15 @@
--- sweep_marks: takes retired holders out of some scopes' marks, as far as the budget goes.
+-- sweep_marks: removes retired holders from the marks of some scopes, as far as the budget goes.
 --
 -- KEYS 1 retired
 --      2 marked
 --      3... marks of each scope
--- ARGV and the answer are those of sweep (sweep.lua)
+-- ARGV and the answer are the same as those of sweep
 
--- of a field, of each entry that stays and each that is taken out, and of each holder whose digest changes in a call
+-- what is taken of the budget by a field, by each entry that stays, by each that is removed, and by each holder whose digest
+-- changes
 local FIELD_COST, KEPT_COST, TAKEN_COST, HOLDER_COST = 1, 0.2, 1, 8
 
--- Takes holders out of one field of marks. swept: {holder -> is it retired}. Returns what that costs.
+-- Removes holders from one field of marks. swept: {holder -> is it retired}. Returns the cost.
 local function take_out_of_marks(key, field, value, swept, scope, words_of)
   local size, rest, cost = #field == 8 and MARK or HEAD, {}, FIELD_COST
   for at = 1, #value, size do

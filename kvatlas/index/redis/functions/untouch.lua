@@ -1,27 +1,12 @@
--- held: the scopes that have blocks or marks in this shard.
---
--- KEYS blocks and marks of each scope
--- ARGV scope ids
--- returns {scope id...}
-register_read_only('kvatlas_held', function(keys, args)
-  local held = {}
-  for i = 1, #args do
-    if redis.call('EXISTS', keys[2 * i - 1], keys[2 * i]) > 0 then
-      held[#held + 1] = args[i]
-    end
-  end
-  return held
-end)
-
--- untouch: takes scopes without blocks and marks in this shard out of a holder's list of the scopes that it used: a sweep has nothing to do
--- there.
+-- untouch: removes scopes from a holder's list of the scopes that it used, if they have no blocks and no marks in this shard: a
+-- sweep has nothing to do there.
 --
 -- KEYS 1 touched
---      2... blocks and marks of each scope that is taken out
+--      2... blocks and marks of each scope that is removed
 -- ARGV 1 holder
 --      2 its list as it was read
 --      3 the list without these scopes
--- returns 1; 0 if the list is another by now, or one of the scopes has blocks or marks
+-- returns 1; 0 if the list has changed, or one of the scopes has blocks or marks
 register_always('kvatlas_untouch', function(keys, args)
   local touched, holder, before, rest = keys[1], args[1], args[2], args[3]
   if redis.call('HGET', touched, holder) ~= before then

@@ -1,5 +1,5 @@
--- answered: keeps one router's counts of answers for a while. Of too many routers the one that ends first is dropped. Read with
--- HGETALL (kvatlas/predictions/store.py).
+-- answered: keeps one router's counts of answers for a while. If there are too many routers, the one whose time ends first is
+-- dropped. The counts are read with HGETALL (kvatlas/predictions/store.py).
 --
 -- KEYS 1 answers   HASH  router id -> "<us at which it ends> <packed report>"
 -- ARGV 1 router id
@@ -14,7 +14,7 @@ register('kvatlas_pool_answered', function(keys, args)
   redis.call('PEXPIRE', answers, string.format('%d', math.ceil(keep_us / 1000)))
   local live, first, first_ends, flat = 0, nil, math.huge, redis.call('HGETALL', answers)
   for i = 1, #flat, 2 do
-    local other, ends = flat[i], tonumber(string.match(flat[i + 1], '^%d+')) or 0 -- it is damaged
+    local other, ends = flat[i], tonumber(string.match(flat[i + 1], '^%d+')) or 0 -- 0: it is damaged
     if ends <= now then
       redis.call('HDEL', answers, other)
     else

@@ -1,0 +1,25 @@
+-- beat: a member, which is a replica of the indexer, lives for `ttl ms` from now on. Expired members are removed. A member that
+-- would live longer than this one dates from before the store's clock went back, and is shortened to the same time.
+--
+-- KEYS 1 members   HASH  member id -> expiry ms
+-- ARGV 1 member id
+--      2 ttl ms
+-- returns all live members
+register('kvatlas_fleet_beat', function(keys, args)
+  local members, member, ttl_ms, now, live = keys[1], args[1], tonumber(args[2]), now_ms(), {}
+  local last = now + ttl_ms
+  redis.call('HSET', members, member, string.format('%d', last))
+  local flat = redis.call('HGETALL', members)
+  for i = 1, #flat, 2 do
+    local other, expiry = flat[i], tonumber(flat[i + 1])
+    if expiry > now then
+      live[#live + 1] = other
+      if expiry > last then
+        redis.call('HSET', members, other, string.format('%d', last))
+      end
+    else
+      redis.call('HDEL', members, other)
+    end
+  end
+  return live
+end)
