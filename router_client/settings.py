@@ -21,8 +21,9 @@ class BookingSettings:
     `reservations` False: nothing is booked, and load is only what workers report. `prefixes_in_flight` False: a prompt
     that a worker is computing counts for nothing until its events say that it is held. `again_factor`: the cost of computing
     a prefix that another worker is computing right now, as a multiple of its prefill; it keeps a burst on a new prefix
-    together. `interference_factor`: what a microsecond of delay of another request costs, as a multiple of one of this
-    request's own: computing a prompt delays each open request of its worker. `lease_s`: how long a router's reservations outlive it; `longest_s`: the longest that one may last.
+    together. `interference_factor`: the cost of a microsecond of another request's delay, as a multiple of one of this
+    request's own; computing a prompt delays each request that its worker is answering. `lease_s`: how long a router's
+    reservations outlive it; `longest_s`: the longest that one may last.
 
     A prediction is believed for `confirm_s` after its prefill, until the engine's events confirm it. A worker without
     events is believed to hold what it computed for `predicted_s` after its last use, up to `predicted_capacity_blocks` if
