@@ -127,12 +127,12 @@ class RequestFollower:
         """Text becomes tokens at one of the model's engines."""
         from json import dumps
 
-        import httpx  # of the extra router
-
         from kvatlas_router.tokens.budget import BudgetedTokenizer, TokenizerBudget
         from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
         from kvatlas_router.tokens.prompt_reader import PromptReader
         from kvatlas_router.tokens.text_request import Api, TextRequest
+        from kvatlas_router.upstream.engine_addresses import AddressPolicy
+        from kvatlas_router.upstream.engine_client import EngineClient
         from router_client.chain_cache import ChainCache
 
         text = TextRequest.parse(Api.CHAT if _CHAT in body else Api.COMPLETIONS, dumps(body).encode())
@@ -141,7 +141,7 @@ class RequestFollower:
         async def engines(_: TextRequest) -> Sequence[str]:
             return [url for url in urls if url]
 
-        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+        async with EngineClient(AddressPolicy(("*",), near=True), timeout_s=2.0) as client:
             tokenizer = BudgetedTokenizer(EngineTokenizer(client, engines), TokenizerBudget(deadline_ms=2_000))
             read = await PromptReader(tokenizer, ChainCache(0)).read(text, scope)
         if read.prompt_tokens is None and read.untokenized != "media" and urls:

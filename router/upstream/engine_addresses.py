@@ -4,20 +4,11 @@ A worker's address is what its publisher advertised. Checked is the address that
 name: what a name stands for may change between two looks.
 """
 
-import socket
 from collections.abc import Iterable
-from time import monotonic
 
-import anyio
-import httpx
-
-from kvatlas.addresses import AddressList, Ip, host_and_port, is_never_an_engine, is_private, parse_ip
+from kvatlas.addresses import AddressList, Ip, host_and_port, is_never_an_engine, is_private
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import FleetRecord
-
-RESOLVED_S = 2.0
-"""How long a name's address is used."""
-MAX_RESOLVED = 10_000
 
 
 class AddressPolicy:
@@ -52,42 +43,3 @@ class AddressPolicy:
         except InvalidValue:
             return False
         return self._credentials_to.allows(host, port)
-
-
-class CheckedTransport(httpx.AsyncBaseTransport):
-    """Connects to addresses that the policy allows; raises httpx.ConnectError for others."""
-
-    def __init__(self, policy: AddressPolicy, inner: httpx.AsyncBaseTransport) -> None:
-        self._policy = policy
-        self._inner = inner
-        self._resolved: dict[tuple[str, int], tuple[float, list[Ip]]] = {}
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        host, port = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
-        ip = parse_ip(host)
-        addresses = [ip] if ip is not None else await self._resolve(host, port)
-        allowed = [one for one in addresses if self._policy.allows(host, port, one)]
-        if not allowed:
-            line = f"{host}:{port} is no address to send requests to (--engine-addresses)"
-            raise httpx.ConnectError(line, request=request)
-        if ip is None:
-            request.extensions = {**request.extensions, "sni_hostname": host}
-            request.url = request.url.copy_with(host=str(allowed[0]))  # its Host header stays
-        return await self._inner.handle_async_request(request)
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
-
-    async def _resolve(self, host: str, port: int) -> list[Ip]:
-        known = self._resolved.get((host, port))
-        if known is not None and monotonic() < known[0]:
-            return known[1]
-        try:
-            found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise httpx.ConnectError(f"{host}: {error.strerror or error}") from error
-        ips = [one for info in found if (one := parse_ip(str(info[4][0]))) is not None]
-        if len(self._resolved) >= MAX_RESOLVED:
-            self._resolved.clear()
-        self._resolved[host, port] = monotonic() + RESOLVED_S, ips
-        return ips
