@@ -152,7 +152,7 @@ def build_admission(
 
 def _address_policy(settings: RoutingSettings, credentials_to: tuple[str, ...], near: bool) -> AddressPolicy:
     try:
-        return AddressPolicy(settings.engine_addresses, credentials_to, near=near)
+        return AddressPolicy(settings.engine_addresses, credentials_to, near=near, access=settings.engine_access)
     except InvalidValue as error:
         raise SettingsError(f"--engine-addresses or --credentials-to: {error}") from error
 

@@ -13,6 +13,7 @@ from math import inf
 from typing import Any
 
 from kvatlas.blocks.media import MediaItem
+from kvatlas.engine_access import KEY_CURE, REFUSED
 from kvatlas.errors import InvalidValue
 from kvatlas_router.tokens.text_request import Api, TextRequest, media_parts
 from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens, Tokens, Why
@@ -155,7 +156,8 @@ def _outcome(asked: asyncio.Task[Reply], url: str) -> tuple[Reply | None, str]:
         answer = asked.result()
     except EngineAway as error:
         return None, str(error)
-    return answer, f"{url}: status {answer.status}"
+    cure = f"; {KEY_CURE}" if answer.status in REFUSED else ""
+    return answer, f"{url}: status {answer.status}{cure}"
 
 
 def _is_answer(path: str, status: int) -> bool:

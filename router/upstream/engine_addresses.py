@@ -7,6 +7,7 @@ name: what a name stands for may change between two looks.
 from collections.abc import Iterable
 
 from kvatlas.addresses import AddressList, Ip, host_and_port, is_never_an_engine, is_private
+from kvatlas.engine_access import EngineAccess
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import FleetRecord
 
@@ -14,10 +15,19 @@ from kvatlas.fleet.records import FleetRecord
 class AddressPolicy:
     """`allowed`: the only addresses to connect to; without it those that indexers vouch for, because the publisher's identity
     names them, and private ones; loopback ones only if the proxy itself is on loopback (`near`). Never link-local ones.
-    `credentials_to`: addresses that get clients' credentials."""
+    `credentials_to`: addresses that get clients' credentials. `access`: keys and authorities for our own calls."""
 
-    def __init__(self, allowed: tuple[str, ...] = (), credentials_to: tuple[str, ...] = (), *, near: bool) -> None:
+    def __init__(
+        self,
+        allowed: tuple[str, ...] = (),
+        credentials_to: tuple[str, ...] = (),
+        *,
+        near: bool,
+        access: EngineAccess | None = None,
+    ) -> None:
         """Raises InvalidValue for an entry that is no address."""
+        self.access = access or EngineAccess()
+        self._workers: dict[str, str] = {}
         self._allowed = AddressList.parse(allowed) if allowed else None
         self._credentials_to = AddressList.parse(credentials_to)
         self._near = near
@@ -25,8 +35,10 @@ class AddressPolicy:
 
     def update(self, records: Iterable[FleetRecord]) -> None:
         """The fleet's records as they are now."""
-        urls = {record.endpoint.url for record in records if record.vouched}
-        self._vouched = frozenset(host_and_port(url) for url in urls if url)
+        listed = [record for record in records if record.endpoint.url]
+        self._vouched = frozenset(host_and_port(record.endpoint.url) for record in listed if record.vouched)
+        if self.access.keys:
+            self._workers = {record.endpoint.url: record.endpoint.id for record in listed}
 
     def allows(self, host: str, port: int, ip: Ip) -> bool:
         """May a connection be made to this address, which the host stands for?"""
@@ -35,6 +47,10 @@ class AddressPolicy:
         if self._allowed is not None:
             return self._allowed.allows(host, port, ip)
         return (host, port) in self._vouched or (self._near if ip.is_loopback else is_private(ip))
+
+    def own_key(self, origin: str) -> str | None:
+        """The API key that our own calls to this engine carry."""
+        return self.access.key_of(self._workers.get(origin, ""))
 
     def sends_credentials(self, url: str) -> bool:
         """Does the engine at this address get the client's credentials?"""

@@ -117,8 +117,9 @@ class EngineClient:
         """For the second try of a request: with a connection of its own."""
 
     async def __aenter__(self) -> "EngineClient":
-        self._kept = self._open(_Connector(self._addresses, self._connect_s, keepalive_timeout=KEEP_S))
-        self._single = self._open(_Connector(self._addresses, self._connect_s, force_close=True))
+        tls = self._addresses.access.tls_context()
+        self._kept = self._open(_Connector(self._addresses, self._connect_s, ssl=tls, keepalive_timeout=KEEP_S))
+        self._single = self._open(_Connector(self._addresses, self._connect_s, ssl=tls, force_close=True))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -140,6 +141,8 @@ class EngineClient:
         if value is not None:
             headers.append((b"content-type", b"application/json"))
             body = json.dumps(value).encode()
+        if key := self._addresses.own_key(_origin(url)):
+            headers.append((b"authorization", f"Bearer {key}".encode()))
         async with self.answering(method, url, headers, body) as answer:
             return Reply(answer.status, await answer.read_all())
 
