@@ -266,7 +266,7 @@ def _not_allowed(host: str, port: int) -> str:
 
 def _describe(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return f"its certificate is not trusted: {getattr(error.certificate_error, 'verify_message', error)}"
+        return f"its certificate is not trusted: {getattr(error.certificate_error, 'verify_message', error)} (--engine-ca-file)"
     if isinstance(error, aiohttp.ClientConnectorError):
         error = error.os_error
     if isinstance(error, aiohttp.ClientResponseError):
