@@ -136,6 +136,7 @@ class Publisher:
                 on_block_bytes=self.ledger.set_told_block_bytes,
                 on_hybrid=self._on_hybrid,
                 feed_alive=feed_alive or (lambda: False),
+                access=settings.engine_access,
             )
         self.engine = EngineView(settings, self.ledger, self.diagnoses, poller=poller, feed_alive=feed_alive)
 

@@ -21,10 +21,11 @@ from kvatlas_router.proxy.answer_relay import AnswerRelay
 from kvatlas_router.proxy.application import ProxyApplication
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.exchange import Exchange, ExchangeSettings
-from kvatlas_router.proxy.request_router import build_admission, engine_client, is_near, open_request_router
+from kvatlas_router.proxy.request_router import build_admission, is_near, open_request_router
 from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
+from kvatlas_router.upstream.engine_client import EngineClient
 from kvatlas_router.upstream.engine_watch import PATIENCE_S, EngineWatch
 
 CLOSE_S = 5.0
@@ -89,7 +90,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         parts = await stack.enter_async_context(
             open_request_router(settings, is_near(settings.host), settings.credentials_to)
         )
-        engines = await stack.enter_async_context(engine_client(ENGINE_TIMEOUT_S, parts.addresses))
+        engines = await stack.enter_async_context(EngineClient(parts.addresses, ENGINE_TIMEOUT_S))
         watch = await stack.enter_async_context(EngineWatch(parts.short_calls, PATIENCE_S))
         counters = ProxyCounters()
         relay = AnswerRelay(engines, watch, counters, parts.addresses, ask_usage=settings.ask_usage)

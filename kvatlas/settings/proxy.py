@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from kvatlas.identity import DEFAULT_TENANT
+from kvatlas.settings.engine import EngineAccessSettings
 from kvatlas.settings.field_types import CommaList, Labels, Name, Port
 from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import COMMON, HelpGroups, Settings
@@ -17,7 +18,7 @@ MOST_TOKENIZER_DEADLINE_MS = 1_000.0
 """In a burst all prompts are late together; to wait longer than this costs a client more than a miss."""
 
 
-class RoutingSettings(Settings):
+class RoutingSettings(EngineAccessSettings, Settings):
     """How a process that gets requests reads and routes them."""
 
     help_groups: ClassVar[HelpGroups] = {

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind, Role
 from kvatlas.identity import DEFAULT_HASH_CHAIN, DEFAULT_TENANT
+from kvatlas.settings.engine import EngineAccessSettings
 from kvatlas.settings.field_types import (
     MAX_SECONDS,
     CommaList,
@@ -57,7 +58,7 @@ _Kinds = Literal[
 PublishedKind = Annotated[_Kinds, BeforeValidator(_check_kind)]
 
 
-class PublishSettings(NatsSettings, HttpSettings):
+class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     """One publisher process: for one engine, or for all ranks of one."""
 
     help_groups: ClassVar[HelpGroups] = {

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from kvatlas.bus.access import NatsAccess
+from kvatlas.engine_access import NO_KEY, EngineAccess
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet.records import FleetRecord, Heartbeat
 from kvatlas.fleet_store.fleet_store import FleetStore
@@ -63,9 +64,12 @@ def read_request(source: str) -> AskedRequest:
 
 
 class RequestFollower:
-    """Follows one request through a store. `heard`: the workers' heartbeats."""
+    """Follows one request through a store. `heard`: the workers' heartbeats. `access`: to engines."""
 
-    def __init__(self, store: Store, router: RouterClient, heard: Mapping[str, Heartbeat]) -> None:
+    def __init__(
+        self, store: Store, router: RouterClient, heard: Mapping[str, Heartbeat], access: EngineAccess = NO_KEY
+    ) -> None:
+        self._access = access
         self._store = store
         self._router = router
         self._heard = heard
@@ -127,12 +131,12 @@ class RequestFollower:
         """Text becomes tokens at one of the model's engines."""
         from json import dumps
 
-        import httpx  # of the extra router
-
         from kvatlas_router.tokens.budget import BudgetedTokenizer, TokenizerBudget
         from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
         from kvatlas_router.tokens.prompt_reader import PromptReader
         from kvatlas_router.tokens.text_request import Api, TextRequest
+        from kvatlas_router.upstream.engine_addresses import AddressPolicy
+        from kvatlas_router.upstream.engine_client import EngineClient
         from router_client.chain_cache import ChainCache
 
         text = TextRequest.parse(Api.CHAT if _CHAT in body else Api.COMPLETIONS, dumps(body).encode())
@@ -141,7 +145,9 @@ class RequestFollower:
         async def engines(_: TextRequest) -> Sequence[str]:
             return [url for url in urls if url]
 
-        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+        addresses = AddressPolicy(("*",), near=True, access=self._access)
+        addresses.update(fleet.values())
+        async with EngineClient(addresses, timeout_s=2.0) as client:
             tokenizer = BudgetedTokenizer(EngineTokenizer(client, engines), TokenizerBudget(deadline_ms=2_000))
             read = await PromptReader(tokenizer, ChainCache(0)).read(text, scope)
         if read.prompt_tokens is None and read.untokenized != "media" and urls:
@@ -243,6 +249,7 @@ async def follow_request(
     tenant_id: str,
     listen_s: float,
     on_step: Told,
+    access: EngineAccess = NO_KEY,
 ) -> list[Finding]:
     """What becomes of a request, step by step. Without NATS it does without what publishers say. Raises Unreachable if the
     store does not answer, InvalidValue for what is no request."""
@@ -258,7 +265,7 @@ async def follow_request(
     on_step("looking the prompt up")
     settings = RouterSettings(deadline_ms=None)
     async with connected_store(redis, wait=False) as store, RouterClient.open(redis, settings, wait=False) as router:
-        found += await RequestFollower(store, router, heard).follow(request, scope, tenant_id)
+        found += await RequestFollower(store, router, heard, access).follow(request, scope, tenant_id)
     return found
 
 

@@ -19,11 +19,13 @@ from time import monotonic
 import anyio
 import httpx
 
+from kvatlas.engine_access import NO_KEY, EngineAccess
 from kvatlas.errors import EngineEventError
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engine_events import EngineBatch, EngineEvent
+from kvatlas_publishers.engines.http_client import engine_http
 from kvatlas_publishers.engines.tensorrt_llm import HASH_ALGORITHM, MAX_BODY_BYTES, EventDecoder, Record, read_records
 from kvatlas_publishers.feed.dead_letters import DeadLetters
 from kvatlas_publishers.feed.undecodable import STARTING_OVER, Distrust
@@ -75,7 +77,9 @@ class EventDrain:
         *,
         on_batch: Callable[[EngineBatch], object],
         on_empty: Callable[[], None],
+        access: EngineAccess = NO_KEY,
     ) -> None:
+        self._access = access
         self.url = url.rstrip("/") + PATH
         self._worker_id = worker_id
         self._counters = counters
@@ -94,7 +98,7 @@ class EventDrain:
         """Read until cancelled."""
         pause_s = FIRST_PAUSE_S
         # one request at a time: of two, each would get some of the records
-        async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as client:
+        async with engine_http(self.url, self._worker_id, self._access, ANSWER_S) as client:
             while True:
                 taken = await self._read(client)
                 pause_s = RETRY_S if taken is None else FIRST_PAUSE_S if taken else min(LONGEST_PAUSE_S, pause_s * 1.5)

@@ -13,12 +13,11 @@ from kvatlas_router.disaggregation.bootstrap import bootstrap_fields
 from kvatlas_router.disaggregation.kv_transfer_params import prefill_body, read_params
 from kvatlas_router.upstream.engine_answer import (
     Answer,
-    EngineLost,
     EngineRefused,
     EngineRequest,
-    EngineUnreachable,
     StreamedAnswer,
 )
+from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
 from kvatlas_router.upstream.status import Verdict, judge
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.transfer_protocol import TransferProtocol, replace_fields

@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import httpx
-
 from kvatlas.errors import Unreachable
 from kvatlas.telemetry import sampled_context
 from kvatlas_router.disaggregation.pair_booker import Booked
@@ -29,12 +27,12 @@ from kvatlas_router.proxy.request_trace import (
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_answer import (
     Answer,
-    EngineLost,
     EngineRequest,
     StreamedAnswer,
     WholeAnswer,
     send_to_engine,
 )
+from kvatlas_router.upstream.engine_client import EngineClient, EngineLost
 from kvatlas_router.upstream.engine_watch import EngineWatch
 from router_client.learning.usage import Usage
 from router_client.prefill_decode_result import PairChoice
@@ -49,7 +47,7 @@ class AnswerRelay:
 
     def __init__(
         self,
-        engines: httpx.AsyncClient,
+        engines: EngineClient,
         watch: EngineWatch,
         counters: ProxyCounters,
         addresses: AddressPolicy,

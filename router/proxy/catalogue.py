@@ -6,14 +6,13 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import httpx
-
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import DEFAULT_TENANT, Scope
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.deadline import STORE_FAILURES
 from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.engine_client import EngineClient
 from kvatlas_router.upstream.model_lists import LIST_AGE_S, Card, ModelLists, merge_cards
 from router_client.fleet_cache import LastKnownRecords
 
@@ -49,7 +48,7 @@ class Catalogue:
     def __init__(
         self,
         fleet: Fleet,
-        client: httpx.AsyncClient,
+        client: EngineClient,
         *,
         tenant_id: str = DEFAULT_TENANT,
         clock: Callable[[], float] = time.monotonic,

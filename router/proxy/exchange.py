@@ -31,7 +31,8 @@ from kvatlas_router.proxy.headers import decision_header
 from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
 from kvatlas_router.proxy.request_trace import describe_answer, describe_try, request_span
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
-from kvatlas_router.upstream.engine_answer import EngineLost, EngineRefused, EngineUnreachable, WholeAnswer
+from kvatlas_router.upstream.engine_answer import EngineRefused, WholeAnswer
+from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
 from kvatlas_router.upstream.status import Verdict, judge
 from router_client.decision.request_hints import RequestHintHeaders
 from router_client.errors import NoWorkers

@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-import httpx
-
 from kvatlas.addresses import parse_ip
 from kvatlas.cost.rates_file import read_profile
 from kvatlas.errors import InvalidValue, KvatlasError, SettingsError
@@ -38,8 +36,8 @@ from kvatlas_router.tokens.counters import TokenCounters
 from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
 from kvatlas_router.tokens.prompt_reader import PromptSettings
 from kvatlas_router.tokens.tokenizer import ThreadedTokenizer, Tokenizer
-from kvatlas_router.upstream.engine_addresses import AddressPolicy, CheckedTransport
-from kvatlas_router.upstream.patience import PatientTransport
+from kvatlas_router.upstream.engine_addresses import AddressPolicy
+from kvatlas_router.upstream.engine_client import EngineClient
 from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
 from router_client.decision.index_access import open_overlap_index
@@ -51,7 +49,6 @@ from router_client.settings import LearningSettings, LimitSettings, RouterSettin
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
-CONNECT_S = 2.0
 MOST_WARM_POOLS = 16
 WARM_CONNECTIONS = 8
 WARM_TOKENS = 1_024
@@ -72,7 +69,7 @@ class RequestRouter:
     catalogue: Catalogue
     tokens: TokenCounters
     outliers: OutlierMonitor
-    short_calls: httpx.AsyncClient
+    short_calls: EngineClient
     addresses: AddressPolicy
     fleet: FleetStore
     index: AnsweringIndex
@@ -107,7 +104,7 @@ async def open_request_router(
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(connected_store(settings.redis, wait=settings.wait, on_wait=_log_wait))
         addresses = _address_policy(settings, credentials_to, near)
-        short_calls = await stack.enter_async_context(engine_client(TOKENIZE_S, addresses))
+        short_calls = await stack.enter_async_context(EngineClient(addresses, TOKENIZE_S))
         tokens = TokenCounters()
         fleet = FleetStore(store)
 
@@ -155,18 +152,9 @@ def build_admission(
 
 def _address_policy(settings: RoutingSettings, credentials_to: tuple[str, ...], near: bool) -> AddressPolicy:
     try:
-        return AddressPolicy(settings.engine_addresses, credentials_to, near=near)
+        return AddressPolicy(settings.engine_addresses, credentials_to, near=near, access=settings.engine_access)
     except InvalidValue as error:
         raise SettingsError(f"--engine-addresses or --credentials-to: {error}") from error
-
-
-def engine_client(timeout_s: float, addresses: AddressPolicy) -> httpx.AsyncClient:
-    """Any number of connections, kept open, to addresses that the policy allows. Proxies from the environment are
-    ignored: engines are near."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=1_024, keepalive_expiry=4.0)
-    timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
-    transport = CheckedTransport(addresses, PatientTransport(limits))
-    return httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False, follow_redirects=False)
 
 
 def _replica_settings(settings: RoutingSettings) -> ReplicaSettings | None:
@@ -203,7 +191,7 @@ async def _open_tokenizer(
     settings: RoutingSettings,
     stack: AsyncExitStack,
     catalogue: Catalogue,
-    client: httpx.AsyncClient,
+    client: EngineClient,
     counters: TokenCounters,
 ) -> BudgetedTokenizer | None:
     chosen: Tokenizer

@@ -12,12 +12,12 @@ from itertools import count, islice
 from math import inf
 from typing import Any
 
-import httpx
-
 from kvatlas.blocks.media import MediaItem
+from kvatlas.engine_access import KEY_CURE, REFUSED
 from kvatlas.errors import InvalidValue
 from kvatlas_router.tokens.text_request import Api, TextRequest, media_parts
 from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens, Tokens, Why
+from kvatlas_router.upstream.engine_client import EngineAway, EngineClient, Reply
 
 MOST_ASKED = 2
 """Engines asked for one request, one after another, if they don't answer."""
@@ -53,7 +53,7 @@ class EngineTokenizer:
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
+        client: EngineClient,
         engines: Engines,
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -84,7 +84,7 @@ class EngineTokenizer:
         able = [url for url in urls if now - self._asked_in_vain.get(url, -ASK_AGAIN_S) >= ASK_AGAIN_S]
         if able:
             url, answer = await self._ask(able, _RENDER, _render_body(request))
-            if answer.status_code not in _NO_RENDER:
+            if answer.status not in _NO_RENDER:
                 return _read_rendered(url, answer)
             self._asked_in_vain = {url: at for url, at in self._asked_in_vain.items() if now - at < ASK_AGAIN_S}
             self._asked_in_vain[url.removesuffix(_RENDER)] = now
@@ -97,16 +97,16 @@ class EngineTokenizer:
         body.pop("continue_final_message", None)
         return PromptTokens(_read_tokens(*await self._ask(urls, "/tokenize", body)), cut=True)
 
-    async def _ask(self, urls: Sequence[str], path: str, body: dict[str, Any]) -> tuple[str, httpx.Response]:
+    async def _ask(self, urls: Sequence[str], path: str, body: dict[str, Any]) -> tuple[str, Reply]:
         """The address asked, and what it answered. Raises CannotTokenize if no engine answers."""
         left, why = list(islice(self._in_turn(urls), MOST_ASKED)), ""
         patience_s = None if path == _RENDER else self._patience_s
-        asked: dict[asyncio.Task[httpx.Response], str] = {}
+        asked: dict[asyncio.Task[Reply], str] = {}
         try:
             while asked or left:
                 if left:
                     engine = left.pop(0)
-                    asked[asyncio.create_task(self._client.post(engine + path, json=body))] = engine
+                    asked[asyncio.create_task(self._client.call("POST", engine + path, body))] = engine
                 await self._wait(asked, patience_s if left else None)
                 for task, engine in list(asked.items()):
                     if not task.done():
@@ -114,7 +114,7 @@ class EngineTokenizer:
                         continue
                     del asked[task]
                     answer, why = _outcome(task, engine + path)
-                    if answer is not None and _is_answer(path, answer.status_code):
+                    if answer is not None and _is_answer(path, answer.status):
                         self._resting.pop(engine, None)
                         self._answered[engine] = self._clock()
                         return engine + path, answer
@@ -124,9 +124,9 @@ class EngineTokenizer:
                 task.cancel()
         raise CannotTokenize(Why.FAILED, why)
 
-    async def _wait(self, asked: Mapping[asyncio.Task[httpx.Response], str], patience_s: float | None) -> None:
+    async def _wait(self, asked: Mapping[asyncio.Task[Reply], str], patience_s: float | None) -> None:
         """Until one is done, or for `patience_s` after the last answer that anybody had of these engines."""
-        done: set[asyncio.Task[httpx.Response]] = set()
+        done: set[asyncio.Task[Reply]] = set()
         waits = True
         while waits and not done:
             began = self._clock()
@@ -150,13 +150,14 @@ class EngineTokenizer:
         self._resting[url] = now + REST_S
 
 
-def _outcome(asked: asyncio.Task[httpx.Response], url: str) -> tuple[httpx.Response | None, str]:
+def _outcome(asked: asyncio.Task[Reply], url: str) -> tuple[Reply | None, str]:
     """The answer, if there is one, and a line for an answer that is no good."""
     try:
         answer = asked.result()
-    except httpx.HTTPError as error:
-        return None, f"{url}: {str(error) or type(error).__name__}"
-    return answer, f"{url}: status {answer.status_code}"
+    except EngineAway as error:
+        return None, str(error)
+    cure = f"; {KEY_CURE}" if answer.status in REFUSED else ""
+    return answer, f"{url}: status {answer.status}{cure}"
 
 
 def _is_answer(path: str, status: int) -> bool:
@@ -181,22 +182,22 @@ def _tokenize_body(request: TextRequest) -> dict[str, Any]:
     return {"model": request.model, **fields} if request.model else fields
 
 
-def _read_tokens(url: str, answer: httpx.Response) -> Sequence[int]:
-    if answer.status_code in (404, 405):
-        raise CannotTokenize(Why.UNSUPPORTED, f"{url}: status {answer.status_code}; use a local tokenizer")
+def _read_tokens(url: str, answer: Reply) -> Sequence[int]:
+    if answer.status in (404, 405):
+        raise CannotTokenize(Why.UNSUPPORTED, f"{url}: status {answer.status}; use a local tokenizer")
     try:
-        tokens = answer.json()["tokens"] if answer.status_code == 200 else None
+        tokens = answer.json()["tokens"] if answer.status == 200 else None
     except (ValueError, LookupError, TypeError):
         tokens = None
     if not isinstance(tokens, list):
-        raise CannotTokenize(Why.FAILED, f"{url}: status {answer.status_code} without token ids")
+        raise CannotTokenize(Why.FAILED, f"{url}: status {answer.status} without token ids")
     return tokens
 
 
-def _read_rendered(url: str, answer: httpx.Response) -> PromptTokens:
+def _read_rendered(url: str, answer: Reply) -> PromptTokens:
     """From vLLM's GenerateRequest: `token_ids`, and in `features` hashes and places by modality."""
     try:
-        rendered = answer.json() if answer.status_code == 200 else {}
+        rendered = answer.json() if answer.status == 200 else {}
         tokens, features = rendered.get("token_ids"), rendered.get("features") or {}
         media = [
             MediaItem(name, place["offset"], place["length"])
@@ -206,5 +207,5 @@ def _read_rendered(url: str, answer: httpx.Response) -> PromptTokens:
     except (ValueError, LookupError, TypeError, AttributeError, InvalidValue):
         tokens = None
     if not isinstance(tokens, list) or not media:
-        raise CannotTokenize(Why.FAILED, f"{url}: status {answer.status_code} without token ids and media hashes")
+        raise CannotTokenize(Why.FAILED, f"{url}: status {answer.status} without token ids and media hashes")
     return PromptTokens(tokens, media)

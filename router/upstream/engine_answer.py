@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import httpx
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from kvatlas.errors import KvatlasError
+from kvatlas_router.upstream.engine_client import EngineClient, EngineLost, EngineUnreachable, IncomingAnswer
 from kvatlas_router.upstream.engine_watch import EngineWatch, WatchedTry
 from router_client.learning.timings import AnswerClock
 
@@ -21,18 +21,6 @@ class EngineRefused(KvatlasError):
     def __init__(self, line: str, answer: "WholeAnswer") -> None:
         super().__init__(line)
         self.answer = answer
-
-
-class EngineUnreachable(KvatlasError):
-    """The engine did not answer, or went away before its first byte. `connected`: it accepted the connection."""
-
-    def __init__(self, line: str, *, connected: bool) -> None:
-        super().__init__(line)
-        self.connected = connected
-
-
-class EngineLost(KvatlasError):
-    """The engine went away in mid-answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +52,7 @@ class StreamedAnswer:
     status: int
     headers: Sequence[tuple[bytes, bytes]]
     first: bytes
-    rest: AsyncIterator[bytes]
+    rest: IncomingAnswer
     clock: AnswerClock
     watched: WatchedTry
     events: bool = True
@@ -73,12 +61,9 @@ class StreamedAnswer:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives. Raises EngineLost."""
         yield self.first
-        try:
-            async for chunk in self.rest:
-                self.watched.progress()
-                yield chunk
-        except httpx.HTTPError as error:
-            raise EngineLost(f"the engine went away in mid-answer: {str(error) or type(error).__name__}") from error
+        while chunk := await self.rest.read():
+            self.watched.progress()
+            yield chunk
 
 
 Answer = WholeAnswer | StreamedAnswer
@@ -86,7 +71,7 @@ Answer = WholeAnswer | StreamedAnswer
 
 @asynccontextmanager
 async def send_to_engine(
-    client: httpx.AsyncClient,
+    client: EngineClient,
     watch: EngineWatch,
     base_url: str,
     request: EngineRequest,
@@ -98,19 +83,15 @@ async def send_to_engine(
     EngineUnreachable for an engine that is away, and EngineLost out of the block if it hangs in mid-answer.
     """
     with watch.watch(base_url) as watched:
-        response: httpx.Response | None = None
+        incoming: IncomingAnswer | None = None
         began = False
         try:
+            clock = AnswerClock()
+            incoming = await client.send(request.method, _url(base_url, request), headers, request.body)
             try:
-                clock = AnswerClock()
-                response = await client.send(_build(client, base_url, request, headers), stream=True)
-                answer = await _read_start(response, clock, watched, base_url)
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                connected = not isinstance(
-                    error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
-                )
-                line = f"{base_url}: {str(error) or type(error).__name__}"
-                raise EngineUnreachable(line, connected=connected) from error
+                answer = await _read_start(incoming, clock, watched, base_url)
+            except EngineLost as error:
+                raise EngineUnreachable(f"{base_url}: {error}", connected=True) from error
             began = True
             yield answer
         except asyncio.CancelledError as error:
@@ -120,38 +101,31 @@ async def send_to_engine(
                 raise EngineLost("the engine hangs in mid-answer") from error
             raise EngineUnreachable(f"{base_url}: the engine hangs", connected=True) from error
         finally:
-            if response is not None:
-                await response.aclose()
+            if incoming is not None:
+                incoming.close()
 
 
-def _build(
-    client: httpx.AsyncClient, base_url: str, request: EngineRequest, headers: list[tuple[bytes, bytes]]
-) -> httpx.Request:
-    url = httpx.URL(base_url.rstrip("/") + request.path)
-    if request.query:
-        url = url.copy_with(query=request.query)
-    return client.build_request(request.method, url, content=request.body or None, headers=headers)
+def _url(base_url: str, request: EngineRequest) -> str:
+    url = base_url.rstrip("/") + request.path
+    return f"{url}?{request.query.decode('latin-1')}" if request.query else url
 
 
-async def _read_start(response: httpx.Response, clock: AnswerClock, watched: WatchedTry, base_url: str) -> Answer:
-    kind = response.headers.get("content-type", "")
+async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: WatchedTry, base_url: str) -> Answer:
+    kind = incoming.header("content-type")
     headers = [
-        (name, _relative(value, base_url) if name.lower() == b"location" else value)
-        for name, value in response.headers.raw
+        (name, _relative(value, base_url) if name.lower() == b"location" else value) for name, value in incoming.headers
     ]
-    if not response.is_success or kind.startswith("application/json"):
+    if not 200 <= incoming.status < 300 or kind.startswith("application/json"):
         parts = []
-        async for part in response.aiter_raw():
+        while part := await incoming.read():
             watched.progress()
             parts.append(part)
         clock.part()
-        return WholeAnswer(response.status_code, headers, b"".join(parts), clock)
-    rest = response.aiter_raw()
-    async for first in rest:
+        return WholeAnswer(incoming.status, headers, b"".join(parts), clock)
+    if first := await incoming.read():
         watched.progress()
-        events = kind.startswith(EVENT_STREAM)
-        return StreamedAnswer(response.status_code, headers, first, rest, clock, watched, events)
-    return WholeAnswer(response.status_code, headers, b"", clock)
+        return StreamedAnswer(incoming.status, headers, first, incoming, clock, watched, kind.startswith(EVENT_STREAM))
+    return WholeAnswer(incoming.status, headers, b"", clock)
 
 
 def _relative(location: bytes, base_url: str) -> bytes:

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import httpx
-
 from kvatlas.runtime.background_task import BackgroundTask
+from kvatlas_router.upstream.engine_client import EngineAway, EngineClient
 from kvatlas_router.upstream.patience import wait_patiently
 
 PATIENCE_S = 5.0
@@ -54,7 +53,7 @@ class EngineWatch:
     """Probes `/health` of engines that sent nothing for PATIENCE_S; any answer at all shows that they live."""
 
     def __init__(
-        self, client: httpx.AsyncClient, patience_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic
+        self, client: EngineClient, patience_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """The caller keeps the client, and closes it."""
         self._client = client
@@ -90,8 +89,8 @@ class EngineWatch:
 
     async def _probe(self, url: str) -> None:
         try:
-            await wait_patiently(self._client.get(f"{url.rstrip('/')}/health", timeout=None), PROBE_S)
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            await wait_patiently(self._client.call("GET", f"{url.rstrip('/')}/health"), PROBE_S)
+        except (EngineAway, TimeoutError) as error:
             self._silent[url] = self._silent.get(url, 0) + 1
             if self._silent[url] < PROBES:
                 return

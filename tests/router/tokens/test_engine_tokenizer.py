@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,6 +18,7 @@ from tests.eventually import until
 from tests.router.proxy.faulty_engine import faulty_engine
 from tests.router.proxy.raw_engine import silent_engine
 from tests.router.tokens.small_model import save_simulators
+from tests.router.upstream.nearby_engines import engine_client
 from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio
@@ -41,8 +41,8 @@ def of(*urls: str) -> Any:
 
 async def test_an_engine_and_a_local_tokenizer_agree_with_what_the_engine_computes(tmp_path: Path) -> None:
     local = LocalTokenizer.from_folder(save_simulators(tmp_path))
-    async with running_engine(num_gpu_blocks=1024) as (addresses, client):
-        tokenizer = EngineTokenizer(client, of(addresses.base_url))
+    async with running_engine(num_gpu_blocks=1024) as (addresses, client), engine_client() as calls:
+        tokenizer = EngineTokenizer(calls, of(addresses.base_url))
         requests = [TextRequest(Api.CHAT, body) for body in BODIES]
         requests.append(TextRequest(Api.COMPLETIONS, {"prompt": "a text", "model": "mock-model"}))
         for request in requests:
@@ -54,14 +54,14 @@ async def test_an_engine_and_a_local_tokenizer_agree_with_what_the_engine_comput
 
 
 async def test_another_engine_is_asked_if_one_is_away() -> None:
-    async with running_engine() as (addresses, client):
+    async with running_engine() as (addresses, _), engine_client() as client:
         tokenizer = EngineTokenizer(client, of("http://127.0.0.1:1", addresses.base_url))
         for _ in range(2):
             assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [97, 98]
 
 
 async def test_another_engine_is_asked_if_one_hangs_and_that_one_is_asked_last_for_a_while() -> None:
-    async with silent_engine(b"") as hanging, running_engine() as (addresses, client):
+    async with silent_engine(b"") as hanging, running_engine() as (addresses, _), engine_client() as client:
         now = 0.0
         tokenizer = EngineTokenizer(client, of(hanging.url, addresses.base_url), clock=lambda: now)
         request = TextRequest(Api.COMPLETIONS, {"prompt": "ab"})
@@ -84,7 +84,7 @@ async def test_an_engine_that_is_only_busy_is_waited_for() -> None:
             await may_end.wait()
         return JSONResponse({"tokens": [len(prompt)]})
 
-    async with faulty_engine(answer) as busy, faulty_engine(answer) as idle, httpx.AsyncClient() as client:
+    async with faulty_engine(answer) as busy, faulty_engine(answer) as idle, engine_client() as client:
         engines = [busy.url, idle.url]
 
         async def asked_now(_: TextRequest) -> Sequence[str]:
@@ -103,7 +103,7 @@ async def test_an_engine_that_is_only_busy_is_waited_for() -> None:
 
 
 async def test_engines_without_a_tokenizer_are_told_apart_from_those_that_fail() -> None:
-    async with running_engine() as (addresses, client):
+    async with running_engine() as (addresses, _), engine_client() as client:
         request = TextRequest(Api.COMPLETIONS, {"prompt": "ab"})
         for urls, why in (
             ([], Why.FAILED),
@@ -120,6 +120,6 @@ async def test_engines_without_a_tokenizer_are_told_apart_from_those_that_fail()
 
 async def test_proxies_from_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
-    async with running_engine() as (addresses, _), httpx.AsyncClient(trust_env=False) as client:
+    async with running_engine() as (addresses, _), engine_client() as client:
         tokenizer = EngineTokenizer(client, of(addresses.base_url))
         assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [97, 98]
