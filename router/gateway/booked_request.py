@@ -11,6 +11,8 @@ from kvatlas_router.gateway.picker import Destination
 from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.proxy.headers import RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.engine_errors import EngineError
+from kvatlas_router.upstream.status import Verdict, judge
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 from router_client.prompt import Prompt
@@ -136,9 +138,12 @@ class BookedRequest:
         finally:
             await self._end()
 
-    async def fail(self) -> None:
+    async def fail(self, error: EngineError | None = None) -> None:
         """See `PickedRequest`."""
         self._record_unanswered()
+        if error is not None and judge(error.status) is Verdict.ELSEWHERE:
+            line = f"an error in its answer: {error.line}"
+            self._parts.outliers.record_bad(self._booked.pool_id, self._booked.choice.worker_id, line)
         await self._end()
 
     async def leave(self) -> None:

@@ -10,6 +10,7 @@ from kvatlas_router.gateway.field_metrics import RequestLabels
 from kvatlas_router.proxy.client_request import ErrorKind, error_body
 from kvatlas_router.proxy.headers import RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.engine_errors import EngineError
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 
@@ -129,8 +130,9 @@ class PickedRequest(Protocol):
         """The answer is complete."""
         ...
 
-    async def fail(self) -> None:
-        """There is no answer, it is none of status 2xx, or it was not passed to its end."""
+    async def fail(self, error: EngineError | None = None) -> None:
+        """There is no answer, it is none of status 2xx, or it was not passed to its end. `error`: it has status 200, and
+        reports this instead."""
         ...
 
     async def leave(self) -> None:

@@ -10,6 +10,7 @@ from kvatlas_router.gateway.asked_request import AskedRequest
 from kvatlas_router.gateway.picker import Destination
 from kvatlas_router.proxy.headers import DECISION_HEADER, RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.engine_errors import EngineError
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 
@@ -63,7 +64,7 @@ class UnpublishedRequest:
         """See `PickedRequest`."""
         self._end()
 
-    async def fail(self) -> None:
+    async def fail(self, error: EngineError | None = None) -> None:
         """See `PickedRequest`."""
         self._end()
 

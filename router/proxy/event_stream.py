@@ -149,7 +149,8 @@ class EventStream:
             return True
         if self._whole:
             return self._pending_bytes > MOST_WHOLE_BYTES
-        if not self._hide and not self._holds:
+        if not self._hide and not self._hold:
+            self.begun = self.begun or not may_begin_event(self._pending[0])
             return True
         text = b"".join(self._pending)
         self._pending[:] = [text]
@@ -168,11 +169,15 @@ class EventStream:
             return False
         self.events += 1
         if data[:16].strip(b' "[]').upper() == b"DONE":
-            self.done = self.begun = True
+            self.done = True
+            self.begun = self.begun or self.error is None
             return False
-        if self.error is None and not event.cut and (error := EngineError.of_event(event.type, data)) is not None:
-            self.error = error
-            return False
+        if self.error is not None and not self.begun:
+            return False  # there is no answer, whatever comes
+        if self.error is None and not event.cut:
+            self.error = EngineError.of_event(event.type, data)
+            if self.error is not None:
+                return False
         head = data[:HEAD_BYTES]
         if _is_content(event.type, head):
             self.parts += 1

@@ -10,9 +10,8 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from kvatlas.errors import KvatlasError
 from kvatlas_router.upstream.engine_watch import EngineWatch, WatchedTry
+from kvatlas_router.upstream.event_parser import can_be_read, header_value
 from router_client.learning.timings import AnswerClock
-
-EVENT_STREAM = "text/event-stream"
 
 
 class EngineRefused(KvatlasError):
@@ -59,7 +58,7 @@ class WholeAnswer:
 @dataclass(slots=True)
 class StreamedAnswer:
     """An answer whose first bytes are there. `clock`: started with the request; the reader of the answer counts its parts
-    there. `events`: is it a stream of server-sent events? `span`: of the try that it answers."""
+    there. `events`: is it a stream of server-sent events that can be read? `span`: of the try that it answers."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -134,12 +133,11 @@ def _build(
 
 
 async def _read_start(response: httpx.Response, clock: AnswerClock, watched: WatchedTry, base_url: str) -> Answer:
-    kind = response.headers.get("content-type", "")
     headers = [
         (name, _relative(value, base_url) if name.lower() == b"location" else value)
         for name, value in response.headers.raw
     ]
-    if not response.is_success or kind.startswith("application/json"):
+    if not response.is_success or header_value(headers, b"content-type").startswith(b"application/json"):
         parts = []
         async for part in response.aiter_raw():
             watched.progress()
@@ -149,8 +147,7 @@ async def _read_start(response: httpx.Response, clock: AnswerClock, watched: Wat
     rest = response.aiter_raw()
     async for first in rest:
         watched.progress()
-        events = kind.startswith(EVENT_STREAM)
-        return StreamedAnswer(response.status_code, headers, first, rest, clock, watched, events)
+        return StreamedAnswer(response.status_code, headers, first, rest, clock, watched, can_be_read(headers))
     return WholeAnswer(response.status_code, headers, b"", clock)
 
 

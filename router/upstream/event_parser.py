@@ -4,6 +4,7 @@ Pure and incremental: every byte is looked at once, so an event of any length in
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST_DATA_BYTES = 256 << 10
@@ -112,3 +113,18 @@ def may_begin_event(text: bytes) -> bool:
     """Can the text, the beginning of what is not a complete event yet, be that of one?"""
     head = text[: len(_BOM) + 16].removeprefix(_BOM).lstrip(b"\r\n")
     return any(head.startswith(field) or field.startswith(head) for field in _FIELDS)
+
+
+def is_event_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Is the answer with these headers a stream of server-sent events?"""
+    return header_value(headers, b"content-type").startswith(b"text/event-stream")
+
+
+def can_be_read(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Is it one that is not compressed?"""
+    return is_event_stream(headers) and header_value(headers, b"content-encoding") in (b"", b"identity")
+
+
+def header_value(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
+    """The first value of a header, in lower case; empty without one."""
+    return next((value.strip().lower() for each, value in headers if each.lower() == name), b"")

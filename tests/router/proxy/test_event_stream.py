@@ -174,7 +174,7 @@ def test_an_error_is_no_answer(text: bytes, status: int) -> None:
 
 def test_an_error_before_the_first_content_passes_only_if_nothing_is_held() -> None:
     held, plain = EventStream(hide_usage=True, hold=True), EventStream(hide_usage=True)
-    assert held.feed(ROLE + event(ERROR)) + held.end() == b"" and not held.begun
+    assert held.feed(ROLE + event(ERROR) + DONE) + held.end() == b"" and not held.begun
     assert plain.feed(ROLE + event(ERROR)) == ROLE + event(ERROR) and plain.error is not None
 
 

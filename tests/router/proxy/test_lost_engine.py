@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
@@ -16,6 +17,17 @@ pytestmark = pytest.mark.anyio
 EVENT = b'data: {"choices": [{"text": "a"}]}\n\n'
 LENGTH = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+async def read_cut(client: httpx.AsyncClient, path: str, body: object) -> bytes:
+    """What comes of an answer whose connection is cut."""
+    text = b""
+    async with client.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200
+        with pytest.raises(httpx.RemoteProtocolError):
+            async for part in answer.aiter_raw():
+                text += part
+    return text
 
 
 @pytest.mark.parametrize(
@@ -54,16 +66,24 @@ async def test_an_answer_lost_in_the_middle_ends_with_an_error_event(store: Stor
         assert (await status(client))["proxy"]["broken"] == 1
 
 
-async def test_an_engine_that_dies_in_the_middle_of_an_event_leaves_no_half_event(
-    store: Store, valkey_url: str
-) -> None:
+async def test_an_answer_lost_in_the_middle_of_an_event_is_cut(store: Store, valkey_url: str) -> None:
+    """No error event could follow half of one."""
     async with (
         raw_engine(HEAD + chunk(EVENT) + chunk(EVENT[:15])) as rude,
         running_fleet(store, {}, {"w1": {"url": rude.url}}),
         running_proxy(valkey_url) as client,
     ):
         body = {"model": MODEL, "prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
-        answer = await client.post("/v1/completions", json=body)
+        assert await read_cut(client, "/v1/completions", body) == EVENT + EVENT[:15]
+
+
+async def test_the_beginning_of_an_event_that_may_be_a_usage_is_not_sent(store: Store, valkey_url: str) -> None:
+    async with (
+        raw_engine(HEAD + chunk(EVENT) + chunk(EVENT[:15])) as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT, "stream": True})
         events = [json.loads(event.removeprefix("data: ")) for event in answer.text.strip().split("\n\n")]
         assert [event.keys() for event in events] == [{"choices"}, {"error"}]
 
