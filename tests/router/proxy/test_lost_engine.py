@@ -2,14 +2,13 @@
 
 import json
 
-import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
 from kvatlas.store.connection import Store
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
-from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, silent_engine
+from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, read_cut, silent_engine
 from tests.router.proxy.test_proxy import PROMPT, decision, status
 
 pytestmark = pytest.mark.anyio
@@ -17,17 +16,6 @@ pytestmark = pytest.mark.anyio
 EVENT = b'data: {"choices": [{"text": "a"}]}\n\n'
 LENGTH = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
-async def read_cut(client: httpx.AsyncClient, path: str, body: object) -> bytes:
-    """What comes of an answer whose connection is cut."""
-    text = b""
-    async with client.stream("POST", path, json=body) as answer:
-        assert answer.status_code == 200
-        with pytest.raises(httpx.RemoteProtocolError):
-            async for part in answer.aiter_raw():
-                text += part
-    return text
 
 
 @pytest.mark.parametrize(
