@@ -19,6 +19,7 @@ from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.event_stream import EventStream
 from kvatlas_router.proxy.headers import for_engine
+from kvatlas_router.proxy.object_holders import ObjectHolders
 from kvatlas_router.proxy.request_trace import (
     describe_engine_answer,
     describe_first_token,
@@ -76,6 +77,7 @@ class AnswerRelay:
         watch: EngineWatch,
         counters: ProxyCounters,
         addresses: AddressPolicy,
+        objects: ObjectHolders,
         *,
         ask_usage: bool,
     ) -> None:
@@ -84,6 +86,7 @@ class AnswerRelay:
         self._watch = watch
         self._counters = counters
         self._addresses = addresses
+        self._objects = objects
         self._ask_usage = ask_usage
 
     @asynccontextmanager
@@ -124,6 +127,8 @@ class AnswerRelay:
         if isinstance(answer, WholeAnswer):
             if request.for_engine.method == "POST" and (error := EngineError.of_body(answer.body)) is not None:
                 raise _refused(choice, error, answer)
+            if request.objects is not None:
+                await self._objects.record(request.objects.made_by(answer.body), choice.worker_id)
             return OpenedAnswer(answer)
         if not answer.events:
             return OpenedAnswer(answer)
@@ -132,6 +137,8 @@ class AnswerRelay:
         async for chunk in chunks:
             passed = self._read(answer, stream, chunk)
             if stream.begun:
+                if stream.response_id is not None and request.objects is not None and request.objects.kept:
+                    await self._objects.record((stream.response_id,), choice.worker_id)
                 return OpenedAnswer(answer, stream, chunks, passed)
             if stream.error is not None:
                 break

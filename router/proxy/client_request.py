@@ -16,6 +16,7 @@ from kvatlas_router.proxy.headers import RawHeaders, for_client
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.engine_answer import EngineRequest, StreamedAnswer, WholeAnswer
 from kvatlas_router.upstream.engine_errors import EngineError
+from kvatlas_router.upstream.engine_objects import ObjectUse
 from kvatlas_router.upstream.event_parser import can_be_read
 
 _access_log = logging.getLogger("router_client.access")
@@ -27,6 +28,7 @@ class ErrorKind(Enum):
     INVALID = 400, "invalid_request_error", None
     NO_MODEL = 404, "invalid_request_error", "model_not_found"
     NO_PATH = 404, "invalid_request_error", "unknown_url"
+    NO_OBJECT = 404, "invalid_request_error", "not_found"
     METHOD = 405, "invalid_request_error", "method_not_supported"
     TOO_LONG = 413, "invalid_request_error", "request_too_large"
     BUSY = 429, "rate_limit_error", "rate_limit_exceeded"
@@ -47,7 +49,7 @@ class ClientRequest:
     name that it asks for. `letters`: about how long its prompt is. What was sent back so far: `status`, `events` (a stream of
     server-sent events began), `sent_events` (with data) and `complete`. `decision`: of the last try, as its header says it.
     `priority`: in the queue, as it says itself; None: it does not. `prompt_tokens`: of its prompt, or a guess; 0 until it is
-    read. `span`: the router's own.
+    read. `span`: the router's own. `objects`: those that engines keep, and that it names or makes.
     """
 
     text: TextRequest | None
@@ -60,6 +62,7 @@ class ClientRequest:
     began_ns: int = field(default_factory=time.perf_counter_ns)
     status: int | None = None
     first_byte_ns: int | None = None
+    objects: ObjectUse | None = field(init=False)
     sent_bytes: int = 0
     events: bool = False
     sent_events: int = 0
@@ -68,6 +71,10 @@ class ClientRequest:
     priority: int | None = None
     prompt_tokens: int = 0
     span: Span = INVALID_SPAN
+
+    def __post_init__(self) -> None:
+        sent = self.for_engine
+        self.objects = ObjectUse.of(sent.method, sent.path, sent.body)
 
     @property
     def id(self) -> str | None:

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from kvatlas_router.upstream.engine_errors import EngineError
+from kvatlas_router.upstream.engine_objects import response_id
 from kvatlas_router.upstream.event_parser import Event, EventParser, may_begin_event
 from router_client.learning.usage import Usage
 
@@ -51,15 +52,17 @@ class EventStream:
     pings pass: they say nothing. `hide_usage`: the event that has a usage and no choice is left out, so the beginning of an
     event waits until it can't be that one.
 
-    `error`: what the stream reports instead of an answer, or after a part of it. `usage`: the last one seen; `parts`: how many
-    events had a part of the answer, not only a role, a finish reason or a usage; `events`: how many had data; `done`: the event
-    that ends it came; `in_event`: a part of an event was given out, and its end was not.
+    `error`: what the stream reports instead of an answer, or after a part of it. `response_id`: of OpenAI's responses.
+    `usage`: the last one seen; `parts`: how many events had a part of the answer, not only a role, a finish reason or a usage;
+    `events`: how many had data; `done`: the event that ends it came; `in_event`: a part of an event was given out, and its end
+    was not.
     """
 
     def __init__(self, *, hide_usage: bool, hold: bool = False, whole: bool = False) -> None:
         """`whole`: give out whole events only, up to MOST_WHOLE_BYTES."""
         self.usage: Usage | None = None
         self.error: EngineError | None = None
+        self.response_id: str | None = None
         self.parts = 0
         self.events = 0
         self.done = False
@@ -184,7 +187,9 @@ class EventStream:
             self.begun = True
         elif _is_of(_LAST_TYPE, _LAST_MEMBER, event.type, data):
             self.done = self.begun = True
-        elif not _CHOICES.search(head) and not _is_of(_PREAMBLE_TYPE, _PREAMBLE_MEMBER, event.type, data):
+        elif _is_of(_PREAMBLE_TYPE, _PREAMBLE_MEMBER, event.type, data):
+            self.response_id = self.response_id or response_id(data)
+        elif not _CHOICES.search(head):
             self.begun = True
         if event.cut or b'"usage"' not in data or any(null in data for null in _NULL):
             return False

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from opentelemetry.trace import Span, use_span
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.identity import Scope
 from kvatlas.telemetry import sampled_context, step_span
 from kvatlas.telemetry.duration_series import OTHER, Durations
 from kvatlas_router.admission.admission import Admission, RequestShed
@@ -29,6 +30,7 @@ from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.engine_call import INFERENCE
 from kvatlas_router.proxy.headers import decision_header
+from kvatlas_router.proxy.object_holders import ObjectHolders, ObjectUnknown, only_for
 from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
 from kvatlas_router.proxy.request_trace import describe_answer, describe_try, request_span
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
@@ -80,6 +82,7 @@ class Exchange:
         outliers: OutlierMonitor,
         counters: ProxyCounters,
         admission: Admission,
+        objects: ObjectHolders,
         settings: ExchangeSettings | None = None,
     ) -> None:
         self._reader = reader
@@ -88,6 +91,7 @@ class Exchange:
         self._outliers = outliers
         self._counters = counters
         self._admission = admission
+        self._objects = objects
         self._settings = settings or ExchangeSettings()
         self._running: dict[asyncio.Task[None], ClientRequest] = {}
         self._cutting = False
@@ -170,6 +174,9 @@ class Exchange:
             except UnknownModel as error:
                 await _refuse(request, span, ErrorKind.NO_MODEL, str(error), param="model")
                 return
+            except ObjectUnknown as error:
+                await _refuse(request, span, ErrorKind.NO_OBJECT, str(error))
+                return
             except InvalidValue as error:
                 await _refuse(request, span, ErrorKind.INVALID, str(error))
                 return
@@ -185,6 +192,20 @@ class Exchange:
             await self._try_workers(request, read, span)
 
     async def _read(self, request: ClientRequest) -> RequestPrompt:
+        """Raises UnknownModel, InvalidValue, Unreachable, and ObjectUnknown."""
+        holder = None
+        if request.objects is not None:
+            holder = await self._objects.find(request.objects, await self._catalogue.workers_for(request.model))
+        if holder is None:
+            return await self._read_prompt(request)
+        if request.model is None:
+            scope = Scope(holder.endpoint.model_id, holder.endpoint.tokenizer_id)
+            read = self._reader.guess(scope, request.letters, request.id)
+        else:
+            read = await self._read_prompt(request)
+        return replace(read, prompt=only_for(read.prompt, holder))
+
+    async def _read_prompt(self, request: ClientRequest) -> RequestPrompt:
         if request.text is None:
             return await self._reader.read_length(request.model, request.letters, request.id)
         with step_span("read prompt") as span:
@@ -332,6 +353,8 @@ class Exchange:
             return False
         if own_form:
             return False
+        if answer.status == 404 and request.objects is not None and request.objects.ids:
+            verdict = Verdict.REFUSED  # the engine does not have that object: no other one has it
         if verdict is Verdict.DOUBTFUL and attempts.doubted is None:
             attempts.doubted = worker_id, answer.status
             return False
