@@ -8,6 +8,7 @@ from kvatlas_router.proxy.event_stream import EventStream
 from kvatlas_router.proxy.headers import RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.engine_errors import EngineError
+from kvatlas_router.upstream.engine_objects import ObjectUse
 from kvatlas_router.upstream.event_parser import header_value, is_event_stream
 from router_client.learning.timings import AnswerClock, Timings
 from router_client.learning.usage import Usage
@@ -25,7 +26,7 @@ class AnswerReader:
     `clock`: starts when the reader is made: when the request goes to its engine. An answer that is compressed, or of another
     status than 200, is not read. `is_stream`: of server-sent events. `has_content`: a part of the answer is there: of a stream
     that is read an event with content, of any other answer its first bytes. `error`: what a complete answer of status 200
-    reports instead.
+    reports instead. `kept`: of `objects`, those that it brings.
     """
 
     def __init__(
@@ -34,14 +35,17 @@ class AnswerReader:
         *,
         hides_usage: bool,
         renaming: Renaming | None = None,
+        objects: ObjectUse | None = None,
         clock: AnswerClock | None = None,
     ) -> None:
         self.is_stream = False
         self.has_content = False
         self.error: EngineError | None = None
+        self.kept: tuple[str, ...] = ()
         self._text = text
         self._hides_usage = hides_usage
         self._names = () if renaming is None else _spellings(renaming)
+        self._objects = objects
         self._clock = clock or AnswerClock()
         self._stream: EventStream | None = None
         self._whole: bytearray | None = None
@@ -54,7 +58,9 @@ class AnswerReader:
             return
         if self.is_stream:
             self._stream = EventStream(hide_usage=self._hides_usage, whole=bool(self._names))
-        elif b"json" in header_value(headers, b"content-type") and (self._text is not None or self._names):
+        elif b"json" in header_value(headers, b"content-type") and (
+            self._text is not None or self._names or self._objects is not None
+        ):
             self._whole = bytearray()
 
     @property
@@ -92,9 +98,14 @@ class AnswerReader:
         """The answer is complete."""
         if self._stream is not None:
             self._usage, self.error = self._stream.usage, self._stream.error
+            if self._objects is not None and self._objects.kept and self._stream.response_id is not None:
+                self.kept = (self._stream.response_id,)
         elif self._whole is not None:
             whole = bytes(self._whole)
-            self._usage, self.error = usage_of_body(whole), EngineError.of_body(whole)
+            if self._objects is None or self._text is not None:
+                self._usage, self.error = usage_of_body(whole), EngineError.of_body(whole)
+            if self._objects is not None:
+                self.kept = self._objects.made_by(whole)
         if self._text is not None:
             self._usage = usage_of_one_answer(self._text, self._usage)
 

@@ -1,7 +1,7 @@
 """One request on a worker of the fleet, from its choice to the end of its booking."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvatlas_router.admission.admission import Admission
@@ -10,6 +10,7 @@ from kvatlas_router.gateway.asked_request import AskedRequest
 from kvatlas_router.gateway.picker import Destination
 from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.proxy.headers import RawHeaders
+from kvatlas_router.proxy.object_holders import ObjectHolders
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.engine_errors import EngineError
 from kvatlas_router.upstream.status import Verdict, judge
@@ -77,6 +78,7 @@ class BookedParts:
     admission: Admission
     outliers: OutlierMonitor
     left: LeftBookings
+    holders: ObjectHolders
     move: Move
 
 
@@ -99,6 +101,7 @@ class BookedRequest:
         self.text = text
         self.hides_usage = hides_usage
         self.labels = asked.labels
+        self.objects = asked.objects
         self.renaming = asked.renaming
         self.answer_headers = answer_headers
         self._booked = booked
@@ -137,6 +140,10 @@ class BookedRequest:
             await self._booked.choice.done(usage=usage, timings=timings)
         finally:
             await self._end()
+
+    async def keep(self, ids: Sequence[str]) -> None:
+        """See `PickedRequest`."""
+        await self._parts.holders.record(ids, self._booked.choice.worker_id)
 
     async def fail(self, error: EngineError | None = None) -> None:
         """See `PickedRequest`."""

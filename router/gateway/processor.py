@@ -170,7 +170,9 @@ class _Stream:
         withdrawn = [name for name in own if head.first(name.encode()) is not None]
         await self._send_all(self._state.forward(replace(destination, headers=headers, withdrawn=withdrawn)))
         renaming = picked.renaming if may_change else None
-        self._reader = AnswerReader(picked.text, hides_usage=picked.hides_usage, renaming=renaming)
+        self._reader = AnswerReader(
+            picked.text, hides_usage=picked.hides_usage, renaming=renaming, objects=picked.objects
+        )
         return True
 
     def _restrict(self, head: RequestHead) -> RequestHead:
@@ -211,6 +213,8 @@ class _Stream:
     async def _end_answer(self, picked: PickedRequest) -> None:
         self._ended = True
         self._reader.end()
+        if self._reader.kept:
+            await picked.keep(self._reader.kept)
         if self._is_well and self._reader.error is not None:
             self._counters.failed += 1
             self._record_end(str(self._reader.error.status))

@@ -11,6 +11,7 @@ from kvatlas_router.gateway.picker import Destination
 from kvatlas_router.proxy.headers import DECISION_HEADER, RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.engine_errors import EngineError
+from kvatlas_router.upstream.engine_objects import ObjectUse
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 
@@ -44,6 +45,7 @@ class UnpublishedRequest:
 
     text: TextRequest | None = None
     hides_usage = False
+    objects: ObjectUse | None = None
     answer_headers: Mapping[str, str] = {DECISION_HEADER.lower(): "by=prefix_hash;open=publisher"}
 
     def __init__(self, running: "Counter[str]", destination: Destination, asked: AskedRequest) -> None:
@@ -63,6 +65,9 @@ class UnpublishedRequest:
     async def finish(self, usage: Usage | None, timings: Timings | None) -> None:
         """See `PickedRequest`."""
         self._end()
+
+    async def keep(self, ids: Sequence[str]) -> None:
+        """See `PickedRequest`."""
 
     async def fail(self, error: EngineError | None = None) -> None:
         """See `PickedRequest`."""
