@@ -21,6 +21,7 @@ from kvatlas_router.proxy.answer_relay import AnswerRelay
 from kvatlas_router.proxy.application import ProxyApplication
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.exchange import Exchange, ExchangeSettings
+from kvatlas_router.proxy.object_holders import ObjectHolders
 from kvatlas_router.proxy.request_router import build_admission, is_near, open_request_router
 from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.status_page.prompt_probe import PromptProbe
@@ -93,7 +94,8 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         engines = await stack.enter_async_context(EngineClient(parts.addresses, ENGINE_TIMEOUT_S))
         watch = await stack.enter_async_context(EngineWatch(parts.short_calls, PATIENCE_S))
         counters = ProxyCounters()
-        relay = AnswerRelay(engines, watch, counters, parts.addresses, ask_usage=settings.ask_usage)
+        objects = ObjectHolders(parts.fleet, parts.catalogue.records)
+        relay = AnswerRelay(engines, watch, counters, parts.addresses, objects, ask_usage=settings.ask_usage)
         exchange = Exchange(
             parts.reader,
             parts.catalogue,
@@ -101,6 +103,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             parts.outliers,
             counters,
             build_admission(parts, settings, counters, apart=settings.disaggregate),
+            objects,
             ExchangeSettings(settings.max_attempts, settings.access_log, settings.request_hints),
         )
         stack.enter_context(export_metrics("proxy_load", exchange))

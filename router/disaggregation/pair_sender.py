@@ -77,7 +77,7 @@ async def _one_after_another(what: PairRequest, send: Send) -> AsyncIterator[Ans
         async with send(prefill, _with_body(what.request, prefill_body(what.decoded))) as first:
             answer = await _read_good(prefill, first)
     except (EngineRefused, EngineUnreachable, EngineLost) as error:
-        raise PrefillFailed(prefill.worker_id, _as_failure(error), own_form=True) from error
+        raise PrefillFailed(prefill.worker_id, as_failure(error), own_form=True) from error
     await prefill.done()
     params = read_params(answer)
     if params is None:
@@ -119,7 +119,7 @@ async def _both_at_once(what: PairRequest, send: Send) -> AsyncIterator[Answer]:
         except TimeoutError as error:
             if failure is None:
                 raise
-            raise PrefillFailed(prefill.worker_id, _as_failure(failure), own_form=False) from error
+            raise PrefillFailed(prefill.worker_id, as_failure(failure), own_form=False) from error
         yield answer
 
 
@@ -140,7 +140,8 @@ async def _read_good(worker: Choice, answer: Answer) -> bytes:
     return answer.body
 
 
-def _as_failure(error: EngineRefused | EngineUnreachable | EngineLost) -> EngineRefused | EngineUnreachable:
+def as_failure(error: EngineRefused | EngineUnreachable | EngineLost) -> EngineRefused | EngineUnreachable:
+    """An engine that goes away before any content did not answer."""
     return EngineUnreachable(str(error), connected=True) if isinstance(error, EngineLost) else error
 
 

@@ -10,6 +10,7 @@ from kvatlas_router.gateway.field_metrics import RequestLabels
 from kvatlas_router.gateway.picker import Renaming, RequestHead
 from kvatlas_router.proxy.engine_call import AdministrationPath, EngineCall, read_call
 from kvatlas_router.tokens.text_request import parse_object
+from kvatlas_router.upstream.engine_objects import ObjectUse
 from router_client.pricing.transfer_protocol import NotForClients, replace_fields
 
 
@@ -24,6 +25,11 @@ class AskedRequest:
     labels: RequestLabels
     renaming: Renaming | None = None
     priority: int | None = None
+
+    @property
+    def objects(self) -> ObjectUse | None:
+        """Those that engines keep, and that it names or makes."""
+        return ObjectUse.of(self.head.method, self.head.path, self.call.body)
 
     @classmethod
     async def read(cls, head: RequestHead, body: bytes | None, objects: PoolObjects, tenant_header: str) -> Self:

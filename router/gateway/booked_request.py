@@ -1,7 +1,7 @@
 """One request on a worker of the fleet, from its choice to the end of its booking."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvatlas_router.admission.admission import Admission
@@ -10,7 +10,10 @@ from kvatlas_router.gateway.asked_request import AskedRequest
 from kvatlas_router.gateway.picker import Destination
 from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.proxy.headers import RawHeaders
+from kvatlas_router.proxy.object_holders import ObjectHolders
 from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.engine_errors import EngineError
+from kvatlas_router.upstream.status import Verdict, judge
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 from router_client.prompt import Prompt
@@ -75,6 +78,7 @@ class BookedParts:
     admission: Admission
     outliers: OutlierMonitor
     left: LeftBookings
+    holders: ObjectHolders
     move: Move
 
 
@@ -97,6 +101,7 @@ class BookedRequest:
         self.text = text
         self.hides_usage = hides_usage
         self.labels = asked.labels
+        self.objects = asked.objects
         self.renaming = asked.renaming
         self.answer_headers = answer_headers
         self._booked = booked
@@ -136,9 +141,16 @@ class BookedRequest:
         finally:
             await self._end()
 
-    async def fail(self) -> None:
+    async def keep(self, ids: Sequence[str]) -> None:
+        """See `PickedRequest`."""
+        await self._parts.holders.record(ids, self._booked.choice.worker_id)
+
+    async def fail(self, error: EngineError | None = None) -> None:
         """See `PickedRequest`."""
         self._record_unanswered()
+        if error is not None and judge(error.status) is Verdict.ELSEWHERE:
+            line = f"an error in its answer: {error.line}"
+            self._parts.outliers.record_bad(self._booked.pool_id, self._booked.choice.worker_id, line)
         await self._end()
 
     async def leave(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -31,6 +31,7 @@ from kvatlas_router.proxy.answer_usage import usage_fields
 from kvatlas_router.proxy.client_request import ErrorKind
 from kvatlas_router.proxy.engine_call import AdministrationPath
 from kvatlas_router.proxy.headers import decision_header
+from kvatlas_router.proxy.object_holders import ObjectHolders, ObjectUnknown
 from kvatlas_router.proxy.request_reader import UnknownModel
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
@@ -87,7 +88,8 @@ class FleetPicker:
         self._settings = settings or FleetPickerSettings()
         self._unpublished = UnpublishedPods()
         self._left = LeftBookings()
-        self._booked_parts = BookedParts(admission, parts.outliers, self._left, self._book_served)
+        self._holders = ObjectHolders(parts.fleet, parts.catalogue.records)
+        self._booked_parts = BookedParts(admission, parts.outliers, self._left, self._holders, self._book_served)
         self._log = RateLimitedLog(_log)
         self._records: Mapping[str, FleetRecord] = {}
         self._addresses = WorkerAddresses.of({}, parts.addresses)
@@ -133,6 +135,14 @@ class FleetPicker:
             self._counters.refused += 1
             return Refusal(ErrorKind.INVALID, str(error), None)
         candidates = self._candidates_of(head)
+        if asked.objects is not None and not candidates.unpublished:
+            try:
+                holder = await self._holders.find(asked.objects, candidates.workers)
+            except (ObjectUnknown, InvalidValue, Unreachable) as error:
+                self._counters.refused += 1
+                return _object_refusal(error)
+            if holder is not None:
+                candidates = Candidates(frozenset((holder.endpoint.id,)))
         if not self._prefers_unpublished(candidates):
             picked = await self._pick_worker(asked, candidates, may_hide_usage=may_hide_usage)
             if not isinstance(picked, str):
@@ -305,6 +315,13 @@ class FleetPicker:
         pools = Counter((endpoint.model_id, endpoint.tokenizer_id) for endpoint in routable)
         ((model_id, tokenizer_id),) = random.choices(list(pools), list(pools.values()))
         return Scope(model_id, tokenizer_id)
+
+
+def _object_refusal(error: KvatlasError) -> Refusal:
+    if isinstance(error, Unreachable):
+        return Refusal(ErrorKind.UNAVAILABLE, str(error))
+    kind = ErrorKind.NO_OBJECT if isinstance(error, ObjectUnknown) else ErrorKind.INVALID
+    return Refusal(kind, str(error), None)
 
 
 def _among(prompt: Prompt, workers: frozenset[str] | None) -> Prompt:

@@ -10,6 +10,8 @@ from kvatlas_router.gateway.field_metrics import RequestLabels
 from kvatlas_router.proxy.client_request import ErrorKind, error_body
 from kvatlas_router.proxy.headers import RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.engine_errors import EngineError
+from kvatlas_router.upstream.engine_objects import ObjectUse
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 
@@ -85,8 +87,8 @@ class Refusal:
 class PickedRequest(Protocol):
     """A request whose destination is decided, told what becomes of it.
 
-    First `begin` if an answer begins, then `first_token`, then one of `finish`, `fail` and `leave`; a request that was never
-    answered has only the last. None of them raises if the store does not answer.
+    First `begin` if an answer begins, then `first_token` and `keep`, then one of `finish`, `fail` and `leave`; one that was
+    never answered has only the last. None of them raises if the store does not answer.
     """
 
     @property
@@ -105,6 +107,11 @@ class PickedRequest(Protocol):
     @property
     def renaming(self) -> Renaming | None:
         """Its answer gets the client's name for the model back."""
+        ...
+
+    @property
+    def objects(self) -> ObjectUse | None:
+        """Those that engines keep, and that it names or makes."""
         ...
 
     @property
@@ -129,8 +136,13 @@ class PickedRequest(Protocol):
         """The answer is complete."""
         ...
 
-    async def fail(self) -> None:
-        """There is no answer, it is none of status 2xx, or it was not passed to its end."""
+    async def keep(self, ids: Sequence[str]) -> None:
+        """Its engine keeps these objects, which the answer brings."""
+        ...
+
+    async def fail(self, error: EngineError | None = None) -> None:
+        """There is no answer, it is none of status 2xx, or it was not passed to its end. `error`: it has status 200, and
+        reports this instead."""
         ...
 
     async def leave(self) -> None:

@@ -10,6 +10,8 @@ from kvatlas_router.gateway.asked_request import AskedRequest
 from kvatlas_router.gateway.picker import Destination
 from kvatlas_router.proxy.headers import DECISION_HEADER, RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.engine_errors import EngineError
+from kvatlas_router.upstream.engine_objects import ObjectUse
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 
@@ -43,6 +45,7 @@ class UnpublishedRequest:
 
     text: TextRequest | None = None
     hides_usage = False
+    objects: ObjectUse | None = None
     answer_headers: Mapping[str, str] = {DECISION_HEADER.lower(): "by=prefix_hash;open=publisher"}
 
     def __init__(self, running: "Counter[str]", destination: Destination, asked: AskedRequest) -> None:
@@ -63,7 +66,10 @@ class UnpublishedRequest:
         """See `PickedRequest`."""
         self._end()
 
-    async def fail(self) -> None:
+    async def keep(self, ids: Sequence[str]) -> None:
+        """See `PickedRequest`."""
+
+    async def fail(self, error: EngineError | None = None) -> None:
         """See `PickedRequest`."""
         self._end()
 

@@ -112,10 +112,10 @@ class OutlierMonitor:
         self._wake.set()
 
     def record_status(
-        self, pool_id: str, worker_id: str, status: int, headers: Iterable[tuple[bytes, bytes]]
+        self, pool_id: str, worker_id: str, status: int, headers: Iterable[tuple[bytes, bytes]], why: str = ""
     ) -> Verdict:
-        """The worker answered with this status; what that says. One that said when to come again is left alone until then. A
-        refusal is doubtful if the others refuse far less."""
+        """The worker answered with this status, `why` in words; what that says. One that said when to come again is left alone
+        until then. A refusal is doubtful if the others refuse far less."""
         verdict = judge(status)
         if verdict is Verdict.ANSWERED:
             self.record_good(pool_id, worker_id)
@@ -128,7 +128,7 @@ class OutlierMonitor:
             self.rest(pool_id, worker_id, seconds)
             self.record_unknown(pool_id, worker_id)
         else:
-            self.record_bad(pool_id, worker_id, f"status {status}")
+            self.record_bad(pool_id, worker_id, why or f"status {status}")
         return verdict
 
     def record_unknown(self, pool_id: str, worker_id: str) -> None:

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs
 from kvatlas.errors import InvalidValue
 from kvatlas_router.proxy.large_body import find_model
 from kvatlas_router.tokens.text_request import Api, TextRequest, is_large, parse_object
+from kvatlas_router.upstream.engine_objects import ObjectUse
 from router_client.pricing.transfer_protocol import replace_fields, withdraw_transfer_fields
 
 MOST_LETTERS = 1 << 20
@@ -92,7 +93,7 @@ async def read_call(method: str, path: str, query: bytes, content_type: str, bod
     if _ADMINISTRATION.fullmatch(path) or "//" in path or "/.." in path or "/./" in path:
         raise AdministrationPath(f"{path[:200]} is not passed on to engines")
     named, body = await _named_model(query, content_type, body)
-    if named is None and path not in INFERENCE:
+    if named is None and path not in INFERENCE and ObjectUse.of(method, path, b"") is None:
         raise NotForEngines(f"{path[:200]} is no path of this router, and the request names no model")
     letters = min(len(body), MOST_LETTERS) if "json" in content_type else 0
     return EngineCall(named, body, letters)

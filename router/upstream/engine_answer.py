@@ -10,9 +10,8 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from kvatlas.errors import KvatlasError
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost, EngineUnreachable, IncomingAnswer
 from kvatlas_router.upstream.engine_watch import EngineWatch, WatchedTry
+from kvatlas_router.upstream.event_parser import can_be_read, header_value
 from router_client.learning.timings import AnswerClock
-
-EVENT_STREAM = "text/event-stream"
 
 
 class EngineRefused(KvatlasError):
@@ -47,7 +46,7 @@ class WholeAnswer:
 @dataclass(slots=True)
 class StreamedAnswer:
     """An answer whose first bytes are there. `clock`: started with the request; the reader of the answer counts its parts
-    there. `events`: is it a stream of server-sent events? `span`: of the try that it answers."""
+    there. `events`: is it a stream of server-sent events that can be read? `span`: of the try that it answers."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -111,11 +110,10 @@ def _url(base_url: str, request: EngineRequest) -> str:
 
 
 async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: WatchedTry, base_url: str) -> Answer:
-    kind = incoming.header("content-type")
     headers = [
         (name, _relative(value, base_url) if name.lower() == b"location" else value) for name, value in incoming.headers
     ]
-    if not 200 <= incoming.status < 300 or kind.startswith("application/json"):
+    if not 200 <= incoming.status < 300 or header_value(headers, b"content-type").startswith(b"application/json"):
         parts = []
         while part := await incoming.read():
             watched.progress()
@@ -124,7 +122,7 @@ async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: Wat
         return WholeAnswer(incoming.status, headers, b"".join(parts), clock)
     if first := await incoming.read():
         watched.progress()
-        return StreamedAnswer(incoming.status, headers, first, incoming, clock, watched, kind.startswith(EVENT_STREAM))
+        return StreamedAnswer(incoming.status, headers, first, incoming, clock, watched, can_be_read(headers))
     return WholeAnswer(incoming.status, headers, b"", clock)
 
 
