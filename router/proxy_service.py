@@ -118,6 +118,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             counters,
             page,
             cors_origins=settings.cors_origins,
+            allow_paths=settings.allow_path,
             feed=parts.client.feed if settings.record else None,
         )
     finally:

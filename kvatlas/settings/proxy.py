@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from kvatlas.identity import DEFAULT_TENANT
-from kvatlas.settings.field_types import CommaList, Labels, Name, Port
+from kvatlas.settings.field_types import CommaList, Labels, Name, PathList, Port
 from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import COMMON, HelpGroups, Settings
 from kvatlas.store.access import RedisAccess
@@ -140,7 +140,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url host port tokenizer replica",
         "Engines": "max_attempts disaggregate credentials_to",
-        "Clients": "request_hints cors_origins held_s access_log record",
+        "Clients": "allow_path request_hints cors_origins held_s access_log record",
         "HTTP server": "drain_s grace_s",
     }
 
@@ -159,6 +159,11 @@ class ProxySettings(RoutingSettings, HttpSettings):
     )
     record: bool = Field(
         default=False, description="Let `kvatlas record` follow requests: hashes, sizes and times at /kvatlas/requests."
+    )
+    allow_path: PathList = Field(
+        default=(),
+        description="Further paths of engines that clients may use, separated by commas; /x/* stands for all below /x/. "
+        "Default: the inference calls of vLLM, SGLang and TensorRT-LLM.",
     )
     request_hints: bool = Field(
         default=False,

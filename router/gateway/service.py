@@ -24,7 +24,7 @@ from kvatlas_router.gateway.server import Addresses, GatewayServer
 from kvatlas_router.proxy.catalogue import Catalogue
 from kvatlas_router.proxy.request_router import build_admission, is_near, open_request_router
 from router_client.client import RouterClient
-from router_client.results import RANK_HEADER
+from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 
 CLOSE_S = 5.0
 READY_RETRY_S = 0.5
@@ -105,7 +105,7 @@ def _server(
         settings.pick_deadline_ms / 1_000 + waits_s,
         most_body_bytes,
         settings.conformance,
-        {RANK_HEADER.lower(), PREFILL_HEADER, settings.prefill_header.lower()} - {""},
+        {*WITHHELD_HEADERS, PREFILL_HEADER, settings.prefill_header.lower()} - {""},
     )
     addresses = Addresses(settings.host, settings.port, settings.health_port, credentials, settings.share_port)
     metrics = FieldMetrics(settings.pool_name, picker.ready_endpoints)

@@ -1,4 +1,4 @@
-"""The proxy's paths. Any path that is not listed goes to a worker of the model that its request names.
+"""The proxy's paths. Those of `INFERENCE` go to a worker of the model that a request names; others get a 404.
 
 /v1/models, /v1/models/{name}         the fleet's models
 /kvatlas/route, /kvatlas/done         the same choice for routers in other languages
@@ -32,14 +32,14 @@ from kvatlas_router.held_bookings import HeldBookings, TooManyHeld
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from kvatlas_router.proxy.counters import ProxyCounters
-from kvatlas_router.proxy.engine_call import NotForEngines, read_call
+from kvatlas_router.proxy.engine_call import INFERENCE, read_call
 from kvatlas_router.proxy.exchange import Exchange
-from kvatlas_router.proxy.headers import DECISION_HEADER
+from kvatlas_router.proxy.headers import DECISION_HEADER, plain_json_type
+from kvatlas_router.proxy.json_body import UnreadableBody, read_object
 from kvatlas_router.proxy.request_reader import UnknownModel
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.proxy.request_trace import describe_answer, request_span
 from kvatlas_router.proxy.route_api import RouteApi
-from kvatlas_router.tokens.text_request import parse_object
 from kvatlas_router.upstream.engine_answer import EngineRequest
 from router_client.errors import NoWorkers
 from router_client.request_feed import RequestFeed
@@ -61,10 +61,11 @@ class ProxyApplication:
         page: StatusPage,
         *,
         cors_origins: Sequence[str] = (),
+        allow_paths: Sequence[str] = (),
         feed: RequestFeed | None = None,
     ) -> None:
-        """`page`: for people. `cors_origins`: origins of pages that
-        may use the proxy; `*` stands for all. `feed`: requests that are told to whoever asks."""
+        """`page`: for people. `cors_origins`: origins of pages that may use the proxy; `*` stands for all. `allow_paths`: go to
+        engines with any method; one that ends with `*` stands for all that begin so. `feed`: follows answered requests."""
         self.draining = False
         self._parts = parts
         self._is_warm = False
@@ -95,7 +96,8 @@ class ProxyApplication:
                 METRICS_ROUTE,
                 Route("/status", self._status),
                 *page.routes,
-                Route("/{path:path}", _ForEngines(exchange)),
+                *(Route(path, _ForEngines(exchange), methods=["POST"]) for path in INFERENCE),
+                *(Route(_pattern(path), _ForEngines(exchange)) for path in allow_paths),
             ],
             middleware=middleware if cors_origins else [],
             exception_handlers={HTTPException: _http_error},
@@ -160,26 +162,34 @@ class _ForEngines:
         self._exchange = exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "OPTIONS":
-            await Response(status_code=204, headers={"Allow": "GET, POST, OPTIONS"})(scope, receive, send)
-            return
         request = Request(scope, receive)
         path, query = scope["path"], scope["query_string"]
         try:
+            _check_headers(request)
             body = await request.body()
             call = await read_call(scope["method"], path, query, request.headers.get("content-type", ""), body)
-        except NotForEngines as error:
-            await send_error(send, ErrorKind.NO_PATH, str(error))
-            return
         except InvalidValue as error:
             await send_error(send, ErrorKind.INVALID, str(error))
             return
         except ClientDisconnect:
             return
         for_engine = EngineRequest(scope["method"], scope["raw_path"].decode("ascii"), query, call.body)
-        await self._exchange.run(
-            ClientRequest(call.text, call.model, call.letters, for_engine, scope["headers"], receive, send)
-        )
+        headers = plain_json_type(scope["headers"])
+        await self._exchange.run(ClientRequest(call.text, call.model, call.letters, for_engine, headers, receive, send))
+
+
+def _check_headers(request: Request) -> None:
+    """Raises UnreadableBody for a body in a form that engines read in no way, or each in another one."""
+    for name in ("content-encoding", "x-body-compressed"):
+        for value in request.headers.getlist(name):
+            if value.strip().lower() not in ("", "identity"):
+                raise UnreadableBody(f"{name} is {value[:80]!r}; expected none: engines read no compressed bodies")
+    if len(request.headers.getlist("content-type")) > 1:
+        raise UnreadableBody("content-type is given more than once; expected one")
+
+
+def _pattern(path: str) -> str:
+    return path.removesuffix("*") + "{rest:path}" if path.endswith("*") else path
 
 
 def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
@@ -195,7 +205,7 @@ def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Requ
         retry_after_s = 1
         try:
             if request.method == "POST":
-                return JSONResponse(await handle(parse_object(await request.body())))
+                return JSONResponse(await handle(read_object(await request.body())[0]))
             response: Response = await handle(request)
             return response
         except InvalidValue as error:
@@ -218,5 +228,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """The server's own errors in OpenAI's form: a method that a path does not have, a body that is too long."""
     assert isinstance(error, HTTPException)
     kind = next((kind for kind in _HTTP_KINDS if kind.status == error.status_code), ErrorKind.NO_PATH)
-    line = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    detail = "no path of this router (see --allow-path)" if kind is ErrorKind.NO_PATH else error.detail
+    line = f"{request.method[:20]} {request.scope['path'][:200]}: {detail}"
     return JSONResponse(error_body(kind, line), error.status_code, dict(error.headers or {}))
