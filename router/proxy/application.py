@@ -208,6 +208,8 @@ def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Requ
                 return JSONResponse(await handle(read_object(await request.body())[0]))
             response: Response = await handle(request)
             return response
+        except ClientDisconnect:
+            return Response(status_code=408)  # the client hears nothing any more
         except InvalidValue as error:
             kind, line = ErrorKind.INVALID, str(error)
         except UnknownModel as error:
