@@ -69,15 +69,16 @@ class HttpSettings(ProcessSettings):
             address_connections=self.http_address_connections,
             cert_file=self.http_cert_file,
             key_file=self.http_key_file,
-            tokens=_read_tokens(self.http_token_file) if self.http_token_file is not None else (),
+            tokens=read_tokens(self.http_token_file, "--http-token-file") if self.http_token_file is not None else (),
         )
 
 
-def _read_tokens(file: Path) -> tuple[bytes, ...]:
-    tokens = read_secret(file, "--http-token-file").split("\n")
+def read_tokens(file: Path, flag: str) -> tuple[bytes, ...]:
+    """Bearer tokens, one a line. Raises SettingsError."""
+    tokens = read_secret(file, flag).split("\n")
     for number, token in enumerate(tokens, 1):
         if not re.fullmatch(r"[!-~]+", token.strip()):
             raise SettingsError(
-                f"--http-token-file is {str(file)!r}, whose line {number} is no token; expected printable ASCII without spaces"
+                f"{flag} is {str(file)!r}, whose line {number} is no token; expected printable ASCII without spaces"
             )
     return tuple(token.strip().encode() for token in tokens)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import anyio
 import grpc
 
+from kvatlas.addresses import is_loopback
 from kvatlas.errors import InvalidValue, SettingsError, Unreachable
 from kvatlas.settings import GatewaySettings
 from kvatlas.telemetry import export_metrics
@@ -22,7 +23,7 @@ from kvatlas_router.gateway.pool_pods import KubernetesPool, PodList, PoolPods
 from kvatlas_router.gateway.processor import Processor, ProcessorSettings
 from kvatlas_router.gateway.server import Addresses, GatewayServer
 from kvatlas_router.proxy.catalogue import Catalogue
-from kvatlas_router.proxy.request_router import build_admission, is_near, open_request_router
+from kvatlas_router.proxy.request_router import build_admission, open_request_router
 from router_client.client import RouterClient
 from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 
@@ -55,7 +56,7 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
         pod_list = _pod_list(settings)
         credentials = _credentials(settings)
         api = await stack.enter_async_context(_open_api(settings))
-        parts = await stack.enter_async_context(open_request_router(settings, is_near(settings.host)))
+        parts = await stack.enter_async_context(open_request_router(settings, is_loopback(settings.host)))
         pods: PoolPods = (
             pod_list if api is None or not settings.kubernetes_pool else KubernetesPool(api, settings.pool_name)
         )

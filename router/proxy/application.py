@@ -1,9 +1,12 @@
 """The proxy's paths. Those of `INFERENCE` go to a worker of the model that a request names; others get a 404.
 
 /v1/models, /v1/models/{name}         the fleet's models
+/health, /ready (/readyz), /version   for probes
+
+Those for operators, on a port of their own unless all is on loopback:
+
 /kvatlas/route, /kvatlas/done         the same choice for routers in other languages
 /kvatlas/requests                     answered requests as they come, for `kvatlas record` (--record)
-/health, /ready (/readyz), /version   for probes
 /metrics                              for Prometheus
 /status                               counters and findings as JSON
 /                                     a page for people: workers, decisions, a probe
@@ -48,7 +51,8 @@ _HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
 
 
 class ProxyApplication:
-    """The routes over the parts of one proxy; `asgi` is the application. `draining`: not ready any more, because it is about to
+    """The routes over the parts of one proxy; `asgi` is the application, `control` the one for operators if that is apart.
+    `draining`: not ready any more, because it is about to
     stop; requests are answered all the same."""
 
     def __init__(
@@ -62,10 +66,12 @@ class ProxyApplication:
         *,
         cors_origins: Sequence[str] = (),
         allow_paths: Sequence[str] = (),
+        apart: bool = False,
         feed: RequestFeed | None = None,
     ) -> None:
         """`page`: for people. `cors_origins`: origins of pages that may use the proxy; `*` stands for all. `allow_paths`: go to
-        engines with any method; one that ends with `*` stands for all that begin so. `feed`: follows answered requests."""
+        engines with any method; one that ends with `*` stands for all that begin so. `apart`: what is for operators is served
+        by `control` alone. `feed`: follows answered requests."""
         self.draining = False
         self._parts = parts
         self._is_warm = False
@@ -82,26 +88,34 @@ class ProxyApplication:
                 expose_headers=[DECISION_HEADER],
             )
         ]
+        probes = [
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/readyz", self._ready),
+            Route("/version", self._version),
+        ]
+        for_operators = [
+            Route("/kvatlas/route", _with_json_errors(route_api.route), methods=["POST"]),
+            Route("/kvatlas/done", _with_json_errors(route_api.done), methods=["POST"]),
+            *([Route("/kvatlas/requests", self._requests)] if feed is not None else []),
+            METRICS_ROUTE,
+            Route("/status", self._status),
+            *page.routes,
+        ]
         self.asgi = Starlette(
             routes=[
                 Route("/v1/models", _with_json_errors(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", _with_json_errors(self._model), methods=["GET"]),
-                Route("/kvatlas/route", _with_json_errors(route_api.route), methods=["POST"]),
-                Route("/kvatlas/done", _with_json_errors(route_api.done), methods=["POST"]),
-                *([Route("/kvatlas/requests", self._requests)] if feed is not None else []),
-                Route("/health", self._health),
-                Route("/ready", self._ready),
-                Route("/readyz", self._ready),
-                Route("/version", self._version),
-                METRICS_ROUTE,
-                Route("/status", self._status),
-                *page.routes,
-                *(Route(path, _ForEngines(exchange), methods=["POST"]) for path in INFERENCE),
+                *probes,
+                *([] if apart else for_operators),
+                *(Route(path, _ForEngines(exchange), methods=["POST"]) for path in sorted(INFERENCE)),
                 *(Route(_pattern(path), _ForEngines(exchange)) for path in allow_paths),
             ],
             middleware=middleware if cors_origins else [],
             exception_handlers={HTTPException: _http_error},
         )
+        handlers = {HTTPException: _http_error}
+        self.control = Starlette(routes=[*probes, *for_operators], exception_handlers=handlers) if apart else None
 
     async def _health(self, _: Request) -> Response:
         return Response()
@@ -192,8 +206,9 @@ def _pattern(path: str) -> str:
     return path.removesuffix("*") + "{rest:path}" if path.endswith("*") else path
 
 
-def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """A handler whose errors become JSON, one line each. A POST's handler gets the body's JSON object, and gives one back."""
+def _with_json_errors(handle: Callable[..., Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """A handler whose errors become JSON, one line each. A POST's handler gets the body's JSON object and the client's address,
+    and gives a JSON object back."""
 
     async def handled(request: Request) -> Response:
         with request_span(request.url.path, request.headers.raw, method=request.method) as span:
@@ -205,7 +220,8 @@ def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Requ
         retry_after_s = 1
         try:
             if request.method == "POST":
-                return JSONResponse(await handle(read_object(await request.body())[0]))
+                client = request.client.host if request.client else ""
+                return JSONResponse(await handle(read_object(await request.body())[0], client))
             response: Response = await handle(request)
             return response
         except ClientDisconnect:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import httpx
 
-from kvatlas.addresses import parse_ip
 from kvatlas.cost.rates_file import read_profile
 from kvatlas.errors import InvalidValue, KvatlasError, SettingsError
 from kvatlas.fleet.records import FleetRecord
@@ -134,12 +133,6 @@ async def open_request_router(
         stack.enter_context(export_metrics("outliers", outliers.counters))
         stack.enter_context(export_metrics("ejected", outliers))
         yield RequestRouter(client, reader, catalogue, tokens, outliers, short_calls, addresses, fleet, index)
-
-
-def is_near(host: str) -> bool:
-    """Is the address to listen on a loopback one?"""
-    own = parse_ip(host)
-    return own.is_loopback if own is not None else host == "localhost"
 
 
 def build_admission(
