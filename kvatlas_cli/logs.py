@@ -11,7 +11,7 @@ from opentelemetry import trace
 
 from kvatlas.runtime.rate_limited_log import LIMITED, Repetitions
 
-OWN = ("kvatlas", "publishers", "indexer", "router_client", "simulator", "kvatlas_cli")
+OWN = ("kvatlas", "kvatlas_cli", "kvatlas_router", "router_client")
 ACCESS = "router_client.access"
 """One line for each request, however many."""
 MOST_LETTERS = 4_096
