@@ -657,7 +657,7 @@ ANSWERS = {
     **_single(CACHED_TOKENS, "cached_tokens"),
 }
 
-# ---------------------------------------------------------------- http: kvatlas.runtime.http_border.HttpCounters
+# ---------------------------------------------------------------- http: kvatlas.runtime.http_counters.HttpCounters
 
 HTTP_REFUSED = _counter("http.refused", "{request}", "HTTP requests and connections refused at the border, by reason")
 
@@ -665,10 +665,13 @@ HTTP = _by(
     HTTP_REFUSED,
     "reason",
     framing="framing",
+    headers="headers",
     too_long="too_long",
     too_late="too_late",
+    slow="slow",
     too_many="too_many",
     denied="denied",
+    upgrade="upgrade",
 )
 
 # ---------------------------------------------------------------- by OpenTelemetry's conventions for all kinds of systems

@@ -19,7 +19,7 @@ from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.gateway.addresses import Candidates, WorkerAddresses
-from kvatlas_router.gateway.asked_request import AskedRequest
+from kvatlas_router.gateway.asked_request import AdministrationPath, AskedRequest
 from kvatlas_router.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
 from kvatlas_router.gateway.counters import GatewayCounters
 from kvatlas_router.gateway.extension_objects import ExtensionObjects
@@ -29,7 +29,7 @@ from kvatlas_router.gateway.unpublished_pods import UnpublishedPods
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.proxy.answer_usage import usage_fields
 from kvatlas_router.proxy.client_request import ErrorKind
-from kvatlas_router.proxy.engine_call import AdministrationPath
+from kvatlas_router.proxy.engine_call import FORMS, INFERENCE
 from kvatlas_router.proxy.headers import decision_header
 from kvatlas_router.proxy.object_holders import ObjectHolders, ObjectUnknown
 from kvatlas_router.proxy.request_reader import UnknownModel
@@ -39,7 +39,7 @@ from kvatlas_router.tokens.text_request import TextRequest
 from router_client.decision.selector import Selector
 from router_client.errors import NoWorkers
 from router_client.prefill_decode_result import PairChoice
-from router_client.pricing.transfer_protocol import NotForClients, replace_fields
+from router_client.pricing.transfer_protocol import replace_fields
 from router_client.prompt import Prompt
 
 CURLS_OWN = "application/x-www-form-urlencoded"
@@ -110,11 +110,13 @@ class FleetPicker:
         return len(self._addresses.among(pool).unpublished) + len(routable & set(pool))
 
     def wants_body(self, head: RequestHead) -> bool:
-        """Bodies of JSON name a model, and may have a prompt. A form names a model too, which matters if there are several."""
+        """Bodies of JSON name a model, and may have a prompt, whatever type they claim where engines read JSON. A form names a
+        model too, which matters if there are several."""
         kind = (head.first(b"content-type") or "json").lower()
         reads = (
             "json" in kind
             or kind.startswith(CURLS_OWN)
+            or head.path in INFERENCE - FORMS
             or (self._has_models and kind.startswith("multipart/form-data"))
         )
         return reads and head.method in ("POST", "PUT", "PATCH")
@@ -131,7 +133,7 @@ class FleetPicker:
         except AdministrationPath as error:
             self._counters.refused += 1
             return Refusal(ErrorKind.NO_PATH, str(error), None)
-        except NotForClients as error:
+        except InvalidValue as error:
             self._counters.refused += 1
             return Refusal(ErrorKind.INVALID, str(error), None)
         candidates = self._candidates_of(head)

@@ -5,6 +5,8 @@
     application.py      its paths
     route_api.py        `/kvatlas/route` and `/kvatlas/done` over `kvatlas_router.held_bookings`
     engine_call.py      from any request to the model that it names
+    json_body.py        a JSON body as engines read it
+    form_body.py        the model that a form names
     large_body.py       the model of a body that is too large to be decoded
     request_reader.py   from a body to a prompt in its scope
     catalogue.py        which models the fleet serves, under which names, on which workers

@@ -147,15 +147,15 @@ class ClientRequest:
         now = time.perf_counter_ns()
         _access_log.info(
             "%s %s %s, %s, %.1f ms, %d bytes; model %s; %s",
-            self.for_engine.method,
-            self.for_engine.path,
+            self.for_engine.method[:20],
+            self.for_engine.path[:200],
             "client gone" if gone else self.status,
             "no answer"
             if self.first_byte_ns is None
             else f"first byte {(self.first_byte_ns - self.began_ns) / 1e6:.1f} ms",
             (now - self.began_ns) / 1e6,
             self.sent_bytes,
-            self.model,
+            None if self.model is None else self.model[:200],
             self.decision or "no worker",
         )
 

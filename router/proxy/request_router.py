@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from kvatlas.addresses import parse_ip
 from kvatlas.cost.rates_file import read_profile
 from kvatlas.errors import InvalidValue, KvatlasError, SettingsError
 from kvatlas.fleet.records import FleetRecord
@@ -131,12 +130,6 @@ async def open_request_router(
         stack.enter_context(export_metrics("outliers", outliers.counters))
         stack.enter_context(export_metrics("ejected", outliers))
         yield RequestRouter(client, reader, catalogue, tokens, outliers, short_calls, addresses, fleet, index)
-
-
-def is_near(host: str) -> bool:
-    """Is the address to listen on a loopback one?"""
-    own = parse_ip(host)
-    return own.is_loopback if own is not None else host == "localhost"
 
 
 def build_admission(

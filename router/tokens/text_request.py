@@ -34,7 +34,11 @@ class TextRequest:
     @classmethod
     def parse(cls, api: Api, body: bytes) -> Self:
         """Raises InvalidValue, one line, for a body that is not a JSON object or has no prompt or messages."""
-        decoded = parse_object(body)
+        return cls.of(api, parse_object(body))
+
+    @classmethod
+    def of(cls, api: Api, decoded: Mapping[str, Any]) -> Self:
+        """As `parse`, of a body that is decoded."""
         name = "messages" if api is Api.CHAT else "prompt"
         if not decoded.get(name) or not isinstance(decoded[name], list if api is Api.CHAT else (str, list)):
             raise InvalidValue(f"{name} is {decoded.get(name)!r:.80}; expected {_EXPECTED[api]}, not empty")
@@ -173,11 +177,16 @@ def is_large(body: bytes) -> bool:
     return len(body) > MAX_PARSED_BYTES or body.count(b"[") + body.count(b"{") > MAX_PARSED_CONTAINERS
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Decode a body that must be a JSON object. Raises InvalidValue, also for a large one."""
+def check_size(body: bytes) -> None:
+    """Raises InvalidValue for a body that is large."""
     if is_large(body):
         expected = f"expected at most {MAX_PARSED_BYTES}, and {MAX_PARSED_CONTAINERS} arrays and objects"
         raise InvalidValue(f"the body has {len(body)} bytes of JSON; {expected}")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Decode a body that must be a JSON object. Raises InvalidValue, also for a large one."""
+    check_size(body)
     try:
         decoded = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -202,4 +211,5 @@ def _letters(content: Any) -> int:
         return len(content)
     if not isinstance(content, list):
         return 0
-    return sum(len(part.get("text") or "") for part in content if isinstance(part, dict))
+    texts = (part.get("text") for part in content if isinstance(part, dict))
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -12,7 +12,7 @@ from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.fleet.records import EngineState
 from kvatlas.index.local_copy.counters import ReplicaCounters
 from kvatlas.predictions.accuracy import AnswerCounts
-from kvatlas.runtime.http_border import HttpCounters
+from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.telemetry import INSTRUMENTS, export_metrics
 from kvatlas.telemetry.instruments import TOTALS, Instrument
 from kvatlas.telemetry.metric_export import read_distributions
