@@ -1,0 +1,34 @@
+"""The real request that a doubtful engine is probed with: one token of the model that it serves. Its status page computes
+nothing."""
+
+import logging
+from collections.abc import Mapping
+
+import httpx
+
+from kvatlas_router.progress.engine_progress import Probe
+
+NOT_SERVED = (404, 405, 501)
+
+_PATHS = (
+    ("/v1/completions", {"prompt": "1"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}]}),
+)
+_log = logging.getLogger("kvatlas_router.proxy")
+
+
+async def ask_for_a_token(client: httpx.AsyncClient, url: str, model: str, headers: Mapping[str, str]) -> Probe:
+    """Does the engine compute a token? Waits as long as it takes: the caller cancels it. `headers`: of a data-parallel rank."""
+    for path, prompt in _PATHS:
+        body = {"model": model, **prompt, "max_tokens": 1, "temperature": 0}
+        try:
+            answer = await client.post(f"{url.rstrip('/')}{path}", json=body, headers=dict(headers), timeout=None)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            _log.debug("%s: probe failed (%s)", url, str(error) or type(error).__name__)
+            return Probe.FAILED
+        if answer.status_code in NOT_SERVED:
+            continue
+        if answer.is_success:
+            return Probe.FAILED if b'"choices"' not in answer.content else Probe.ANSWERED
+        return Probe.UNFIT if 400 <= answer.status_code < 500 and answer.status_code != 429 else Probe.FAILED
+    return Probe.UNFIT
