@@ -25,7 +25,6 @@ from kvatlas_router.proxy.request_router import build_admission, engine_client, 
 from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
-from kvatlas_router.upstream.engine_watch import PATIENCE_S, EngineWatch
 
 CLOSE_S = 5.0
 ENGINE_TIMEOUT_S = 600.0
@@ -90,9 +89,8 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             open_request_router(settings, is_near(settings.host), settings.credentials_to)
         )
         engines = await stack.enter_async_context(engine_client(ENGINE_TIMEOUT_S, parts.addresses))
-        watch = await stack.enter_async_context(EngineWatch(parts.short_calls, PATIENCE_S))
         counters = ProxyCounters()
-        relay = AnswerRelay(engines, watch, counters, parts.addresses, ask_usage=settings.ask_usage)
+        relay = AnswerRelay(engines, parts.progress, counters, parts.addresses, ask_usage=settings.ask_usage)
         exchange = Exchange(
             parts.reader,
             parts.catalogue,

@@ -87,7 +87,7 @@ class FleetPicker:
         self._settings = settings or FleetPickerSettings()
         self._unpublished = UnpublishedPods()
         self._left = LeftBookings()
-        self._booked_parts = BookedParts(admission, parts.outliers, self._left, self._book_served)
+        self._booked_parts = BookedParts(admission, parts.outliers, parts.progress, self._left, self._book_served)
         self._log = RateLimitedLog(_log)
         self._records: Mapping[str, FleetRecord] = {}
         self._addresses = WorkerAddresses.of({}, parts.addresses)

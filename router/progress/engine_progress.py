@@ -31,6 +31,8 @@ from kvatlas_router.progress.expected_times import Bounds
 
 BEGUN = Bounds(5.0, 10.0)
 LEAST_LEFT = 3
+LEFT_S = 60.0
+"""They are forgotten when no other request came for so long."""
 PROBE_EVERY_S = 2.0
 PROBE_S = 15.0
 """How long the probe of a stalled engine is out, at least; the next one replaces it."""
@@ -89,7 +91,7 @@ class EngineProgress:
         """Since when it is stalled or probing."""
         self.may_be_probed = True
         self._work: dict[Hashable, _Work] = {}
-        self._left = 0
+        self._left, self._left_at = 0, 0.0
         self._quiet_since: float | None = None
         """Since when it makes no progress though it has work."""
         self._deadlines: _Deadlines | None = None
@@ -133,7 +135,7 @@ class EngineProgress:
         """Its client left."""
         work = self._work.get(key)
         if work is not None and not work.began:
-            self._left += 1
+            self._left, self._left_at = self._left + 1, now
         self.end(key, now)
 
     def observe(self, at: float, now: float) -> None:
@@ -178,6 +180,9 @@ class EngineProgress:
 
     def judge(self, now: float) -> State:
         """The state now."""
+        if not self._work and self._left and now - self._left_at > LEFT_S:
+            self._left = 0
+            self._rest_if_idle()
         if self.is_stalled or self._quiet_since is None:
             return self.state
         suspect_at, stall_at = self._suspect_and_stall()

@@ -89,7 +89,7 @@ class ExpectedTimes:
         return Bounds(suspect_s, max(SURE * suspect_s, 1.5 * self._longest(now)))
 
     def _longest(self, now: float) -> float:
-        return self._longest_s * 0.5 ** (max(0.0, now - self._longest_at) / QUIET_HALF_LIFE_S)
+        return self._longest_s * math.exp2(-max(0.0, now - self._longest_at) / QUIET_HALF_LIFE_S)
 
 
 def _bounded(predicted_s: float | None) -> float:

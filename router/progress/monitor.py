@@ -1,6 +1,6 @@
 """The progress of all engines: evidence from answers and from fleet records, probes, and requests that go elsewhere.
 
-Each router judges by what it sees itself. What another router's requests show it hears within seconds, by the engine's counters.
+Each router judges by what it sees itself. The engine's counters show within seconds what it computes for others.
 """
 
 import asyncio
@@ -196,7 +196,7 @@ class ProgressMonitor:
             self.counters.stalls += 1
             quiet_s = engine.progress.quiet_s(now)
             _log.warning(
-                "worker %s: no progress for %.1f s, and none on a probe, though it has work (%d requests); it gets no new ones, "
+                "worker %s: stalled: no progress for %.1f s though it has work (%d requests), nor on a probe; it gets no new ones, "
                 "and is probed until it computes again",
                 worker_id,
                 quiet_s,

@@ -8,7 +8,8 @@ from typing import Protocol
 STREAMED, WHOLE = "streamed", "whole"
 
 
-def _stays(_: frozenset[str]) -> bool:
+def stays(_: frozenset[str]) -> bool:
+    """It may not."""
     return False
 
 
@@ -23,7 +24,7 @@ class SentTry:
     kind: str = STREAMED
     predicted_s: float | None = None
     computes: bool = True
-    may_move: Callable[[frozenset[str]], bool] = _stays
+    may_move: Callable[[frozenset[str]], bool] = stays
 
 
 class _Monitor(Protocol):

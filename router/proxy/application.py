@@ -135,6 +135,7 @@ class ProxyApplication:
         client, outliers, tokens = self._parts.client, self._parts.outliers, self._parts.tokens
         ejected = {id: round(left, 3) for id, left in outliers.ejected().items()}
         findings = [f"worker {id} is ejected: it fails while others answer" for id in ejected]
+        progress = self._parts.progress
         return JSONResponse(
             {
                 "workers": await self._parts.catalogue.routable(),
@@ -143,12 +144,14 @@ class ProxyApplication:
                 "waiting": self.exchange.waiting,
                 "held": len(self.held),
                 "ejected": ejected,
+                "stalled": {id: round(seconds, 3) for id, seconds in progress.stalled().items()},
                 "proxy": counters_to_jsonable(self._counters),
                 "outliers": asdict(outliers.counters),
+                "progress": asdict(progress.counters),
                 "tokens": counters_to_jsonable(tokens),
                 "answers": asdict(client.answers.counts),
                 "replica": client.replica_status,
-                "findings": [*findings, *client.answers.findings(), *tokens.findings()],
+                "findings": [*findings, *progress.findings(), *client.answers.findings(), *tokens.findings()],
             }
         )
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from opentelemetry.trace import Span, use_span
 
@@ -31,7 +32,13 @@ from kvatlas_router.proxy.headers import decision_header
 from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
 from kvatlas_router.proxy.request_trace import describe_answer, describe_try, request_span
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
-from kvatlas_router.upstream.engine_answer import EngineLost, EngineRefused, EngineUnreachable, WholeAnswer
+from kvatlas_router.upstream.engine_answer import (
+    EngineLost,
+    EngineRefused,
+    EngineStalled,
+    EngineUnreachable,
+    WholeAnswer,
+)
 from kvatlas_router.upstream.status import Verdict, judge
 from router_client.decision.request_hints import RequestHintHeaders
 from router_client.errors import NoWorkers
@@ -57,7 +64,7 @@ class ExchangeSettings:
 class _Attempts:
     """What became of one request's tries so far. `refused`: the last engine's answer that was no good one, with its header.
     `doubted`: a worker whose refusal may be the request's own fault, and its status. `free`: the next try reached no engine
-    before. `apart`: prompt and answer may be computed by two workers."""
+    before. `paid`: the budget has allowed it already. `apart`: prompt and answer may be computed by two workers."""
 
     number: int = 0
     tried: frozenset[str] = frozenset()
@@ -65,6 +72,7 @@ class _Attempts:
     refused: tuple[WholeAnswer, tuple[bytes, bytes]] | None = None
     doubted: tuple[str, int] | None = None
     free: bool = False
+    paid: bool = False
     apart: bool = True
 
 
@@ -199,11 +207,12 @@ class Exchange:
         budget = self._outliers.retry_budget(read.prompt.scope.pool_id)
         budget.record_request()
         while attempts.number < self._settings.most_attempts:
-            if attempts.number and not attempts.free and not budget.take():
+            if attempts.number and not attempts.free and not attempts.paid and not budget.take():
                 self._counters.retries_denied += 1
                 break
             self._counters.retried += attempts.number > 0
             attempts.number += 1
+            attempts.paid = False
             try:
                 if await self._try(request, read, attempts, span):
                     return
@@ -241,7 +250,8 @@ class Exchange:
             for one in unjudged:
                 self._outliers.record_sent(pool_id, one)
             try:
-                async with self._relay.send(request, choice) as answer:
+                may_move = partial(self._may_move, attempts, pool_id)
+                async with self._relay.send(request, choice, may_move) as answer:
                     describe_try(span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
                     if isinstance(answer, WholeAnswer) and judge(answer.status) is not Verdict.ANSWERED:
                         raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
@@ -266,6 +276,11 @@ class Exchange:
                     refused = cause.answer, header
                     attempts.refused = attempts.refused if own_form else refused
                     return await self._judge_refusal(request, pool_id, by, attempts, span, refused, own_form=own_form)
+                if isinstance(cause, EngineStalled):
+                    self._outliers.record_unknown(pool_id, by)
+                    _log.info("worker %s: %s; trying another", by, cause)
+                    describe_try(span, worker_id=by, attempt=attempts.number, status=None, note=str(cause))
+                    return False
                 self._counters.unreachable += 1
                 attempts.free = not cause.connected
                 self._outliers.record_bad(pool_id, by, str(cause), unreachable=True)
@@ -280,6 +295,13 @@ class Exchange:
                 for one in unjudged:
                     self._outliers.record_unknown(pool_id, one)
         return True
+
+    def _may_move(self, attempts: _Attempts, pool_id: str, others: frozenset[str]) -> bool:
+        """May a request that waits at a stalled engine go to one of these? It waits on if the budget is used up."""
+        if attempts.number >= self._settings.most_attempts or not others - attempts.tried:
+            return False
+        attempts.paid = attempts.paid or self._outliers.retry_budget(pool_id).take()
+        return attempts.paid
 
     async def _judge_refusal(
         self,

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from kvatlas.errors import KvatlasError
-from kvatlas_router.upstream.engine_watch import EngineWatch, WatchedTry
+from kvatlas_router.progress.watched_try import WatchedTry
 from router_client.learning.timings import AnswerClock
 
 EVENT_STREAM = "text/event-stream"
@@ -29,6 +29,13 @@ class EngineUnreachable(KvatlasError):
     def __init__(self, line: str, *, connected: bool) -> None:
         super().__init__(line)
         self.connected = connected
+
+
+class EngineStalled(EngineUnreachable):
+    """The engine makes no progress; the request leaves it before its first byte."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line, connected=True)
 
 
 class EngineLost(KvatlasError):
@@ -75,7 +82,7 @@ class StreamedAnswer:
         yield self.first
         try:
             async for chunk in self.rest:
-                self.watched.progress()
+                self.watched.progress(chunk)
                 yield chunk
         except httpx.HTTPError as error:
             raise EngineLost(f"the engine went away in mid-answer: {str(error) or type(error).__name__}") from error
@@ -87,7 +94,7 @@ Answer = WholeAnswer | StreamedAnswer
 @asynccontextmanager
 async def send_to_engine(
     client: httpx.AsyncClient,
-    watch: EngineWatch,
+    watch: AbstractContextManager[WatchedTry],
     base_url: str,
     request: EngineRequest,
     headers: list[tuple[bytes, bytes]],
@@ -95,9 +102,10 @@ async def send_to_engine(
     """`async with send_to_engine(...) as answer`; leaving the block before the answer's end closes the connection.
 
     Answers of any status. A good one that is not JSON is given from its first bytes on, any other when it is complete. Raises
-    EngineUnreachable for an engine that is away, and EngineLost out of the block if it hangs in mid-answer.
+    EngineUnreachable for an engine that is away, EngineStalled if `watch` gives it up, and EngineLost out of the block for that
+    in mid-answer.
     """
-    with watch.watch(base_url) as watched:
+    with watch as watched:
         response: httpx.Response | None = None
         began = False
         try:
@@ -118,7 +126,7 @@ async def send_to_engine(
                 raise
             if began:
                 raise EngineLost("the engine hangs in mid-answer") from error
-            raise EngineUnreachable(f"{base_url}: the engine hangs", connected=True) from error
+            raise EngineStalled(f"{base_url}: the engine makes no progress") from error
         finally:
             if response is not None:
                 await response.aclose()
@@ -134,6 +142,7 @@ def _build(
 
 
 async def _read_start(response: httpx.Response, clock: AnswerClock, watched: WatchedTry, base_url: str) -> Answer:
+    watched.status = response.status_code
     kind = response.headers.get("content-type", "")
     headers = [
         (name, _relative(value, base_url) if name.lower() == b"location" else value)
@@ -142,13 +151,13 @@ async def _read_start(response: httpx.Response, clock: AnswerClock, watched: Wat
     if not response.is_success or kind.startswith("application/json"):
         parts = []
         async for part in response.aiter_raw():
-            watched.progress()
+            watched.progress(part)
             parts.append(part)
         clock.part()
         return WholeAnswer(response.status_code, headers, b"".join(parts), clock)
     rest = response.aiter_raw()
     async for first in rest:
-        watched.progress()
+        watched.progress(first)
         events = kind.startswith(EVENT_STREAM)
         return StreamedAnswer(response.status_code, headers, first, rest, clock, watched, events)
     return WholeAnswer(response.status_code, headers, b"", clock)

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, contextmanager
 import httpx
 import pytest
 
-from kvatlas_router.upstream.engine_watch import PROBES, EngineWatch
 from kvatlas_router.upstream.patience import PatientTransport, wait_patiently
 from tests.router.proxy.faulty_engine import faulty_engine, well
 
