@@ -145,6 +145,7 @@ class BookedRequest:
             # what the fallback was predicted to hold was never asked, and its time includes the first try
             usage = timings = None
         self._end_watch()
+        self._parts.outliers.record_complete(self._booked.pool_id, self._booked.choice.worker_id)
         try:
             await self._booked.choice.done(usage=usage, timings=timings)
         finally:

@@ -117,12 +117,12 @@ class EngineProgress:
 
     def receive(self, key: Hashable, now: float) -> float | None:
         """A computed byte of its answer is there. Returns the seconds to the first one, if it is that."""
-        self._progress(now)
         work = self._work.get(key)
-        if work is None or work.began:
-            return None
-        work.began = True
-        return now - work.sent
+        is_first = work is not None and not work.began
+        if work is not None:
+            work.began = True
+        self._progress(now)
+        return now - work.sent if work is not None and is_first else None
 
     def end(self, key: Hashable, now: float) -> None:
         """It is over: answered, refused, or sent elsewhere."""

@@ -43,7 +43,7 @@ class ProgressCounters:
 
 @dataclass(slots=True)
 class _Engine:
-    """`stalled_for`: as it was reported; None: it is not. `seen`: what its fleet record said last of its progress."""
+    """`reported`: as stalled, at `stalled_at`. `seen`: what its fleet record said last of its progress."""
 
     pool_id: str
     progress: EngineProgress = field(default_factory=EngineProgress)
@@ -137,9 +137,9 @@ class ProgressMonitor:
         )
 
     def stalled(self) -> Mapping[str, float]:
-        """Stalled workers of all pools, as far as the fleet has them, with the seconds since they were found."""
+        """Stalled workers of all pools, with the seconds that they have made no progress."""
         now = self._clock()
-        return {id: now - one.stalled_at for id, one in list(self._engines.items()) if one.reported}
+        return {id: one.progress.quiet_s(now) for id, one in list(self._engines.items()) if one.reported}
 
     def stalled_by_pool(self) -> Mapping[str, tuple[str, ...]]:
         """The same by pool."""
@@ -196,8 +196,8 @@ class ProgressMonitor:
             self.counters.stalls += 1
             quiet_s = engine.progress.quiet_s(now)
             _log.warning(
-                "worker %s: stalled: no progress for %.1f s though it has work (%d requests), nor on a probe; it gets no new ones, "
-                "and is probed until it computes again",
+                "worker %s: stalled: no progress for %.1f s though it has work (%d requests), nor on a probe; it gets no new "
+                "ones, and is probed until it computes again",
                 worker_id,
                 quiet_s,
                 len(engine.tries),

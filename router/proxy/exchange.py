@@ -255,12 +255,14 @@ class Exchange:
                     describe_try(span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
                     if isinstance(answer, WholeAnswer) and judge(answer.status) is not Verdict.ANSWERED:
                         raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
-                    while unjudged:
-                        self._outliers.record_good(pool_id, unjudged.pop())
+                    for one in unjudged:
+                        self._outliers.record_good(pool_id, one)
                     await self._blame_doubted(request, pool_id, worker_id, attempts)
                     self._counters.answered += 1
                     describe_answer(span, answer.status, worker_id)
                     await self._relay.pass_on(request, choice, header, answer)
+                    while unjudged:
+                        self._outliers.record_complete(pool_id, unjudged.pop())
             except (EngineRefused, EngineUnreachable, PrefillFailed) as error:
                 if isinstance(error, PrefillFailed):
                     self._counters.apart_failed += 1
@@ -288,6 +290,7 @@ class Exchange:
                 describe_try(span, worker_id=by, attempt=attempts.number, status=None, note=str(cause))
                 return False
             except EngineLost as error:
+                unjudged.discard(worker_id)
                 self._outliers.record_bad(pool_id, worker_id, str(error))
                 await choice.done(status=0)
                 await self._relay.break_off(request, choice, error)

@@ -67,9 +67,9 @@ TOKENIZE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RequestRouter:
-    """`client` chooses and books, `reader` makes prompts of requests in scopes that `catalogue` knows; `outliers` and `progress`
-    know which workers to avoid: those that fail, and those that stand still. `short_calls`: to engines, for what takes them no
-    time. `addresses`: where engines may be. `fleet` and `index`: what the store says of workers, for people."""
+    """`client` chooses and books, `reader` makes prompts of requests in scopes that `catalogue` knows; `outliers` and
+    `progress` know which workers to avoid: those that fail, and those that stand still. `short_calls`: to engines, for what
+    takes them no time. `addresses`: where engines may be. `fleet` and `index`: what the store says of workers, for people."""
 
     client: RouterClient
     reader: RequestReader

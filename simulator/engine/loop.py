@@ -65,7 +65,8 @@ class EngineLoop:
         try:
             due_us = 0.0
             while True:
-                while self.asleep or self.hung or not self.core.has_work:  # a request may be aborted before its wake-up gets here
+                # a request may be aborted before its wake-up gets here
+                while self.asleep or self.hung or not self.core.has_work:
                     self._wake = anyio.Event()
                     await self._wake.wait()
                     due_us = self._now_us()

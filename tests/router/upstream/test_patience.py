@@ -69,17 +69,6 @@ async def test_an_engine_that_takes_no_connection_is_still_given_up() -> None:
                 await engines.get(url)
 
 
-async def test_a_probe_whose_answer_is_read_late_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas_router.upstream.engine_watch.PROBE_S", LIMIT_S)
-    async with faulty_engine(well) as engine, client() as engines:
-        watch = EngineWatch(engines, patience_s=0.0)
-        with watch.watch(engine.url) as watched:
-            async with busy_loop():
-                for _ in range(PROBES + 1):
-                    await watch.probe_stalled()
-            assert not watched.hangs
-
-
 async def test_a_call_that_takes_too_long_is_cancelled() -> None:
     cancelled = False
 
