@@ -28,7 +28,6 @@ from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
 from kvatlas_router.upstream.engine_client import EngineClient
-from kvatlas_router.upstream.engine_watch import PATIENCE_S, EngineWatch
 
 CLOSE_S = 5.0
 ENGINE_TIMEOUT_S = 600.0
@@ -109,10 +108,9 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             open_request_router(settings, is_loopback(settings.host), settings.credentials_to)
         )
         engines = await stack.enter_async_context(EngineClient(parts.addresses, ENGINE_TIMEOUT_S))
-        watch = await stack.enter_async_context(EngineWatch(parts.short_calls, PATIENCE_S))
         counters = ProxyCounters()
         objects = ObjectHolders(parts.fleet, parts.catalogue.records)
-        relay = AnswerRelay(engines, watch, counters, parts.addresses, objects, ask_usage=settings.ask_usage)
+        relay = AnswerRelay(engines, parts.progress, counters, parts.addresses, objects, ask_usage=settings.ask_usage)
         exchange = Exchange(
             parts.reader,
             parts.catalogue,

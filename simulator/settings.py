@@ -25,7 +25,7 @@ class EngineSettings(ProcessSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "model port endpoint block_size num_gpu_blocks",
-        "HTTP server": "host adapters vocab_size disaggregation",
+        "HTTP server": "host adapters vocab_size disaggregation health_waits",
         "KV events": "replay_endpoint bind topic events buffer_steps self_describing_offload report_hits",
         "KV cache": "num_cpu_blocks eviction groups retention_interval seed",
         "Scheduler": "max_num_seqs max_num_batched_tokens queue_limit",
@@ -86,6 +86,9 @@ class EngineSettings(ProcessSettings):
         default=_RATES.decode_step_us, ge=0, description="Microseconds of a step in which anything decodes."
     )
 
+    health_waits: bool = Field(
+        default=False, description="Answer /health behind the prompts that are computed, as SGLang does."
+    )
     disaggregation: Disaggregation = Field(
         default=Disaggregation.NONE,
         description="Prompts and answers apart: in vLLM's request form (either part, as each request says), or SGLang's.",

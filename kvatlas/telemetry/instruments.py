@@ -609,6 +609,23 @@ OUTLIERS = {
     **_by(EJECTIONS, "change", ejections="ejected", readmissions="readmitted"),
 }
 
+# ---------------------------------------------------------------- progress: kvatlas_router.progress.monitor.ProgressCounters
+
+STALLS = _counter(
+    "progress.changes", "{worker}", "Engines found to make no progress with work, and to make progress again"
+)
+PROGRESS_PROBES = _counter("progress.probes", "{request}", "Small requests sent to engines that may be stalled")
+MOVED = _counter("progress.moved", "{request}", "Requests without a byte that left a stalled engine for another")
+STALLED_NOW = _gauge("progress.stalled", "{worker}", "Workers whose engines make no progress though they have work")
+
+STALLED = _single(STALLED_NOW, "stalled_workers")
+"""Of kvatlas_router.progress.monitor.ProgressMonitor."""
+PROGRESS = {
+    **_by(STALLS, "change", stalls="stalled", returns="returned"),
+    **_single(PROGRESS_PROBES, "probes"),
+    **_single(MOVED, "moved"),
+}
+
 # ---------------------------------------------------------------- tokens: kvatlas_router.tokens.counters.TokenCounters
 
 TOKENIZED = _counter("tokens.requests", "{request}", "Requests, by how their token ids were found or why not")
@@ -732,6 +749,8 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "index_replica_now": INDEX_REPLICA_NOW,
     "outliers": OUTLIERS,
     "ejected": EJECTED,
+    "progress": PROGRESS,
+    "stalled": STALLED,
     "tokens": TOKENS,
     "answers": ANSWERS,
     "http": HTTP,

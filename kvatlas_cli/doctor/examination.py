@@ -234,6 +234,7 @@ async def _examine_pools(
     for pool_id in by_pool:
         reports = await read_answer_reports(store, pool_id, store_us)
         found += routers.judge_answers(names[pool_id], reports)
+        found += routers.judge_progress(names[pool_id], reports)
         found += routers.judge_tenants(names[pool_id], reports)
     return found
 

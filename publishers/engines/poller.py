@@ -124,7 +124,7 @@ class EnginePoller:
     async def _poll(self, client: httpx.AsyncClient) -> None:
         """Raises no error of the engine: a failed poll is a result."""
         try:
-            health, _ = await self._get(client, "/health")
+            health = await self._ask_health(client)
             status, page = await self._get(client, "/metrics") if self._has_metrics else (404, b"")
         except (httpx.HTTPError, TimeoutError, InvalidValue) as error:
             self._record_failure(error)
@@ -146,6 +146,17 @@ class EnginePoller:
         await self._ask_weight_version(client)
         self._diagnose_key()
         self._set_state(EngineState.ASLEEP if self._asleep else EngineState.UP)
+
+    async def _ask_health(self, client: httpx.AsyncClient) -> int:
+        """The status of its health page. One that was up and is only late there counts as well if its metrics page answers:
+        SGLang's health page waits for a token, behind the prompts that are computed. Whether it computes is not for a page to
+        say."""
+        try:
+            return (await self._get(client, "/health"))[0]
+        except (httpx.TimeoutException, TimeoutError):
+            if not self.was_up or self.state is EngineState.DOWN or not self._has_metrics:
+                raise
+            return 200
 
     async def _get(self, client: httpx.AsyncClient, path: str) -> tuple[int, bytes]:
         """(status, body). Raises httpx' errors, TimeoutError if the whole of it takes too long, InvalidValue if it is too

@@ -89,7 +89,9 @@ class FleetPicker:
         self._unpublished = UnpublishedPods()
         self._left = LeftBookings()
         self._holders = ObjectHolders(parts.fleet, parts.catalogue.records)
-        self._booked_parts = BookedParts(admission, parts.outliers, self._left, self._holders, self._book_served)
+        self._booked_parts = BookedParts(
+            admission, parts.outliers, parts.progress, self._left, self._holders, self._book_served
+        )
         self._log = RateLimitedLog(_log)
         self._records: Mapping[str, FleetRecord] = {}
         self._addresses = WorkerAddresses.of({}, parts.addresses)

@@ -87,8 +87,8 @@ class Refusal:
 class PickedRequest(Protocol):
     """A request whose destination is decided, told what becomes of it.
 
-    First `begin` if an answer begins, then `first_token` and `keep`, then one of `finish`, `fail` and `leave`; one that was
-    never answered has only the last. None of them raises if the store does not answer.
+    First `begin` if an answer begins, then `pass_part` for each part, `first_token` and `keep`, then one of `finish`, `fail`
+    and `leave`; a request that was never answered has only the last. None of them raises if the store does not answer.
     """
 
     @property
@@ -126,6 +126,10 @@ class PickedRequest(Protocol):
 
     async def begin(self, status: int, headers: RawHeaders, served: str | None) -> None:
         """An answer begins, from the endpoint `served` if the gateway says so."""
+        ...
+
+    def pass_part(self, part: bytes) -> None:
+        """A part of the answer's body passes."""
         ...
 
     async def first_token(self) -> None:

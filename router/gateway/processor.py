@@ -199,6 +199,8 @@ class _Stream:
             await self._end_answer(self._picked)
 
     async def _pass_part(self, part: AnswerPart) -> None:
+        if self._picked is not None and part.body:
+            self._picked.pass_part(part.body)
         body = self._reader.feed(part.body, last=part.over)
         self._passed_parts = True
         if self._reader.has_content and not self._prefilled and self._is_well and self._picked is not None:

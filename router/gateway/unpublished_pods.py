@@ -59,6 +59,9 @@ class UnpublishedRequest:
     async def begin(self, status: int, headers: RawHeaders, served: str | None) -> None:
         """See `PickedRequest`."""
 
+    def pass_part(self, part: bytes) -> None:
+        """See `PickedRequest`."""
+
     async def first_token(self) -> None:
         """See `PickedRequest`."""
 

@@ -89,7 +89,11 @@ class OutlierMonitor:
     def record_good(self, pool_id: str, worker_id: str) -> None:
         """The worker began to answer well."""
         self.counters.good += 1
-        if self._outliers(pool_id).record_good(worker_id, self._clock()):
+        self._outliers(pool_id).record_good(worker_id, self._clock())
+
+    def record_complete(self, pool_id: str, worker_id: str) -> None:
+        """An answer of the worker is complete."""
+        if self._outliers(pool_id).record_complete(worker_id, self._clock()):
             self.counters.readmissions += 1
             _log.info("worker %s: answers again; readmitted", worker_id)
             self._wake.set()
@@ -164,6 +168,8 @@ class OutlierMonitor:
     async def exchange(self, pool_id: str) -> None:
         """Share and read once. Raises what the store raises; then what was to be shared is kept."""
         pool, now = self._pools[pool_id], self._clock()
+        for worker_id in pool.outliers.ended_trials(now):
+            self.record_complete(pool_id, worker_id)
         changes = pool.outliers.take_changes(now, used=pool.used_at > pool.asked_at)
         pool.asked_at = now
         shared = False

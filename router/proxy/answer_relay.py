@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,12 +12,14 @@ from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.telemetry import sampled_context
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import send_to_pair
+from kvatlas_router.progress.monitor import ProgressMonitor
 from kvatlas_router.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.event_stream import EventStream
 from kvatlas_router.proxy.headers import for_engine
 from kvatlas_router.proxy.object_holders import ObjectHolders
+from kvatlas_router.proxy.predicted_try import sent_try
 from kvatlas_router.proxy.request_trace import (
     describe_engine_answer,
     describe_first_token,
@@ -36,7 +38,6 @@ from kvatlas_router.upstream.engine_answer import (
 )
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost
 from kvatlas_router.upstream.engine_errors import EngineError
-from kvatlas_router.upstream.engine_watch import EngineWatch
 from router_client.learning.usage import Usage
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.transfer_protocol import replace_fields
@@ -72,7 +73,7 @@ class AnswerRelay:
     def __init__(
         self,
         engines: EngineClient,
-        watch: EngineWatch,
+        progress: ProgressMonitor,
         counters: ProxyCounters,
         addresses: AddressPolicy,
         objects: ObjectHolders,
@@ -81,15 +82,18 @@ class AnswerRelay:
     ) -> None:
         """`ask_usage`: let streams report their usage to the proxy. The caller keeps `engines`, and closes it."""
         self._engines = engines
-        self._watch = watch
+        self._progress = progress
         self._counters = counters
         self._addresses = addresses
         self._objects = objects
         self._ask_usage = ask_usage
 
     @asynccontextmanager
-    async def send(self, request: ClientRequest, choice: Booked) -> AsyncIterator[Answer]:
-        """Send a request to the chosen engine, or to both of a pair; see `send_to_engine` and `send_to_pair`."""
+    async def send(
+        self, request: ClientRequest, choice: Booked, may_move: Callable[[frozenset[str]], bool]
+    ) -> AsyncIterator[Answer]:
+        """Send a request to the chosen engine, or to both of a pair; see `send_to_engine` and `send_to_pair`. `may_move`: see
+        `SentTry`."""
         to_engine, text = request.for_engine, request.text
         self._counters.overhead.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         self._counters.sent += 1
@@ -99,21 +103,28 @@ class AnswerRelay:
         if isinstance(choice, PairChoice):
             assert text is not None
             self._counters.apart += 1
-            send = partial(self._send, request)
+            send = partial(self._send, request, may_move)
             async with send_to_pair(choice, text.body, to_engine, fields, send) as answer:
                 yield answer
             return
         if text is not None:
             to_engine = replace(to_engine, body=replace_fields(text.body, to_engine.body, fields))
-        async with self._send(request, choice, to_engine) as answer:
+        async with self._send(request, may_move, choice, to_engine) as answer:
             yield answer
 
     @asynccontextmanager
-    async def _send(self, request: ClientRequest, choice: Choice, to_engine: EngineRequest) -> AsyncIterator[Answer]:
+    async def _send(
+        self,
+        request: ClientRequest,
+        may_move: Callable[[frozenset[str]], bool],
+        choice: Choice,
+        to_engine: EngineRequest,
+    ) -> AsyncIterator[Answer]:
         credentials = self._addresses.sends_credentials(choice.url)
         with engine_span(to_engine, choice, request.model) as span:
+            watch = self._progress.watch(sent_try(choice, to_engine.path, request.text, may_move))
             headers = for_engine(request.headers, {**trace_headers(span), **choice.headers}, credentials=credentials)
-            async with send_to_engine(self._engines, self._watch, choice.url, to_engine, headers) as answer:
+            async with send_to_engine(self._engines, watch, choice.url, to_engine, headers) as answer:
                 describe_engine_answer(span, answer.status)
                 yield replace(answer, span=span) if span.is_recording() else answer
 

@@ -44,6 +44,7 @@ from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.proxy.request_trace import describe_answer, request_span
 from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.upstream.engine_answer import EngineRequest
+from kvatlas_router.upstream.engine_objects import OBJECT_ROUTES
 from router_client.errors import NoWorkers
 from router_client.request_feed import RequestFeed
 
@@ -152,6 +153,7 @@ class ProxyApplication:
         client, outliers, tokens = self._parts.client, self._parts.outliers, self._parts.tokens
         ejected = {id: round(left, 3) for id, left in outliers.ejected().items()}
         findings = [f"worker {id} is ejected: it fails while others answer" for id in ejected]
+        progress = self._parts.progress
         return JSONResponse(
             {
                 "workers": await self._parts.catalogue.routable(),
@@ -160,12 +162,14 @@ class ProxyApplication:
                 "waiting": self.exchange.waiting,
                 "held": len(self.held),
                 "ejected": ejected,
+                "stalled": {id: round(seconds, 3) for id, seconds in progress.stalled().items()},
                 "proxy": counters_to_jsonable(self._counters),
                 "outliers": asdict(outliers.counters),
+                "progress": asdict(progress.counters),
                 "tokens": counters_to_jsonable(tokens),
                 "answers": asdict(client.answers.counts),
                 "replica": client.replica_status,
-                "findings": [*findings, *client.answers.findings(), *tokens.findings()],
+                "findings": [*findings, *progress.findings(), *client.answers.findings(), *tokens.findings()],
             }
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass
 
 from kvatlas.errors import Unreachable
-from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet.records import EngineEndpoint, FleetRecord
 from kvatlas.identity import DEFAULT_TENANT, Scope
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.deadline import STORE_FAILURES
@@ -113,6 +113,13 @@ class Catalogue:
             if r.routable and r.endpoint.model_id == served.model_id and id not in unfit
         }
         return sorted(urls - {""})
+
+    def served_name(self, endpoint: EngineEndpoint) -> str:
+        """The name under which a worker's engine serves its model, as far as it listed any."""
+        cards = self._lists.cards_of(endpoint.url) or {}
+        if endpoint.model_id in cards:
+            return endpoint.model_id
+        return next((name for name, card in cards.items() if not card.get("parent")), endpoint.model_id)
 
     async def cards(self) -> Sequence[Card]:
         """The fleet's models as OpenAI's `/v1/models` lists them: each name once."""

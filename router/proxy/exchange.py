@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from opentelemetry.trace import Span, use_span
 
@@ -34,7 +35,7 @@ from kvatlas_router.proxy.object_holders import ObjectHolders, ObjectUnknown, on
 from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
 from kvatlas_router.proxy.request_trace import describe_answer, describe_try, request_span
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
-from kvatlas_router.upstream.engine_answer import EngineRefused, WholeAnswer
+from kvatlas_router.upstream.engine_answer import EngineRefused, EngineStalled, WholeAnswer
 from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
 from kvatlas_router.upstream.status import Verdict, judge
 from router_client.decision.request_hints import RequestHintHeaders
@@ -61,7 +62,7 @@ class ExchangeSettings:
 class _Attempts:
     """What became of one request's tries so far. `refused`: the last engine's answer that was no good one, with its header.
     `doubted`: a worker whose refusal may be the request's own fault, and its status. `free`: the next try reached no engine
-    before. `apart`: prompt and answer may be computed by two workers."""
+    before. `paid`: the budget has allowed it already. `apart`: prompt and answer may be computed by two workers."""
 
     number: int = 0
     tried: frozenset[str] = frozenset()
@@ -69,6 +70,7 @@ class _Attempts:
     refused: tuple[WholeAnswer, tuple[bytes, bytes]] | None = None
     doubted: tuple[str, int] | None = None
     free: bool = False
+    paid: bool = False
     apart: bool = True
 
 
@@ -222,11 +224,12 @@ class Exchange:
         budget = self._outliers.retry_budget(read.prompt.scope.pool_id)
         budget.record_request()
         while attempts.number < self._settings.most_attempts:
-            if attempts.number and not attempts.free and not budget.take():
+            if attempts.number and not attempts.free and not attempts.paid and not budget.take():
                 self._counters.retries_denied += 1
                 break
             self._counters.retried += attempts.number > 0
             attempts.number += 1
+            attempts.paid = False
             try:
                 if await self._try(request, read, attempts, span):
                     return
@@ -265,22 +268,27 @@ class Exchange:
                 self._outliers.record_sent(pool_id, one)
             opened: OpenedAnswer | None = None
             try:
-                async with self._relay.send(request, choice) as answer:
+                may_move = partial(self._may_move, attempts, pool_id)
+                async with self._relay.send(request, choice, may_move) as answer:
                     describe_try(span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
                     if isinstance(answer, WholeAnswer) and judge(answer.status) is not Verdict.ANSWERED:
                         raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
                     opened = await self._relay.open(request, choice, header, answer)
-                    while unjudged:
-                        self._outliers.record_good(pool_id, unjudged.pop())
+                    for one in unjudged:
+                        self._outliers.record_good(pool_id, one)
                     await self._blame_doubted(request, pool_id, worker_id, attempts)
                     self._counters.answered += 1
                     describe_answer(span, answer.status, worker_id)
                     await self._relay.pass_on(request, choice, header, opened)
+                    while unjudged:
+                        self._outliers.record_complete(pool_id, unjudged.pop())
             except EngineFailed as error:
                 await choice.done(status=0)
-                self._record_failed(pool_id, worker_id, error)
+                if self._record_failed(pool_id, worker_id, error):
+                    unjudged.discard(worker_id)
             except (EngineRefused, EngineUnreachable, EngineLost, PrefillFailed) as error:
                 if isinstance(error, EngineLost) and opened is not None:
+                    unjudged.discard(worker_id)
                     self._outliers.record_bad(pool_id, worker_id, str(error))
                     await choice.done(status=0)
                     await self._relay.break_off(request, choice, error, opened)
@@ -317,6 +325,11 @@ class Exchange:
             refused = cause.answer, header
             attempts.refused = attempts.refused if own_form else refused
             return await self._judge_refusal(request, pool_id, by, attempts, span, cause, header, own_form=own_form)
+        if isinstance(cause, EngineStalled):
+            self._outliers.record_unknown(pool_id, by)
+            _log.info("worker %s: %s; trying another", by, cause)
+            describe_try(span, worker_id=by, attempt=attempts.number, status=None, note=str(cause))
+            return False
         self._counters.unreachable += 1
         attempts.free = not cause.connected
         self._outliers.record_bad(pool_id, by, str(cause), unreachable=True)
@@ -324,14 +337,22 @@ class Exchange:
         describe_try(span, worker_id=by, attempt=attempts.number, status=None, note=str(cause))
         return False
 
-    def _record_failed(self, pool_id: str, worker_id: str, error: EngineFailed) -> None:
-        """The client has an answer that ends with the engine's error."""
+    def _record_failed(self, pool_id: str, worker_id: str, error: EngineFailed) -> bool:
+        """The client has an answer that ends with the engine's error. Returns whether that is the worker's fault."""
         if judge(error.status) is not Verdict.ELSEWHERE:
             self._counters.refused_by_engine += 1
-            return
+            return False
         self._counters.broken += 1
         self._outliers.record_bad(pool_id, worker_id, str(error))
         _log.warning("worker %s: %s", worker_id, error)
+        return True
+
+    def _may_move(self, attempts: _Attempts, pool_id: str, others: frozenset[str]) -> bool:
+        """May a request that waits at a stalled engine go to one of these? It waits on if the budget is used up."""
+        if attempts.number >= self._settings.most_attempts or not others - attempts.tried:
+            return False
+        attempts.paid = attempts.paid or self._outliers.retry_budget(pool_id).take()
+        return attempts.paid
 
     async def _judge_refusal(
         self,

@@ -28,6 +28,9 @@ from kvatlas_router.admission.queue import AdmissionQueue, QueueSettings
 from kvatlas_router.disaggregation.pair_booker import PairBooker
 from kvatlas_router.outliers.avoidance import Avoidance
 from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.progress.engine_progress import Probe
+from kvatlas_router.progress.monitor import ProgressMonitor
+from kvatlas_router.progress.small_request import ask_for_a_token
 from kvatlas_router.proxy.catalogue import Catalogue
 from kvatlas_router.proxy.request_reader import RequestReader
 from kvatlas_router.tokens.budget import BudgetedTokenizer, TokenizerBudget
@@ -44,6 +47,7 @@ from router_client.decision.selector import Selector
 from router_client.decision.shadow_policy import RoundRobin
 from router_client.pricing.overlap import OverlapIndex, ResidencyOnly
 from router_client.prompt import Prompt
+from router_client.results import headers_for
 from router_client.settings import LearningSettings, LimitSettings, RouterSettings, SloMode
 
 _log = logging.getLogger("kvatlas_router.proxy")
@@ -55,19 +59,22 @@ WARM_S = 5.0
 """The most that a start waits for this."""
 TOKENIZE_S = 5.0
 """How long an engine may take to tokenize a prompt, or to list its models."""
+PROBE_S = 600.0
+"""A stalled engine may take so long for a probe; it stays stalled meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRouter:
-    """`client` chooses and books, `reader` makes prompts of requests in scopes that `catalogue` knows; `outliers` knows which
-    workers to avoid. `short_calls`: to engines, for what takes them no time. `addresses`: where engines may be. `fleet` and
-    `index`: what the store says of workers, for people."""
+    """`client` chooses and books, `reader` makes prompts of requests in scopes that `catalogue` knows; `outliers` and
+    `progress` know which workers to avoid: those that fail, and those that stand still. `short_calls`: to engines, for what
+    takes them no time. `addresses`: where engines may be. `fleet` and `index`: what the store says of workers, for people."""
 
     client: RouterClient
     reader: RequestReader
     catalogue: Catalogue
     tokens: TokenCounters
     outliers: OutlierMonitor
+    progress: ProgressMonitor
     short_calls: EngineClient
     addresses: AddressPolicy
     fleet: FleetStore
@@ -129,7 +136,14 @@ async def open_request_router(
         stack.push_async_callback(outliers.stop)
         stack.enter_context(export_metrics("outliers", outliers.counters))
         stack.enter_context(export_metrics("ejected", outliers))
-        yield RequestRouter(client, reader, catalogue, tokens, outliers, short_calls, addresses, fleet, index)
+        probes = await stack.enter_async_context(EngineClient(addresses, PROBE_S))
+        progress = _build_progress(catalogue, probes)
+        client.answers.stalled_by_pool = progress.stalled_by_pool
+        progress.start()
+        stack.push_async_callback(progress.stop)
+        stack.enter_context(export_metrics("progress", progress.counters))
+        stack.enter_context(export_metrics("stalled", progress))
+        yield RequestRouter(client, reader, catalogue, tokens, outliers, progress, short_calls, addresses, fleet, index)
 
 
 def build_admission(
@@ -137,10 +151,18 @@ def build_admission(
 ) -> Admission:
     """Over these parts, as the settings say. `apart`: prefill and decode may be on two workers."""
     pairs = PairBooker(parts.client, parts.catalogue.records, apart=apart)
-    avoidance = Avoidance(parts.outliers, parts.catalogue.workers_of)
+    avoidance = Avoidance(parts.outliers, parts.catalogue.workers_of, parts.progress.stalled_in)
     queue = AdmissionQueue(QueueSettings(settings.queue_requests, settings.queue_tokens, settings.queue_wait_s))
     headers = settings.tenant_header.lower(), settings.priority_header.lower()
     return Admission(pairs, avoidance, queue, counters, AdmissionSettings(settings.shed, *headers))
+
+
+def _build_progress(catalogue: Catalogue, client: EngineClient) -> ProgressMonitor:
+    async def send_probe(record: FleetRecord) -> Probe:
+        endpoint = record.endpoint
+        return await ask_for_a_token(client, endpoint.url, catalogue.served_name(endpoint), headers_for(endpoint))
+
+    return ProgressMonitor(catalogue.records, send_probe)
 
 
 def _address_policy(settings: RoutingSettings, credentials_to: tuple[str, ...], near: bool) -> AddressPolicy:

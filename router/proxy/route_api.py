@@ -108,6 +108,7 @@ class RouteApi:
             return
         if well:
             self._outliers.record_good(booking.pool_id, booking.worker_id)
+            self._outliers.record_complete(booking.pool_id, booking.worker_id)
         elif status == 0 or judge(status) is Verdict.ELSEWHERE:
             why = f"status {status}" if status else "no answer"
             self._outliers.record_bad(booking.pool_id, booking.worker_id, why, unreachable=not status)

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from kvatlas.errors import KvatlasError
+from kvatlas_router.progress.watched_try import WatchedTry
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost, EngineUnreachable, IncomingAnswer
-from kvatlas_router.upstream.engine_watch import EngineWatch, WatchedTry
 from kvatlas_router.upstream.event_parser import can_be_read, header_value
 from router_client.learning.timings import AnswerClock
 
@@ -20,6 +20,13 @@ class EngineRefused(KvatlasError):
     def __init__(self, line: str, answer: "WholeAnswer") -> None:
         super().__init__(line)
         self.answer = answer
+
+
+class EngineStalled(EngineUnreachable):
+    """The engine makes no progress; the request leaves it before its first byte."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line, connected=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,7 @@ class StreamedAnswer:
         """The body as it arrives. Raises EngineLost."""
         yield self.first
         while chunk := await self.rest.read():
-            self.watched.progress()
+            self.watched.progress(chunk)
             yield chunk
 
 
@@ -71,7 +78,7 @@ Answer = WholeAnswer | StreamedAnswer
 @asynccontextmanager
 async def send_to_engine(
     client: EngineClient,
-    watch: EngineWatch,
+    watch: AbstractContextManager[WatchedTry],
     base_url: str,
     request: EngineRequest,
     headers: list[tuple[bytes, bytes]],
@@ -79,9 +86,10 @@ async def send_to_engine(
     """`async with send_to_engine(...) as answer`; leaving the block before the answer's end closes the connection.
 
     Answers of any status. A good one that is not JSON is given from its first bytes on, any other when it is complete. Raises
-    EngineUnreachable for an engine that is away, and EngineLost out of the block if it hangs in mid-answer.
+    EngineUnreachable for an engine that is away, EngineStalled if `watch` gives it up, and EngineLost out of the block for that
+    in mid-answer.
     """
-    with watch.watch(base_url) as watched:
+    with watch as watched:
         incoming: IncomingAnswer | None = None
         began = False
         try:
@@ -98,7 +106,7 @@ async def send_to_engine(
                 raise
             if began:
                 raise EngineLost("the engine hangs in mid-answer") from error
-            raise EngineUnreachable(f"{base_url}: the engine hangs", connected=True) from error
+            raise EngineStalled(f"{base_url}: the engine makes no progress") from error
         finally:
             if incoming is not None:
                 incoming.close()
@@ -110,18 +118,19 @@ def _url(base_url: str, request: EngineRequest) -> str:
 
 
 async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: WatchedTry, base_url: str) -> Answer:
+    watched.status = incoming.status
     headers = [
         (name, _relative(value, base_url) if name.lower() == b"location" else value) for name, value in incoming.headers
     ]
     if not 200 <= incoming.status < 300 or header_value(headers, b"content-type").startswith(b"application/json"):
         parts = []
         while part := await incoming.read():
-            watched.progress()
+            watched.progress(part)
             parts.append(part)
         clock.part()
         return WholeAnswer(incoming.status, headers, b"".join(parts), clock)
     if first := await incoming.read():
-        watched.progress()
+        watched.progress(first)
         return StreamedAnswer(incoming.status, headers, first, incoming, clock, watched, can_be_read(headers))
     return WholeAnswer(incoming.status, headers, b"", clock)
 

@@ -8,10 +8,11 @@ import io
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -134,9 +135,12 @@ class EngineClient:
             connected = not isinstance(error, _NOT_CONNECTED)
             raise EngineUnreachable(f"{_origin(url)}: {_describe(error)}", connected=connected) from error
 
-    async def call(self, method: str, url: str, value: object = None) -> Reply:
+    async def call(
+        self, method: str, url: str, value: object = None, *, more_headers: Mapping[str, str] = MappingProxyType({})
+    ) -> Reply:
         """A call of our own; `value` is sent as JSON. Raises EngineAway."""
         headers = [(b"accept", b"application/json")]
+        headers += [(name.encode("latin-1"), more.encode("latin-1")) for name, more in more_headers.items()]
         body = b""
         if value is not None:
             headers.append((b"content-type", b"application/json"))

@@ -1,5 +1,6 @@
 """The engine's HTTP API, as vLLM's API server: health, version, metrics, models, completions, chats, tokens, event sources,
-cache reset and sleep. `/kv_blocks` and `/kv_transfer` are the simulator's own.
+cache reset and sleep. `/kv_blocks`, `/kv_transfer`, `/hang` and `/resume` are the simulator's own: a hung engine answers its
+status pages and takes requests, and computes nothing.
 """
 
 import time
@@ -40,9 +41,13 @@ class EngineApi:
         resident_blocks: Callable[[], list[dict[str, Any]]],
         event_source: Mapping[str, Any] | None = None,
         transfers: KvTransfers | None = None,
+        health_waits: bool = False,
     ) -> None:
         """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's
-        `/kv_event_sources` describes them; None without events. `transfers`: to and from other engines; None: it has none."""
+        `/kv_event_sources` describes them; None without events. `transfers`: to and from other engines; None: it has none.
+        `health_waits`: `/health` answers behind what is computed."""
+        self._health_waits = health_waits
+        self._page = b""
         self._engine = engine
         self._model = model
         self._adapters = tuple(adapters)
@@ -68,6 +73,8 @@ class EngineApi:
                 Route("/sleep", self._sleep, methods=["POST"]),
                 Route("/wake_up", self._wake_up, methods=["POST"]),
                 Route("/is_sleeping", self._is_sleeping),
+                Route("/hang", self._hang, methods=["POST"]),
+                Route("/resume", self._resume, methods=["POST"]),
                 Route("/kv_blocks", self._kv_blocks),
                 Route("/kv_transfer", self._transfers.serve, methods=["POST"]),
             ],
@@ -75,6 +82,17 @@ class EngineApi:
         )
 
     async def _health(self, _: Request) -> Response:
+        if self._health_waits:
+            await self._engine.wait_for_pass()
+        return Response()
+
+    async def _hang(self, _: Request) -> Response:
+        self._page = self._metrics.page()  # nothing counts any more
+        self._engine.hang()
+        return Response()
+
+    async def _resume(self, _: Request) -> Response:
+        self._engine.resume()
         return Response()
 
     async def _sleep(self, _: Request) -> Response:
@@ -89,7 +107,8 @@ class EngineApi:
         return JSONResponse({"is_sleeping": self._engine.asleep})
 
     async def _metrics_page(self, _: Request) -> Response:
-        return Response(self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+        page = self._page if self._engine.hung else self._metrics.page()
+        return Response(page, headers={"Content-Type": CONTENT_TYPE})
 
     async def _models(self, _: Request) -> Response:
         base = self._card(self._model, parent=None)

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 
 from kvatlas_router.upstream.engine_client import EngineClient, EngineUnreachable
-from kvatlas_router.upstream.engine_watch import PROBES, EngineWatch
 from kvatlas_router.upstream.patience import wait_patiently
 from tests.router.proxy.faulty_engine import faulty_engine, well
 from tests.router.upstream.nearby_engines import engine_client
@@ -69,17 +68,6 @@ async def test_an_engine_that_takes_no_connection_is_still_given_up() -> None:
             with pytest.raises(EngineUnreachable, match=r"no connection within 0\.05 s") as raised:
                 await engines.call("GET", url)
             assert not raised.value.connected
-
-
-async def test_a_probe_whose_answer_is_read_late_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas_router.upstream.engine_watch.PROBE_S", LIMIT_S)
-    async with faulty_engine(well) as engine, client() as engines:
-        watch = EngineWatch(engines, patience_s=0.0)
-        with watch.watch(engine.url) as watched:
-            async with busy_loop():
-                for _ in range(PROBES + 1):
-                    await watch.probe_stalled()
-            assert not watched.hangs
 
 
 async def test_a_call_that_takes_too_long_is_cancelled() -> None:
