@@ -30,6 +30,7 @@ from kvatlas_publishers.feed.receiver import Receiver
 from kvatlas_publishers.feed.replay import SEQ_BYTES, Replay, request_replay
 from kvatlas_publishers.feed.socket_watch import SocketWatch, Suspicion
 from kvatlas_publishers.feed.undecodable import RATION_S, STARTING_OVER, Distrust, UndecodableQueue, UndecodableRecorder
+from kvatlas_publishers.feed.zmq_sockets import open_socket
 
 POLL_S = 0.5
 """Longest wait for a message before the connection is looked at."""
@@ -111,12 +112,10 @@ class Feed:
         """Connect, or bind. Raises Unreachable if the endpoint can't be used."""
         settings = self._settings
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
-        self._socket = context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket = open_socket(context, zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.IPV6, 1)
         events = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
         address = f"inproc://monitor-{id(self)}"
         self._socket.monitor(address, events)
