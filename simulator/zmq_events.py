@@ -187,6 +187,7 @@ def _attach(socket: zmq.asyncio.Socket, endpoint: str, *, bind: bool) -> None:
     wanted = f"{scheme}://{host}:*" if scheme == "tcp" and port == "0" else endpoint
     try:
         if bind:
+            socket.setsockopt(zmq.IPV6, int("[" in wanted))  # else its address is told as [::ffff:127.0.0.1]
             socket.bind(wanted)
         else:
             socket.connect(wanted)
