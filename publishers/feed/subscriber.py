@@ -5,7 +5,7 @@ Nothing stops it: an undecodable payload is counted, kept as a dead letter, and 
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 import anyio
@@ -96,7 +96,7 @@ class Feed:
         self._log = RateLimitedLog(log, f"worker {worker_id}: ")
         self._undecodable = UndecodableRecorder(counters, dead_letters, self._log)
         self._aside = UndecodableQueue()
-        self._distrust = Distrust() if settings.distrust_poison else None
+        self._distrust = Distrust()
         self._decoded: tuple[bytes, EngineBatch] | None = None
         self._state = ConnectionState(settings.first_silence_s, monotonic())
         self._connection = Connection.CONNECTING
@@ -285,16 +285,17 @@ class Feed:
     def _take(self, seq: int, payload: bytes) -> None:
         batch = self._decode(seq, payload)
         now_s = monotonic()
-        if batch is None or batch.lost:
-            self._counters.feed_lost += 1
-            if self._distrust is not None and self._distrust.record_loss(now_s):
+        self._counters.feed_lost += batch is None or batch.has_lost(distrust_unknown=True)
+        if batch is None or batch.has_lost(distrust_unknown=self._settings.distrust_poison):
+            if self._distrust.record_loss(now_s):
                 self._log.report(
                     "lost", f"feed message {seq} is not fully readable and may have removed blocks; {STARTING_OVER}"
                 )
                 self._on_empty()
-        if batch is None:
-            return
-        if self._distrust is None or self._distrust.is_trusted(now_s):
+            if batch is None:
+                return
+            batch = replace(batch, events=batch.known_events)
+        if self._distrust.is_trusted(now_s):
             self._on_batch(batch)
         else:
             self._counters.feed_unheard += 1

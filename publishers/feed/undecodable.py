@@ -4,9 +4,10 @@ Anybody may send to the feed's socket. A foreign message that took a seq would m
 look like one of another engine process, and everything held would be dropped. So an undecodable payload is set aside: the next
 message shows whether its seq was the engine's.
 
-An undecodable payload, or an event of an unknown kind, may have been a removal. To claim less is safe, to claim a block that
-is gone is not. With `--distrust-poison` everything held is dropped then, and the worker begins again, empty. By default it is
-not: one bad payload would cost all that a worker holds, and an engine with a new kind of event would hardly ever count. Each
+An undecodable payload, or one that is too large, may have been a removal: to claim less is safe, to claim a block that is gone
+is not. So everything held is dropped then, and the worker begins again, empty. Of an event that can't be read the blocks that
+it names are dropped, and only if it is a removal that names none, everything. An event of an unknown kind that names no blocks
+drops everything with `--distrust-poison`; by default not, or an engine with a new kind of event would hardly ever count. Each
 time costs the index a new incarnation, so it is rationed: an engine that goes on like that is ignored for a while, and the
 worker claims nothing.
 """
