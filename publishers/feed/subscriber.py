@@ -94,7 +94,7 @@ class Feed:
         self._on_alive = on_alive
         self._engine_up = engine_up
         self._log = RateLimitedLog(log, f"worker {worker_id}: ")
-        self._undecodable = UndecodableRecorder(counters, dead_letters, self._log)
+        self._undecodable = UndecodableRecorder(counters, dead_letters, self._log, diagnoses)
         self._aside = UndecodableQueue()
         self._distrust = Distrust()
         self._decoded: tuple[bytes, EngineBatch] | None = None

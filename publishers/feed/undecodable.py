@@ -20,6 +20,7 @@ from xxhash import xxh3_128_digest
 from kvatlas.errors import EngineEventError
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engines import MAX_PAYLOAD_BYTES
 from kvatlas_publishers.feed.continuity import Batch
 from kvatlas_publishers.feed.dead_letters import DeadLetters
@@ -89,10 +90,17 @@ class Distrust:
 class UndecodableRecorder:
     """Counts undecodable payloads, keeps them as dead letters and logs them."""
 
-    def __init__(self, counters: PublisherCounters, dead_letters: DeadLetters, log: RateLimitedLog) -> None:
+    def __init__(
+        self,
+        counters: PublisherCounters,
+        dead_letters: DeadLetters,
+        log: RateLimitedLog,
+        diagnoses: Diagnoses,
+    ) -> None:
         self._counters = counters
         self._dead_letters = dead_letters
         self._log = log
+        self._diagnoses = diagnoses
         self._recorded: deque[bytes] = deque(maxlen=REMEMBERED_PAYLOADS)
 
     def record_payload(self, seq: int, payload: bytes, error: EngineEventError) -> None:
@@ -114,6 +122,7 @@ class UndecodableRecorder:
 
     def _record(self, why: str, seq: int | None, payload: bytes) -> None:
         self._counters.poison += 1
+        self._diagnoses.last_unreadable = why
         if not self._dead_letters.keep(why, seq, payload):
             self._counters.dead_letters_dropped += 1
         place = "" if seq is None else f" {seq}"

@@ -166,6 +166,7 @@ class Residency:
         if holding is None:
             holding = self.add_holding(event.tier, event.group)
         if not holding.indexable:
+            self._counters.sparse += len(hashes)
             self.sparse.store(event, holding, counting=self._counting)
             return
         place = resolver.locate(event) if hashes else None
