@@ -60,7 +60,8 @@ def _no_events(where: Circumstances) -> tuple[str, str]:
         EngineKind.TENSORRT_LLM: "start it with event_buffer_max_size above 0 and enable_block_reuse",
         EngineKind.OPEN: "let it send its events to this publisher",
     }
-    usual = 'start it with --enable-prefix-caching and --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq"}\''
+    config = '{"enable_kv_cache_events": true, "publisher": "zmq"}'
+    usual = f"start it with --enable-prefix-caching and --kv-events-config '{config}'"
     cure = turned_on.get(where.engine, usual)
     return "no event of stored blocks comes", f"{cure}; with several ranks, set --endpoint to this rank's socket"
 

@@ -159,7 +159,7 @@ FEED_SILENCE = _gauge("publisher.feed.silence", "s", "Time since the engine's la
 ENGINE_STATE = _gauge("publisher.engine.state", "{engine}", "1 for the state that the engine is in")
 INTAKE_LEFT_OUT = _gauge(
     "publisher.left_out",
-    "1",
+    "{share}",
     "Share of what events told lately that could not be published; 1 too if the engine serves requests and no events come",
 )
 OUTBOX_DEPTH = _gauge(
