@@ -138,7 +138,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     salt_is_tenant: bool = Field(default=False, description="Use an event's cache salt as its tenant.")
     distrust_poison: bool = Field(
         default=False,
-        description="Drop all known blocks if an event that may have been a removal can't be decoded.",
+        description="Drop all known blocks at an event of an unknown kind too, even if it names none.",
     )
     eagle: bool = Field(
         default=False, description="The engine speculates with EAGLE: it reuses one block less of a hit."

@@ -158,6 +158,11 @@ PUBLISHER = {
 FEED_CONNECTED = _gauge("publisher.feed.connected", "{feed}", "1 while the engine's event socket is connected")
 FEED_SILENCE = _gauge("publisher.feed.silence", "s", "Time since the engine's last batch of events")
 ENGINE_STATE = _gauge("publisher.engine.state", "{engine}", "1 for the state that the engine is in")
+INTAKE_LEFT_OUT = _gauge(
+    "publisher.left_out",
+    "{share}",
+    "Share of what events told lately that could not be published; 1 too if the engine serves requests and no events come",
+)
 OUTBOX_DEPTH = _gauge(
     "publisher.outbox.messages", "{message}", "Messages in the outbox: waiting, or sent and not acknowledged"
 )
@@ -168,6 +173,7 @@ LEDGER_AWAITING = _gauge("ledger.awaiting", "{event}", "Stored events that wait 
 ENGINE = {
     **_single(FEED_CONNECTED, "feed_connected"),
     **_single(FEED_SILENCE, "silence_s"),
+    **_single(INTAKE_LEFT_OUT, "left_out"),
     **_by(ENGINE_STATE, "state", up="up", down="down", asleep="asleep", draining="draining"),
     **_by(OUTBOX_DEPTH, "state", unsent="waiting", unacked="sent"),
     **_by(
@@ -190,12 +196,21 @@ LEDGER_HOLES = _counter(
 )
 
 LEDGER = {
-    **_by(LEDGER_BLOCKS, "change", stored="stored", removed="removed", store_told="told_of_store"),
+    **_by(
+        LEDGER_BLOCKS,
+        "change",
+        stored="stored",
+        removed="removed",
+        store_told="told_of_store",
+        sparse="stored_in_sparse_group",
+        parents_found="parent_found",
+    ),
     **_by(
         LEDGER_SKIPPED,
         "reason",
         removed_unknown="removed_unknown",
         unknown_parent="unknown_parent",
+        zero_parent="zero_parent",
         unindexable="unindexable",
         other_block_size="other_block_size",
         placeholder_unknown="placeholder_unknown",

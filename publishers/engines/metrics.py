@@ -118,7 +118,8 @@ class LoadContext:
 class EngineMetrics:
     """One sample of an engine's metrics. `process_start_s`: seconds since 1970; it changes when the engine restarts.
     `block_size`: tokens a block of its cache, if the page says; its events have the last word. `block_bytes`: bytes a block, if
-    the page says; 0: unknown. `hybrid`: it has a cache for other attention than full."""
+    the page says; 0: unknown. `hybrid`: it has a cache for other attention than full. `prompt_tokens`: of all requests so
+    far."""
 
     load: WorkerState
     asleep: bool = False
@@ -126,6 +127,7 @@ class EngineMetrics:
     block_size: int | None = None
     block_bytes: int = 0
     hybrid: bool = False
+    prompt_tokens: float = 0.0
 
 
 def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
@@ -186,6 +188,7 @@ def _read(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
         block_size=block_size or None,
         block_bytes=told_bytes,
         hybrid=any(samples.total(name) > 0 for name in names.other_attention),
+        prompt_tokens=samples.total(names.prompt_tokens),
     )
 
 

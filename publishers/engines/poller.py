@@ -20,6 +20,7 @@ from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engines.decoder_check import diagnose_kind, kind_of_page
 from kvatlas_publishers.engines.http_client import engine_http
 from kvatlas_publishers.engines.metrics import LoadContext, has_metrics, read_metrics
+from kvatlas_publishers.intake import Serving
 
 POLL_S = 1.0
 ANSWER_S = 2.0
@@ -68,6 +69,7 @@ class EnginePoller:
         self.load: WorkerState | None = None
         self.block_size: int | None = None
         self.block_bytes = 0
+        self.serving = Serving()
         self.process_start_s: float | None = None
         self._on_change = on_change
         self._on_restart = on_restart
@@ -225,6 +227,7 @@ class EnginePoller:
             return
         self._counters.load_samples += 1
         self.load = metrics.load
+        self.serving = Serving(metrics.load.running_decodes > 0, metrics.prompt_tokens)
         self.block_size = metrics.block_size
         if metrics.block_bytes not in (0, self.block_bytes):
             self.block_bytes = metrics.block_bytes

@@ -62,7 +62,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("index_replica", ReplicaCounters()),
         ("answers", AnswerCounts()),
         ("publisher", PublisherCounters()),
-        ("engine", PublisherGauges(1, 0.5, EngineState.UP, 1, 2, TierBlocks(), 0, 0)),
+        ("engine", PublisherGauges(1, 0.5, 0.0, EngineState.UP, 1, 2, TierBlocks(), 0, 0)),
         ("ledger", LedgerCounters()),
         ("index_work", IndexWork(1, 2, 3, 4)),
     ],
