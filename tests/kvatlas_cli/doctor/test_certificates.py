@@ -7,7 +7,7 @@ import pytest
 from kvatlas.bus.access import NatsAccess
 from kvatlas.runtime.certificate_files import CertificateState
 from kvatlas.store.access import RedisAccess
-from kvatlas.store.connection import Store
+from kvatlas.store.connection import connected_store
 from kvatlas_cli.doctor.certificates import judge_certificates, own_certificates
 from kvatlas_cli.doctor.report import Level
 from kvatlas_cli.doctor.sidecars import judge_status_pages, read_status_pages
@@ -42,14 +42,15 @@ def test_the_certificates_that_the_command_shows_are_examined(tmp_path: Path) ->
 
 
 async def test_a_routers_page_tells_what_is_on_disk_and_in_use(
-    store: Store, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority = Authority(tmp_path)
     files = authority.issue("127.0.0.1", days=9)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
     async with (
+        connected_store(store_url, wait=False) as store,
         running_fleet(store, {}),
-        running_proxy(valkey_url, http_cert_file=files.certificate, http_key_file=files.key) as client,
+        running_proxy(store_url, http_cert_file=files.certificate, http_key_file=files.key) as client,
     ):
         pages = await read_status_pages([str(client.base_url)])
         of_server = [one for one in judge_status_pages(pages, (), "nats") if str(files.certificate) in one.line]
