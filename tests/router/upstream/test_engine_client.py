@@ -69,8 +69,8 @@ def closes_kept_connections(_: Wire, turn: int) -> bytes | None:
     return None if turn else GOOD
 
 
-async def post(client: EngineClient, wire: Wire, body: bytes = b"x") -> bytes:
-    async with client.answering("POST", f"http://127.0.0.1:{wire.port}/v1/x", body=body) as answer:
+async def post(client: EngineClient, wire: Wire, body: bytes = b"x", method: str = "POST") -> bytes:
+    async with client.answering(method, f"http://127.0.0.1:{wire.port}/v1/x", body=body) as answer:
         return await answer.read_all()
 
 
@@ -123,7 +123,8 @@ async def test_a_kept_connection_that_closes_without_a_byte_is_tried_once_more_o
     assert wire.connections == [0, 0, 1, 2]
 
 
-async def test_a_request_is_never_tried_a_third_time() -> None:
+@pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
+async def test_a_request_is_never_tried_a_third_time(method: str) -> None:
     def bad_request(wire: Wire, _: int) -> bytes | None:
         return None if wire.bodies[-1] == b"bad" else GOOD
 
@@ -131,13 +132,14 @@ async def test_a_request_is_never_tried_a_third_time() -> None:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(4):  # several kept connections
                 tasks.create_task(post(client, wire))
-        assert (await failure(post(client, wire, b"bad"))).connected
+        assert (await failure(post(client, wire, b"bad", method))).connected
     assert wire.bodies.count(b"bad") == 2
 
 
-async def test_a_new_connection_that_closes_without_a_byte_is_the_engines_failure() -> None:
+@pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
+async def test_a_new_connection_that_closes_without_a_byte_is_the_engines_failure(method: str) -> None:
     async with engine(lambda _, __: None) as wire, engine_client() as client:
-        assert (await failure(post(client, wire))).connected
+        assert (await failure(post(client, wire, method=method))).connected
     assert wire.connections == [0]
 
 
