@@ -57,7 +57,7 @@ class EngineAccess:
 
     def tls_context(self) -> ssl.SSLContext:
         """Raises OSError for a file that can't be read, ssl.SSLError for one without a certificate."""
-        return tls_context(self.ca_file, None, None)
+        return tls_context("engines", self.ca_file)
 
 
 NO_KEY = EngineAccess()

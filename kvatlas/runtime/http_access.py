@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvatlas.errors import SettingsError
+from kvatlas.runtime.certificate_files import RenewedContext
 
 PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
 """Answered without a token, and in the reserve: what asks is the machine's own, and learns one bit."""
@@ -37,9 +38,15 @@ class HttpAccess:
         return max(1, self.connections * 3 // 4) if self.address_connections is None else self.address_connections
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """None without a certificate. Raises SettingsError for files that are no certificate and its key."""
+        """None without a certificate; renewed files are taken up. Raises
+        SettingsError for files that are no certificate and its key."""
         if self.cert_file is None:
             return None
+        files = [file for file in (self.cert_file, self.key_file) if file is not None]
+        return RenewedContext("HTTP server", self._build, files)
+
+    def _build(self) -> ssl.SSLContext:
+        assert self.cert_file is not None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:

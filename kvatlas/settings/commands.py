@@ -140,7 +140,8 @@ class DoctorSettings(EngineAccessSettings, ScopeSettings):
     )
     status_urls: CommaList = Field(
         default=(),
-        description="Status pages of publishers to ask too, separated by commas: finds those that use another NATS.",
+        description="Status pages of publishers, indexers and routers to ask too, separated by commas: finds publishers on "
+        "another NATS, and certificates that expire.",
     )
     strict: bool = Field(default=False, description="Exit with 1 for warnings too.")
 

@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.runtime.certificate_files import certificates_in_use
 from kvatlas.runtime.metrics_page import METRICS_ROUTE
 from kvatlas.status_page.server import StatusPage
 from kvatlas.telemetry.distribution import counters_to_jsonable
@@ -169,6 +170,7 @@ class ProxyApplication:
                 "tokens": counters_to_jsonable(tokens),
                 "answers": asdict(client.answers.counts),
                 "replica": client.replica_status,
+                "certificates": certificates_in_use(),
                 "findings": [*findings, *progress.findings(), *client.answers.findings(), *tokens.findings()],
             }
         )

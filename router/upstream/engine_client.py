@@ -37,7 +37,6 @@ MAX_HEADERS = 256
 WHOLE_BODY_BYTES = 1 << 20
 """A longer body is sent in pieces."""
 
-_LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientConnectionResetError)
 _FAILURES = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
@@ -166,8 +165,8 @@ class EngineClient:
         _is_new.set(False)
         try:
             return await self._kept.request(method, url, headers=given, data=_payload(body), allow_redirects=False)
-        except _LOST as error:
-            if _is_new.get() or isinstance(error, aiohttp.ClientConnectorError) or _has_begun(error):
+        except _ConnectionLost as error:
+            if _is_new.get() or error.has_begun:
                 raise
         # closed while the request was on its way, as idle connections are (RFC 9112, 9.3.1): nothing was begun
         return await self._single.request(method, url, headers=given, data=_payload(body), allow_redirects=False)
@@ -182,11 +181,30 @@ class EngineClient:
             max_line_size=MAX_HEAD_BYTES,
             max_field_size=MAX_HEAD_BYTES,
             max_headers=MAX_HEADERS,
+            middlewares=(_try_once,),
         )
 
 
 _is_new: ContextVar[bool] = ContextVar("_is_new", default=False)
 """Was a connection made for this task's last request?"""
+
+
+class _ConnectionLost(aiohttp.ClientError):
+    """`has_begun`: a part of the answer's head came before."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(_describe(error))
+        self.has_begun = isinstance(error, aiohttp.ServerDisconnectedError) and not isinstance(error.message, str)
+
+
+async def _try_once(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """aiohttp itself tries some methods again if it sees its own errors, on whatever connection."""
+    try:
+        return await handler(request)
+    except aiohttp.ClientConnectorError:
+        raise
+    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientConnectionResetError) as error:
+        raise _ConnectionLost(error) from error
 
 
 class _NoConnection(aiohttp.ClientConnectionError):
@@ -252,11 +270,6 @@ def _text(value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError:
         return value.decode("latin-1")
-
-
-def _has_begun(error: BaseException) -> bool:
-    """Did a part of the answer come?"""
-    return isinstance(error, aiohttp.ServerDisconnectedError) and not isinstance(error.message, str)
 
 
 def _origin(url: str) -> str:
