@@ -12,14 +12,15 @@ import httpx
 
 from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.telemetry import sampled_context
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_stream import EventStream
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import send_to_pair
+from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ProxyCounters
-from kvatlas_router.proxy.event_stream import EventStream
 from kvatlas_router.proxy.headers import for_engine
-from kvatlas_router.proxy.object_holders import ObjectHolders
 from kvatlas_router.proxy.request_trace import (
     describe_engine_answer,
     describe_first_token,
@@ -31,20 +32,17 @@ from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_answer import (
     Answer,
     EngineLost,
-    EngineRefused,
     EngineRequest,
     StreamedAnswer,
     WholeAnswer,
+    error_refusal,
     send_to_engine,
 )
-from kvatlas_router.upstream.engine_errors import EngineError
 from kvatlas_router.upstream.engine_watch import EngineWatch
 from router_client.learning.usage import Usage
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.transfer_protocol import replace_fields
 from router_client.results import Choice
-
-_OF_BODY = {b"content-type", b"content-encoding", b"cache-control", b"x-accel-buffering"}
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -126,7 +124,7 @@ class AnswerRelay:
         client until then. Raises EngineRefused for an error in place of an answer, and EngineLost if the engine goes away."""
         if isinstance(answer, WholeAnswer):
             if request.for_engine.method == "POST" and (error := EngineError.of_body(answer.body)) is not None:
-                raise _refused(choice, error, answer)
+                raise error_refusal(choice.url, error, answer)
             if request.objects is not None:
                 await self._objects.record(request.objects.made_by(answer.body), choice.worker_id)
             return OpenedAnswer(answer)
@@ -148,7 +146,7 @@ class AnswerRelay:
                 await request.send_part(passed)
         rest = stream.end()
         if stream.error is not None:
-            raise _refused(choice, stream.error, answer)
+            raise error_refusal(choice.url, stream.error, answer)
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
         return OpenedAnswer(answer, stream, chunks, rest)
@@ -226,13 +224,6 @@ class AnswerRelay:
     def _hides_usage(self, request: ClientRequest) -> bool:
         text = request.text
         return text is not None and self._ask_usage and text.streamed and not text.wants_usage
-
-
-def _refused(choice: Booked, error: EngineError, answer: Answer) -> EngineRefused:
-    """With the status that the error stands for, as an engine refuses that has not begun its answer."""
-    headers = [(name, value) for name, value in answer.headers if name.lower() not in _OF_BODY]
-    whole = WholeAnswer(error.status, [*headers, (b"content-type", b"application/json")], error.body, answer.clock)
-    return EngineRefused(f"{choice.url}: an error in its answer: {error.line}", whole)
 
 
 async def _report(call: Awaitable[None]) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.types import Message, Receive, Send
 
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_parser import can_be_read
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.proxy.error_events import error_event
 from kvatlas_router.proxy.headers import RawHeaders, for_client
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.engine_answer import EngineRequest, StreamedAnswer, WholeAnswer
-from kvatlas_router.upstream.engine_errors import EngineError
-from kvatlas_router.upstream.engine_objects import ObjectUse
-from kvatlas_router.upstream.event_parser import can_be_read
 
 _access_log = logging.getLogger("router_client.access")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs
 
 from kvatlas.errors import InvalidValue
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.proxy.large_body import find_model
 from kvatlas_router.tokens.text_request import Api, TextRequest, is_large, parse_object
-from kvatlas_router.upstream.engine_objects import ObjectUse
 from router_client.pricing.transfer_protocol import replace_fields, withdraw_transfer_fields
 
 MOST_LETTERS = 1 << 20

@@ -1,4 +1,4 @@
-"""Which worker has the objects that engines keep (`kvatlas_router.upstream.engine_objects`), shared by the fleet's routers."""
+"""Which worker has the objects that engines keep (`object_use.py`), shared by the fleet's routers."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES
-from kvatlas_router.upstream.engine_objects import ObjectUse
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from router_client.decision.selector import Selector
 from router_client.prompt import Prompt
 

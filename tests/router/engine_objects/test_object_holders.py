@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 from kvatlas.fleet_store import fleet_store
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store
+from tests.router.answers.test_answer_errors import CREATED, TEXT, streams
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import Answer, faulty_engine
-from tests.router.proxy.test_answer_errors import CREATED, TEXT, streams
 from tests.router.proxy.test_proxy import decision, status
 
 pytestmark = pytest.mark.anyio

@@ -25,7 +25,12 @@ PART = b'data: {"choices": [{"index": 0, "text": "a", "delta": {"content": "a"}}
 ROLE = b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 PING = b": keep-alive\n\n"
-SAID = {"message": "EngineCore encountered an issue", "type": "InternalServerError", "param": None, "code": 500}
+SAID: dict[str, Any] = {
+    "message": "EngineCore encountered an issue",
+    "type": "InternalServerError",
+    "param": None,
+    "code": 500,
+}
 ERROR = b"data: " + json.dumps({"error": SAID}).encode() + b"\n\n"
 NAMED = b'event: error\ndata: {"type": "error", "error": {"type": "overloaded_error", "message": "full"}}\n\n'
 TOO_LONG = {"message": "the prompt is too long", "type": "BadRequestError", "param": None, "code": 400}
