@@ -59,6 +59,10 @@ class ObjectHolders:
             record = records.get(worker_id)
             if record is None:
                 raise ObjectUnknown(f"{id[:80]} was kept by worker {worker_id}, which is gone; make it again")
+            if worker_id not in among:
+                raise InvalidValue(
+                    f"{id[:80]} is kept by worker {worker_id}, which does not serve this request's model"
+                )
             if not record.routable:
                 raise Unreachable(f"{id[:80]} is kept by worker {worker_id}, which can't take requests now")
             return record

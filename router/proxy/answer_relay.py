@@ -172,14 +172,11 @@ class AnswerRelay:
             await request.send({"type": "http.response.body", "body": b""})
         await _report(self._finish(request, choice, answer, usage))
 
-    async def break_off(
-        self, request: ClientRequest, choice: Booked, error: EngineLost, opened: "OpenedAnswer"
-    ) -> None:
+    async def break_off(self, request: ClientRequest, choice: Booked, error: EngineLost) -> None:
         """The engine went away in mid-answer: tell the client."""
         self._counters.broken += 1
         _log.warning("worker %s: %s; telling the client", choice.worker_id, error)
-        in_event = opened.stream is not None and opened.stream.in_event
-        await request.break_off(ErrorKind.BAD_GATEWAY, str(error), in_event=in_event)
+        await request.break_off(ErrorKind.BAD_GATEWAY, str(error))
 
     async def _finish(self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None) -> None:
         self._counters.request_time.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
@@ -215,7 +212,7 @@ class AnswerRelay:
         return passed
 
     async def _send_events(self, request: ClientRequest, stream: EventStream, passed: bytes) -> None:
-        request.sent_events = stream.events
+        request.sent_events, request.in_event = stream.events, stream.in_event
         if stream.done:
             request.complete = True  # clients leave as soon as they have the event that ends it
         if passed:

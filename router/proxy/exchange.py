@@ -282,7 +282,7 @@ class Exchange:
                 if isinstance(error, EngineLost) and opened is not None:
                     self._outliers.record_bad(pool_id, worker_id, str(error))
                     await choice.done(status=0)
-                    await self._relay.break_off(request, choice, error, opened)
+                    await self._relay.break_off(request, choice, error)
                     return True
                 return await self._judge_failure(request, choice, pool_id, attempts, span, error, header, unjudged)
             finally:

@@ -200,6 +200,16 @@ async def test_a_broken_answer_of_an_unknown_protocol_is_cut(
         assert await read_cut(client, path, {"model": MODEL, **body}) == PART
 
 
+async def test_an_engine_that_answers_behind_its_own_comment_is_named_once(store: Store, valkey_url: str) -> None:
+    async with (
+        raw_engine(HEAD + chunk(PING) + chunk(PART) + chunk(DONE) + b"0\r\n\r\n") as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+        assert answer.content == PING + PART + DONE and decision(answer)[0] == "w1"
+
+
 async def test_a_broken_answer_that_is_compressed_is_cut(store: Store, valkey_url: str) -> None:
     head = HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: br\r\n\r\n")
     async with (
