@@ -17,12 +17,12 @@ from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
 from kvatlas_router.disaggregation.pair_booker import PairBooker
+from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.held_bookings import HeldBookings
 from kvatlas_router.proxy.answer_relay import AnswerRelay
 from kvatlas_router.proxy.application import ProxyApplication
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.exchange import Exchange, ExchangeSettings
-from kvatlas_router.proxy.object_holders import ObjectHolders
 from kvatlas_router.proxy.request_router import build_admission, open_request_router
 from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.status_page.prompt_probe import PromptProbe

@@ -9,6 +9,8 @@ from typing import Any
 
 from kvatlas.errors import KvatlasError
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_stream import EventStream
 from kvatlas_router.disaggregation.bootstrap import bootstrap_fields
 from kvatlas_router.disaggregation.kv_transfer_params import prefill_body, read_params
 from kvatlas_router.upstream.engine_answer import (
@@ -16,6 +18,7 @@ from kvatlas_router.upstream.engine_answer import (
     EngineRefused,
     EngineRequest,
     StreamedAnswer,
+    error_refusal,
 )
 from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
 from kvatlas_router.upstream.status import Verdict, judge
@@ -130,14 +133,19 @@ async def _stop(task: "asyncio.Task[None]") -> None:
 
 
 async def _read_good(worker: Choice, answer: Answer) -> bytes:
-    """A good answer to its end; empty for a stream. Raises EngineRefused and EngineLost."""
+    """A good answer to its end; empty for a stream. Raises EngineRefused, also for an error in its place, and EngineLost."""
     if isinstance(answer, StreamedAnswer):
-        async for _ in answer.chunks():
-            pass
-        return b""
-    if judge(answer.status) is not Verdict.ANSWERED:
-        raise EngineRefused(f"{worker.url}: status {answer.status}", answer)
-    return answer.body
+        stream = EventStream(hide_usage=False)
+        async for chunk in answer.chunks():
+            stream.feed(chunk)
+        error = stream.error if answer.events else None
+    else:
+        if judge(answer.status) is not Verdict.ANSWERED:
+            raise EngineRefused(f"{worker.url}: status {answer.status}", answer)
+        error = EngineError.of_body(answer.body)
+    if error is not None:
+        raise error_refusal(worker.url, error, answer)
+    return b"" if isinstance(answer, StreamedAnswer) else answer.body
 
 
 def as_failure(error: EngineRefused | EngineUnreachable | EngineLost) -> EngineRefused | EngineUnreachable:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvatlas.errors import InvalidValue
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.gateway.extension_objects import OBJECTIVE_HEADERS, PoolObjects
 from kvatlas_router.gateway.field_metrics import RequestLabels
 from kvatlas_router.gateway.picker import Renaming, RequestHead
 from kvatlas_router.proxy.engine_call import INFERENCE, EngineCall, read_call
 from kvatlas_router.proxy.json_body import UnreadableBody
 from kvatlas_router.tokens.text_request import parse_object
-from kvatlas_router.upstream.engine_objects import ObjectUse
 from router_client.pricing.transfer_protocol import replace_fields
 
 _ADMINISTRATION = re.compile(

@@ -5,16 +5,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvatlas_router.admission.admission import Admission
+from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.gateway.asked_request import AskedRequest
 from kvatlas_router.gateway.picker import Destination
 from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.progress.monitor import ProgressMonitor
 from kvatlas_router.proxy.headers import RawHeaders
-from kvatlas_router.proxy.object_holders import ObjectHolders
 from kvatlas_router.proxy.predicted_try import sent_try
 from kvatlas_router.tokens.text_request import TextRequest
-from kvatlas_router.upstream.engine_errors import EngineError
 from kvatlas_router.upstream.status import Verdict, judge
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage

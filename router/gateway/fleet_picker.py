@@ -18,6 +18,7 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
 from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
 from kvatlas_router.gateway.addresses import Candidates, WorkerAddresses
 from kvatlas_router.gateway.asked_request import AdministrationPath, AskedRequest
 from kvatlas_router.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
@@ -31,7 +32,6 @@ from kvatlas_router.proxy.answer_usage import usage_fields
 from kvatlas_router.proxy.client_request import ErrorKind
 from kvatlas_router.proxy.engine_call import FORMS, INFERENCE
 from kvatlas_router.proxy.headers import decision_header
-from kvatlas_router.proxy.object_holders import ObjectHolders, ObjectUnknown
 from kvatlas_router.proxy.request_reader import UnknownModel
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.tokens.prompt_reader import RequestPrompt

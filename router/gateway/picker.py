@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.gateway.ext_proc.messages import first_value
 from kvatlas_router.gateway.field_metrics import RequestLabels
 from kvatlas_router.proxy.client_request import ErrorKind, error_body
 from kvatlas_router.proxy.headers import RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
-from kvatlas_router.upstream.engine_errors import EngineError
-from kvatlas_router.upstream.engine_objects import ObjectUse
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 

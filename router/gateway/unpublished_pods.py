@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import xxhash
 
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.gateway.asked_request import AskedRequest
 from kvatlas_router.gateway.picker import Destination
 from kvatlas_router.proxy.headers import DECISION_HEADER, RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
-from kvatlas_router.upstream.engine_errors import EngineError
-from kvatlas_router.upstream.engine_objects import ObjectUse
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 

@@ -10,15 +10,16 @@ from typing import Any
 
 from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.telemetry import sampled_context
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_stream import EventStream
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import send_to_pair
+from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.progress.monitor import ProgressMonitor
 from kvatlas_router.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ProxyCounters
-from kvatlas_router.proxy.event_stream import EventStream
 from kvatlas_router.proxy.headers import for_engine
-from kvatlas_router.proxy.object_holders import ObjectHolders
 from kvatlas_router.proxy.predicted_try import sent_try
 from kvatlas_router.proxy.request_trace import (
     describe_engine_answer,
@@ -30,20 +31,17 @@ from kvatlas_router.proxy.request_trace import (
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_answer import (
     Answer,
-    EngineRefused,
     EngineRequest,
     StreamedAnswer,
     WholeAnswer,
+    error_refusal,
     send_to_engine,
 )
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost
-from kvatlas_router.upstream.engine_errors import EngineError
 from router_client.learning.usage import Usage
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.transfer_protocol import replace_fields
 from router_client.results import Choice
-
-_OF_BODY = {b"content-type", b"content-encoding", b"cache-control", b"x-accel-buffering"}
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -135,7 +133,7 @@ class AnswerRelay:
         client until then. Raises EngineRefused for an error in place of an answer, and EngineLost if the engine goes away."""
         if isinstance(answer, WholeAnswer):
             if request.for_engine.method == "POST" and (error := EngineError.of_body(answer.body)) is not None:
-                raise _refused(choice, error, answer)
+                raise error_refusal(choice.url, error, answer)
             if request.objects is not None:
                 await self._objects.record(request.objects.made_by(answer.body), choice.worker_id)
             return OpenedAnswer(answer)
@@ -157,7 +155,7 @@ class AnswerRelay:
                 await request.send_part(passed)
         rest = stream.end()
         if stream.error is not None:
-            raise _refused(choice, stream.error, answer)
+            raise error_refusal(choice.url, stream.error, answer)
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
         return OpenedAnswer(answer, stream, chunks, rest)
@@ -183,14 +181,11 @@ class AnswerRelay:
             await request.send({"type": "http.response.body", "body": b""})
         await _report(self._finish(request, choice, answer, usage))
 
-    async def break_off(
-        self, request: ClientRequest, choice: Booked, error: EngineLost, opened: "OpenedAnswer"
-    ) -> None:
+    async def break_off(self, request: ClientRequest, choice: Booked, error: EngineLost) -> None:
         """The engine went away in mid-answer: tell the client."""
         self._counters.broken += 1
         _log.warning("worker %s: %s; telling the client", choice.worker_id, error)
-        in_event = opened.stream is not None and opened.stream.in_event
-        await request.break_off(ErrorKind.BAD_GATEWAY, str(error), in_event=in_event)
+        await request.break_off(ErrorKind.BAD_GATEWAY, str(error))
 
     async def _finish(self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None) -> None:
         self._counters.request_time.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
@@ -226,7 +221,7 @@ class AnswerRelay:
         return passed
 
     async def _send_events(self, request: ClientRequest, stream: EventStream, passed: bytes) -> None:
-        request.sent_events = stream.events
+        request.sent_events, request.in_event = stream.events, stream.in_event
         if stream.done:
             request.complete = True  # clients leave as soon as they have the event that ends it
         if passed:
@@ -235,13 +230,6 @@ class AnswerRelay:
     def _hides_usage(self, request: ClientRequest) -> bool:
         text = request.text
         return text is not None and self._ask_usage and text.streamed and not text.wants_usage
-
-
-def _refused(choice: Booked, error: EngineError, answer: Answer) -> EngineRefused:
-    """With the status that the error stands for, as an engine refuses that has not begun its answer."""
-    headers = [(name, value) for name, value in answer.headers if name.lower() not in _OF_BODY]
-    whole = WholeAnswer(error.status, [*headers, (b"content-type", b"application/json")], error.body, answer.clock)
-    return EngineRefused(f"{choice.url}: an error in its answer: {error.line}", whole)
 
 
 async def _report(call: Awaitable[None]) -> None:

@@ -32,6 +32,7 @@ from kvatlas.status_page.server import StatusPage
 from kvatlas.telemetry.distribution import counters_to_jsonable
 from kvatlas.version import own_version
 from kvatlas_router.admission.admission import RequestShed
+from kvatlas_router.engine_objects.object_use import OBJECT_ROUTES
 from kvatlas_router.held_bookings import HeldBookings, TooManyHeld
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
@@ -45,7 +46,6 @@ from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.proxy.request_trace import describe_answer, request_span
 from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.upstream.engine_answer import EngineRequest
-from kvatlas_router.upstream.engine_objects import OBJECT_ROUTES
 from router_client.errors import NoWorkers
 from router_client.request_feed import RequestFeed
 

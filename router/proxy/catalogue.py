@@ -159,11 +159,11 @@ class Catalogue:
         return {id: record for id, record in records if record.routable and record.endpoint.pool_id == pool_id}
 
     async def workers_for(self, name: str | None) -> Collection[str] | None:
-        """The workers that may get requests for this name now, by id; None for no name, or one that no engine serves."""
+        """The workers of a name's pool that serve it, also those that get no requests now; None for none, or an unknown one."""
         scope = await self.scope_of(name) if name is not None else None
         if scope is None:
             return None
-        return (await self.workers_of(scope)).keys() - (await self.unfit_for(name)).keys()
+        return set(await self.members_of(scope.pool_id)) - (await self.unfit_for(name)).keys()
 
     async def members_of(self, pool_id: str) -> Collection[str]:
         """The workers of a pool, also those that get no requests now."""

@@ -11,13 +11,13 @@ from typing import Any
 from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.types import Message, Receive, Send
 
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_parser import can_be_read
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.proxy.error_events import error_event
 from kvatlas_router.proxy.headers import RawHeaders, for_client
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.engine_answer import EngineRequest, StreamedAnswer, WholeAnswer
-from kvatlas_router.upstream.engine_errors import EngineError
-from kvatlas_router.upstream.engine_objects import ObjectUse
-from kvatlas_router.upstream.event_parser import can_be_read
 
 _access_log = logging.getLogger("router_client.access")
 
@@ -47,7 +47,8 @@ class ClientRequest:
 
     `text`: as far as a router reads a chat or a completion; None for any other call, whose prompt is not read. `model`: the
     name that it asks for. `letters`: about how long its prompt is. What was sent back so far: `status`, `events` (a stream of
-    server-sent events began), `sent_events` (with data) and `complete`. `decision`: of the last try, as its header says it.
+    server-sent events began), `sent_events` (with data), `in_event` (a part of one), `begun_with` (the header of a decision)
+    and `complete`. `decision`: of the last try, as its header says it.
     `priority`: in the queue, as it says itself; None: it does not. `prompt_tokens`: of its prompt, or a guess; 0 until it is
     read. `span`: the router's own. `objects`: those that engines keep, and that it names or makes.
     """
@@ -66,6 +67,8 @@ class ClientRequest:
     sent_bytes: int = 0
     events: bool = False
     sent_events: int = 0
+    in_event: bool = False
+    begun_with: tuple[bytes, bytes] | None = None
     complete: bool = False
     decision: str = ""
     priority: int | None = None
@@ -101,12 +104,13 @@ class ClientRequest:
         await self.to_client(message)
 
     async def begin(self, answer: StreamedAnswer, header: tuple[bytes, bytes]) -> None:
-        """Send the status and headers of an answer. If those of another engine were sent before, with what keeps a connection
-        alive, the new decision is a comment of the stream."""
+        """Send the status and headers of an answer, once. If those of another engine were sent before, with what keeps a
+        connection alive, the new decision is a comment of the stream."""
+        before, self.begun_with = self.begun_with, header
         if self.status is None:
             headers = [*for_client(answer.headers), header]
             await self.send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        else:
+        elif before != header:
             await self.send_part(b": " + header[0] + b": " + header[1] + b"\n\n")
 
     async def send_part(self, body: bytes) -> None:
@@ -128,16 +132,16 @@ class ClientRequest:
         else:
             await self.break_off(kind, line)
 
-    async def break_off(self, kind: ErrorKind, line: str, *, in_event: bool = False) -> None:
+    async def break_off(self, kind: ErrorKind, line: str) -> None:
         """End the answer with an error: as such if nothing was sent yet, as an event if a stream of events began and its last
-        event is whole (`in_event`: it is not). The server cuts the connection of any other answer that is not complete."""
+        event is whole. The server cuts the connection of any other answer that is not complete."""
         if self.complete:
             return
         if self.status is None:
             await send_error(self.send, kind, line)
             return
         event = error_event(self.for_engine.path, error_body(kind, line), self.sent_events) if self.events else None
-        if event is not None and not in_event:
+        if event is not None and not self.in_event:
             await self.send({"type": "http.response.body", "body": event})
 
     def log(self, *, gone: bool) -> None:

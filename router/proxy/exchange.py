@@ -23,6 +23,7 @@ from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import PrefillFailed, as_failure
+from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown, only_for
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, OpenedAnswer
@@ -31,7 +32,6 @@ from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.engine_call import INFERENCE
 from kvatlas_router.proxy.headers import decision_header
-from kvatlas_router.proxy.object_holders import ObjectHolders, ObjectUnknown, only_for
 from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
 from kvatlas_router.proxy.request_trace import describe_answer, describe_try, request_span
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
@@ -291,7 +291,7 @@ class Exchange:
                     unjudged.discard(worker_id)
                     self._outliers.record_bad(pool_id, worker_id, str(error))
                     await choice.done(status=0)
-                    await self._relay.break_off(request, choice, error, opened)
+                    await self._relay.break_off(request, choice, error)
                     return True
                 return await self._judge_failure(request, choice, pool_id, attempts, span, error, header, unjudged)
             finally:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from kvatlas.errors import KvatlasError
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_parser import can_be_read, header_value
 from kvatlas_router.progress.watched_try import WatchedTry
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost, EngineUnreachable, IncomingAnswer
-from kvatlas_router.upstream.event_parser import can_be_read, header_value
 from router_client.learning.timings import AnswerClock
 
 
@@ -73,6 +74,15 @@ class StreamedAnswer:
 
 
 Answer = WholeAnswer | StreamedAnswer
+
+_OF_BODY = {b"content-type", b"content-encoding", b"cache-control", b"x-accel-buffering"}
+
+
+def error_refusal(url: str, error: EngineError, answer: Answer) -> EngineRefused:
+    """A good answer that is an error, as an engine's refusal with the status that the error stands for."""
+    headers = [(name, value) for name, value in answer.headers if name.lower() not in _OF_BODY]
+    whole = WholeAnswer(error.status, [*headers, (b"content-type", b"application/json")], error.body, answer.clock)
+    return EngineRefused(f"{url}: an error in its answer: {error.line}", whole)
 
 
 @asynccontextmanager

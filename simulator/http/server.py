@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from kvatlas.errors import InvalidValue
 from kvatlas_simulator.engine.loop import EngineLoop
+from kvatlas_simulator.http.answer_faults import AnswerFault, AnswerFaults, faulty_response
 from kvatlas_simulator.http.completion_response import ChatResponse, CompletionResponse, error_response
 from kvatlas_simulator.http.kv_transfer import Disaggregation, KvTransfers
 from kvatlas_simulator.http.metrics import CONTENT_TYPE, EngineMetrics
@@ -42,10 +43,13 @@ class EngineApi:
         event_source: Mapping[str, Any] | None = None,
         transfers: KvTransfers | None = None,
         health_waits: bool = False,
+        keep_alive_s: float = 0.0,
+        faults: AnswerFaults | None = None,
     ) -> None:
         """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's
         `/kv_event_sources` describes them; None without events. `transfers`: to and from other engines; None: it has none.
-        `health_waits`: `/health` answers behind what is computed."""
+        `health_waits`: `/health` answers behind what is computed. `keep_alive_s`: see `CompletionResponse`. `faults`: of its
+        answers."""
         self._health_waits = health_waits
         self._page = b""
         self._engine = engine
@@ -55,6 +59,8 @@ class EngineApi:
         self._resident_blocks = resident_blocks
         self._event_source = event_source
         self._transfers = transfers or KvTransfers(engine, Disaggregation.NONE, 0, 1)
+        self._keep_alive_s = keep_alive_s
+        self._faults = faults or AnswerFaults()
         self._started_at = time.time()
         self._metrics = EngineMetrics(engine, model=model, started_at=self._started_at)
 
@@ -145,7 +151,17 @@ class EngineApi:
             model, adapter = self._resolve_model(body.model)
         except InvalidValue as error:
             return _invalid(error)
-        return response_type(self._engine, body, model=model, adapter=adapter, transfers=self._transfers)
+        response = response_type(
+            self._engine,
+            body,
+            model=model,
+            adapter=adapter,
+            transfers=self._transfers,
+            keep_alive_s=self._keep_alive_s,
+        )
+        if (fault := self._faults.draw()) is not AnswerFault.NONE:
+            return faulty_response(fault, response.first_part(), streamed=body.stream)
+        return response
 
     async def _tokenize(self, request: Request) -> Response:
         try:

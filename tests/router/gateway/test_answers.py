@@ -9,12 +9,12 @@ from starlette.responses import Response, StreamingResponse
 
 from kvatlas.store.connection import Store
 from tests.eventually import until
+from tests.router.answers.test_answer_errors import DONE, ERROR, PART, PING, SAID, says, streams
+from tests.router.engine_objects.test_object_holders import keeper
 from tests.router.gateway.envoy import EnvoyProcess
 from tests.router.gateway.gateway import PROMPT, running_gateway, running_picker, worker_of
 from tests.router.proxy.engines import MODEL
 from tests.router.proxy.faulty_engine import faulty_engine
-from tests.router.proxy.test_answer_errors import DONE, ERROR, PART, PING, SAID, says, streams
-from tests.router.proxy.test_engine_objects import keeper
 
 pytestmark = pytest.mark.anyio
 

@@ -4,9 +4,9 @@ import json
 import re
 from typing import Any
 
-from kvatlas_router.upstream.engine_errors import EngineError
-from kvatlas_router.upstream.engine_objects import response_id
-from kvatlas_router.upstream.event_parser import Event, EventParser, may_begin_event
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_parser import Event, EventParser, may_begin_event
+from kvatlas_router.engine_objects.object_use import response_id
 from router_client.learning.usage import Usage
 
 MOST_HELD_BYTES = 16 << 10

@@ -1,4 +1,4 @@
-"""Which worker has the objects that engines keep (`kvatlas_router.upstream.engine_objects`), shared by the fleet's routers."""
+"""Which worker has the objects that engines keep (`object_use.py`), shared by the fleet's routers."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES
-from kvatlas_router.upstream.engine_objects import ObjectUse
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from router_client.decision.selector import Selector
 from router_client.prompt import Prompt
 
@@ -59,6 +59,10 @@ class ObjectHolders:
             record = records.get(worker_id)
             if record is None:
                 raise ObjectUnknown(f"{id[:80]} was kept by worker {worker_id}, which is gone; make it again")
+            if worker_id not in among:
+                raise InvalidValue(
+                    f"{id[:80]} is kept by worker {worker_id}, which does not serve this request's model"
+                )
             if not record.routable:
                 raise Unreachable(f"{id[:80]} is kept by worker {worker_id}, which can't take requests now")
             return record

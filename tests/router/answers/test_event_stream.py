@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas_router.proxy.event_stream import EventStream
+from kvatlas_router.answers.event_stream import EventStream
 from kvatlas_router.tokens import Usage
 
 TOLD = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}

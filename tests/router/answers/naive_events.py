@@ -7,7 +7,8 @@ def naive_events(text: bytes) -> list[tuple[str, bytes | None]]:
     """The type and the data of each event, comments and blank lines included, and one at the end without its blank line."""
     lines = re.split(rb"\r\n|\r|\n", text.removeprefix(b"\xef\xbb\xbf"))
     events: list[tuple[str, bytes | None]] = []
-    type, data, begun = b"", [], False
+    type, begun = b"", False
+    data: list[bytes] = []
     for number, line in enumerate(lines):
         if not line and number < len(lines) - 1:
             events.append((type.decode("utf-8", "replace"), b"\n".join(data) if data else None))

@@ -25,7 +25,12 @@ PART = b'data: {"choices": [{"index": 0, "text": "a", "delta": {"content": "a"}}
 ROLE = b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 PING = b": keep-alive\n\n"
-SAID = {"message": "EngineCore encountered an issue", "type": "InternalServerError", "param": None, "code": 500}
+SAID: dict[str, Any] = {
+    "message": "EngineCore encountered an issue",
+    "type": "InternalServerError",
+    "param": None,
+    "code": 500,
+}
 ERROR = b"data: " + json.dumps({"error": SAID}).encode() + b"\n\n"
 NAMED = b'event: error\ndata: {"type": "error", "error": {"type": "overloaded_error", "message": "full"}}\n\n'
 TOO_LONG = {"message": "the prompt is too long", "type": "BadRequestError", "param": None, "code": 400}
@@ -193,6 +198,16 @@ async def test_a_broken_answer_of_an_unknown_protocol_is_cut(
         running_proxy(valkey_url) as client,
     ):
         assert await read_cut(client, path, {"model": MODEL, **body}) == PART
+
+
+async def test_an_engine_that_answers_behind_its_own_comment_is_named_once(store: Store, valkey_url: str) -> None:
+    async with (
+        raw_engine(HEAD + chunk(PING) + chunk(PART) + chunk(DONE) + b"0\r\n\r\n") as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+        assert answer.content == PING + PART + DONE and decision(answer)[0] == "w1"
 
 
 async def test_a_broken_answer_that_is_compressed_is_cut(store: Store, valkey_url: str) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas_router.upstream.event_parser import MOST_DATA_BYTES, Event, EventParser, may_begin_event
-from tests.router.upstream.naive_events import naive_events
+from kvatlas_router.answers.event_parser import MOST_DATA_BYTES, Event, EventParser, may_begin_event
+from tests.router.answers.naive_events import naive_events
 
 FIELDS = (b"data", b"data: ", b"data:", b"event: error", b"event", b"id: 7", b"retry: 10", b": ping", b":")
 OTHERS = (b" ", b"x", b"{}", b"[DONE]", b"\xef\xbb\xbf", b"\xc3", b"\xbc")

@@ -1,6 +1,7 @@
 """Responses, files and batches stay on the engine that made them: requests for them go there, through any router."""
 
 import json
+from functools import partial
 from typing import Any
 
 import httpx
@@ -8,12 +9,14 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvatlas.fleet.records import EngineState
 from kvatlas.fleet_store import fleet_store
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store
-from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
+from tests.eventually import until
+from tests.router.answers.test_answer_errors import CREATED, TEXT, streams
+from tests.router.proxy.engines import MODEL, record, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import Answer, faulty_engine
-from tests.router.proxy.test_answer_errors import CREATED, TEXT, streams
 from tests.router.proxy.test_proxy import decision, status
 
 pytestmark = pytest.mark.anyio
@@ -106,6 +109,19 @@ async def test_what_no_engine_is_known_to_have_is_refused_in_one_line(store: Sto
         assert listed.status_code == 400 and "2" in listed.json()["error"]["message"]
         await FleetStore(store).put_objects({"a": "w1", "b": "w2", "c": "w9"})
         assert (await ask(client, previous_response_id="a", conversation={"id": "b"})).status_code == 400
+        other = record("w3", first.url)
+        endpoint = other.endpoint.model_copy(update={"model_id": "other", "tokenizer_id": "other"})
+        other = other.model_copy(update={"endpoint": endpoint})
+        away = record("w4", first.url).model_copy(update={"state": EngineState.DOWN})
+        await FleetStore(store).write({"w3": other, "w4": away})
+        await FleetStore(store).put_objects({"d": "w3", "e": "w4"})
+
+        async def is_refused_with(status: int, id: str, why: str) -> bool:
+            answer = await ask(client, previous_response_id=id)
+            return answer.status_code == status and why in answer.json()["error"]["message"]
+
+        await until(partial(is_refused_with, 400, "d", "w3"), what="an object of another model's worker is refused")
+        await until(partial(is_refused_with, 503, "e", "w4"), what="an object of a worker that is away is refused")
         gone = await ask(client, previous_response_id="c")
         assert gone.status_code == 404 and "w9" in gone.json()["error"]["message"]
         assert first.asked == second.asked == 0
