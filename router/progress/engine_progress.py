@@ -14,7 +14,7 @@ makes an engine alive, in any state, however long one request waits there. Statu
   have no request without a byte beside them: BEGUN.
 - **Clients that left** before the first byte are evidence that an engine had work. LEAST_LEFT of them since the last progress
   make it suspected, which costs it nothing but a probe. They never stall it by themselves: without a request that waits, only
-  an unanswered probe does.
+  a probe does that is not answered for twice as long.
 - **A probe** has the time between suspicion and stall, from when it was sent. While an engine is stalled one probe is out at a
   time, PROBE_EVERY_S apart.
 - **An engine that can't be probed** (it refuses the probe itself) stalls only by a request that waits there; it is tried with
@@ -257,8 +257,9 @@ class EngineProgress:
 
     def _is_sure(self, seconds: float, now: float) -> bool:
         """Was no probe answered for so long? Without a probe: does a request wait there for too long itself?"""
+        waiting = [work for work in self._work.values() if not work.began]
         if self.may_be_probed:
+            seconds = seconds if self._work else 2 * seconds
             return self._doubted_at is not None and now - self._doubted_at >= seconds
         since = self._quiet_since or 0.0
-        waiting = [work for work in self._work.values() if not work.began]
         return any(now >= max(since, work.sent) + work.bounds.stall_s for work in waiting)

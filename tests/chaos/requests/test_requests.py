@@ -12,6 +12,7 @@ from kvatlas.store.connection import Store, open_store
 from kvatlas_router.outliers.pool_outliers import MOST_EJECT_S
 from tests.chaos.requests.request_faults import AT_ONCE, FAULTS, REQUESTS, drive, run
 from tests.chaos.requests.rolled_routers import RouterTask, roll
+from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import faulty_engine, well
 from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, silent_engine
@@ -46,8 +47,7 @@ async def test_no_request_is_lost_to_one_bad_engine_of_four(
 async def test_no_request_is_lost_to_an_engine_that_is_away_or_hangs(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, first: bytes | None
 ) -> None:
-    monkeypatch.setattr("kvatlas_router.proxy_service.PATIENCE_S", 0.2)
-    monkeypatch.setattr("kvatlas_router.upstream.engine_watch.PROBE_S", 0.2)
+    shorten_bounds(monkeypatch)
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(store, {}))
         rude = await stack.enter_async_context(raw_engine(b"") if first is None else silent_engine(first))
