@@ -23,7 +23,7 @@ makes an engine alive, in any state, however long one request waits there. Statu
 - After CUT_S in which it was stalled its other answers are given up too (`is_lost`).
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -131,6 +131,14 @@ class EngineProgress:
             self._trial, self._trial_at = None, now + TRIAL_EVERY_S
         self._rest_if_idle()
 
+    def renew(self, bounds: Mapping[Hashable, Bounds]) -> None:
+        """More is known of how long these requests may take, from now on."""
+        self._deadlines = None
+        for key, work in self._work.items():
+            work.bounds = bounds.get(key, work.bounds)
+            if not work.began:
+                self._count(work.bounds, max(self._quiet_since or work.sent, work.sent))
+
     def leave(self, key: Hashable, now: float) -> None:
         """Its client left."""
         work = self._work.get(key)
@@ -216,10 +224,6 @@ class EngineProgress:
     def is_lost(self, now: float) -> bool:
         """Is it stalled for so long that nothing there will be answered?"""
         return self.stalled_at is not None and now - self.stalled_at >= CUT_S
-
-    @property
-    def has_work(self) -> bool:
-        return self._quiet_since is not None
 
     def quiet_s(self, now: float) -> float:
         """How long it has work and makes no progress."""

@@ -45,6 +45,12 @@ async def slow(request: Request) -> Response:
     return await well(request)
 
 
+async def hang(_: Request) -> Response:
+    """No byte: its device hangs, and its HTTP server does not notice."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 FAULTS: dict[str, Answer] = {
     "500": status(500),
     "429": status(429),
@@ -53,7 +59,11 @@ FAULTS: dict[str, Answer] = {
     "lies": lie,
     "dies": die,
     "slow": slow,
+    "hangs": hang,
+    "busy": slow,
 }
+WITHOUT_HEALTH = {"busy"}
+"""Their status pages wait behind what they compute."""
 
 
 @dataclass(slots=True)
@@ -119,8 +129,8 @@ async def drive(clients: Sequence[httpx.AsyncClient], asked: "Counter[str]", bad
     return figures
 
 
-async def run(store: Store, redis_url: str, bad: Answer, *, streamed: bool) -> Figures:
-    """With four engines, of which the first is the bad one."""
+async def run(store: Store, redis_url: str, bad: Answer, *, streamed: bool, healthy: bool = True) -> Figures:
+    """With four engines, of which the first is the bad one. `healthy`: it answers its status page."""
     asked: Counter[str] = Counter()
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(store, {}))
@@ -131,7 +141,7 @@ async def run(store: Store, redis_url: str, bad: Answer, *, streamed: bool) -> F
                 asked[worker_id] += 1
                 return await (bad if number == 0 else well)(request)
 
-            engine = await stack.enter_async_context(faulty_engine(answer))
+            engine = await stack.enter_async_context(faulty_engine(answer, healthy=healthy or number > 0))
             await fleet.report(worker_id, engine.url)
         clients = [
             await stack.enter_async_context(running_proxy(redis_url, learn=False, access_log=False)) for _ in range(2)
