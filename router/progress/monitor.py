@@ -45,7 +45,7 @@ class ProgressCounters:
 
 @dataclass(slots=True)
 class _Engine:
-    """`series`: of its metric. `reported`: as stalled, at `stalled_at`. `seen`: what its fleet record said last of its progress."""
+    """`series`: of its metric. `reported`: as stalled, at `stalled_at`. `seen`: what its fleet record said last."""
 
     pool_id: str
     progress: EngineProgress = field(default_factory=EngineProgress)
