@@ -40,7 +40,7 @@ async def test_no_request_is_lost_to_one_bad_engine_of_four(
         assert figures.answered + figures.broken == REQUESTS and figures.broken <= 12
     else:
         assert figures.answered == REQUESTS
-    if fault not in ("lies", "slow", "busy"):  # their answers are good ones
+    if fault not in ("lies", "slow", "busy", "hangs"):  # their answers are good ones; a hang takes its time to be found
         assert figures.share_after <= 0.1
 
 

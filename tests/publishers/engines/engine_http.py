@@ -1,5 +1,6 @@
 """An engine's HTTP side: a real server whose pages a test sets."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ from typing import Any
 
 @dataclass
 class EngineHttp:
-    """What it answers now: (status, body) by path; others are 404."""
+    """What it answers now: (status, body) by path; others are 404. Those of `late` it does not answer yet."""
 
     server: ThreadingHTTPServer
     pages: dict[str, tuple[int, str]] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
 
     @property
     def url(self) -> str:
@@ -28,6 +30,8 @@ class EngineHttp:
 def engine_http() -> Iterator[EngineHttp]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            while self.path in served.late:
+                time.sleep(0.01)
             status, body = served.pages.get(self.path, (404, ""))
             self.send_response(status)
             self.end_headers()
