@@ -7,6 +7,7 @@ Both stand on the library `router_client`, which overlaps, prices, books and lea
     tokens/           from text to token ids
     admission/        a queue for requests that no worker has room for
     upstream/         connections to engines, and what their answers say
+    progress/         engines that compute nothing though they have work are found, probed and left alone
     outliers/         workers that fail too often are left alone for a while
     disaggregation/   a prefill worker and a decode worker for one request
     held_bookings.py  bookings for requests that other programs send

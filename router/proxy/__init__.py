@@ -10,6 +10,7 @@
     catalogue.py        which models the fleet serves, under which names, on which workers
     exchange.py         one request: its prompt, a booked worker; another worker while nothing was sent to the client yet
     answer_relay.py     one try on one worker: the request sent, its answer passed on
+    predicted_try.py    what a try is expected to take
     client_request.py   the client's side: its request, answers and errors to it, and its line in the access log
     event_stream.py     reads the usage from an answer's stream while it passes
     answer_usage.py     usage and times of an answer
@@ -17,6 +18,6 @@
     request_trace.py    continues the caller's trace
     counters.py         counters
 
-The engine's side is in `upstream`; which workers are left alone in `outliers`. Nothing is sent to a
+The engine's side is in `upstream`; which workers are left alone in `outliers` and `progress`. Nothing is sent to a
 client before a good answer's first byte is there; until then a request may go to another worker.
 """
