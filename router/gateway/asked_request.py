@@ -12,7 +12,7 @@ from kvatlas_router.gateway.picker import Renaming, RequestHead
 from kvatlas_router.proxy.engine_call import INFERENCE, EngineCall, read_call
 from kvatlas_router.proxy.json_body import UnreadableBody
 from kvatlas_router.tokens.text_request import parse_object
-from router_client.pricing.transfer_protocol import replace_fields
+from router_client.pricing.transfer_protocol import NotForClients, replace_fields
 
 _ADMINISTRATION = re.compile(
     r"/(?:v1/)?(?:(?:un)?load_lora_adapter|(?:un)?load_lora_adapter_from_tensors|sleep|wake_up|is_.*|collective_rpc|abort.*|"
@@ -76,6 +76,10 @@ async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
         if head.path in INFERENCE and body:
             raise
         return EngineCall(None, body or b"", len(body or b""))
+    except NotForClients:
+        raise
+    except InvalidValue:  # it has no prompt: the engine says so to the client
+        return await read_call(head.method, "", head.query, kind, body or b"")
 
 
 def _model_of(call: EngineCall) -> str:
