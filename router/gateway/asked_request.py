@@ -67,10 +67,12 @@ async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
     """What a path that is none of engines' gets is not theirs to read: it passes as it is."""
     if _ADMINISTRATION.fullmatch(head.path) or "//" in head.path or "/.." in head.path or "/./" in head.path:
         raise AdministrationPath(f"{head.path[:200]} is not passed on to engines")
-    if body and (encoding := head.first(b"content-encoding")) not in (None, "identity"):
-        raise UnreadableBody(f"content-encoding is {encoding!r:.80}; expected none: engines read no compressed bodies")
     kind = head.first(b"content-type") or ""
     try:
+        if body and (encoding := head.first(b"content-encoding")) not in (None, "identity"):
+            raise UnreadableBody(
+                f"content-encoding is {encoding!r:.80}; expected none: engines read no compressed bodies"
+            )
         return await read_call(head.method, head.path, head.query, kind, body or b"")
     except UnreadableBody:
         if head.path in INFERENCE and body:
