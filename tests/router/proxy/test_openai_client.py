@@ -130,7 +130,7 @@ async def test_inference_calls_of_every_engine_go_to_workers_of_their_model(stor
 
 async def test_further_paths_can_be_allowed(store: Store, valkey_url: str) -> None:
     allowed = "/v1/new/thing,/v1/responses/*,/redirected"
-    dotted = "/v1/responses/%2e%2e/%2e%2e/pause", "/v1/responses//x", "/v1/responses/./x"
+    dotted = "/v1/responses/%2e%2e/%2e%2e/pause", "/v1/responses//x", "/v1/responses/%2e/x"
     async with one_engine(store, valkey_url, allow_path=allowed) as (_, client):
         answer = await client.post("/v1/new/thing", json={"model": MODEL, "x": 1})
         assert answer.json() == {"path": "/v1/new/thing", "method": "POST", "body": {"model": MODEL, "x": 1}}
