@@ -96,7 +96,8 @@ class PublishSettings(NatsSettings, HttpSettings):
     )
     endpoint: ZmqEndpoint | None = Field(
         default=None,
-        description="The engine's event socket, e.g. tcp://127.0.0.1:5557; required with events. TensorRT-LLM has none.",
+        description="The engine's event socket, e.g. tcp://127.0.0.1:5557; required with events. TensorRT-LLM has none. Of a "
+        "shared store: the event socket of Mooncake's master, which says what it evicts.",
     )
     replay_endpoint: ZmqEndpoint | None = Field(default=None, description="The engine's replay socket.")
     worker_id: WorkerId = Field(description="Name of this worker in the fleet; with --dp-rank, that of the instance.")
@@ -132,7 +133,8 @@ class PublishSettings(NatsSettings, HttpSettings):
     granularity: Granularity = Field(default=1, description="Publish only every g-th block of a chain.")
     partitions: PartitionCount = Field(default=64, description="Partitions of the stream, as in the store's layout.")
     set_semantics: bool = Field(
-        default=False, description="The engine reports cache hits as stored again: don't count references."
+        default=False,
+        description="The engine reports cache hits as stored again, or a removal with the last copy only: don't count copies.",
     )
     salt_is_tenant: bool = Field(default=False, description="Use an event's cache salt as its tenant.")
     distrust_poison: bool = Field(
@@ -264,7 +266,6 @@ class PublishSettings(NatsSettings, HttpSettings):
         if self.block_size is None:
             raise SettingsError(missing_line("block_size", "expected the block size of the engines that use the store"))
         for flag, given in (
-            ("--endpoint", self.endpoint),
             ("--replay-endpoint", self.replay_endpoint),
             ("--engine-url", self.engine_url),
             ("--shared-store", self.shared_store),
