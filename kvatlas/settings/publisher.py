@@ -66,7 +66,8 @@ class PublishSettings(NatsSettings, HttpSettings):
         "Worker": "advertise_url dp_rank dp_size role bootstrap_port locality_domain labels transfer_groups",
         "Model and blocks": "tokenizer_id tenant_id salt_is_tenant adapter_ids block_size block_bytes model_config_path "
         "kv_cache_dtype eagle eagle_groups chunk_size hybrid scheduler_block_size",
-        "Shared stores": "shared_store store_ttl_s read_setup_us read_us_per_mib lmcache_endpoint lmcache_model",
+        "Shared stores": "shared_store store_ttl_s read_setup_us read_us_per_mib lmcache_endpoint lmcache_model "
+        "mooncake_endpoint",
         "Publishing": "state_dir outbox_bytes granularity partitions",
         "HTTP server": "status_port status_host",
     }
@@ -96,8 +97,7 @@ class PublishSettings(NatsSettings, HttpSettings):
     )
     endpoint: ZmqEndpoint | None = Field(
         default=None,
-        description="The engine's event socket, e.g. tcp://127.0.0.1:5557; required with events. TensorRT-LLM has none. Of a "
-        "shared store: the event socket of Mooncake's master, which says what it evicts.",
+        description="The engine's event socket, e.g. tcp://127.0.0.1:5557; required with events. TensorRT-LLM has none.",
     )
     replay_endpoint: ZmqEndpoint | None = Field(default=None, description="The engine's replay socket.")
     worker_id: WorkerId = Field(description="Name of this worker in the fleet; with --dp-rank, that of the instance.")
@@ -189,6 +189,11 @@ class PublishSettings(NatsSettings, HttpSettings):
         "or grpc://127.0.0.1:5555 (extra lmcache): what its CPU memory holds is published too. Of a shared store: the server "
         "that it is.",
     )
+    mooncake_endpoint: ZmqEndpoint | None = Field(
+        default=None,
+        description="Of a shared store: the KV event socket of Mooncake's master, which says what it "
+        "evicts.",
+    )
     lmcache_model: Name | None = Field(
         default=None, description="The model as the engine names it to LMCache; default: the model id."
     )
@@ -230,6 +235,7 @@ class PublishSettings(NatsSettings, HttpSettings):
         for flag, given in (
             ("--read-setup-us", settings.read_setup_us),
             ("--read-us-per-mib", settings.read_us_per_mib),
+            ("--mooncake-endpoint", settings.mooncake_endpoint),
         ):
             if given is not None:
                 raise SettingsError(f"{flag} is {given}; expected none: it is a flag of --engine store")
@@ -266,6 +272,7 @@ class PublishSettings(NatsSettings, HttpSettings):
         if self.block_size is None:
             raise SettingsError(missing_line("block_size", "expected the block size of the engines that use the store"))
         for flag, given in (
+            ("--endpoint", self.endpoint),
             ("--replay-endpoint", self.replay_endpoint),
             ("--engine-url", self.engine_url),
             ("--shared-store", self.shared_store),

@@ -79,8 +79,8 @@ def _event(raw: Any) -> EngineEvent:
     if not hashes:
         key = raw.get("object_key")
         raise EngineEventError(f"{kind} object {key!r:.80}: its key is no sequence hash, so its block is not known")
-    whose = [_text(kind, raw, name) for name in ("model_name", "lora_name", "tenant_id")]
-    names = [ObjectName(*whose, one.to_bytes(HASH_BYTES, "little")).pack() for one in hashes]
+    model, adapter, tenant = (_text(kind, raw, name) for name in ("model_name", "lora_name", "tenant_id"))
+    names = [ObjectName(model, adapter, tenant, one.to_bytes(HASH_BYTES, "little")).pack() for one in hashes]
     if kind == "removed":
         return EngineRemoved(names, TIER)
     return EngineStored(names, None, (), 0, TIER)

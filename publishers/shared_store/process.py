@@ -52,7 +52,7 @@ class SharedStore:
         self._lmcache_endpoint = settings.lmcache_endpoint
         self._lmcache_model = settings.lmcache_model or settings.model_id
         self._lmcache: LMCacheSubscription | None = None
-        self._master_endpoint = settings.endpoint
+        self._master_endpoint = settings.mooncake_endpoint
         self._master: Feed | None = None
         self._state_file = StateFile(settings.state_dir, self.worker_id) if settings.state_dir else None
         if self._state_file is not None:
