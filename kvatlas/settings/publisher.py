@@ -191,8 +191,7 @@ class PublishSettings(NatsSettings, HttpSettings):
     )
     mooncake_endpoint: ZmqEndpoint | None = Field(
         default=None,
-        description="Of a shared store: the KV event socket of Mooncake's master, which says what it "
-        "evicts.",
+        description="Of a shared store: the KV event socket of Mooncake's master, which says what it evicts.",
     )
     lmcache_model: Name | None = Field(
         default=None, description="The model as the engine names it to LMCache; default: the model id."
