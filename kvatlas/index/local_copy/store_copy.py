@@ -7,7 +7,7 @@ touch ends as in the store, and what they don't touch was read as it is. `start_
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from nats.aio.client import Client
 
@@ -63,8 +63,7 @@ async def _last_seq(client: Client, filter_subject: str) -> int:
 async def copy_shard(reader: ShardReader, shard: MemoryShard, check_size: Callable[[int], None]) -> None:
     """Fill an empty shard. `check_size` is called now and then, first with how many blocks there are and then with 0, and may
     raise. Raises Unreachable."""
-    records = await reader.records()
-    touched, dropped = await reader.all_touched(), await reader.dropped()
+    records, touched, dropped = await _read_records(reader)
     scope_ids: set[bytes] = set()
     for worker_id, stored in records.items():
         shard.workers[worker_id] = record_of(stored)
@@ -87,6 +86,24 @@ async def copy_shard(reader: ShardReader, shard: MemoryShard, check_size: Callab
             async for fields in reader.scan(reader.keys.marks(scope_id)):
                 shard.table.marks.load(scope_id, fields)
                 check_size(0)
+
+
+async def _read_records(
+    reader: ShardReader,
+) -> tuple[dict[str, StoredRecord], dict[bytes, dict[bytes, tuple[int, int]]], dict[bytes, int]]:
+    """The workers' records, and the scopes and dropped groups of their holders. They are read again until no worker has
+    changed its holders meanwhile: what belongs to a replaced holder may be swept before it is read. Raises Unreachable."""
+    records = await reader.records()
+    while True:
+        touched, dropped = await reader.all_touched(), await reader.dropped()
+        now = await reader.records()
+        if _holders(now) == _holders(records):
+            return records, touched, dropped
+        records = now
+
+
+def _holders(records: Mapping[str, StoredRecord]) -> dict[str, tuple[bytes, bytes]]:
+    return {worker_id: (stored.active, stored.loading) for worker_id, stored in records.items()}
 
 
 def record_of(stored: StoredRecord) -> Record:

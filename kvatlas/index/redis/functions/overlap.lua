@@ -7,10 +7,10 @@ local BYTES = 600000 -- after so many, the caller has to ask for the rest
 local WIDE_BYTES = 1024 -- if values are wider, fewer are probed at a time
 local PLACES = 256 -- so many of the caller's guesses are probed at a time: twice MOST_RUNS in kvatlas/index/run_guesses.py
 
--- Returns the blocks after `left` to be probed next, as {index...}, {hash...} and their number: guesses from `next_guess` on,
--- or if none is left every `stride` blocks; and the new `next_guess`.
-local function next_probes(packed, left, last, stride, guess, next_guess, cost)
-  local rights, hashes, n, at, sub = {}, {}, 0, left, string.sub
+-- Returns the blocks after `left` to be probed next, as {index...} and their number: guesses from `next_guess` on,
+-- or if none is left every `stride` blocks; and the new `next_guess`. `hashes` is filled.
+local function next_probes(packed, left, last, stride, guess, next_guess, cost, hashes)
+  local rights, n, at, sub = {}, 0, left, string.sub
   local places = math.max(4, math.min(PLACES, math.floor(BYTES / 4 / cost)))
   while n < places and guess[next_guess] do
     local place = guess[next_guess]
@@ -30,7 +30,7 @@ local function next_probes(packed, left, last, stride, guess, next_guess, cost)
       rights[n], hashes[n] = at, sub(packed, at * 8 + 1, at * 8 + 8)
     end
   end
-  return rights, hashes, n, next_guess
+  return rights, n, next_guess
 end
 
 -- Returns the intervals between `left` and these probes whose ends differ, from left to right: {low...}, {high...}, {value at
@@ -51,9 +51,9 @@ local function intervals_between(left, left_value, rights, found, n)
   return lows, highs, low_values, high_values, open, left, left_value
 end
 
--- Reads the middles of all intervals. Returns how many these are, and the halves whose ends differ.
-local function halve(blocks, packed, lows, highs, low_values, high_values, open)
-  local hashes, n, sub = {}, 0, string.sub
+-- Reads the middles of all intervals. Returns how many these are, and the halves whose ends differ. `hashes` is filled.
+local function halve(blocks, packed, lows, highs, low_values, high_values, open, hashes)
+  local n, sub = 0, string.sub
   for i = 1, open do
     local low, high = lows[i], highs[i]
     if high - low > 1 then
@@ -96,6 +96,7 @@ local function gallop(blocks, packed, count, stride, guess)
     return {}, {}, 0
   end
   local starts, values, runs, spent, next_guess, last = { 0 }, { left_value }, 1, 0, 1, count - 1
+  local hashes = {} -- of the blocks that a level reads; one table for all levels
   while left < last do
     if spent > BYTES then
       if starts[runs] == left then
@@ -104,13 +105,14 @@ local function gallop(blocks, packed, count, stride, guess)
       return starts, values, left, left
     end
     local cost = FIELD_BYTES + #left_value -- values only get shorter
-    local rights, hashes, read, lows, highs, low_values, high_values, open
-    rights, hashes, read, next_guess = next_probes(packed, left, last, stride, guess, next_guess, cost)
+    local rights, read, lows, highs, low_values, high_values, open
+    rights, read, next_guess = next_probes(packed, left, last, stride, guess, next_guess, cost, hashes)
     spent = spent + read * cost
     local found = read_values(blocks, hashes, read)
     lows, highs, low_values, high_values, open, left, left_value = intervals_between(left, left_value, rights, found, read)
     while open > 0 and read > 0 do
-      read, lows, highs, low_values, high_values, open = halve(blocks, packed, lows, highs, low_values, high_values, open)
+      read, lows, highs, low_values, high_values, open =
+        halve(blocks, packed, lows, highs, low_values, high_values, open, hashes)
       spent = spent + read * cost
     end
     for i = 1, open do
