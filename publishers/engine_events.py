@@ -74,11 +74,12 @@ class EngineStored:
 
 @dataclass(frozen=True, slots=True)
 class EngineRemoved:
-    """One physical copy of each block is gone."""
+    """One physical copy of each block is gone; `last`: the last one of the tier and group, however many were counted."""
 
     hashes: Sequence[EngineHash]
     tier: Tier = Tier.HBM
     group: int = 0
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

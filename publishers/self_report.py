@@ -141,7 +141,7 @@ class SelfReport:
     def _taken(self) -> Taken:
         counters, ledger = self._counters, self._ledger.counters
         left_out = {
-            Reason.UNKNOWN_PARENT: max(0, ledger.unknown_parent - ledger.parents_found),
+            Reason.UNKNOWN_PARENT: max(0, ledger.unknown_parent - ledger.parents_found - ledger.zero_parent),
             Reason.ZERO_PARENT: ledger.zero_parent,
             Reason.OTHER_BLOCK_SIZE: ledger.other_block_size,
             Reason.UNINDEXABLE: ledger.unindexable,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from kvatlas.errors import EngineEventError
 from kvatlas.fleet.records import EngineKind
 from kvatlas_publishers.engine_events import EngineBatch
-from kvatlas_publishers.engines import open_events, sglang, vllm
+from kvatlas_publishers.engines import mooncake, open_events, sglang, vllm
 from kvatlas_publishers.engines.payload import MAX_PAYLOAD_BYTES
 
 __all__ = ["MAX_PAYLOAD_BYTES", "decode_batch"]
@@ -15,6 +15,7 @@ _DECODERS: Mapping[EngineKind, Callable[[bytes], EngineBatch]] = {
     EngineKind.MOCK: vllm.decode_batch,  # the simulated engine speaks vLLM's protocols
     EngineKind.SGLANG: sglang.decode_batch,
     EngineKind.OPEN: open_events.decode_batch,
+    EngineKind.STORE: mooncake.decode_batch,
 }
 
 

@@ -105,6 +105,19 @@ async def discover(
     return offer
 
 
+async def listed_source(url: str, rank: int | None) -> EventSource | None:
+    """Where a vLLM engine says that the events of a rank (None: its only one) are now; None if it does not say."""
+    async with httpx.AsyncClient(base_url=url.rstrip("/"), timeout=ANSWER_S, trust_env=False) as client:
+        try:
+            listed = await _get_json(client, "/kv_event_sources")
+        except Unreachable:
+            return None
+    offer = vllm_offer(listed, "", "", urlsplit(url).hostname or "")
+    if offer.assumed:
+        return None
+    return next((one for one in offer.sources if (one.rank or 0) == (rank or 0)), None)
+
+
 MAX_RANKS = 1_024
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 _REMEDIES = {

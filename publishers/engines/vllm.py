@@ -11,6 +11,8 @@ Decisions that the wire leaves open:
 - Removals are told for GPU and CPU, and by tiers that name themselves in `ownership`. A file system's or object store's tier
   (STORAGE) tells none, nor do the connectors of Mooncake's store and of LMCache in the engine's process, whose medium is "cpu".
 - `AllBlocksCleared` clears the device tier alone: a connector's tiers stay unless events remove them too.
+- `remaining_copy_counts` (proposed for versions after 0.33) says how many copies of each removed block are left: a block is
+  held until none is. A version that tells a removal with the last copy only is read with `--set-semantics`.
 - An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain.
 """
@@ -24,7 +26,14 @@ from kvatlas.blocks.hashing import ExtraKeys
 from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import EngineEventError, UnknownTier
 from kvatlas.validation import MAX_LOOKAHEAD
-from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvatlas_publishers.engine_events import (
+    EngineBatch,
+    EngineCleared,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+)
 from kvatlas_publishers.engines import payload as wire
 
 MAX_GROUPS = 1_024
@@ -82,7 +91,9 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
     group = 0 if get("group_idx") is None else _group(tag, fields)
     hashes = wire.hashes_of(tag, fields)
     if tag == "BlockRemoved":
-        return EngineRemoved(hashes, tier, group)
+        if (left := get("remaining_copy_counts")) is None:
+            return EngineRemoved(hashes, tier, group)
+        return EngineRemoved(_without_copies(tag, hashes, left), tier, group, last=True)
     parent = wire.parent_of(tag, fields)
     lora_name = wire.text_of(tag, fields, "lora_name")
     keys = get("extra_keys")
@@ -113,6 +124,13 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         offloaded=tier is not Tier.HBM,
         removal_told=_is_removal_told(fields),
     )
+
+
+def _without_copies(tag: str, hashes: Sequence[EngineHash], left: Any) -> list[EngineHash]:
+    """The hashes of which no copy is left."""
+    if not isinstance(left, list) or len(left) != len(hashes) or any(type(one) is not int or one < 0 for one in left):
+        raise EngineEventError(f"{tag} with remaining_copy_counts {left!r:.60}; expected a count for each hash")
+    return [name for name, copies in zip(hashes, left, strict=True) if not copies]
 
 
 def _tier(tag: str, fields: wire.Fields) -> Tier:

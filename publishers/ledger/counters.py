@@ -16,7 +16,7 @@ class LedgerCounters:
     """Stored in groups of other attention than full: of these only marks are published."""
     unknown_parent: int = 0
     zero_parent: int = 0
-    """Left out: their parent is named 0, and no block has that name."""
+    """Of those with an unknown parent: it is named 0, which some engines mean by none."""
     parents_found: int = 0
     """Left out for their parent at first, and taken in once that was known."""
     unindexable: int = 0

@@ -106,7 +106,7 @@ class SavedLedger:
         for adapter, salt, packed, parents, chain, block_bytes in self.namespaces:
             namespace = lineage.namespace(adapter, salt, self.block_size or 1, chain)
             if block_bytes:
-                lineage.record_block_bytes(namespace, block_bytes)
+                lineage.tell_block_bytes(namespace, Tier.HBM, block_bytes)
             branches = {parent for at, parent in enumerate(parents) if parent != at}
             first = 0
             for end in range(1, len(parents) + 1):
@@ -189,7 +189,7 @@ def pack(
             parents.extend(range(len(parents), len(parents) + len(stretch) - 1))
             hashes.append(stretch.hashes)
         start += len(parents)
-        where = [namespace.chain, lineage.uses[namespace.scope_id].block_bytes]
+        where = [namespace.chain, lineage.block_bytes.told(namespace.scope_id)]
         namespaces.append([namespace.adapter, namespace.salt, b"".join(hashes), _little_endian(parents), *where])
     holdings = residency.holdings.by_group.values()
     order: dict[Holding, int] = {holding: i for i, holding in enumerate(holdings)}

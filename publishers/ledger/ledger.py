@@ -33,6 +33,7 @@ from kvatlas.identity import OWN_CHAIN
 from kvatlas_publishers.engine_events import EngineBatch, EngineDropped, EngineHash, EngineRemoved, EngineStored
 from kvatlas_publishers.ledger import dump as ledger_dump
 from kvatlas_publishers.ledger.block import Block
+from kvatlas_publishers.ledger.block_bytes import BlockBytes
 from kvatlas_publishers.ledger.connectors.connector_blocks import ConnectorBlocks
 from kvatlas_publishers.ledger.connectors.shared_store_writes import StoreWrites, is_stores
 from kvatlas_publishers.ledger.counters import LedgerCounters
@@ -63,7 +64,7 @@ class Ledger:
         self.counters = LedgerCounters()
         self.other_block_size: int | None = None
         """Tokens of the engine's blocks, if they are not those that the settings say."""
-        self._told_block_bytes = 0
+        self.block_bytes_of = BlockBytes(settings)
         self._remembered_evictions = remembered_evictions
         self._most_held = LEAST_REMEMBERED
         """How many engine hashes have been held at once."""
@@ -92,7 +93,7 @@ class Ledger:
     def _begin(self, holdings: Holdings, block_size: int | None) -> None:
         """Know nothing but the holdings' counts."""
         settings = self.settings
-        self.lineage = Lineage(settings, self._told_block_bytes)
+        self.lineage = Lineage(settings, self.block_bytes_of)
         self._resolver = BlockResolver(self.lineage, self.counters, block_size)
         self._resolver.lookahead_tokens = self.groups.lookahead_tokens
         self._residency = Residency(
@@ -120,12 +121,12 @@ class Ledger:
     @property
     def block_bytes(self) -> int:
         """Bytes of KV cache in a block; 0: unknown."""
-        return self.settings.block_bytes_of(self.block_size) or self._told_block_bytes
+        return self.block_bytes_of.of_worker(self.block_size)
 
     def set_told_block_bytes(self, block_bytes: int) -> None:
-        """What the engine says of them; it counts if the settings say nothing."""
-        self._told_block_bytes = block_bytes
-        self.lineage.set_told_block_bytes(block_bytes)
+        """What the engine's metrics say of them; it counts if neither events nor settings say anything."""
+        self.block_bytes_of.tell_metrics(block_bytes)
+        self.lineage.read_block_bytes()
 
     @property
     def uses(self) -> dict[bytes, ScopeUse]:

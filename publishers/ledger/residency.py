@@ -290,10 +290,12 @@ class Residency:
                 self._lineage.changed.append(owner)
 
     def remove(self, event: EngineRemoved) -> None:
-        """One copy of each hash is gone."""
+        """One copy of each hash is gone, or the last one."""
         hashes, counters = event.hashes, self._counters
-        counters.removed += len(hashes)
         holding = self._by_group.get((event.tier, event.group))
+        if event.last and holding is not None:
+            hashes = [name for name in hashes for _ in range(max(1, self._copies(name, holding)))]
+        counters.removed += len(hashes)
         if holding is None:
             counters.removed_unknown += len(hashes)
             return

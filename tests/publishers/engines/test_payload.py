@@ -423,3 +423,43 @@ def test_a_leaf_of_a_million_tokens_is_removed_in_one_event() -> None:
 def test_an_engine_kind_without_a_zmq_feed_is_refused() -> None:
     with pytest.raises(EngineEventError, match="lmcache"):
         decode_batch(EngineKind.LMCACHE, b"")
+
+
+REMAINING = bytes.fromhex(
+    "93cb3ff80000000000009185a474797065ac426c6f636b52656d6f766564ac626c6f636b5f686173686573930b0c0da66d656469756da3"
+    "475055a967726f75705f69647800b572656d61696e696e675f636f70795f636f756e74739301000000"
+)
+"""As proposed for versions of vLLM after 0.33: of the first block one copy is left."""
+
+
+def test_a_removal_with_counts_takes_only_blocks_of_which_no_copy_is_left() -> None:
+    decoded = decode_batch(EngineKind.VLLM, REMAINING)
+    assert decoded.events == [EngineRemoved([12, 13], last=True)]
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_the_last_copy_takes_the_block_whatever_was_counted(copies: int) -> None:
+    ledger = Ledger(LedgerSettings("m", "m", block_size=2))
+    for _ in range(copies):
+        ledger.fold(batch(stored()))
+    for left in range(copies - 1, -1, -1):
+        removed = {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU", "remaining_copy_counts": [left]}
+        ledger.fold(batch(removed))
+        assert ledger.digest.blocks == (2 if left else 1)
+    ledger.fold(batch(stored()))
+    assert ledger.digest.blocks == 2
+
+
+@pytest.mark.parametrize("counts", [[1, 0], "x", [-1], [None]])
+def test_counts_that_fit_no_hashes_drop_the_blocks_named(counts: Any) -> None:
+    removed = {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU", "remaining_copy_counts": counts}
+    decoded = batch(removed)
+    assert (decoded.events, decoded.lost, len(decoded.skipped)) == ([EngineDropped([2], None)], False, 1)
+
+
+def test_a_version_that_tells_removals_with_the_last_copy_only_is_read_with_set_semantics() -> None:
+    ledger = Ledger(LedgerSettings("m", "m", block_size=2, set_semantics=True))
+    for _ in range(3):
+        ledger.fold(batch(stored()))
+    ledger.fold(batch({"type": "BlockRemoved", "block_hashes": [2, 1], "medium": "GPU"}))
+    assert ledger.digest.blocks == 0
