@@ -42,7 +42,9 @@ class EngineStored:
     `offloaded`: told by a KV connector of an engine whose hashes cover adapter, salt and extra keys, while the event may leave
     them out: a hash that is known keeps its block. `local_hashes`: told instead of token ids. `sequence_hashes`: packed, told
     instead of both by a publisher that computed them where the tokens are. `block_bytes`: of KV cache in a block, 0 if the
-    event does not tell them.
+    event does not tell them. `untold_keys`: what the engine keeps blocks apart by and its events don't say, for people; empty
+    if nothing. `located` False: from its hashes and parents can't be known where in a prompt the blocks are. `removes_held`:
+    the form is one of versions that may announce the removal of blocks that they still hold.
     """
 
     hashes: Sequence[EngineHash]
@@ -65,6 +67,9 @@ class EngineStored:
     local_hashes: LocalHashes | None = None
     sequence_hashes: bytes = b""
     block_bytes: int = 0
+    untold_keys: str = ""
+    located: bool = True
+    removes_held: bool = False
 
     @property
     def chain(self) -> str:

@@ -12,7 +12,8 @@ Decisions that the wire leaves open:
   (STORAGE) tells none, nor do the connectors of Mooncake's store and of LMCache in the engine's process, whose medium is "cpu".
 - `AllBlocksCleared` clears the device tier alone: a connector's tiers stay unless events remove them too.
 - An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
-- Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain.
+- Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain, so all is
+  an upper bound.
 """
 
 import re
@@ -28,6 +29,7 @@ from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineE
 from kvatlas_publishers.engines import payload as wire
 
 MAX_GROUPS = 1_024
+UNTOLD_KEYS = "the events of vLLM before 0.17 have neither the salts nor the images of prompts"
 
 # The order of an array event's fields; in brackets the first version that writes them.
 _FIELDS = {
@@ -112,6 +114,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         lookahead=ahead,
         offloaded=tier is not Tier.HBM,
         removal_told=_is_removal_told(fields),
+        untold_keys="" if "extra_keys" in fields or "type" in fields else UNTOLD_KEYS,
     )
 
 

@@ -110,6 +110,11 @@ class Residency:
         stretch = self._lineage.known.get(name)
         return holding is self._device and stretch is not None and stretch.plain and stretch.copies > 0
 
+    def is_removed(self, tier: Tier, group: int, name: EngineHash) -> bool:
+        """Has a block been known whose last copy is gone?"""
+        self.end_removals()
+        return name in self._lineage.known and not self.is_resident(tier, group, name)
+
     # ---------------------------------------------------------------- saved state
 
     def plain_copies(self, name: EngineHash) -> int | None:
