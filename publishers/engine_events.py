@@ -16,6 +16,10 @@ EngineHash = int | bytes
 """A block's name in one engine: an integer (vLLM unsigned, SGLang signed) or raw digest bytes."""
 
 
+PROCESS_TIERS = (Tier.HBM, Tier.CPU_DRAM)
+"""The tiers in the memory of the engine's own process. Disks and stores outlive it."""
+
+
 @dataclass(frozen=True, slots=True)
 class LocalHashes:
     """Blocks whose local hashes are known while their tokens are not: one for each hash of the event.
@@ -96,9 +100,9 @@ class EngineDropped:
 
 @dataclass(frozen=True, slots=True)
 class EngineCleared:
-    """Every block of these tiers is gone; by default only of the device tier (vLLM: a connector's CPU tier stays)."""
+    """Every block of these tiers is gone; by default of all that the engine's own process has."""
 
-    tiers: Sequence[Tier] = (Tier.HBM,)
+    tiers: Sequence[Tier] = PROCESS_TIERS
 
 
 EngineEvent = EngineStored | EngineRemoved | EngineDropped | EngineCleared

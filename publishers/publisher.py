@@ -47,6 +47,7 @@ from kvatlas_publishers.shared_store.notifier import StoreNotifier
 from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
 from kvatlas_publishers.stream.message_split import block_count
 from kvatlas_publishers.stream.sender import Sender
+from kvatlas_publishers.version_diagnosis import VersionDiagnosis
 
 LINGER_S = 0.005
 CLOSE_S = 2.0
@@ -92,6 +93,7 @@ class Publisher:
         self.counters = PublisherCounters()
         self.diagnoses = Diagnoses(self.worker_id)
         self.ledger = ledger or Ledger(settings.ledger)
+        self._version_diagnosis = VersionDiagnosis(self.diagnoses)
         self._store_notifier: StoreNotifier | None = None
         self._rng = rng or random.Random()
         self._nats = nats
@@ -135,6 +137,7 @@ class Publisher:
                 on_new_weights=self._on_new_weights,
                 on_block_bytes=self.ledger.set_told_block_bytes,
                 on_hybrid=self._on_hybrid,
+                on_version=self._look_at_version,
                 feed_alive=feed_alive or (lambda: False),
             )
         self.engine = EngineView(settings, self.ledger, self.diagnoses, poller=poller, feed_alive=feed_alive)
@@ -377,6 +380,7 @@ class Publisher:
         if (self.engine.block_size, self.ledger.reuse, self.ledger.chain) != known[:3]:
             self.beat()  # routers need it to look a prompt up
         self._report.diagnose_block_size()
+        self._look_at_version()
         if (untold := self.ledger.counters.removal_untold) and not known[3]:
             line = f"{untold} blocks left out: a connector stored them where nobody tells their removal (see --store-ttl-s)"
             self._log.report("untold", line, logging.INFO)
@@ -398,6 +402,10 @@ class Publisher:
                     self._incarnation_wakeup.wake()
         elif pending:
             self._signal_progress()  # nothing to publish: a flush that waits for it is done
+
+    def _look_at_version(self) -> None:
+        version = self.engine.poller.version if self.engine.poller is not None else ""
+        self._version_diagnosis.look(self.ledger.counters, version, self.counters.feed_restarts)
 
     def _on_hybrid(self) -> None:
         before = self.ledger.reuse.upper_bound

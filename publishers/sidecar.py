@@ -196,7 +196,7 @@ class EngineSidecar:
             publisher.diagnoses,
             self._dead_letters,
             context,
-            on_batch=publisher.record if batches is None else batches.record,
+            on_batch=self._record if batches is None else batches.record,
             on_empty=start_over,
             on_alive=publisher.beat,
             engine_up=lambda: (
@@ -233,6 +233,11 @@ class EngineSidecar:
             finally:
                 await publisher.close_gently()
                 self._save(publisher, feed)
+
+    def _record(self, batch: EngineBatch) -> None:
+        self._publisher.record(batch)
+        if self._lmcache is not None and any(isinstance(event, EngineCleared) for event in batch.events):
+            self._lmcache.restart()  # its chunks are in its server, which the engine's clear has not emptied
 
     def _feed_alive(self) -> bool:
         return self._feed is not None and self._feed.alive

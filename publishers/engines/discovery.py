@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind, Role
+from kvatlas_publishers.engines.sglang import is_too_old
 
 EVENTS_PORT = 5557
 REPLAY_PORT = 5558
@@ -168,11 +169,11 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
                 )
             )
     eagle = str(info.get("speculative_algorithm") or "").upper() in _EAGLE
-    notes = (
-        (f"model {model_id}: the radix cache is off, so its cache is always empty",)
-        if info.get("disable_radix_cache")
-        else ()
-    )
+    notes = []
+    if info.get("disable_radix_cache"):
+        notes.append(f"model {model_id}: the radix cache is off, so its cache is always empty")
+    if is_too_old(version := str(info.get("version"))):
+        notes.append(f"it is SGLang {version}, whose events don't say what it holds; upgrade to 0.5.7 or later")
     role = _ROLES.get(str(info.get("disaggregation_mode")), Role.BOTH)
     port = info.get("disaggregation_bootstrap_port")
     return EngineOffer(

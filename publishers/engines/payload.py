@@ -107,10 +107,10 @@ def tokens_of(tag: str, fields: Fields) -> list[int]:
 
 
 def tokens_of_pairs(tag: str, fields: Fields) -> tuple[list[int], Sequence[int]]:
-    """(the event's `token_ids`, the token behind the last block). Of single tokens there is none behind. Raises EngineEventError.
+    """(the event's `token_ids`, the token behind the last block). Single tokens have none behind.
 
     With EAGLE, SGLang keys its tree by pairs (t[j], t[j+1]): the block at tokens 16..31 has the pairs that *start* there, so
-    it covers token 32 too, as vLLM's lookahead hashes do.
+    it covers token 32 too, as vLLM's lookahead hashes do. Raises EngineEventError.
     """
     tokens = fields.get("token_ids")
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], list):

@@ -50,13 +50,15 @@ class EnginePoller:
         on_new_weights: Callable[[str], None] = lambda _: None,
         on_block_bytes: Callable[[int], None] = lambda _: None,
         on_hybrid: Callable[[], None] = lambda: None,
+        on_version: Callable[[], None] = lambda: None,
         feed_alive: Callable[[], bool] = lambda: False,
         poll_s: float = POLL_S,
     ) -> None:
         """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now;
         `on_adapter_moved(name)`: the adapter is loaded from another path now; `on_new_weights(version)`: the model's weights
-        are others now; `on_block_bytes(bytes)`: the engine says how large its blocks are; `on_hybrid`: its metrics show a cache
-        for other attention than full, called once. `feed_alive`: is the engine's event socket connected?"""
+        are others now; `on_block_bytes(bytes)`: the engine says how large its blocks are; `on_hybrid`: its metrics show a
+        cache for other attention than full, called once; `on_version`: `version` was asked for. `feed_alive`: is the engine's
+        event socket connected?"""
         self.served_names: Sequence[str] = ()
         """Under which the engine serves its model, and where that was loaded from, as it listed them last."""
         self._models_listed = False
@@ -72,12 +74,15 @@ class EnginePoller:
         self._on_new_weights = on_new_weights
         self._on_block_bytes = on_block_bytes
         self._on_hybrid = on_hybrid
+        self._on_version = on_version
         self._feed_alive = feed_alive
         self._hybrid = False
         self.adapter_roots: dict[str, str] = {}
         """Where each adapter that the engine listed was loaded from, as it listed it last."""
         self.weight_version = ""
         """Of the model's weights, as the engine said last; empty: it never did."""
+        self.version = ""
+        """Of the engine, as SGLang says it; empty: not known."""
         self._weights_page = _WEIGHTS_PAGES.get(context.kind)
         self._url = url.rstrip("/")
         self._context = context
@@ -257,12 +262,15 @@ class EnginePoller:
                 info = None
             if isinstance(info, dict):
                 self._asked_server_info = True
+                version = info.get("version")
+                self.version = version if isinstance(version, str) else ""
                 self._context = replace(
                     self._context,
                     total_request_slots=_count(info, "max_running_requests"),
                     total_tokens=_count(info, "max_total_num_tokens"),
                     block_size=self._context.block_size or _count(info, "page_size", MAX_BLOCK_TOKENS) or None,
                 )
+                self._on_version()
                 return
 
 

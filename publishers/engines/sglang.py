@@ -6,7 +6,7 @@ cleared too, since the tree that names their blocks is gone. A shared pool (EXTE
 so.
 
 - Up to 0.5.5 a block's hash is that of its own tokens (Python's `hash`), and what hangs on another node of the tree looks like
-  a root: where in a prompt such a block is can't be known. From 0.5.6 on hashes are SHA-256 chains, by which a root's is checked.
+  a root: where in a prompt such a block is can't be known. From 0.5.6 on hashes are SHA-256 chains, by which roots are checked.
 - 0.5.6 announces the removal of a node that it splits, and holds on to it.
 - From 0.5.9 on events name a medium, so no check is needed there.
 - The tree keeps prompts with an `extra_key` apart, and so it does adapters: no event has the former, none before 0.5.22 the
@@ -15,13 +15,21 @@ so.
 """
 
 import hashlib
+import re
 import sys
 from array import array
 from collections.abc import Sequence
 from itertools import chain
 
 from kvatlas.blocks.tiers import Tier, parse_tier
-from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.engine_events import (
+    EngineBatch,
+    EngineCleared,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+)
 from kvatlas_publishers.engines import payload as wire
 
 _FIELDS = {
@@ -43,8 +51,16 @@ _FIELDS = {
 
 _ALL_TIERS = tuple(Tier)
 UNTOLD_KEYS = "SGLang's events don't have the extra keys of requests (nor, before 0.5.22, their adapters)"
+_NO_PAGE = 5_740_354_900_026_072_187
+"""Python's hash of no tokens: the parent of roots in the first versions."""
 LEAST_VERSION = (0, 5, 7)
 """The first whose events say what it holds, and where."""
+
+
+def is_too_old(version: str) -> bool:
+    """Is this SGLang's version before the least one? False for a text that is no version."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return numbers is not None and tuple(map(int, numbers.groups())) < LEAST_VERSION
 
 
 def decode_batch(payload: bytes) -> EngineBatch:
@@ -78,7 +94,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         offloaded=medium == "EXTERNAL",
         removal_told=medium != "EXTERNAL",
         untold_keys=UNTOLD_KEYS,
-        located=not early or parent is not None or _is_root_hash(hashes, [*tokens, *ahead], block_size, bool(ahead)),
+        located=not early or _is_located(hashes, parent, [*tokens, *ahead], block_size, pairs=bool(ahead)),
         removes_held=early,
     )
 
@@ -88,9 +104,13 @@ def _salt(tag: str, fields: wire.Fields) -> str | None:
     return wire.text_of(tag, metadata if isinstance(metadata, dict) else fields, "cache_salt")
 
 
-def _is_root_hash(hashes: Sequence[EngineHash], tokens: Sequence[int], block_size: int, pairs: bool) -> bool:
-    """Is the first hash that of a prompt's first page (0.5.6 and later)? SHA-256 of its tokens as 32 bits, of both tokens of
-    each pair; the first 64 bits of it, signed."""
+def _is_located(
+    hashes: Sequence[EngineHash], parent: EngineHash | None, tokens: Sequence[int], block_size: int, *, pairs: bool
+) -> bool:
+    """Is the first hash that of a prompt's first page, if it is said to be one (0.5.6 and later)? SHA-256 of its tokens as 32
+    bits, of both tokens of each pair; the first 64 bits of it, signed."""
+    if parent is not None:
+        return parent != _NO_PAGE
     page = tokens[:block_size]
     if pairs:
         page = list(chain.from_iterable(zip(page, tokens[1 : block_size + 1], strict=False)))

@@ -10,7 +10,9 @@ Decisions that the wire leaves open:
   and extra keys, although the hash covers them.
 - Removals are told for GPU and CPU, and by tiers that name themselves in `ownership`. A file system's or object store's tier
   (STORAGE) tells none, nor do the connectors of Mooncake's store and of LMCache in the engine's process, whose medium is "cpu".
-- `AllBlocksCleared` clears the device tier alone: a connector's tiers stay unless events remove them too.
+- `AllBlocksCleared` may stand for the device tier alone, or for a connector's CPU tier too (`/sleep`, `/pause`,
+  `reset_prefix_cache` with `reset_connector`): no event says which. So it clears both. Disks and stores keep theirs, as in the
+  offloading connector (`TieringOffloadingManager.reset_cache`, 0.33).
 - An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain, so all is
   an upper bound.

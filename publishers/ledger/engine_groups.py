@@ -118,9 +118,7 @@ class EngineGroups:
     def reuse(self, block_size: int | None) -> ReuseOfGroups:
         """What the groups mean for reuse, in blocks of this many tokens, those that are announced."""
         reuse = self._reuse(block_size)
-        return replace(
-            reuse, lookahead_tokens=self.lookahead_tokens, upper_bound=reuse.upper_bound or self.untold_keys
-        )
+        return replace(reuse, lookahead_tokens=self.lookahead_tokens, upper_bound=reuse.upper_bound or self.untold_keys)
 
     def _reuse(self, block_size: int | None) -> ReuseOfGroups:
         settings = self.settings

@@ -3,7 +3,7 @@
 from kvatlas.bus import wire
 from kvatlas.bus.partition_batch import PartitionBatch
 from kvatlas.bus.subjects import partition_of
-from kvatlas.fleet.records import EngineKind, EngineState, FleetRecord, Liveness
+from kvatlas.fleet.records import EngineState, FleetRecord, Liveness
 from kvatlas.identity import shard_of
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas_publishers.counters import PublisherCounters

@@ -1,6 +1,6 @@
 """Records what SGLang's own radix cache publishes and reuses, of whatever version.
 
-It runs under a Python that has torch and needs nothing of this project: `python record_sglang.py PACKAGE < configs.jsonl`, where
+It runs under a Python that has torch and needs nothing of this project: `record_sglang.py PACKAGE < configs.jsonl`, where
 PACKAGE is the folder of an unpacked wheel. Only the cache and its events are loaded; whatever else these files import is an
 empty module. A scheduler's part is done here: match a prompt but its last token, insert what was computed, evict.
 
@@ -22,13 +22,21 @@ import sys
 from array import array
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
 
 PACKAGE = Path(sys.argv[1])
-_LOADED = ("radix_cache", "base_prefix_cache", "cache_init_params", "events", "evict_policy", "utils", "session_radix_cache")
+_LOADED = (
+    "radix_cache",
+    "base_prefix_cache",
+    "cache_init_params",
+    "events",
+    "evict_policy",
+    "utils",
+    "session_radix_cache",
+)
 REAL = {f"sglang.srt.mem_cache.{name}" for name in _LOADED} | {"sglang.srt.disaggregation.kv_events"}
 
 
@@ -50,7 +58,7 @@ class _Anything:
 
 
 class _Empty(ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -99,7 +107,7 @@ def _load_hashes() -> None:
 
 
 def _hash_pages(key: Any, prior: bytes | None, page_size: int | None = None) -> str | list[str]:
-    """What SGLang's C++ extension (0.5.15 and later) computes: SHA-256 of the digest before and the page's tokens, as 32 bits."""
+    """What SGLang's C++ extension (since 0.5.15) computes: SHA-256 of the digest before and the page's tokens, as 32 bits."""
     units = list(key)
     hashes = []
     for start in range(0, len(units), page_size or len(units)):

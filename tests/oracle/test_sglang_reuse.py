@@ -59,9 +59,7 @@ def record(version: str, config: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", CONFIGS)
 async def test_no_prompt_is_predicted_to_reuse_more_than_the_cache_matches(name: str) -> None:
     version, config = CONFIGS[name]
-    worker = SocketlessWorker(
-        PublisherSettings(worker_id="w", model_id="m", engine=EngineKind.SGLANG), MemoryIndex()
-    )
+    worker = SocketlessWorker(PublisherSettings(worker_id="w", model_id="m", engine=EngineKind.SGLANG), MemoryIndex())
     await worker.send()
     asked = hits = 0
     wrong = []
@@ -69,7 +67,8 @@ async def test_no_prompt_is_predicted_to_reuse_more_than_the_cache_matches(name:
         if "batch" in line:
             await worker.take(b64decode(line["batch"]))
         elif "ask" in line:
-            prompt = Prompt.of_tokens(Scope("m", "m"), line["ask"], salt=line["salt"])
+            keys = [[line["salt"]]] if line["salt"] else None
+            prompt = Prompt.of_tokens(Scope("m", "m"), line["ask"], extra_keys=keys)
             found, hit = await worker.usable_tokens(prompt), line["hit"]
             asked += 1
             hits += hit > 0
