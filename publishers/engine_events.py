@@ -48,7 +48,8 @@ class EngineStored:
     instead of both by a publisher that computed them where the tokens are. `block_bytes`: of KV cache in a block, 0 if the
     event does not tell them. `untold_keys`: what the engine keeps blocks apart by and its events don't say, for people; empty
     if nothing. `located` False: from its hashes and parents can't be known where in a prompt the blocks are. `removes_held`:
-    the form is one of versions that may announce the removal of blocks that they still hold.
+    the form is one of versions that may announce the removal of blocks that they still hold. `maybe_again`: it may report
+    copies that were reported before, instead of new ones.
     """
 
     hashes: Sequence[EngineHash]
@@ -74,6 +75,7 @@ class EngineStored:
     untold_keys: str = ""
     located: bool = True
     removes_held: bool = False
+    maybe_again: bool = False
 
     @property
     def chain(self) -> str:

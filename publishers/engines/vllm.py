@@ -13,6 +13,9 @@ Decisions that the wire leaves open:
 - `AllBlocksCleared` may stand for the device tier alone, or for a connector's CPU tier too (`/sleep`, `/pause`,
   `reset_prefix_cache` with `reset_connector`): no event says which. So it clears both. Disks and stores keep theirs, as in the
   offloading connector (`TieringOffloadingManager.reset_cache`, 0.33).
+- A request with `kv_cache_report_mode: "full"` (0.26 and later, so maps) has what it finds in the cache reported as stored, in an
+  event that is that of a new copy to the byte. It begins at the prompt's first block; so such an event adds no copy to a block
+  that is held. A real second copy of a whole prefix counts as one then: after its removal the other one is not claimed.
 - An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain, so all is
   an upper bound.
@@ -116,6 +119,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         lookahead=ahead,
         offloaded=tier is not Tier.HBM,
         removal_told=_is_removal_told(fields),
+        maybe_again=parent is None and tier is Tier.HBM and "type" in fields,
         untold_keys="" if "extra_keys" in fields or "type" in fields else UNTOLD_KEYS,
     )
 
