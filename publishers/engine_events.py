@@ -49,7 +49,8 @@ class EngineStored:
     event does not tell them. `untold_keys`: what the engine keeps blocks apart by and its events don't say, for people; empty
     if nothing. `located` False: from its hashes and parents can't be known where in a prompt the blocks are. `removes_held`:
     the form is one of versions that may announce the removal of blocks that they still hold. `maybe_again`: it may report
-    copies that were reported before, instead of new ones.
+    copies that were reported before, instead of new ones. `chunk_removal_told` False: of blocks larger than the engine's, it is
+    not known if their removal is told.
     """
 
     hashes: Sequence[EngineHash]
@@ -76,6 +77,7 @@ class EngineStored:
     located: bool = True
     removes_held: bool = False
     maybe_again: bool = False
+    chunk_removal_told: bool = True
 
     @property
     def chain(self) -> str:

@@ -10,12 +10,14 @@ Decisions that the wire leaves open:
   and extra keys, although the hash covers them.
 - Removals are told for GPU and CPU, and by tiers that name themselves in `ownership`. A file system's or object store's tier
   (STORAGE) tells none, nor do the connectors of Mooncake's store and of LMCache in the engine's process, whose medium is "cpu".
+- LMCache's multiprocess connector reports chunks as CPU, without group and locality. Their removal is reported only if its server
+  has the event stream.
 - `AllBlocksCleared` may stand for the device tier alone, or for a connector's CPU tier too (`/sleep`, `/pause`,
   `reset_prefix_cache` with `reset_connector`): no event says which. So it clears both. Disks and stores keep theirs, as in the
   offloading connector (`TieringOffloadingManager.reset_cache`, 0.33).
-- A request with `kv_cache_report_mode: "full"` (0.26 and later, so maps) has what it finds in the cache reported as stored, in an
-  event that is that of a new copy to the byte. It begins at the prompt's first block; so such an event adds no copy to a block
-  that is held. A real second copy of a whole prefix counts as one then: after its removal the other one is not claimed.
+- A request with `kv_cache_report_mode: "full"` (0.26 and later, so maps) has what it finds in the cache reported as stored,
+  exactly as a new copy is. Such an event begins at the prompt's first block, so none that does adds a copy to a block that is
+  held. After the removal of one of two real copies the other is not claimed until a block behind it is stored.
 - An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain, so all is
   an upper bound.
@@ -119,6 +121,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         lookahead=ahead,
         offloaded=tier is not Tier.HBM,
         removal_told=_is_removal_told(fields),
+        chunk_removal_told=get("medium") != "CPU" or "group_idx" in fields or "locality" in fields,
         maybe_again=parent is None and tier is Tier.HBM and "type" in fields,
         untold_keys="" if "extra_keys" in fields or "type" in fields else UNTOLD_KEYS,
     )

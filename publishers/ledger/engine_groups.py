@@ -81,10 +81,11 @@ class EngineGroups:
             self.told[event.group] = told
         return True
 
-    def restore(self, told: Mapping[int, ToldGroup], lookahead_tokens: int) -> None:
+    def restore(self, told: Mapping[int, ToldGroup], lookahead_tokens: int, untold_keys: str) -> None:
         """As it was saved."""
         self.told = dict(told)
         self.lookahead_tokens = lookahead_tokens
+        self.untold_keys = untold_keys
 
     @property
     def smallest_full(self) -> int:

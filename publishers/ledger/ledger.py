@@ -429,7 +429,7 @@ class Ledger:
         ledger = cls(settings, remembered_evictions=remembered_evictions)
         saved = ledger_dump.unpack(dumped, settings.identity)
         try:
-            ledger.groups.restore(saved.groups, saved.lookahead_tokens)
+            ledger.groups.restore(saved.groups, saved.lookahead_tokens, saved.untold_keys)
             ledger._check_block_size(saved.block_size)
             ledger.reuse = ledger.groups.reuse(saved.block_size)
             ledger._begin(Holdings(), saved.block_size)

@@ -60,7 +60,7 @@ class Residency:
         self._counting = not set_semantics
         self.unproven: set[EngineHash] = set()
         """Hashes whose block an offloaded event's tokens alone say: it is another one if the engine has keys for it."""
-        self._doubtful: set[EngineHash] = set()
+        self.doubtful: set[EngineHash] = set()
         """Hashes that may have more copies in the device tier than are counted: see `EngineStored.maybe_again`."""
         self._evicted: list[EngineHash] = []
         self._shared_removals: list[tuple[EngineHash, Holding]] = []
@@ -121,7 +121,11 @@ class Residency:
 
     def plain_copies(self, name: EngineHash) -> int | None:
         """How many copies are counted of a hash that may be in a plain stretch; None if it can't be."""
-        if self._device is None or any(name in one.counts for one in self._indexed if one is not self._device):
+        if (
+            self._device is None
+            or name in self.doubtful
+            or any(name in one.counts for one in self._indexed if one is not self._device)
+        ):
             return None
         copies = self._device.counts.get(name, 0)
         return copies if copies <= 1 else None
@@ -169,16 +173,16 @@ class Residency:
         return self._counting and not event.maybe_again
 
     def _hold_again(self, event: EngineStored) -> None:
-        """Who stores blocks in the device tier has all blocks before them there: so those of which perhaps another copy was left
-        are held."""
+        """A request that stores blocks in the device tier has all blocks before them there, also those that may have had
+        another copy than the one that was removed."""
         holding = self._by_group.get((event.tier, event.group))
         stretch = self._lineage.known.get(event.parent) if event.parent is not None else None
         if holding is None or not holding.indexable or holding.tier is not Tier.HBM:
             return
         while stretch is not None:
             name = stretch.names[0] if stretch.names and not stretch.plain else None
-            if name in self._doubtful and name not in holding.counts and name not in self._shared_hashes:
-                self._doubtful.discard(name)
+            if name in self.doubtful and name not in holding.counts and name not in self._shared_hashes:
+                self.doubtful.discard(name)
                 block = Block(stretch)
                 holding.counts[name] = 1
                 if holding.in_all(name):
@@ -190,7 +194,7 @@ class Residency:
     def _store(self, event: EngineStored) -> None:
         if self._evicted or self._shared_removals:
             self.end_removals()
-        if self._doubtful and event.parent is not None and not event.offloaded:
+        if self.doubtful and event.parent is not None and not event.offloaded:
             self._hold_again(event)
         hashes, resolver = event.hashes, self._resolver
         self._counters.stored += len(hashes)
@@ -224,8 +228,8 @@ class Residency:
             owner = block_of(name)
             count = count_of(name, 0)
             counts[name] = count + 1 if counting else count or 1
-            if count and event.maybe_again:
-                self._doubtful.add(name)
+            if count and event.maybe_again and self._counting:
+                self.doubtful.add(name)
             if owner is None:
                 self._lineage.add_name(name, block)
                 if event.offloaded and not has_keys(event):
@@ -398,7 +402,7 @@ class Residency:
         self.end_removals()
         self._counters.cleared_events += 1
         if Tier.HBM in event.tiers:
-            self._doubtful.clear()
+            self.doubtful.clear()
         cleared = [holding for holding in self._by_group.values() if holding.tier in event.tiers]
         shared, block_of = self._shared_hashes, self._block_of
         removed = self._plain.clear() if self._device in cleared else []
@@ -469,7 +473,7 @@ class Residency:
                     self.sparse.leave(name, block)
         self.shared.forget(forgotten)
         self.unproven.difference_update(forgotten)
-        self._doubtful.difference_update(forgotten)
+        self.doubtful.difference_update(forgotten)
 
     def _leave_tier(self, name: EngineHash, holding: Holding) -> None:
         block = self._block_of(name)
