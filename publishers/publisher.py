@@ -367,7 +367,14 @@ class Publisher:
     def settle(self) -> None:
         """Fold pending events into the ledger and publish the change now. One span."""
         pending = self.changelog.pending_events
-        known = self.engine.block_size, self.ledger.reuse, self.ledger.chain, self.ledger.counters.removal_untold
+        counters = self.ledger.counters
+        known = (
+            self.engine.block_size,
+            self.ledger.reuse,
+            self.ledger.chain,
+            counters.removal_untold,
+            counters.other_chain,
+        )
         try:
             events = self.changelog.fold()
         except DATA_ERRORS as error:
@@ -381,6 +388,8 @@ class Publisher:
             self.beat()  # routers need it to look a prompt up
         self._report.diagnose_block_size()
         self._look_at_version()
+        if self.ledger.counters.other_chain != known[4]:
+            self._report.diagnose_chain()
         if (untold := self.ledger.counters.removal_untold) and not known[3]:
             line = f"{untold} blocks left out: a connector stored them where nobody tells their removal (see --store-ttl-s)"
             self._log.report("untold", line, logging.INFO)

@@ -10,8 +10,8 @@ Decisions that the wire leaves open:
   and extra keys, although the hash covers them.
 - Removals are told for GPU and CPU, and by tiers that name themselves in `ownership`. A file system's or object store's tier
   (STORAGE) tells none, nor do the connectors of Mooncake's store and of LMCache in the engine's process, whose medium is "cpu".
-- LMCache's multiprocess connector reports chunks as CPU, without group and locality. Their removal is reported only if its server
-  has the event stream.
+- LMCache's multiprocess connector reports chunks as CPU, without group and locality. Their removal is reported only if its
+  server has the event stream.
 - `AllBlocksCleared` may stand for the device tier alone, or for a connector's CPU tier too (`/sleep`, `/pause`,
   `reset_prefix_cache` with `reset_connector`): no event says which. So it clears both. Disks and stores keep theirs, as in the
   offloading connector (`TieringOffloadingManager.reset_cache`, 0.33).

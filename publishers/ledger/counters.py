@@ -17,6 +17,8 @@ class LedgerCounters:
     """Token ids beyond 32 bits, or not a full block's each, or an adapter or salt that can't name a scope."""
     other_block_size: int = 0
     placeholder_unknown: int = 0
+    other_chain: int = 0
+    """Left out: told without token ids by an engine that tells these of other blocks."""
     adapter_unnamed: int = 0
     """Left out: of an adapter whose name neither the engine nor the settings tell."""
     engine_too_old: int = 0

@@ -188,6 +188,7 @@ class Ledger:
                     event = replace(event, salt=None)  # the tenant of events without a salt
                 if event.local_hashes is not None and event.chain != self.chain:
                     event = replace(event, local_hashes=None)  # a placeholder
+                    self.counters.other_chain += len(event.hashes)
                 if not event.located:
                     self.counters.engine_too_old += len(event.hashes)
                     continue
@@ -316,6 +317,7 @@ class Ledger:
                 if self.chain != OWN_CHAIN and (event.token_ids or event.local_hashes):
                     was_external, self.chain = self.chain is not None, event.chain
                     if was_external and event.chain == OWN_CHAIN:
+                        self.counters.other_chain += self.announced_blocks
                         forgot_all = self._forget_blocks() or forgot_all
                 if event.block_size != self.block_size and self._learn_block_size(event):
                     forgot_all = self._forget_blocks() or forgot_all

@@ -4,8 +4,8 @@ removals.
 - LMCache stores and removes chunks of several blocks under one hash. A chunk is cut at the engine's block size; its last block
   has the chunk's hash, so that the next chunk finds its parent, the others have names made of it. They come and go together.
 - A shared store (Mooncake's, a file system's) evicts what others stored too, and says so to nobody. Its blocks are left out, or
-  held for a time after they were last stored. So are chunks of LMCache until one's removal was told: its server may have no event
-  stream.
+  held for a time after they were last stored. So are chunks of LMCache until one's removal was told: its server may have no
+  event stream.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
