@@ -13,7 +13,7 @@ from kvatlas.errors import EngineEventError
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
 from kvatlas_publishers.engine_events import EngineCleared, EngineRemoved, EngineStored
-from kvatlas_publishers.engines import MAX_PAYLOAD_BYTES, decode_batch
+from kvatlas_publishers.engines import MAX_PAYLOAD_BYTES, decode_batch, vllm
 from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 
 BOTH = [EngineKind.VLLM, EngineKind.SGLANG]
@@ -60,7 +60,7 @@ def test_the_outer_batch_may_be_a_map() -> None:
 
 def test_an_array_event_of_vllm_0_9_has_no_medium() -> None:
     event = only(["BlockStored", [1, 2], 9, [1, 2, 3, 4], 2, None])
-    assert event == EngineStored([1, 2], 9, [1, 2, 3, 4], 2, Tier.HBM)
+    assert event == EngineStored([1, 2], 9, [1, 2, 3, 4], 2, Tier.HBM, untold_keys=vllm.UNTOLD_KEYS)
     assert only(["BlockRemoved", [1]]) == EngineRemoved([1], Tier.HBM)
 
 
@@ -104,8 +104,8 @@ def test_an_array_event_of_vllm_0_23_has_all_its_fields() -> None:
 
 
 def test_a_map_event_leaves_defaults_out_and_may_have_more_fields() -> None:
-    event = only(stored(session_id="s", lookahead_token_ids=[[3], [5]], ownership="x"))
-    assert event == EngineStored([1, 2], None, [1, 2, 3, 4], 2, lookahead_tokens=1, lookahead=(5,))
+    event = only(stored(parent_block_hash=9, session_id="s", lookahead_token_ids=[[3], [5]], ownership="x"))
+    assert event == EngineStored([1, 2], 9, [1, 2, 3, 4], 2, lookahead_tokens=1, lookahead=(5,))
 
 
 @pytest.mark.parametrize(
