@@ -83,6 +83,15 @@ def decode_batch(payload: bytes) -> EngineBatch:
     return wire.decode(payload, _FIELDS, _event)
 
 
+def decode_simulated_batch(payload: bytes) -> EngineBatch:
+    """One of the simulated engine. It reports each block that it drops from the CPU tier: a clear is of the device tier alone.
+
+    Raises EngineEventError, as `decode_batch` does."""
+    batch = decode_batch(payload)
+    batch.events = [EngineCleared((Tier.HBM,)) if isinstance(one, EngineCleared) else one for one in batch.events]
+    return batch
+
+
 def _event(tag: str, fields: wire.Fields) -> EngineEvent:
     if tag == "AllBlocksCleared":
         return EngineCleared()
