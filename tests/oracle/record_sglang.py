@@ -22,7 +22,7 @@ import sys
 from array import array
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import torch
@@ -58,7 +58,9 @@ class _Anything:
 
 
 class _Empty(ModuleType):
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -121,7 +123,7 @@ def _hash_pages(key: Any, prior: bytes | None, page_size: int | None = None) -> 
 def _load_native_hashes() -> None:
     name = "sglang.srt.mem_cache.cpp_utils.native_hash"
     sys.modules[name] = module = _Empty(name)
-    module.get_native_hash = _hash_pages
+    module.__dict__["get_native_hash"] = _hash_pages
 
 
 class Allocator(_Anything):

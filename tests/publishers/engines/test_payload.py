@@ -227,7 +227,7 @@ def test_sglang_before_0_5_6_is_recognised_by_the_hashes_of_its_roots() -> None:
     no_page = hash(())
 
     def located(*fields: Any) -> bool:
-        return only(sglang_page(*fields), kind=EngineKind.SGLANG).located
+        return bool(only(sglang_page(*fields), kind=EngineKind.SGLANG).located)
 
     assert located(chained) and located(7, chained)
     assert not located(hash((1, 2, 3, 4))) and not located(7, no_page)
