@@ -88,15 +88,22 @@ chaos: $(READY) ## inject random faults into a running fleet (CHAOS_SECONDS, CHA
 clusters: $(READY) ## test the store's calls while slots of a Redis cluster move, servers fail over and replicas fall silent
 	KVATLAS_CLUSTERS=1 $(BIN)/python -m pytest -q tests/kvatlas/store/test_cluster.py
 
-oracle: $(READY) .oracle/.ready ## compare predicted reuse with vLLM's own KV cache manager (installs vLLM and torch, no GPU)
-	KVATLAS_ORACLE_PYTHON=.oracle/bin/python $(BIN)/python -m pytest -q --timeout 3600 tests/oracle
+# each minor version of SGLang whose radix cache publishes events
+SGLANG_VERSIONS := 0.4.7 0.4.8 0.4.9 0.4.10 $(addprefix 0.5.,1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23)
+
+oracle: $(READY) .oracle/.ready ## compare predicted reuse with the caches of vLLM and of each SGLang (installs them and torch, no GPU)
+	KVATLAS_ORACLE_PYTHON=.oracle/bin/python KVATLAS_ORACLE_SGLANG=.oracle/sglang $(BIN)/python -m pytest -q --timeout 3600 tests/oracle
 
 .oracle/.ready: tests/oracle/requirements.txt
 	@rm -rf .oracle
 	@$(PYTHON) -m venv .oracle
-	@echo "Installing vLLM 0.33.0 and what its KV cache manager imports into .oracle"
+	@echo "Installing vLLM 0.33.0, what its KV cache manager imports, and each SGLang into .oracle"
 	@.oracle/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/oracle/requirements.txt
 	@.oracle/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.33.0
+	@for v in $(SGLANG_VERSIONS); do \
+		.oracle/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --target .oracle/sglang/$$v sglang==$$v \
+			|| exit 1; \
+	done
 	@touch $@
 
 integrations: $(READY) .litellm-proxy/.ready .ray/.ready ## test with LiteLLM's proxy server and Ray Serve (installs both)

@@ -48,6 +48,7 @@ from kvatlas_publishers.shared_store.notifier import StoreNotifier
 from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
 from kvatlas_publishers.stream.message_split import block_count
 from kvatlas_publishers.stream.sender import Sender
+from kvatlas_publishers.version_diagnosis import VersionDiagnosis
 
 LINGER_S = 0.005
 CLOSE_S = 2.0
@@ -95,6 +96,7 @@ class Publisher:
         self.counters = PublisherCounters()
         self.diagnoses = Diagnoses(self.worker_id)
         self.ledger = ledger or Ledger(settings.ledger)
+        self._version_diagnosis = VersionDiagnosis(self.diagnoses)
         self._store_notifier: StoreNotifier | None = None
         self._rng = rng or random.Random()
         self._nats = nats
@@ -140,6 +142,7 @@ class Publisher:
                 on_block_bytes=self.ledger.set_told_block_bytes,
                 block_bytes=lambda: self.ledger.block_bytes,
                 on_hybrid=self._on_hybrid,
+                on_version=self._look_at_version,
                 feed_alive=feed_alive or (lambda: False),
                 access=settings.engine_access,
             )
@@ -379,7 +382,8 @@ class Publisher:
     def settle(self) -> None:
         """Fold pending events into the ledger and publish the change now. One span."""
         pending = self.changelog.pending_events
-        untold_before, known = self.ledger.counters.removal_untold, self._told_of_blocks()
+        counters = self.ledger.counters
+        untold_before, chains_before, known = counters.removal_untold, counters.other_chain, self._told_of_blocks()
         try:
             events = self.changelog.fold()
         except DATA_ERRORS as error:
@@ -392,7 +396,10 @@ class Publisher:
         if self._told_of_blocks() != known:
             self.beat()  # routers need it to look a prompt up, and to price it
         self._report.diagnose_block_size()
-        if (untold := self.ledger.counters.removal_untold) and not untold_before:
+        self._look_at_version()
+        if counters.other_chain != chains_before:
+            self._report.diagnose_chain()
+        if (untold := counters.removal_untold) and not untold_before:
             line = f"{untold} blocks left out: a connector stored them where nobody tells their removal (see --store-ttl-s)"
             self._log.report("untold", line, logging.INFO)
         self._tell_upper_bound(known[0].upper_bound)
@@ -418,6 +425,10 @@ class Publisher:
         """What heartbeats say of the worker's blocks."""
         ledger = self.ledger
         return ledger.reuse, self.engine.block_size, ledger.block_bytes, ledger.chain
+
+    def _look_at_version(self) -> None:
+        version = self.engine.poller.version if self.engine.poller is not None else ""
+        self._version_diagnosis.look(self.ledger.counters, version, self.counters.feed_restarts)
 
     def _on_hybrid(self) -> None:
         before = self.ledger.reuse.upper_bound

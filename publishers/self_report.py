@@ -177,6 +177,12 @@ class SelfReport:
             why = " (context parallelism multiplies an engine's block size)" if other % (own or other) == 0 else ""
             self._diagnoses.set("block_size", seen, f"set --block-size {other}, or leave it out{why}")
 
+    def diagnose_chain(self) -> None:
+        """Are blocks left out because other blocks come with token ids?"""
+        if left_out := self._ledger.counters.other_chain:
+            seen = f"{left_out} blocks were reported without token ids, others with them: those without are left out"
+            self._diagnoses.set("chain", seen, "send the token ids of every block, or of none")
+
     def _diagnose_blocked(self) -> Diagnosis:
         seen = f"NATS at {self._server_name} does not take its messages: {self._sender.trouble}"
         if self._sender.refused_without_stream:

@@ -201,7 +201,7 @@ class EngineSidecar:
             publisher.diagnoses,
             self._dead_letters,
             context,
-            on_batch=publisher.record if batches is None else batches.record,
+            on_batch=self._record if batches is None else batches.record,
             on_empty=start_over,
             on_alive=publisher.beat,
             engine_up=lambda: (
@@ -251,6 +251,11 @@ class EngineSidecar:
                 listed = await listed_source(url, self._feed_settings.rank)
                 if listed is not None:
                     feed.move(listed.endpoint, listed.replay_endpoint)
+
+    def _record(self, batch: EngineBatch) -> None:
+        self._publisher.record(batch)
+        if self._lmcache is not None and any(isinstance(event, EngineCleared) for event in batch.events):
+            self._lmcache.restart()  # its chunks are in its server, which the engine's clear has not emptied
 
     def _feed_alive(self) -> bool:
         return self._feed is not None and self._feed.alive

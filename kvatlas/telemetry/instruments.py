@@ -215,6 +215,8 @@ LEDGER = {
         other_block_size="other_block_size",
         placeholder_unknown="placeholder_unknown",
         adapter_unnamed="adapter_unnamed",
+        engine_too_old="engine_too_old",
+        other_chain="other_chain",
         removal_untold="removal_untold",
         store_unknown="store_unknown",
     ),

@@ -12,7 +12,7 @@ __all__ = ["MAX_PAYLOAD_BYTES", "decode_batch"]
 
 _DECODERS: Mapping[EngineKind, Callable[[bytes], EngineBatch]] = {
     EngineKind.VLLM: vllm.decode_batch,
-    EngineKind.MOCK: vllm.decode_batch,  # the simulated engine speaks vLLM's protocols
+    EngineKind.MOCK: vllm.decode_simulated_batch,
     EngineKind.SGLANG: sglang.decode_batch,
     EngineKind.OPEN: open_events.decode_batch,
     EngineKind.STORE: mooncake.decode_batch,

@@ -22,6 +22,7 @@ from kvatlas.engine_access import KEY_CURE, NO_KEY, REFUSED, EngineAccess
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind, Role
 from kvatlas_publishers.engines.http_client import engine_http
+from kvatlas_publishers.engines.sglang import is_too_old
 
 EVENTS_PORT = 5557
 REPLAY_PORT = 5558
@@ -30,7 +31,8 @@ CONNECT_S = 1.0
 
 _INFO = "vllm:cache_config_info"
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]")  # noqa: S104 - what engines call their own address
-_EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
+_EAGLE = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
+"""Of SGLang's speculative algorithms those that key its tree by pairs (`SpeculativeAlgorithm.is_eagle`, 0.5.6 to 0.5.23)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +191,11 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
                 )
             )
     eagle = str(info.get("speculative_algorithm") or "").upper() in _EAGLE
-    notes = (
-        (f"model {model_id}: the radix cache is off, so its cache is always empty",)
-        if info.get("disable_radix_cache")
-        else ()
-    )
+    notes = []
+    if info.get("disable_radix_cache"):
+        notes.append(f"model {model_id}: the radix cache is off, so its cache is always empty")
+    if is_too_old(version := str(info.get("version"))):
+        notes.append(f"it is SGLang {version}, whose events don't say what it holds; upgrade to 0.5.7 or later")
     role = _ROLES.get(str(info.get("disaggregation_mode")), Role.BOTH)
     port = info.get("disaggregation_bootstrap_port")
     return EngineOffer(

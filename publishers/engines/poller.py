@@ -54,6 +54,7 @@ class EnginePoller:
         on_block_bytes: Callable[[int], None] = lambda _: None,
         block_bytes: Callable[[], int] = lambda: 0,
         on_hybrid: Callable[[], None] = lambda: None,
+        on_version: Callable[[], None] = lambda: None,
         feed_alive: Callable[[], bool] = lambda: False,
         poll_s: float = POLL_S,
         access: EngineAccess = NO_KEY,
@@ -61,7 +62,8 @@ class EnginePoller:
         """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now;
         `on_adapter_moved(name)`: the adapter is loaded from another path now; `on_new_weights(version)`: the model's weights
         are others now; `on_block_bytes(bytes)`: its metrics say how large its blocks are; `block_bytes`: how large they are, 0:
-        unknown; `on_hybrid`: its metrics show a cache for other attention than full, called once. `feed_alive`: is the engine's
+        unknown; `on_hybrid`: its metrics show a cache for other attention than full, called once; `on_version`: `version` was
+        asked for. `feed_alive`: is the engine's
         event socket connected?"""
         self.served_names: Sequence[str] = ()
         """Under which the engine serves its model, and where that was loaded from, as it listed them last."""
@@ -80,12 +82,15 @@ class EnginePoller:
         self._on_block_bytes = on_block_bytes
         self._block_bytes = block_bytes
         self._on_hybrid = on_hybrid
+        self._on_version = on_version
         self._feed_alive = feed_alive
         self._hybrid = False
         self.adapter_roots: dict[str, str] = {}
         """Where each adapter that the engine listed was loaded from, as it listed it last."""
         self.weight_version = ""
         """Of the model's weights, as the engine said last; empty: it never did."""
+        self.version = ""
+        """Of the engine, as SGLang says it; empty: not known."""
         self._weights_page = _WEIGHTS_PAGES.get(context.kind)
         self._url = url.rstrip("/")
         self._access = access
@@ -298,12 +303,15 @@ class EnginePoller:
                 info = None
             if isinstance(info, dict):
                 self._asked_server_info = True
+                version = info.get("version")
+                self.version = version if isinstance(version, str) else ""
                 self._context = replace(
                     self._context,
                     total_request_slots=_count(info, "max_running_requests"),
                     total_tokens=_count(info, "max_total_num_tokens"),
                     block_size=self._context.block_size or _count(info, "page_size", MAX_BLOCK_TOKENS) or None,
                 )
+                self._on_version()
                 return
 
 

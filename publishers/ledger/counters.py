@@ -23,8 +23,14 @@ class LedgerCounters:
     """Token ids beyond 32 bits, or not a full block's each, or an adapter or salt that can't name a scope."""
     other_block_size: int = 0
     placeholder_unknown: int = 0
+    other_chain: int = 0
+    """Left out: told without token ids by an engine that tells these of other blocks."""
     adapter_unnamed: int = 0
     """Left out: of an adapter whose name neither the engine nor the settings tell."""
+    engine_too_old: int = 0
+    """Left out: of a version whose events don't say where in a prompt a block is."""
+    parent_removed: int = 0
+    """Stored behind a block that the engine holds, though it announced its removal."""
     removal_untold: int = 0
     """Left out: stored by a connector where nobody tells their removal."""
     store_told: int = 0

@@ -15,6 +15,7 @@ Left out, counted, and still referenced, so that a later removal finds its count
 - blocks of another size than the engine's (partial blocks);
 - blocks told without token ids by an engine that tells these of others. Only of one that never does, blocks are of an external
   chain;
+- blocks of an engine whose hashes and parents don't say where in a prompt they are;
 - offload placeholders of an unknown hash. Those of a known one are copies of its block, in any scope. So are a connector's
   events with tokens; those of an unknown hash are left out if the engine uses adapters, salts or extra keys at all.
 A block left out is taken in if the engine stores it again in a way that can be understood.
@@ -188,6 +189,12 @@ class Ledger:
                     event = replace(event, salt=None)  # the tenant of events without a salt
                 if event.local_hashes is not None and event.chain != self.chain:
                     event = replace(event, local_hashes=None)  # a placeholder
+                    self.counters.other_chain += len(event.hashes)
+                if not event.located:
+                    self.counters.engine_too_old += len(event.hashes)
+                    continue
+                if event.removes_held and event.parent is not None:
+                    self.counters.parent_removed += residency.is_removed(event.tier, event.group, event.parent)
                 if not event.adapter_named:
                     named = self.settings.adapter_ids.get(event.adapter or "")
                     if named is None:
@@ -311,6 +318,7 @@ class Ledger:
                 if self.chain != OWN_CHAIN and (event.token_ids or event.local_hashes):
                     was_external, self.chain = self.chain is not None, event.chain
                     if was_external and event.chain == OWN_CHAIN:
+                        self.counters.other_chain += self.announced_blocks
                         forgot_all = self._forget_blocks() or forgot_all
                 if event.block_size != self.block_size and self._learn_block_size(event):
                     forgot_all = self._forget_blocks() or forgot_all
@@ -424,7 +432,7 @@ class Ledger:
         ledger = cls(settings, remembered_evictions=remembered_evictions)
         saved = ledger_dump.unpack(dumped, settings.identity)
         try:
-            ledger.groups.restore(saved.groups, saved.lookahead_tokens)
+            ledger.groups.restore(saved.groups, saved.lookahead_tokens, saved.untold_keys)
             ledger._check_block_size(saved.block_size)
             ledger.reuse = ledger.groups.reuse(saved.block_size)
             ledger._begin(Holdings(), saved.block_size)

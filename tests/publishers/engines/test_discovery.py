@@ -117,7 +117,7 @@ def test_prefix_caching_that_is_off_gets_a_note() -> None:
 def test_sglang_sources_come_from_its_server_arguments() -> None:
     config = {"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}
     info: dict[str, Any] = {"page_size": 64, "kv_events_config": json.dumps(config), "dp_size": 1}
-    offer = sglang_offer({**info, "speculative_algorithm": "EAGLE3"}, "m", "10.1.1.1")
+    offer = sglang_offer({**info, "speculative_algorithm": "FROZEN_KV_MTP"}, "m", "10.1.1.1")
     assert offer.sources == [EventSource("tcp://10.1.1.1:5557", "tcp://10.1.1.1:5657", "kv")]
     assert (offer.block_size, offer.eagle) == (64, True)
     ranks = sglang_offer({**info, "dp_size": 2}, "m", "h").sources
