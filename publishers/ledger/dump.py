@@ -267,7 +267,7 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             raise InvalidValue(f"saved ledger of version {version!r:.40}; expected {VERSION}")
         _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = raw
         variants, told, ahead, unproven, (parts, small_blocks), *doubts = engine
-        doubtful, untold_keys = doubts or ([], "")  # absent before 0.2
+        doubtful, untold_keys = doubts or ([], "")  # absent in states that an earlier version saved
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(
