@@ -58,7 +58,8 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             resident_blocks=resident_blocks,
             transfers=KvTransfers(engine, settings.disaggregation, TRANSFER_US_PER_TOKEN, settings.speed_up),
             event_source={
-                "data_parallel_rank": 0,
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
                 "endpoint": feed.endpoint,
                 "replay_endpoint": feed.replay_endpoint,
                 "topic": settings.topic,
