@@ -22,7 +22,7 @@ QUICK := $(addprefix tests/,project $(addprefix kvatlas/,blocks bus cost fleet r
 	$(addprefix router_client/,decision learning pricing) $(addprefix router/,outliers tokens) $(addprefix simulator/,cache engine) indexer/repair)
 
 .DEFAULT_GOAL := help
-.PHONY: help lock test quick chaos clusters oracle integrations demo bench bench-longer bench-peer lab lint types image push image-test wheel-test version clean
+.PHONY: help lock test quick chaos clusters oracle frontends integrations demo bench bench-longer bench-peer lab lint types image push image-test wheel-test version clean
 
 # `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
 REGISTRY ?=
@@ -106,6 +106,33 @@ oracle: $(READY) .oracle/.ready ## compare predicted reuse with the caches of vL
 	done
 	@touch $@
 
+# vLLM, SGLang and the clients, a folder each: no two of them agree on versions.
+FRONTENDS := $(addprefix .frontends/,vllm/.ready sglang/.ready clients/.ready npm/.ready)
+
+frontends: $(READY) $(FRONTENDS) ## test the router before vLLM's and SGLang's own servers, with real clients (installs all, no GPU)
+	KVATLAS_FRONTENDS=.frontends $(BIN)/python -m pytest -q --durations 5 tests/frontends
+
+SERVER_vllm := vllm==0.33.0
+SERVER_sglang := sglang==0.5.23
+
+.frontends/%/.ready: tests/frontends/environments/%.txt
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@echo "Installing $(or $(SERVER_$*),clients) into $(@D)"
+	@$(if $(SERVER_$*),$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $< $(SERVER_$*)
+	@touch $@
+
+.frontends/npm/.ready: Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	@echo "Installing coding agents into $(@D)"
+	@command -v npm >/dev/null || echo "no npm: tests with coding agents are left out"
+	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(@D) $(AGENTS)
+	@touch $@
+
+AGENTS := @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0
+
 integrations: $(READY) .litellm-proxy/.ready .ray/.ready ## test with LiteLLM's proxy server and Ray Serve (installs both)
 	KVATLAS_LITELLM_PROXY=$(CURDIR)/.litellm-proxy/bin/python KVATLAS_RAY=$(CURDIR)/.ray/bin/python \
 		$(BIN)/python -m pytest -q tests/router/litellm/test_proxy_server.py tests/router_client/test_ray_serve.py
@@ -171,5 +198,5 @@ version:
 	@echo $(VERSION)
 
 clean: ## remove the environment and every cache
-	rm -rf .venv .lock .oracle .bench-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .lock .oracle .frontends .bench-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

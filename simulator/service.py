@@ -62,7 +62,8 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             transfers=KvTransfers(engine, settings.disaggregation, TRANSFER_US_PER_TOKEN, settings.speed_up),
             health_waits=settings.health_waits,
             event_source={
-                "data_parallel_rank": 0,
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
                 "endpoint": feed.endpoint,
                 "replay_endpoint": feed.replay_endpoint,
                 "topic": settings.topic,

@@ -137,20 +137,20 @@ def _unlisted_note(model_id: str, listed: Sequence[str]) -> Sequence[str]:
 
 
 def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> EngineOffer:
-    """From vLLM's answers; `listed` None: a version that does not list its event sources."""
+    """From vLLM's answers; `listed`: `/kv_event_sources`, a map from rank to the configuration of its publisher, as vLLM 0.33
+    has it; None: a version that does not list its event sources."""
     ranks, block_size, caching = _cache_config(metrics_page)
-    raw_sources = listed.get("sources") if isinstance(listed, Mapping) else listed
     sources: list[EventSource] = []
-    if isinstance(raw_sources, list):
-        found = sorted((one for one in raw_sources if isinstance(one, Mapping) and one.get("endpoint")), key=_rank_of)
-        for one in found:
+    if isinstance(listed, Mapping):
+        found = {rank: one for rank, one in listed.items() if isinstance(one, Mapping) and one.get("endpoint")}
+        for rank, one in sorted((int(rank), one) for rank, one in found.items() if str(rank).isdecimal()):
             replay = one.get("replay_endpoint")
             sources.append(
                 EventSource(
                     resolve_endpoint(str(one["endpoint"]), host),
                     resolve_endpoint(str(replay), host) if replay else None,
                     str(one.get("topic") or ""),
-                    _rank_of(one) if len(found) > 1 else None,
+                    rank if len(listed) > 1 else None,
                 )
             )
     else:
@@ -165,7 +165,7 @@ def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> Engi
         block_size,
         notes=notes,
         ranks=range(ranks) if ranks > 1 else (None,),
-        assumed=not isinstance(raw_sources, list),
+        assumed=not isinstance(listed, Mapping),
     )
 
 
@@ -315,11 +315,6 @@ async def _is_listening(endpoint: str) -> bool:
     except (OSError, TimeoutError):
         return False
     return True
-
-
-def _rank_of(source: Mapping[str, Any]) -> int:
-    rank = source.get("data_parallel_rank")
-    return rank if isinstance(rank, int) else 0
 
 
 def _is_loopback(host: str) -> bool:

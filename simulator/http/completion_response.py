@@ -136,6 +136,9 @@ class CompletionResponse(Response):
             if token is None:
                 yield b": keep-alive\n\n"
                 continue
+            if not answer.token_ids[token.choice]:
+                for opening in self._opening(token.choice):
+                    yield _server_sent_event(self._response_body([opening], None, self.chunk_object_name))
             choice = self._choice(token.choice, [token.token_id], token.finish_reason, streamed=True)
             if self._body.return_token_ids and not answer.token_ids[token.choice]:
                 choice["prompt_token_ids"] = list(self._request.prompt)
@@ -176,6 +179,10 @@ class CompletionResponse(Response):
         """The field of a choice that holds the text."""
         return {"text": text}
 
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        """What a stream says of a choice before its first token."""
+        return []
+
     def _choice(
         self, index: int, token_ids: list[int], finish_reason: str | None, *, streamed: bool = False
     ) -> dict[str, Any]:
@@ -211,7 +218,12 @@ class ChatResponse(CompletionResponse):
     chunk_object_name = "chat.completion.chunk"
 
     def _content(self, text: str, *, streamed: bool) -> dict[str, Any]:
-        return {"delta" if streamed else "message": {"role": "assistant", "content": text}}
+        return {"delta": {"content": text}} if streamed else {"message": {"role": "assistant", "content": text}}
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        """vLLM and SGLang name the role in a chunk of its own, without text."""
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
 
 @dataclass(slots=True)
@@ -251,5 +263,5 @@ def _server_sent_event(body: dict[str, Any]) -> bytes:
 
 
 def _error_body(status: int, message: str) -> dict[str, Any]:
-    kinds = {404: "NotFoundError", 503: "ServiceUnavailableError"}
+    kinds = {404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
     return {"message": message, "type": kinds.get(status, "BadRequestError"), "param": None, "code": status}

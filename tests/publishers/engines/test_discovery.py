@@ -90,27 +90,36 @@ async def test_an_engine_with_a_private_certificate_is_discovered(tmp_path: Path
 
 
 def test_vllm_ranks_have_the_listed_sources_or_the_usual_ports() -> None:
-    sources = [
-        {"data_parallel_rank": 1, "endpoint": "tcp://10.0.0.2:7001", "replay_endpoint": None, "topic": "kv"},
-        {"data_parallel_rank": 0, "endpoint": "tcp://*:7000", "replay_endpoint": "tcp://*:7100", "topic": "kv"},
-    ]
-    expected = [
+    listed = {
+        "1": {
+            "enable_kv_cache_events": True,
+            "endpoint": "tcp://10.0.0.2:7001",
+            "replay_endpoint": None,
+            "topic": "kv",
+        },
+        "0": {
+            "enable_kv_cache_events": True,
+            "endpoint": "tcp://*:7000",
+            "replay_endpoint": "tcp://*:7100",
+            "topic": "kv",
+        },
+    }
+    offer = vllm_offer(listed, PAGE, "m", "host")
+    assert offer.block_size == 32
+    assert offer.sources == [
         EventSource("tcp://host:7000", "tcp://host:7100", "kv", 0),
         EventSource("tcp://10.0.0.2:7001", None, "kv", 1),
     ]
-    for listed in (sources, {"sources": sources}):
-        offer = vllm_offer(listed, PAGE, "m", "host")
-        assert offer.sources == expected and offer.block_size == 32
     assert vllm_offer(None, PAGE, "m", "host").sources == [
         EventSource("tcp://host:5557", "tcp://host:5558", "", 0),
         EventSource("tcp://host:5558", "tcp://host:5559", "", 1),
     ]
     assert vllm_offer(None, "", "m", "host").sources == [EventSource("tcp://host:5557", "tcp://host:5558")]
-    assert vllm_offer([], PAGE, "m", "host").sources == []
+    assert vllm_offer({}, PAGE, "m", "host").sources == []
 
 
 def test_prefix_caching_that_is_off_gets_a_note() -> None:
-    (note,) = vllm_offer([], PAGE.replace('"True"', '"False"'), "m", "host").notes
+    (note,) = vllm_offer({}, PAGE.replace('"True"', '"False"'), "m", "host").notes
     assert "prefix caching is off" in note
 
 
