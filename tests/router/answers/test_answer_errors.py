@@ -142,10 +142,24 @@ async def test_if_every_engine_fails_the_client_has_the_last_ones_error(store: S
     ):
         answer = await client.post("/v1/completions", json={**BODY, "stream": True})
         assert (answer.status_code, answer.json()["error"]) == (500, SAID)
-        engine.answer = streams(PING, ERROR)
-        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
-        assert answer.status_code == 200 and answer.text.startswith(PING.decode())
-        assert SAID["message"] in answer.text.rpartition("data: ")[2]
+        seen = anyio.Event()
+
+        async def comment(_: Request) -> Response:
+            async def body() -> AsyncIterator[bytes]:
+                yield PING
+                await seen.wait()
+                yield ERROR
+
+            return StreamingResponse(body(), media_type="text/event-stream")
+
+        engine.answer = comment
+        text = b""
+        async with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as streamed:
+            assert streamed.status_code == 200
+            async for part in streamed.aiter_raw():
+                text += part
+                seen.set()
+        assert text.startswith(PING) and SAID["message"].encode() in text.rpartition(b"data: ")[2]
 
 
 @pytest.mark.parametrize("behind", [b"", chunk(ERROR) + b"0\r\n\r\n"], ids=["dies", "error"])
@@ -195,7 +209,7 @@ async def test_a_broken_answer_of_an_unknown_protocol_is_cut(
     async with (
         raw_engine(HEAD + chunk(PART)) as rude,
         running_fleet(store, {}, {"w1": {"url": rude.url}}),
-        running_proxy(valkey_url) as client,
+        running_proxy(valkey_url, allow_paths=("/other",)) as client,
     ):
         assert await read_cut(client, path, {"model": MODEL, **body}) == PART
 

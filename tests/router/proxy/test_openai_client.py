@@ -161,7 +161,7 @@ async def test_errors_are_those_of_the_official_client(store: Store, valkey_url:
             await client.completions.create(model=MODEL, prompt="a")
         for method, path, code in (
             *(("POST", path, 404) for path in ("/reset_prefix_cache", "/v1/load_lora_adapter", "/pause", "/shutdown")),
-            *(("GET", path, 404) for path in ("/nothing", "/is_paused", "/tokenizer_info", "/v1/responses/r1")),
+            *(("GET", path, 404) for path in ("/nothing", "/is_paused", "/tokenizer_info")),
         ):
             answer = await proxy.request(method, path, json={"model": MODEL} if method == "POST" else None)
             assert (answer.status_code, answer.json()["error"]["code"]) == (code, "unknown_url")
