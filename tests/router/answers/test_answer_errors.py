@@ -209,7 +209,7 @@ async def test_a_broken_answer_of_an_unknown_protocol_is_cut(
     async with (
         raw_engine(HEAD + chunk(PART)) as rude,
         running_fleet(store, {}, {"w1": {"url": rude.url}}),
-        running_proxy(valkey_url, allow_paths=("/other",)) as client,
+        running_proxy(valkey_url, allow_path="/other") as client,
     ):
         assert await read_cut(client, path, {"model": MODEL, **body}) == PART
 
