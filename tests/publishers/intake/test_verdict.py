@@ -3,7 +3,8 @@
 import pytest
 
 from kvatlas.fleet.records import MAX_DIAGNOSIS_TEXT, EngineKind
-from kvatlas_publishers.intake import (
+from kvatlas_publishers.intake.cures import Circumstances, text_of
+from kvatlas_publishers.intake.verdict import (
     HOLES,
     LEAST_TOLD,
     PERIOD_S,
@@ -14,8 +15,7 @@ from kvatlas_publishers.intake import (
     Serving,
     Taken,
 )
-from kvatlas_publishers.intake import Verdict as IntakeVerdict
-from kvatlas_publishers.intake_cures import Circumstances, text_of
+from kvatlas_publishers.intake.verdict import Verdict as IntakeVerdict
 
 IDLE = Serving()
 
