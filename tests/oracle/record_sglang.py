@@ -146,7 +146,7 @@ class Engine:
         }
         made = inspect.signature(module.RadixCache.__init__).parameters
         if "params" in made:
-            from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # type: ignore[import-not-found]
+            from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
             self.cache = module.RadixCache(CacheInitParams(**wanted))
         else:
