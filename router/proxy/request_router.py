@@ -30,7 +30,6 @@ from kvatlas_router.outliers.avoidance import Avoidance
 from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.progress.engine_progress import Probe
 from kvatlas_router.progress.monitor import ProgressMonitor
-from kvatlas_router.progress.small_request import ask_for_a_token
 from kvatlas_router.proxy.catalogue import Catalogue
 from kvatlas_router.proxy.request_reader import RequestReader
 from kvatlas_router.tokens.budget import BudgetedTokenizer, TokenizerBudget
@@ -40,6 +39,7 @@ from kvatlas_router.tokens.prompt_reader import PromptSettings
 from kvatlas_router.tokens.tokenizer import ThreadedTokenizer, Tokenizer
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_client import EngineClient
+from kvatlas_router.upstream.small_request import ask_for_a_token
 from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
 from router_client.decision.index_access import open_overlap_index
