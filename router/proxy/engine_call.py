@@ -3,7 +3,7 @@ is."""
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import parse_qs
 
 from kvatlas.errors import InvalidValue
@@ -22,8 +22,6 @@ INFERENCE = frozenset(
         *(api.value for api in Api),
         "/classify",
         "/detokenize",
-        "/generate",
-        "/inference/v1/generate",
         "/pooling",
         "/rerank",
         "/score",
@@ -33,11 +31,9 @@ INFERENCE = frozenset(
         "/v1/audio/translations",
         "/v1/classify",
         "/v1/embeddings",
-        "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/moderations",
         "/v1/rerank",
-        "/v1/responses",
         "/v1/score",
         "/v2/embed",
         "/v2/rerank",
@@ -54,6 +50,7 @@ _ADMINISTRATION = re.compile(
 """Paths of engines for those that run them: never passed on."""
 
 
+_APIS = frozenset(api.value for api in Api)
 _OBJECT = re.compile(rb"\s*\{")
 
 
@@ -67,7 +64,7 @@ class AdministrationPath(NotForEngines):
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """`body`: as engines get it. `text`: a chat or a completion as far as a router reads it; None for any other call."""
+    """`body`: as engines get it. `text`: a request for tokens (`Api`) as far as a router reads it; None for any other call."""
 
     model: str | None
     body: bytes
@@ -79,16 +76,14 @@ async def read_call(method: str, path: str, query: bytes, content_type: str, bod
     """Raises InvalidValue for a chat or a completion without a prompt, NotForEngines for a path that is not passed on, and
     NotForClients.
 
-    The prompt of a large chat or completion is not read. Fields of a transfer are withdrawn.
+    The prompt of a large request is not read. Fields of a transfer are withdrawn.
     """
-    if method == "POST":
-        for api in Api:
-            if path == api.value and not is_large(body) and not _has_embeddings_only(body):
-                text = TextRequest.parse(api, body)
-                if withdrawn := withdraw_transfer_fields(text.body):
-                    text = TextRequest(api, {**text.body, **withdrawn})
-                    body = json.dumps(text.body).encode()
-                return EngineCall(text.model, body, text=text)
+    api = Api(path) if method == "POST" and path in _APIS and not is_large(body) else None
+    if api is not None and not _has_embeddings_only(body) and (text := _read_text(api, body)) is not None:
+        if withdrawn := withdraw_transfer_fields(text.body):
+            text = replace(text, body={**text.body, **withdrawn})
+            body = json.dumps(text.body).encode()
+        return EngineCall(text.model, body, text=text)
     if _ADMINISTRATION.fullmatch(path) or "//" in path or "/.." in path or "/./" in path:
         raise AdministrationPath(f"{path[:200]} is not passed on to engines")
     named, body = await _named_model(query, content_type, body)
@@ -96,6 +91,16 @@ async def read_call(method: str, path: str, query: bytes, content_type: str, bod
         raise NotForEngines(f"{path[:200]} is no path of this router, and the request names no model")
     letters = min(len(body), MOST_LETTERS) if "json" in content_type else 0
     return EngineCall(named, body, letters)
+
+
+def _read_text(api: Api, body: bytes) -> TextRequest | None:
+    """None for a body that can't be read, if its engine is to say what is wrong with it."""
+    try:
+        return TextRequest.parse(api, body)
+    except InvalidValue:
+        if api.is_checked:
+            raise
+        return None
 
 
 def _has_embeddings_only(body: bytes) -> bool:
