@@ -57,6 +57,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             vocab_size=settings.vocab_size,
             resident_blocks=resident_blocks,
             transfers=KvTransfers(engine, settings.disaggregation, TRANSFER_US_PER_TOKEN, settings.speed_up),
+            scale_out=settings.enable_scale_out,
             event_source={
                 "data_parallel_rank": 0,
                 "endpoint": feed.endpoint,

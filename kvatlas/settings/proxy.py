@@ -106,8 +106,8 @@ class RoutingSettings(Settings):
     )
     session_headers: CommaList = Field(
         default=SESSION_HEADERS,
-        description="Request headers that name a session, separated by commas; the first that is there counts. Empty: none, for "
-        "clients that are not trusted.",
+        description="Request headers that name a session, separated by commas; the first that is there counts. Empty: none, "
+        "for clients that are not trusted.",
     )
     temperature: float = Field(
         default=0.0,

@@ -84,8 +84,11 @@ def test_a_template_gets_tools_documents_and_the_requests_own_arguments() -> Non
     assert template.render(chat(messages)) == "<s>hi"
     assert template.render(chat(messages, chat_template_kwargs={"enable_thinking": True})) == "<s>think hi"
     call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
-    asked = chat([{"role": "assistant", "content": None, "tool_calls": [call]}], tools=[{"name": "wéather"}])
-    assert template.render(asked) == '[{"name": "wéather"}]Zürich'
+    asked = chat(
+        [{"role": "assistant", "content": None, "tool_calls": [call]}], tools=[{"function": {"name": "wéather"}}]
+    )
+    described = '[{"type": "function", "function": {"name": "wéather", "description": null, "parameters": null}}]'
+    assert template.render(asked) == f"{described}Zürich"
 
 
 @pytest.mark.parametrize("arguments", ["{", "[" * 100_000])
