@@ -1,5 +1,6 @@
 """Every API that engines serve is routed by prefix, as a chat is."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +74,32 @@ async def test_what_can_not_be_read_is_for_the_engine_to_judge(
 
 @pytest.mark.parametrize("header", ["X-Claude-Code-Session-Id", "session-id", "session_id", "X-Session-Affinity"])
 async def test_agents_session_headers_are_hints(store: Store, valkey_url: str, header: str) -> None:
-    async with running_fleet(store, dict.fromkeys(ENGINES, {})):
-        async with running_proxy(valkey_url, session_ms=10_000) as client:
-            for session in ("a", "b", "c", "d"):
-                asked = body_of(Api.MESSAGES, [TURNS[0], ("user", session)])
-                answer = await client.post(Api.MESSAGES, json=asked, headers={header: session})
-                assert decision(answer)[0] == session_worker(session, list(ENGINES))
-        for settings, session in ({"session_headers": ""}, "d"), ({}, "d" * 257):
-            async with running_proxy(valkey_url, session_ms=10_000, **settings) as client:
-                asked = body_of(Api.MESSAGES, [TURNS[0], ("user", f"{settings}")])
-                chosen = [
-                    decision(await client.post(Api.MESSAGES, json=asked, headers=headers))[1]["cost-us"]
-                    for headers in ({header: session}, {header: session[:1]})
-                ]
-                assert len(chosen) == 2
+    async with running_fleet(store, {id: {} for id in ENGINES}), running_proxy(valkey_url, session_ms=10_000) as client:
+        for session in ("a", "b", "c", "d"):
+            asked = body_of(Api.MESSAGES, [TURNS[0], ("user", session)])
+            answer = await client.post(Api.MESSAGES, json=asked, headers={header: session})
+            assert decision(answer)[0] == session_worker(session, list(ENGINES))
+
+
+@pytest.mark.parametrize(
+    ("settings", "suffix"),
+    [({"session_headers": ""}, ""), ({}, "x" * 256), ({}, "\u007f")],
+    ids=["off", "long", "control"],
+)
+async def test_session_headers_that_are_off_or_no_names_do_not_count(
+    store: Store, valkey_url: str, settings: dict[str, Any], suffix: str
+) -> None:
+    sessions = [f"{i}{suffix}" for i in range(12)]
+    async with (
+        running_fleet(store, {id: {} for id in ENGINES}),
+        running_proxy(valkey_url, session_ms=10_000, **settings) as client,
+    ):
+        chosen = []
+        for session in sessions:
+            asked = body_of(Api.MESSAGES, [TURNS[0], ("user", session[:2])])
+            headers = {"x-claude-code-session-id": session}
+            chosen.append(decision(await client.post(Api.MESSAGES, json=asked, headers=headers))[0])
+        assert chosen != [session_worker(session, list(ENGINES)) for session in sessions]
 
 
 def _events(text: str) -> list[str]:
@@ -105,8 +118,6 @@ def _events(text: str) -> list[str]:
 
 
 def _masked(event: str, names: tuple[str, ...]) -> str:
-    import json
-
     *head, data = event.split("\n")
     if not data.startswith("data: {"):
         return event
