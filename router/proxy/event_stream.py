@@ -12,7 +12,7 @@ MOST_BYTES = 4 << 20
 """A longer event is passed on as it comes and not read."""
 
 _CONTENT = re.compile(
-    rb'"(?:content|reasoning_content|reasoning|text|refusal|arguments)"\s*:\s*"(?!")'
+    rb'"(?:content|reasoning_content|reasoning|text|refusal|arguments|delta|thinking|partial_json)"\s*:\s*"(?!")'
     rb'|"(?:tool_calls|token_ids)"\s*:\s*\[\s*[^\]\s]'
 )
 """In an event of vLLM 0.33 or SGLang 0.5 that brings tokens. A JSON decoder would take longer, for each token of each

@@ -3,7 +3,7 @@
 vLLM renders conversations of all three APIs (`/render` behind the call's own path, with `--enable-scale-out`): whatever the
 request has counts as it does in the call itself. Its `/tokenize`, which every vLLM has, takes chats, but not all that chats
 are rendered with: what it lacks is given to the template where that is the same, else the request has no tokens. SGLang's
-`/tokenize` takes a chat as its chats are; versions before 0.5.2 take text only.
+`/tokenize` takes a chat as its chats are; older versions take text only.
 """
 
 from collections.abc import Mapping, Sequence

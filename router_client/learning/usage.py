@@ -21,19 +21,22 @@ class Usage:
         """From an answer, or from one event of a stream; None if it has no valid usage.
 
         Responses and Anthropic's messages say `input_tokens`, these without the cached ones; their streams have it inside of a
-        `response` or a `message`.
+        `response` or a `message`. SGLang's `/generate` has `meta_info`.
         """
         if not isinstance(answer, Mapping):
             return None
         held = (answer, answer.get("response"), answer.get("message"))
-        usage = next((found for one in held if isinstance(one, Mapping) and (found := one.get("usage"))), None)
+        usage = next(
+            (found for one in held if isinstance(one, Mapping) and (found := one.get("usage") or one.get("meta_info"))),
+            None,
+        )
         if not isinstance(usage, Mapping):
             return None
         if "prompt_tokens" in usage:
             prompt, completion, details = _read(usage, "prompt_tokens", "completion_tokens", "prompt_tokens_details")
         else:
             prompt, completion, details = _read(usage, "input_tokens", "output_tokens", "input_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+        cached = (details if isinstance(details, Mapping) else usage).get("cached_tokens")
         if not isinstance(prompt, int):
             return None
         apart = usage.get("cache_read_input_tokens")

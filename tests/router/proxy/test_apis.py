@@ -46,8 +46,7 @@ async def test_a_conversation_stays_with_the_engine_of_its_turn_before(
                 talk += [("assistant", f"It is worker {turn}."), ("user", f"And block {turn}?")]
         counted = await status(client)
         assert counted["tokens"]["failed"] == counted["answers"]["prompts_differ"] == 0
-        if api is not Api.GENERATE:  # SGLang's own answers have no usage
-            assert counted["answers"]["prompts_equal"] == CONVERSATIONS * (1 + LATER_TURNS)
+        assert counted["answers"]["prompts_equal"] == CONVERSATIONS * (1 + LATER_TURNS)
 
 
 @pytest.mark.parametrize("api", Api)
