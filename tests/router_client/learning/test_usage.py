@@ -26,7 +26,11 @@ from router_client.learning.usage import Usage
         ),
         ({"type": "message_start", "message": {"usage": {"input_tokens": 9, "output_tokens": 0}}}, Usage(9, 0)),
         (
-            {"response": {"usage": {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 8}, "output_tokens": 2}}},
+            {
+                "response": {
+                    "usage": {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 8}, "output_tokens": 2}
+                }
+            },
             Usage(9, 2, 8),
         ),
         ({"meta_info": {"prompt_tokens": 9, "completion_tokens": 2, "cached_tokens": 8}}, Usage(9, 2, 8)),
