@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvatlas.fleet.records import EngineKind
 from kvatlas_router.tokens import Api, CannotTokenize, PromptTokens, TextRequest, Why
-from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
+from kvatlas_router.tokens.engine_tokenizer import ASK_AGAIN_S, EngineTokenizer
 from kvatlas_router.tokens.local_tokenizer import LocalTokenizer
 from kvatlas_simulator.http.chat_template import render
 from tests.eventually import until
@@ -74,8 +74,10 @@ async def test_every_api_has_the_tokens_of_its_rendering(tmp_path: Path, api: Ap
     assert list(found.ids if isinstance(found, PromptTokens) else found) == list(local.encode(request)) == expected
 
 
-async def test_an_engine_that_does_not_render_is_asked_to_only_now_and_then() -> None:
+@pytest.mark.parametrize("status", [404, 500, 200])
+async def test_an_engine_that_does_not_render_is_asked_to_only_now_and_then(status: int) -> None:
     asked: list[str] = []
+    now = 0.0
 
     async def answer(request: Request) -> Response:
         asked.append(request.url.path)
@@ -83,14 +85,13 @@ async def test_an_engine_that_does_not_render_is_asked_to_only_now_and_then() ->
             return JSONResponse({"error": "broken"}, status_code=status)
         return JSONResponse({"tokens": [1]})
 
-    request = TextRequest(Api.CHAT, BODIES[0])
-    for status in (404, 500, 200):
-        asked.clear()
-        now = 0.0
-        async with faulty_engine(answer) as engine, httpx.AsyncClient() as client:
-            tokenizer = EngineTokenizer(client, of(engine.url), clock=lambda now=now: now)  # type: ignore[misc]
+    async with faulty_engine(answer) as engine, httpx.AsyncClient() as client:
+        tokenizer = EngineTokenizer(client, of(engine.url), clock=lambda: now)
+        for _ in range(2):
+            request = TextRequest(Api.CHAT, BODIES[0])
             assert [await tokenizer.token_ids(request) for _ in range(3)] == [[1]] * 3
-        assert asked == [f"{Api.CHAT}/render", "/tokenize", "/tokenize", "/tokenize"]
+            now += ASK_AGAIN_S
+    assert asked == [f"{Api.CHAT}/render", "/tokenize", "/tokenize", "/tokenize"] * 2
 
 
 async def test_an_older_sglang_needs_a_local_tokenizer() -> None:
@@ -98,8 +99,8 @@ async def test_an_older_sglang_needs_a_local_tokenizer() -> None:
         return JSONResponse({"detail": "prompt: Field required"}, status_code=422)
 
     async with faulty_engine(answer) as engine, httpx.AsyncClient() as client:
+        request = TextRequest(Api.CHAT, BODIES[0], EngineKind.SGLANG)
         with pytest.raises(CannotTokenize, match="use a local tokenizer") as error:
-            request = TextRequest(Api.CHAT, BODIES[0], EngineKind.SGLANG)
             await EngineTokenizer(client, of(engine.url)).token_ids(request)
         assert error.value.why is Why.UNSUPPORTED
 
