@@ -64,8 +64,8 @@ class ChatTemplate:
         if sglang:
             if messages[-1].get("role") == "assistant":
                 raise CannotTokenize(Why.UNSUPPORTED, "SGLang goes on from the last answer in a way of its own")
-            effort = body.get("reasoning_effort")
-            values |= {} if effort is None else {"reasoning_effort": effort}
+            if body.get("reasoning_effort") is not None:
+                raise CannotTokenize(Why.UNSUPPORTED, "reasoning_effort: what SGLang makes of it depends on the model")
             values |= {**arguments, "add_generation_prompt": True}
         else:
             prompts = body.get("add_generation_prompt", True) is not False and not goes_on
