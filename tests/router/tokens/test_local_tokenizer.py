@@ -93,7 +93,8 @@ def test_a_template_gets_tools_documents_and_the_requests_own_arguments() -> Non
 
 
 def test_sglang_gives_its_template_what_its_chats_have() -> None:
-    source = "{{ tools | length if tools else 0 }} {% for m in messages %}{{ m.content }};{% endfor %}{{ add_generation_prompt }}"
+    source = "{{ tools | length if tools else 0 }} {% for m in messages %}{{ m.content }};{% endfor %}"
+    source += "{{ add_generation_prompt }}"
     template = ChatTemplate({"default": source})
     tools = [{"type": "function", "function": {"name": name}} for name in ("read", "write")]
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
