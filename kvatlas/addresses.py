@@ -55,6 +55,12 @@ def parse_ip(host: str) -> Ip | None:
     return getattr(found, "ipv4_mapped", None) or found
 
 
+def is_loopback(host: str) -> bool:
+    """Is the address to listen on a loopback one?"""
+    own = parse_ip(host)
+    return own.is_loopback if own is not None else host == "localhost"
+
+
 def is_never_an_engine(ip: Ip) -> bool:
     """Link-local, multicast and unspecified addresses, and those of the clouds' metadata."""
     return ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip in METADATA

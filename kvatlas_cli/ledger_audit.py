@@ -12,19 +12,16 @@ from time import monotonic
 
 import anyio
 from nats.aio.client import Client
-from nats.errors import Error as NatsError
 
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
-from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
-from kvatlas.bus.subjects import control_subject, partition_of
-from kvatlas.errors import InvalidValue
+from kvatlas.bus.control import ControlOp, ControlReply
+from kvatlas.bus.subjects import partition_of
 from kvatlas.identity import Scope, shard_of
 from kvatlas.index.protocol import RecountResult, ResidencyIndex, WorkerRecord
+from kvatlas_cli.control_requests import ask_publishers
 
-ANSWER_S = 2.0
 POLL_S = 0.05
-AT_ONCE = 64
 ROUNDS = 4
 
 
@@ -79,7 +76,7 @@ async def audit_workers(
     pending = sorted(set(worker_ids))
     for round_number in range(ROUNDS):
         last = round_number == ROUNDS - 1 or monotonic() >= until_s
-        replies = await _request_digests(client, pending)
+        replies = await ask_publishers(client, pending, ControlOp.DIGEST)
         caught_up = await _wait_until_caught_up(index, replies, until_s)
         counted = {one.worker_id: one for one in await index.recount(caught_up)}
         records = await _read_records(index, pending)
@@ -174,27 +171,6 @@ def _total(counted: RecountResult) -> list[int]:
 
 def _holds_blocks(record: WorkerRecord | None) -> bool:
     return record is not None and record.answering
-
-
-async def _request_digests(client: Client, worker_ids: Sequence[str]) -> dict[str, ControlReply]:
-    replies: dict[str, ControlReply] = {}
-    limit = anyio.CapacityLimiter(AT_ONCE)
-    payload = ControlRequest(op=ControlOp.DIGEST).pack()
-
-    async def request_digest(worker_id: str) -> None:
-        async with limit:
-            try:
-                msg = await client.request(control_subject(worker_id), payload, timeout=ANSWER_S)
-                reply = ControlReply.unpack(msg.data)
-            except (NatsError, TimeoutError, InvalidValue):
-                return
-        if reply.worker_id == worker_id:
-            replies[worker_id] = reply
-
-    async with anyio.create_task_group() as group:
-        for worker_id in worker_ids:
-            group.start_soon(request_digest, worker_id)
-    return replies
 
 
 async def _wait_until_caught_up(

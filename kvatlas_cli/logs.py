@@ -11,9 +11,11 @@ from opentelemetry import trace
 
 from kvatlas.runtime.rate_limited_log import LIMITED, Repetitions
 
-OWN = ("kvatlas", "publishers", "indexer", "router_client", "simulator", "kvatlas_cli")
+OWN = ("kvatlas", "kvatlas_cli", "kvatlas_router", "router_client")
 ACCESS = "router_client.access"
 """One line for each request, however many."""
+MOST_LETTERS = 4_096
+"""Of one message."""
 _WORKER = re.compile(r"worker ([A-Za-z0-9_-]{1,64}):? ")
 """How a line about one worker begins."""
 
@@ -36,20 +38,22 @@ class PlainFormatter(logging.Formatter):
 class ServiceFormatter(PlainFormatter):
     """`<time> <level> <component>: <message>`, and the trace if there is one. The time is UTC.
 
-    A line about one worker begins with `worker <id>`.
+    A line about one worker begins with `worker <id>`. Names in it come from requests and engines: what would end the line or
+    move a terminal's cursor is escaped.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the standard library's name
         traced = _trace_ids()
         suffix = f" (trace {traced['trace_id']})" if traced else ""
-        return f"{_time(record)} {_level(record)} {_component(record)}: {record.message}{suffix}"
+        message = escape(record.message.rstrip())
+        return f"{_time(record)} {_level(record)} {_component(record)}: {message}{suffix}"
 
 
 class JsonFormatter(PlainFormatter):
     """One JSON object a line: time, level, component, message, and worker, trace_id, span_id and error where there are any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
+        message = cut(record.getMessage())
         fields: dict[str, Any] = {
             "time": _time(record),
             "level": _level(record),
@@ -111,6 +115,18 @@ def notice_text(line: str) -> str:
     """A line for the user: JSON if the log is, else plain."""
     formatter = _formatter if isinstance(_formatter, JsonFormatter) else PlainFormatter()
     return formatter.format(logging.LogRecord("kvatlas_cli", logging.INFO, "", 0, line, None, None))
+
+
+def escape(text: str) -> str:
+    """The text as one line of printable characters, cut if it is very long."""
+    if not text.isprintable():
+        text = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[: MOST_LETTERS + 1])
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """At most MOST_LETTERS of it."""
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}... ({len(text)} letters)"
 
 
 def _time(record: logging.LogRecord) -> str:

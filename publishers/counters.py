@@ -103,10 +103,12 @@ class PublisherCounters:
 
 @dataclass(frozen=True, slots=True)
 class PublisherGauges:
-    """One worker's publisher now. `silence_s` None: no batch came yet; `feed_connected` None: there is no event socket."""
+    """One worker's publisher now. `silence_s` None: no batch came yet; `left_out`: the share of
+    `kvatlas_publishers.intake.Verdict`; `feed_connected` None: there is no event socket."""
 
     feed_connected: int | None
     silence_s: float | None
+    left_out: float
     state: EngineState
     unsent: int
     unacked: int

@@ -14,16 +14,18 @@ class Diagnoses:
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self._by_name: dict[str, Diagnosis] = {}
+        self.last_unreadable = ""
+        """The last line that said what of the engine's feed can't be read."""
 
     @property
     def current(self) -> Sequence[Diagnosis]:
         return tuple(self._by_name.values())
 
-    def set(self, name: str, seen: str, cure: str) -> None:
-        """This is so now; logged unless it was so before."""
+    def set(self, name: str, seen: str, cure: str, *, counts: bool = False) -> None:
+        """This is so now; logged unless it was so before. `counts`: what is seen has numbers that change."""
         found = Diagnosis(name=name, seen=seen[:MAX_DIAGNOSIS_TEXT], cure=cure[:MAX_DIAGNOSIS_TEXT])
-        if self._by_name.get(name) != found:
-            self._by_name[name] = found
+        before, self._by_name[name] = self._by_name.get(name), found
+        if before is None or (before.cure != found.cure if counts else before != found):
             log.warning("worker %s: %s; %s", self._worker_id, found.seen, found.cure)
 
     def clear(self, name: str) -> None:

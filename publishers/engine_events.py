@@ -83,10 +83,10 @@ class EngineRemoved:
 
 @dataclass(frozen=True, slots=True)
 class EngineDropped:
-    """All copies of each block are gone, in whatever tiers."""
+    """All copies of each block are gone, in whatever tiers; `group` None: of all groups."""
 
     hashes: Sequence[EngineHash]
-    group: int = 0
+    group: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,9 @@ class OpenHeader:
 class EngineBatch:
     """One step's events. `skipped` describes each event that could not be decoded; the rest of the batch is used.
 
-    `lost`: a skipped event may have removed blocks, so what was held before it is no longer known; `events` are those that
-    came after it. `header`: of the open forms.
+    `lost`: a skipped event removed blocks, and which is not known: neither is what was held before it. `events` are those that
+    came after it. `unknown_at`: how many of the events came before one of a kind that is unknown here and names no blocks,
+    which may have removed some; None without one. `header`: of the open forms.
     """
 
     events: Sequence[EngineEvent]
@@ -129,3 +130,13 @@ class EngineBatch:
     skipped: Sequence[str] = ()
     lost: bool = False
     header: OpenHeader | None = None
+    unknown_at: int | None = None
+
+    def has_lost(self, *, distrust_unknown: bool) -> bool:
+        """May blocks be gone that no event names? `distrust_unknown`: an event of an unknown kind may have removed any."""
+        return self.lost or (distrust_unknown and self.unknown_at is not None)
+
+    @property
+    def known_events(self) -> Sequence[EngineEvent]:
+        """The events behind the last that may have removed any blocks."""
+        return self.events[self.unknown_at :] if self.unknown_at else self.events

@@ -53,6 +53,7 @@ CLOSE_S = 2.0
 HEADERS_BYTES = 1024
 """Room for trace context beside a message's payload."""
 STORE_TTL_S = 60
+INTAKE_S = 1.0
 LINGER_EVENTS = 2048
 """This many pending engine events are folded without lingering."""
 
@@ -76,6 +77,7 @@ class Publisher:
         begin: bool = True,
         rng: random.Random | None = None,
         feed_alive: Callable[[], bool] | None = None,
+        has_replay: bool = False,
         on_engine_change: Callable[[EngineState], None] = lambda _: None,
         on_engine_restart: Callable[[], None] = lambda: None,
         on_start_over: Callable[[], None] = lambda: None,
@@ -83,9 +85,9 @@ class Publisher:
         """`nats`: a connection, or where to connect to (with back-off, for ever). `ledger`: one that was saved.
 
         `begin` False: nothing is published before `begin_publishing`. `feed_alive`: is the engine's feed connected? Used
-        without an engine URL. `on_engine_change` and `on_engine_restart`, with an engine URL: its state has changed, its
-        process is another one. `on_start_over`: all that was known of the cache is forgotten. Raises InvalidValue for
-        impossible settings.
+        without an engine URL. `has_replay`: can what its feed lost be asked for? `on_engine_change` and `on_engine_restart`,
+        with an engine URL: its state has changed, its process is another one. `on_start_over`: all that was known of the
+        cache is forgotten. Raises InvalidValue for impossible settings.
         """
         self.settings = settings
         self.worker_id = settings.worker_id
@@ -96,6 +98,7 @@ class Publisher:
         self._rng = rng or random.Random()
         self._nats = nats
         self._begin = begin
+        self._has_replay = has_replay
         self._on_engine_change = on_engine_change
         self._on_start_over = on_start_over
         self._fold_wakeup = Wakeup()
@@ -136,6 +139,7 @@ class Publisher:
                 on_block_bytes=self.ledger.set_told_block_bytes,
                 on_hybrid=self._on_hybrid,
                 feed_alive=feed_alive or (lambda: False),
+                access=settings.engine_access,
             )
         self.engine = EngineView(settings, self.ledger, self.diagnoses, poller=poller, feed_alive=feed_alive)
 
@@ -158,7 +162,14 @@ class Publisher:
                 on_too_large=self._on_too_large,
             )
             self._report = SelfReport(
-                self.settings, self.changelog, self.engine, self.counters, self.diagnoses, self._sender, self._client
+                self.settings,
+                self.changelog,
+                self.engine,
+                self.counters,
+                self.diagnoses,
+                self._sender,
+                self._client,
+                has_replay=self._has_replay,
             )
             self._heartbeats = HeartbeatSender(
                 self._client,
@@ -226,6 +237,7 @@ class Publisher:
             tasks.start_soon(self._heartbeats.run)
             tasks.start_soon(self._send_extra_heartbeats)
             tasks.start_soon(self._expire_stored)
+            tasks.start_soon(self._judge_intake)
             tasks.start_soon(control.run)
             tasks.start_soon(duplicates.run)
             if self.engine.poller is not None:
@@ -319,6 +331,7 @@ class Publisher:
             return
         self.changelog.record(batch)
         for line in batch.skipped:
+            self.diagnoses.last_unreadable = line
             self._log.report(f"skipped {line[:24]}", f"skipped event: {line}")
         if not before:
             self._first_pending_s = monotonic()
@@ -456,6 +469,11 @@ class Publisher:
             await anyio.sleep(ttl_s / TICKS_TO_LIVE)
             if expired := self.ledger.expire():
                 self.record(EngineBatch(expired))
+
+    async def _judge_intake(self) -> None:
+        while True:
+            self._report.judge_intake(monotonic())
+            await anyio.sleep(INTAKE_S)
 
     async def _send_extra_heartbeats(self) -> None:
         while True:

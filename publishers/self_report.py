@@ -14,10 +14,32 @@ from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engine_view import EngineView
 from kvatlas_publishers.heartbeat import DoctorFacts
+from kvatlas_publishers.intake import Intake, Reason, Serving, Taken
+from kvatlas_publishers.intake_cures import Circumstances, text_of
 from kvatlas_publishers.settings import PublisherSettings
 from kvatlas_publishers.stream.changelog import Changelog
 from kvatlas_publishers.stream.sender import Sender
 
+LEFT_OUT = "left_out"
+MAX_SAMPLE = 160
+_EXPLAINED = {
+    Reason.OTHER_BLOCK_SIZE: ("block_size",),
+    Reason.UNREADABLE_EVENTS: ("hashes", "engine"),
+    Reason.UNREADABLE_PAYLOADS: ("feed", "engine"),
+    Reason.IGNORED: ("rank", "engine_id", "gaps"),
+    Reason.NO_EVENTS: ("feed", "engine", "block_size_untold"),
+    Reason.HOLES: ("gaps",),
+}
+"""Diagnoses that name the cause more exactly."""
+_NOT_STORED = (
+    Reason.ADAPTER_UNNAMED,
+    Reason.REMOVAL_UNTOLD,
+    Reason.NO_FULL_ATTENTION,
+    Reason.UNREADABLE_EVENTS,
+    Reason.UNREADABLE_PAYLOADS,
+    Reason.IGNORED,
+)
+"""What the ledger does not count as stored, or not as stored in full attention's groups."""
 BLOCKED_S = 2.0
 """A refused message is sent again, and a new leader of the stream elected, within this time."""
 
@@ -34,6 +56,8 @@ class SelfReport:
         diagnoses: Diagnoses,
         sender: Sender,
         client: Client,
+        *,
+        has_replay: bool = False,
     ) -> None:
         self._settings = settings
         self._changelog = changelog
@@ -43,6 +67,8 @@ class SelfReport:
         self._diagnoses = diagnoses
         self._sender = sender
         self._client = client
+        self._has_replay = has_replay
+        self._intake = Intake()
 
     def gauges(self) -> PublisherGauges:
         """For metrics; read on the exporter's thread."""
@@ -50,6 +76,7 @@ class SelfReport:
         return PublisherGauges(
             None if connected is None else int(connected),
             self._engine.silence_s,
+            self._intake.verdict.share,
             self._engine.state,
             outbox.waiting - outbox.in_flight,
             outbox.in_flight,
@@ -78,6 +105,7 @@ class SelfReport:
             "upper_bound": ledger.reuse.upper_bound,
             "shared_store": self._settings.shared_store,
             "block_size": ledger.block_size,
+            "intake": self._intake_status(),
             "diagnoses": [diagnosis.model_dump() for diagnosis in self.doctor_facts().diagnoses],
             "counters": self._counters.to_jsonable(),
             "ledger": asdict(ledger.counters),
@@ -92,6 +120,52 @@ class SelfReport:
         served = self._engine.poller.served_names
         names = () if self._settings.model_id in served else [name[:MAX_NAME_BYTES] for name in served]
         return DoctorFacts(found, names[:MAX_SERVED_NAMES], self._engine.awaited_s)
+
+    def judge_intake(self, now_s: float) -> None:
+        """Does what the engine tells count? About once a second."""
+        poller = self._engine.poller
+        serving = poller.serving if poller is not None and self._settings.events else Serving()
+        publishes = bool(self._ledger.digest.blocks)
+        verdict = self._intake.judge(self._taken, serving, publishes=publishes, now_s=now_s)
+        explained = _EXPLAINED.get(verdict.reason, ()) if verdict.reason is not None else ()
+        if verdict.reason is None or any(one.name in explained for one in self._diagnoses.current):
+            self._diagnoses.clear(LEFT_OUT)
+            return
+        zmq = self._engine.feed_connected is not None
+        where = Circumstances(
+            self._settings.engine, zmq, self._has_replay, self._diagnoses.last_unreadable[:MAX_SAMPLE]
+        )
+        self._diagnoses.set(LEFT_OUT, *text_of(verdict, where), counts=True)
+
+    @property
+    def _taken(self) -> Taken:
+        counters, ledger = self._counters, self._ledger.counters
+        left_out = {
+            Reason.UNKNOWN_PARENT: max(0, ledger.unknown_parent - ledger.parents_found),
+            Reason.ZERO_PARENT: ledger.zero_parent,
+            Reason.OTHER_BLOCK_SIZE: ledger.other_block_size,
+            Reason.UNINDEXABLE: ledger.unindexable,
+            Reason.NO_TOKENS: ledger.placeholder_unknown,
+            Reason.ADAPTER_UNNAMED: ledger.adapter_unnamed,
+            Reason.REMOVAL_UNTOLD: ledger.removal_untold,
+            Reason.NO_FULL_ATTENTION: ledger.sparse if ledger.sparse == ledger.stored else 0,
+            Reason.UNREADABLE_EVENTS: counters.skipped_events,
+            Reason.UNREADABLE_PAYLOADS: counters.poison,
+            Reason.IGNORED: counters.feed_unheard,
+        }
+        told = ledger.stored - ledger.sparse + sum(left_out[reason] for reason in _NOT_STORED)
+        unfilled = counters.feed_gaps - counters.feed_gaps_filled
+        return Taken(told, left_out, unfilled)
+
+    def _intake_status(self) -> dict[str, Any]:
+        verdict, taken = self._intake.verdict, self._taken
+        return {
+            "told": taken.told,
+            "left_out": {reason.value: count for reason, count in (taken.left_out or {}).items() if count},
+            "lately_told": verdict.told,
+            "lately_left_out": verdict.left_out,
+            "reason": None if verdict.reason is None else verdict.reason.value,
+        }
 
     def diagnose_block_size(self) -> None:
         """Does the setting fit the engine's blocks?"""

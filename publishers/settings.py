@@ -4,6 +4,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvatlas.engine_access import NO_KEY, EngineAccess
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role, WorkerId
 from kvatlas.identity import DEFAULT_HASH_CHAIN, DEFAULT_TENANT, OWN_CHAIN, rank_worker_id
 from kvatlas.settings import PublishSettings
@@ -58,6 +59,7 @@ class PublisherSettings(BaseModel):
     adapter_ids: dict[Text, Text] = Field(default_factory=dict, max_length=MAX_ITEMS)
     dp_rank: Rank | None = None
     engine_url: Url | None = None
+    engine_access: EngineAccess = NO_KEY
     advertise_url: Url | None = None
     role: Role = Role.BOTH
     bootstrap_port: BootstrapPort | None = None
@@ -101,6 +103,7 @@ class PublisherSettings(BaseModel):
             adapter_ids=settings.adapter_ids,
             dp_rank=rank,
             engine_url=settings.engine_url,
+            engine_access=settings.engine_access,
             advertise_url=settings.advertise_url,
             role=settings.role,
             bootstrap_port=settings.bootstrap_port,

@@ -169,6 +169,7 @@ class EngineSidecar:
             saved_incarnation=self._saved.incarnation if self._saved is not None else 0,
             begin=False,
             feed_alive=self._feed_alive,
+            has_replay=self._feed_settings.replay_endpoint is not None,
             on_engine_restart=self._on_engine_restart,
             on_start_over=self._on_start_over,
         )

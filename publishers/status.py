@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvatlas.errors import EngineEventError
+from kvatlas.runtime.certificate_files import certificates_in_use
 from kvatlas.runtime.metrics_page import METRICS_ROUTE
 from kvatlas_publishers.engine_events import EngineBatch
 from kvatlas_publishers.publisher import Publisher
@@ -44,7 +45,8 @@ def application(
         return PlainTextResponse(f"not ready: {len(published)} of {workers} workers are published\n", status_code=503)
 
     async def status(_: Request) -> Response:
-        return JSONResponse({"workers": [publisher.status() for publisher in published]})
+        workers = [publisher.status() for publisher in published]
+        return JSONResponse({"workers": workers, "certificates": certificates_in_use()})
 
     async def clear(_: Request) -> Response:
         for publisher in published:

@@ -6,6 +6,8 @@ Both stand on the library `router_client`, which overlaps, prices, books and lea
     gateway/          the same decisions over gRPC, for Envoy and the Gateway API's inference extension
     tokens/           from text to token ids
     admission/        a queue for requests that no worker has room for
+    answers/          server-sent events, and errors in answers, read on their way
+    engine_objects/   stored responses, files and the like: which worker keeps them
     upstream/         connections to engines, and what their answers say
     outliers/         workers that fail too often are left alone for a while
     disaggregation/   a prefill worker and a decode worker for one request

@@ -9,6 +9,7 @@ import asyncio
 import binascii
 import logging
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections import Counter
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from secrets import token_bytes
@@ -31,6 +32,8 @@ from router_client.results import Choice
 HELD_S = 600.0
 ID_VERSION = 1
 MOST_HELD = 100_000
+MOST_HELD_OF_CLIENT = 2_000
+"""More is what a client forgets to end: an engine runs some hundred requests at a time."""
 MOST_ENDED = 10_000
 CHECK_S = 15.0
 """A booking whose end was reported to another router is let go after up to twice this time."""
@@ -83,6 +86,7 @@ class BookingId:
 @dataclass(slots=True)
 class _HeldBooking:
     choice: asyncio.Future[Choice | PairChoice]
+    client: str
     id: BookingId | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     checked: bool = False
@@ -103,6 +107,7 @@ class HeldBookings:
         *,
         held_s: float = HELD_S,
         most: int = MOST_HELD,
+        most_of_client: int = MOST_HELD_OF_CLIENT,
         check_s: float = CHECK_S,
     ) -> None:
         """`held_s`: a booking whose end is not reported by then is released."""
@@ -110,6 +115,8 @@ class HeldBookings:
         self._counters = counters
         self._held_s = held_s
         self._most = most
+        self._most_of_client = most_of_client
+        self._of_client: Counter[str] = Counter()
         self._held: dict[str, _HeldBooking] = {}
         self._check_s = check_s
         self._check = BackgroundTask(self._let_go_of_ended, "check of held bookings")
@@ -121,20 +128,23 @@ class HeldBookings:
         return len(self._held)
 
     async def book(
-        self, prompt: Prompt, avoid: frozenset[str] = frozenset(), *, pd: bool = False
+        self, prompt: Prompt, avoid: frozenset[str] = frozenset(), *, pd: bool = False, client: str = ""
     ) -> tuple[str, Choice | PairChoice]:
-        """An id to end the booking with, and the worker; `pd`: as by `route_pd`. Raises what `RouterClient.route` raises,
-        and TooManyHeld."""
-        if len(self._held) >= self._most:
-            raise TooManyHeld(f"{len(self._held)} requests are booked and not done; expected /kvatlas/done for each")
+        """An id to end the booking with, and the worker; `pd`: as by `route_pd`; `client`: who asks. Raises what
+        `RouterClient.route` raises, and TooManyHeld."""
+        own = self._of_client[client]
+        if len(self._tasks) >= self._most or own >= self._most_of_client:
+            booked = f"{own} requests of this client, of {len(self._tasks)} in all, are booked and not done"
+            raise TooManyHeld(f"{booked}; expected /kvatlas/done for each")
         if not self._check.running:
             self._check.start()
         route: AbstractAsyncContextManager[Choice | PairChoice]
         route = self._client.route_pd(prompt, avoid=avoid) if pd else self._client.route(prompt, avoid=avoid)
-        held = _HeldBooking(asyncio.get_running_loop().create_future())
+        held = _HeldBooking(asyncio.get_running_loop().create_future(), client)
         task = asyncio.ensure_future(self._hold(held, route))
         self._tasks[task] = held
-        task.add_done_callback(self._tasks.pop)
+        self._of_client[client] += 1
+        task.add_done_callback(self._forget)
         try:
             choice = await asyncio.shield(held.choice)
         except BaseException:
@@ -178,6 +188,12 @@ class HeldBookings:
             return False
         known = [await self._client.record_end(booking.pool_id, id, outcome) for id in booking.reservations]
         return any(known)
+
+    def _forget(self, task: "asyncio.Task[None]") -> None:
+        client = self._tasks.pop(task).client
+        self._of_client[client] -= 1
+        if not self._of_client[client]:
+            del self._of_client[client]
 
     async def close(self) -> None:
         """Release everything."""

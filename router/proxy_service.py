@@ -6,26 +6,28 @@ what runs may end.
 
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from math import ceil
 
 import anyio
 from anyio.abc import TaskStatus
 
-from kvatlas.runtime.http_server import listen, serve
+from kvatlas.addresses import is_loopback
+from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
 from kvatlas_router.disaggregation.pair_booker import PairBooker
+from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.held_bookings import HeldBookings
 from kvatlas_router.proxy.answer_relay import AnswerRelay
 from kvatlas_router.proxy.application import ProxyApplication
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.exchange import Exchange, ExchangeSettings
-from kvatlas_router.proxy.request_router import build_admission, engine_client, is_near, open_request_router
+from kvatlas_router.proxy.request_router import build_admission, open_request_router
 from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
-from kvatlas_router.upstream.engine_watch import PATIENCE_S, EngineWatch
+from kvatlas_router.upstream.engine_client import EngineClient
 
 CLOSE_S = 5.0
 ENGINE_TIMEOUT_S = 600.0
@@ -42,16 +44,34 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
     Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
     LayoutMismatch if the store can't be used and `wait` is off.
     """
-    listener = listen(settings.host, settings.port, "the router", settings.http)
-    try:
+    with ExitStack() as listeners:
+        listener = listen(settings.host, settings.port, "the router", settings.http)
+        listeners.callback(listener.close)
+        control: Listener | None = None
+        if settings.control_is_apart:
+            what = "the router's port for operators (--control-port)"
+            control = listen(settings.control_host, settings.control_at, what, settings.control_http)
+            listeners.callback(control.close)
+            _log.info("for operators (/kvatlas/*, /status, /metrics, /): %s", control.url)
         async with open_proxy(settings) as application, anyio.create_task_group() as tasks:
             serving = anyio.CancelScope(shield=True)  # whoever cancels this process: the server ends when it is drained
+            watching = anyio.CancelScope(shield=True)  # and after it the one for operators, who see how it drains
 
             async def serve_until_drained(*, task_status: TaskStatus[None]) -> None:
-                with serving:
-                    grace_s = ceil(settings.grace_s + CUT_S)
-                    await serve(application.asgi, listener, grace_s=grace_s, task_status=task_status)
+                grace_s = ceil(settings.grace_s + CUT_S)
+                try:
+                    with serving:
+                        await serve(application.asgi, listener, grace_s=grace_s, task_status=task_status)
+                finally:
+                    watching.cancel()
 
+            async def serve_operators(at: Listener, *, task_status: TaskStatus[None]) -> None:
+                assert application.control is not None
+                with watching:
+                    await serve(application.control, at, task_status=task_status)
+
+            if control is not None:
+                await tasks.start(serve_operators, control)
             await tasks.start(serve_until_drained)
             if ready is not None:
                 ready(listener.url)
@@ -59,8 +79,6 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
                 await anyio.sleep_forever()
             finally:
                 await _drain(application, settings, serving)
-    finally:
-        listener.close()
 
 
 async def _drain(application: ProxyApplication, settings: ProxySettings, serving: anyio.CancelScope) -> None:
@@ -87,12 +105,12 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
     stack = AsyncExitStack()
     try:
         parts = await stack.enter_async_context(
-            open_request_router(settings, is_near(settings.host), settings.credentials_to)
+            open_request_router(settings, is_loopback(settings.host), settings.credentials_to)
         )
-        engines = await stack.enter_async_context(engine_client(ENGINE_TIMEOUT_S, parts.addresses))
-        watch = await stack.enter_async_context(EngineWatch(parts.short_calls, PATIENCE_S))
+        engines = await stack.enter_async_context(EngineClient(parts.addresses, ENGINE_TIMEOUT_S))
         counters = ProxyCounters()
-        relay = AnswerRelay(engines, watch, counters, parts.addresses, ask_usage=settings.ask_usage)
+        objects = ObjectHolders(parts.fleet, parts.catalogue.records)
+        relay = AnswerRelay(engines, parts.progress, counters, parts.addresses, objects, ask_usage=settings.ask_usage)
         exchange = Exchange(
             parts.reader,
             parts.catalogue,
@@ -100,10 +118,11 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             parts.outliers,
             counters,
             build_admission(parts, settings, counters, apart=settings.disaggregate),
+            objects,
             ExchangeSettings(settings.max_attempts, settings.access_log, settings.request_hints),
         )
         stack.enter_context(export_metrics("proxy_load", exchange))
-        held = HeldBookings(parts.client, counters, held_s=settings.held_s)
+        held = HeldBookings(parts.client, counters, held_s=settings.held_s, most_of_client=settings.held_requests)
         stack.push_async_callback(held.close)
         stack.enter_context(export_metrics("proxy", counters))
         route_api = RouteApi(held, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed)
@@ -118,6 +137,8 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             counters,
             page,
             cors_origins=settings.cors_origins,
+            allow_paths=settings.allow_path,
+            apart=settings.control_is_apart,
             feed=parts.client.feed if settings.record else None,
         )
     finally:

@@ -21,7 +21,9 @@ class BookingSettings:
     `reservations` False: nothing is booked, and load is only what workers report. `prefixes_in_flight` False: a prompt
     that a worker is computing counts for nothing until its events say that it is held. `again_factor`: the cost of computing
     a prefix that another worker is computing right now, as a multiple of its prefill; it keeps a burst on a new prefix
-    together. `lease_s`: how long a router's reservations outlive it; `longest_s`: the longest that one may last.
+    together. `interference_factor`: the cost of a microsecond of another request's delay, as a multiple of one of this
+    request's own; computing a prompt delays each request that its worker is answering. `lease_s`: how long a router's
+    reservations outlive it; `longest_s`: the longest that one may last.
 
     A prediction is believed for `confirm_s` after its prefill, until the engine's events confirm it. A worker without
     events is believed to hold what it computed for `predicted_s` after its last use, up to `predicted_capacity_blocks` if
@@ -31,6 +33,7 @@ class BookingSettings:
     reservations: bool = True
     prefixes_in_flight: bool = True
     again_factor: float = 16.0
+    interference_factor: float = 0.1
     lease_s: float = 5.0
     longest_s: float = 3_600.0
     confirm_s: float = 5.0

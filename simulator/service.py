@@ -14,6 +14,7 @@ from kvatlas_simulator.cache.resident_blocks import list_resident_blocks
 from kvatlas_simulator.engine.core import EngineCore
 from kvatlas_simulator.engine.engine_cache import EngineCache
 from kvatlas_simulator.engine.loop import EngineLoop, NoEvents
+from kvatlas_simulator.http.answer_faults import AnswerFaults
 from kvatlas_simulator.http.kv_transfer import KvTransfers
 from kvatlas_simulator.http.server import EngineApi
 from kvatlas_simulator.hybrid_cache import HybridCache, Retention
@@ -56,8 +57,11 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             adapters=settings.adapters,
             vocab_size=settings.vocab_size,
             resident_blocks=resident_blocks,
+            keep_alive_s=settings.sse_keep_alive_interval,
+            faults=AnswerFaults(settings.answer_fault, settings.answer_fault_share),
             transfers=KvTransfers(engine, settings.disaggregation, TRANSFER_US_PER_TOKEN, settings.speed_up),
             scale_out=settings.enable_scale_out,
+            health_waits=settings.health_waits,
             event_source={
                 "data_parallel_rank": 0,
                 "endpoint": feed.endpoint,

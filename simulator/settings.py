@@ -11,6 +11,7 @@ from kvatlas_simulator.cache.block_hash import SeededBlockHasher
 from kvatlas_simulator.cache.eviction import BuiltInPolicy
 from kvatlas_simulator.engine.scheduler import SchedulerLimits
 from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.http.answer_faults import AnswerFault
 from kvatlas_simulator.http.kv_transfer import Disaggregation
 from kvatlas_simulator.hybrid_cache.groups import CacheGroup, parse_groups
 from kvatlas_simulator.zmq_events import EventEncoding, FeedSettings
@@ -25,7 +26,8 @@ class EngineSettings(ProcessSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "model port endpoint block_size num_gpu_blocks",
-        "HTTP server": "host adapters vocab_size enable_scale_out disaggregation",
+        "HTTP server": "host adapters vocab_size enable_scale_out disaggregation health_waits sse_keep_alive_interval",
+        "Faults": "answer_fault answer_fault_share",
         "KV events": "replay_endpoint bind topic events buffer_steps self_describing_offload report_hits",
         "KV cache": "num_cpu_blocks eviction groups retention_interval seed",
         "Scheduler": "max_num_seqs max_num_batched_tokens queue_limit",
@@ -90,10 +92,23 @@ class EngineSettings(ProcessSettings):
         default=_RATES.decode_step_us, ge=0, description="Microseconds of a step in which anything decodes."
     )
 
+    health_waits: bool = Field(
+        default=False, description="Answer /health behind the prompts that are computed, as SGLang does."
+    )
     disaggregation: Disaggregation = Field(
         default=Disaggregation.NONE,
         description="Prompts and answers apart: in vLLM's request form (either part, as each request says), or SGLang's.",
     )
+
+    sse_keep_alive_interval: float = Field(
+        default=0.0, ge=0, le=3600, description="A stream that waits this many seconds sends a comment; 0: never."
+    )
+
+    answer_fault: AnswerFault = Field(
+        default=AnswerFault.NONE,
+        description="Answers of status 200 that are none: an error, one behind the first part, or a cut connection.",
+    )
+    answer_fault_share: float = Field(default=1.0, ge=0, le=1, description="Share of the answers that have the fault.")
 
     @field_validator("adapters")
     @classmethod

@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.errors import SettingsError
+from kvatlas_publishers.feed.zmq_sockets import open_socket
 from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
 from kvatlas_simulator.hybrid_cache.groups import CacheGroup
 
@@ -158,15 +159,13 @@ class ZmqEventFeed:
 async def open_feed(encoding: EventEncoding, settings: FeedSettings) -> AsyncIterator[ZmqEventFeed]:
     """A feed whose sockets close with the context. Raises SettingsError for an endpoint that can't be used."""
     context = zmq.asyncio.Context()
-    pub = context.socket(zmq.PUB)
+    pub = open_socket(context, zmq.PUB)
     router = None
     try:
-        pub.setsockopt(zmq.LINGER, 0)
         pub.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         _attach(pub, settings.endpoint, bind=settings.bind or _binds_in_vllm(settings.endpoint))
         if settings.replay_endpoint is not None:
-            router = context.socket(zmq.ROUTER)
-            router.setsockopt(zmq.LINGER, 0)
+            router = open_socket(context, zmq.ROUTER)
             # As in vLLM from 0.33 on, a slow reader loses nothing; the buffer bounds how much can queue.
             router.setsockopt(zmq.SNDHWM, 0)
             _attach(router, settings.replay_endpoint, bind=True)
@@ -188,8 +187,7 @@ def _attach(socket: zmq.asyncio.Socket, endpoint: str, *, bind: bool) -> None:
     wanted = f"{scheme}://{host}:*" if scheme == "tcp" and port == "0" else endpoint
     try:
         if bind:
-            if "[" in wanted or "::" in wanted:
-                socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.IPV6, int("[" in wanted))  # else its address is told as [::ffff:127.0.0.1]
             socket.bind(wanted)
         else:
             socket.connect(wanted)

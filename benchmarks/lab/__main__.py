@@ -43,6 +43,7 @@ TERMS = (
     "kvatlas",
     "kvatlas-no-reservations",
     "kvatlas-no-prefixes-in-flight",
+    "kvatlas-no-interference",
     "kvatlas-no-learned-rates",
     "kvatlas-no-events",
     "kvatlas-3-replicas",
@@ -61,7 +62,16 @@ SIGHTS = (
 )
 SIGHT_SEEDS = 3
 SIGHT_SPEEDS = (1.0, 2.0)
-SIZED = ("round-robin", "least-loaded", "session", "prefix-hash", "weighted-scorers", "kvatlas", "oracle")
+SIZED = (
+    "round-robin",
+    "session",
+    "weighted-scorers",
+    "least-prefill-tokens",
+    "prefix-tokens",
+    "lmetric",
+    "kvatlas",
+    "oracle",
+)
 SIZED_POINT = Point(workers=48, cache_tokens=500_000, speed=4.0)
 GOOD_SHARE = 0.9
 UNRELIABLE = ("kvatlas", "kvatlas-no-events", "weighted-scorers")

@@ -10,7 +10,7 @@ from kvatlas_simulator.lab.comparison import Point, Study, compare
 from kvatlas_simulator.lab.requests import Workload
 from kvatlas_simulator.lab.summary import Figures
 
-BLIND = ("least-loaded", "session", "prefix-hash", "cache-aware-tree", "weighted-scorers")
+BLIND = ("least-loaded", "session", "prefix-hash", "cache-aware-tree", "weighted-scorers", "prefix-tokens", "lmetric")
 OURS = ("kvatlas", "kvatlas-3-replicas")
 CLOSE = 0.97
 """Of the oracle's hit rate."""

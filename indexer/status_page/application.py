@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex
+from kvatlas.runtime.certificate_files import certificates_in_use
 from kvatlas.runtime.metrics_page import METRICS_ROUTE
 from kvatlas_indexer.indexer_process import Replica
 from kvatlas_indexer.status_page.sections import status_page
@@ -56,4 +57,5 @@ def status_of(replica: Replica) -> dict[str, Any]:
         "retired_holders": replica.retired_holders,
         "granted_snapshot_bytes": replica.granted_bytes,
         "counters": replica.counters.to_jsonable(),
+        "certificates": certificates_in_use(),
     }

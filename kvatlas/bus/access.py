@@ -64,7 +64,7 @@ class NatsAccess:
         return scheme in ("tls", "wss") or self.ca_file is not None or self.cert_file is not None
 
     def _context(self) -> ssl.SSLContext:
-        return tls_context(self.ca_file, self.cert_file, self.key_file)
+        return tls_context("NATS", self.ca_file, self.cert_file, self.key_file)
 
 
 def _check_seed(file: Path) -> None:

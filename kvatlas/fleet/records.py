@@ -183,7 +183,8 @@ class ForwardPassMetrics(_Load):
 
 
 class WorkerState(_Load):
-    """A worker's load. `sampled_us`: when the engine reported it (microseconds since 1970)."""
+    """A worker's load. `sampled_us`: when the engine reported it (microseconds since 1970). `computed`: its counters of
+    tokens, iterations and finished requests, added up; they move while it computes. 0: not reported."""
 
     id: WorkerId
     locality_domain: Text = ""
@@ -195,9 +196,16 @@ class WorkerState(_Load):
     queued_prefill_tokens: Count = 0
     forward_pass: ForwardPassMetrics = ForwardPassMetrics()
     sampled_us: Count = 0
+    computed: Count = 0
 
 
-_STATE_FIELDS = frozenset(WorkerState.model_fields) - {"id", "locality_domain", "forward_pass", "sampled_us"}
+_STATE_FIELDS = frozenset(WorkerState.model_fields) - {
+    "id",
+    "locality_domain",
+    "forward_pass",
+    "sampled_us",
+    "computed",
+}
 _METRIC_NAMES = frozenset(
     str(name)
     for field in ForwardPassMetrics.model_fields.values()

@@ -4,6 +4,7 @@
     kva:{fleet}:leases    HASH  partition -> "<expiry ms> <member id>"
     (of a layout with another number than 0: kva:{fleet}:members:<number>, kva:{fleet}:leases:<number>)
     kva:{fleet}:pools     SET   pool ids
+    kva:{fleet}:objects   HASH  id of an object that an engine keeps -> worker id; kva:{fleet}:objects:older
     kva:{pool:<id>}:workers   HASH  worker id -> FleetRecord; the pool's other keys: `kvatlas/reservations/functions/_pool.lua`
 
 Leases only save work; nothing that must be right depends on them.
@@ -27,6 +28,10 @@ from kvatlas.store.function_library import FunctionLibrary
 MEMBERS = "kva:{fleet}:members"
 LEASES = "kva:{fleet}:leases"
 POOLS = "kva:{fleet}:pools"
+OBJECTS = ("kva:{fleet}:objects", "kva:{fleet}:objects:older")
+MOST_OBJECTS = 100_000
+"""In each of these two: 20 MB of the store at most."""
+KEEP_OBJECTS_S = 7 * 24 * 3600
 
 RECORDS_A_SLICE = 16
 """Records that are unpacked before other tasks get their turn, at 30 us each."""
@@ -186,6 +191,18 @@ class FleetStore:
         """The holder of each partition's lease, without expired ones."""
         flat = await self._call("kvatlas_fleet_leases", [self._leases], [])
         return {int(partition): member.decode() for partition, member in zip(flat[::2], flat[1::2], strict=True)}
+
+    # ------------------------------------------------------------ objects that engines keep
+
+    async def put_objects(self, holders: Mapping[str, str]) -> None:
+        """The workers of objects, by their ids. The oldest objects are forgotten."""
+        pairs = [text for pair in holders.items() for text in pair]
+        await self._call("kvatlas_fleet_put_objects", OBJECTS, [MOST_OBJECTS, KEEP_OBJECTS_S, *pairs])
+
+    async def find_object(self, id: str) -> str | None:
+        """The worker that has an object, as far as known."""
+        found = await self._call("kvatlas_fleet_find_object", OBJECTS, [id])
+        return found[0].decode() if found else None
 
     # ------------------------------------------------------------ pieces
 

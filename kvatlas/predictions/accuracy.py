@@ -13,6 +13,7 @@ WRONG_SHARE = 0.05
 """The share of deviating answers from which on it is a finding; at moderate load less than 0.01 deviate."""
 ENOUGH_ANSWERS = 50
 MAX_FOREIGN_TENANTS = 8
+MAX_STALLED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +153,14 @@ class ForeignTenant(WireRecord):
 class AnswerReport(WireRecord):
     """One router's counts of the answers in one pool, and the last prompt whose tokens differed, in words.
 
-    `prompt_tokens`: of the answers that say how many were cached. Earlier routers report neither it nor `foreign_tenants`."""
+    `prompt_tokens`: of the answers that say how many were cached. `stalled`: workers that make no progress though they have
+    work. Earlier routers report neither these nor `foreign_tenants`."""
 
     counts: AnswerCounts = Field(default_factory=AnswerCounts)
     example: str = ""
     prompt_tokens: Count = 0
     foreign_tenants: tuple[ForeignTenant, ...] = Field(default=(), max_length=MAX_FOREIGN_TENANTS)
+    stalled: tuple[WorkerId, ...] = Field(default=(), max_length=MAX_STALLED)
 
     def findings(self) -> list[tuple[str, str]]:
         """(finding, advice) of each problem, a line each."""

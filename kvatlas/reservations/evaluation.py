@@ -120,10 +120,22 @@ def backlog_us(prices: Prices, load: Load) -> float:
     return prices.queued_us * (load.queued_prefill_tokens + load.waiting_requests * prices.waiting_tokens)
 
 
+def left_us(prices: Prices, work_us: float, cached_tokens: int, tokens: int) -> float:
+    """What is left of `work_us` with `cached_tokens` cached if `tokens` are. Rounding may leave a little less than 0."""
+    return work_us - (worth_us(prices, tokens) - worth_us(prices, cached_tokens))
+
+
+def interference_us(interference: float, left_us: float, running: int) -> float:
+    """What a request costs by delaying the `running` ones of a worker: an engine computes prompt tokens in the same steps as
+    its decodes (chunked prefill), so each open request waits about as long as the prompt takes (Agrawal et al., Sarathi-Serve,
+    2024)."""
+    return interference * max(0.0, left_us) * running
+
+
 def ready_us(offer: Offer, found: OfferEvaluation, now_us: int) -> int:
     """When the prefill of a request should end if it goes to the offered worker now."""
     prices, cached = offer.kind.prices, found.predicted_tokens or offer.cached_tokens
-    work_us = offer.work_us - (worth_us(prices, cached) - worth_us(prices, offer.cached_tokens))
+    work_us = left_us(prices, offer.work_us, offer.cached_tokens, cached)
     return now_us + math.ceil(backlog_us(prices, found.load) + found.wait_us + max(0, work_us))
 
 
@@ -156,10 +168,11 @@ def evaluate_offer(
     if in_flight > cached:
         again = in_flight - cached
         score = score + ask.again_factor * (worth_us(prices, in_flight) - worth_us(prices, cached))
+    work = left_us(prices, offer.work_us, offer.cached_tokens, cached)
+    score = score + interference_us(offer.kind.interference, work, load.running_decodes)
     over, missed = 0, 0.0
     if ask.limits is not None:
-        ttft = offer.work_us - (worth_us(prices, cached) - worth_us(prices, offer.cached_tokens)) + backlog + wait
-        over, missed = _check_slo(ask.limits, limit, ttft, load_us)
+        over, missed = _check_slo(ask.limits, limit, work + backlog + wait, load_us)
         if worker.reported is not None:
             over |= _check_room(ask.limits, limit, load, worker.reported.kv_tokens, cached)
         score = score + ask.limits.slo_factor * missed

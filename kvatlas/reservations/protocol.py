@@ -58,7 +58,8 @@ class OfferKind(NamedTuple):
     `chain`: the number of the ask's chain that is cut as their blocks are; None: none is, and nothing is predicted. Of a
     prefix of n tokens that a worker is predicted to hold, min(n, `limit_tokens`) - `lost_tokens` can be used. A prediction
     is believed for `believed_us` after it should be there; on workers whose events confirm nothing, up to `capacity_steps`
-    steps are believed (0: events confirm).
+    steps are believed (0: events confirm). `interference`: what a microsecond costs by which computing this prompt delays one
+    of the worker's open requests.
     """
 
     chain: int | None
@@ -67,6 +68,7 @@ class OfferKind(NamedTuple):
     prices: Prices
     believed_us: int
     capacity_steps: int = 0
+    interference: float = 0.0
 
 
 class Offer(NamedTuple):

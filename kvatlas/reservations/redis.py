@@ -245,6 +245,7 @@ def _kind_fields(kind: OfferKind) -> tuple[float, ...]:
         prices.hit_us,
         kind.believed_us,
         kind.capacity_steps,
+        kind.interference,
     )
 
 

@@ -1,4 +1,4 @@
-"""Who may use an HTTP server, and how much of it. `http_border` enforces it."""
+"""Who may use an HTTP server, and how much of it. `http_border` and `bounded_protocol` enforce it."""
 
 import ssl
 from collections.abc import Sequence
@@ -6,26 +6,47 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvatlas.errors import SettingsError
+from kvatlas.runtime.certificate_files import RenewedContext
+
+PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
+"""Answered without a token, and in the reserve: what asks is the machine's own, and learns one bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAccess:
     """Limits of one server, its certificate, and the tokens of which a request must have one (none: no request needs any).
 
-    `header_s`: seconds that a client has to send a request's headers.
+    `header_s` and `body_s`: seconds that a client has to send a request's headers, and then its body. `idle_s`: how long an
+    idle connection stays open; longer than clients and balancers keep one (httpx 5 s, aiohttp 15, Go and Envoy's gateways 90,
+    OkHttp 300, Google's balancers 600), or a request is sent on one that is just being closed. `address_connections`: of one
+    client address; None: three quarters of all.
     """
 
     body_bytes: int = 64 << 20
     header_s: float = 10.0
+    body_s: float = 300.0
+    idle_s: int = 620
     connections: int = 4_096
+    address_connections: int | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
     tokens: Sequence[bytes] = ()
 
+    @property
+    def address_share(self) -> int:
+        """Connections that one address may have."""
+        return max(1, self.connections * 3 // 4) if self.address_connections is None else self.address_connections
+
     def tls_context(self) -> ssl.SSLContext | None:
-        """None without a certificate. Raises SettingsError for files that are no certificate and its key."""
+        """None without a certificate; renewed files are taken up. Raises
+        SettingsError for files that are no certificate and its key."""
         if self.cert_file is None:
             return None
+        files = [file for file in (self.cert_file, self.key_file) if file is not None]
+        return RenewedContext("HTTP server", self._build, files)
+
+    def _build(self) -> ssl.SSLContext:
+        assert self.cert_file is not None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:

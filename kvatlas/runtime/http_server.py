@@ -14,14 +14,13 @@ from anyio.abc import TaskStatus
 from starlette.applications import Starlette
 
 from kvatlas.errors import SettingsError
+from kvatlas.runtime.bounded_protocol import MOST_HEADER_BYTES, BoundedProtocol
+from kvatlas.runtime.connection_shares import ConnectionShares
 from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_border import BoundedProtocol, HttpBorder, HttpCounters
+from kvatlas.runtime.http_border import HttpBorder
+from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.telemetry import export_metrics
-
-KEEP_ALIVE_S = 75
-"""How long an idle connection stays open: longer than clients and balancers keep one (httpx and OpenAI's client 5 s, most
-balancers 60 s). With the same time on both ends a request is sent on a connection that is just being closed."""
 
 _log = logging.getLogger("kvatlas.http")
 
@@ -75,15 +74,18 @@ async def serve(
     With a grace of 0 uvicorn logs that it cancelled tasks even if there were none.
     """
     access, counters, refusals = listener.access, HttpCounters(), RateLimitedLog(_log)
+    shares: ConnectionShares[BoundedProtocol] = ConnectionShares(access.connections, access.address_share)
+    protocol = partial(BoundedProtocol, access=access, shares=shares, counters=counters, refusals=refusals)
     config = uvicorn.Config(
         HttpBorder(application, access, counters, refusals),
-        http=partial(BoundedProtocol, access=access, counters=counters, refusals=refusals),  # type: ignore[arg-type]
+        http=protocol,  # type: ignore[arg-type]
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
         ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=grace_s,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=access.idle_s,
     )
     config.load()
     config.ssl = listener.tls

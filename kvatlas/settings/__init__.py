@@ -5,6 +5,7 @@
     process.py      what every process takes; flags and variables to settings; a mistake as one line (`SettingsError`)
     field_types.py  types of fields: URLs, ports, names, lists
     commands.py     up, doctor, top, and questions about one block or prompt
+    engine.py       API keys of engines, and the authorities of their certificates
     http.py         limits, certificate and tokens of an HTTP server
     indexer.py, publisher.py, proxy.py, gateway.py
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, field_validator
 from kvatlas.errors import SettingsError
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope, check_chain
 from kvatlas.redaction import redact_url
+from kvatlas.settings.engine import EngineAccessSettings
 from kvatlas.settings.field_types import CommaList, Name, NatsUrl, Port, RedisUrl
 from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import (
@@ -26,7 +27,7 @@ from kvatlas.settings.process import (
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, OutputTokens, Positive
 
 
-class UpSettings(ServerSettings, HttpSettings):
+class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
     """Everything on one machine."""
 
     nats_url: NatsUrl | None = Field(
@@ -128,7 +129,7 @@ class ScopeSettings(QuerySettings):
         return Scope(self.model_id, self.tokenizer_id or self.model_id, self.adapter_id, self.tenant_id)
 
 
-class DoctorSettings(ScopeSettings):
+class DoctorSettings(EngineAccessSettings, ScopeSettings):
     """One examination; the scope is that of --request, if it names none itself."""
 
     identities: Path | None = Field(
@@ -139,7 +140,8 @@ class DoctorSettings(ScopeSettings):
     )
     status_urls: CommaList = Field(
         default=(),
-        description="Status pages of publishers to ask too, separated by commas: finds those that use another NATS.",
+        description="Status pages of publishers, indexers and routers to ask too, separated by commas: finds publishers on "
+        "another NATS, and certificates that expire.",
     )
     strict: bool = Field(default=False, description="Exit with 1 for warnings too.")
 

@@ -90,6 +90,12 @@ def _check_worker_id(value: str) -> str:
         raise ValueError("expected 1 to 64 of A-Z a-z 0-9 _ - . (a dot becomes _)") from error
 
 
+def _check_path(value: str) -> str:
+    if not re.fullmatch(r"/[A-Za-z0-9._~:@!$&'()+;=%/-]*\*?", value):
+        raise ValueError("expected paths that begin with /, without a query; a * only at the end")
+    return value
+
+
 def _split_commas(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
@@ -113,6 +119,7 @@ Inbox = Annotated[str, AfterValidator(_check_inbox)]
 WorkerId = Annotated[str, AfterValidator(_check_worker_id)]
 GroupList = Annotated[tuple[Annotated[int, Field(ge=0, le=1023)], ...], NoDecode, BeforeValidator(_split_commas)]
 CommaList = Annotated[tuple[Text, ...], NoDecode, BeforeValidator(_split_commas)]
+PathList = Annotated[tuple[Annotated[Text, AfterValidator(_check_path)], ...], NoDecode, BeforeValidator(_split_commas)]
 Labels = Annotated[dict[Text, Text], NoDecode, BeforeValidator(_split_labels)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 PartitionCount = Annotated[int, Field(ge=1, le=MAX_PARTITIONS)]

@@ -18,14 +18,28 @@ class HttpSettings(ProcessSettings):
     """Limits, certificate and tokens of the HTTP server."""
 
     help_groups: ClassVar[HelpGroups] = {
-        "HTTP server": "http_body_bytes http_connections http_cert_file http_key_file http_token_file",
+        "HTTP server": "http_body_bytes http_body_s http_idle_s http_connections http_address_connections "
+        "http_cert_file http_key_file http_token_file",
     }
 
     http_body_bytes: Positive = Field(
         default=_DEFAULT.body_bytes, description="Largest body of a request in bytes; a longer one gets a 413."
     )
+    http_body_s: float = Field(
+        default=_DEFAULT.body_s,
+        gt=0,
+        description="Seconds that a request's body may take; a slower one gets a 408, as does one below 2 KiB a second.",
+    )
+    http_idle_s: Positive = Field(
+        default=_DEFAULT.idle_s,
+        description="Seconds that an idle connection stays open; longer than clients and balancers keep theirs.",
+    )
     http_connections: Positive = Field(
-        default=_DEFAULT.connections, description="Connections at a time; a further one gets a 503."
+        default=_DEFAULT.connections, description="Connections at a time; a further one gets a 503, but for probes."
+    )
+    http_address_connections: Positive | None = Field(
+        default=None,
+        description="Connections of one client address at a time; raise it behind a gateway. Default: three quarters of all.",
     )
     http_cert_file: Path | None = Field(default=None, description="Certificate of the HTTP server; default: no TLS.")
     http_key_file: Path | None = Field(default=None, description="Key of that certificate.")
@@ -49,18 +63,22 @@ class HttpSettings(ProcessSettings):
         """Who may use the server, and how much of it. Raises SettingsError for a file of tokens that can't be used."""
         return HttpAccess(
             body_bytes=self.http_body_bytes,
+            body_s=self.http_body_s,
+            idle_s=self.http_idle_s,
             connections=self.http_connections,
+            address_connections=self.http_address_connections,
             cert_file=self.http_cert_file,
             key_file=self.http_key_file,
-            tokens=_read_tokens(self.http_token_file) if self.http_token_file is not None else (),
+            tokens=read_tokens(self.http_token_file, "--http-token-file") if self.http_token_file is not None else (),
         )
 
 
-def _read_tokens(file: Path) -> tuple[bytes, ...]:
-    tokens = read_secret(file, "--http-token-file").split("\n")
+def read_tokens(file: Path, flag: str) -> tuple[bytes, ...]:
+    """Bearer tokens, one a line. Raises SettingsError."""
+    tokens = read_secret(file, flag).split("\n")
     for number, token in enumerate(tokens, 1):
         if not re.fullmatch(r"[!-~]+", token.strip()):
             raise SettingsError(
-                f"--http-token-file is {str(file)!r}, whose line {number} is no token; expected printable ASCII without spaces"
+                f"{flag} is {str(file)!r}, whose line {number} is no token; expected printable ASCII without spaces"
             )
     return tuple(token.strip().encode() for token in tokens)

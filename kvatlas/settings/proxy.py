@@ -2,17 +2,22 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from kvatlas.addresses import is_loopback
 from kvatlas.identity import DEFAULT_TENANT
-from kvatlas.settings.field_types import CommaList, Labels, Name, Port
-from kvatlas.settings.http import HttpSettings
+from kvatlas.runtime.http_access import HttpAccess
+from kvatlas.settings.engine import EngineAccessSettings
+from kvatlas.settings.field_types import CommaList, Labels, Name, PathList, Port
+from kvatlas.settings.http import HttpSettings, read_tokens
 from kvatlas.settings.process import COMMON, HelpGroups, Settings
 from kvatlas.store.access import RedisAccess
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, Count, OutputTokens, Positive
 
+CONTROL_AFTER = 1_000
+"""From a router's port to its operators'."""
 MOST_TOKENIZER_DEADLINE_MS = 1_000.0
 """In a burst all prompts are late together; to wait longer than this costs a client more than a miss."""
 SESSION_HEADERS = (
@@ -26,7 +31,7 @@ SESSION_HEADERS = (
 """vLLM's own, Claude Code's, Codex' (the second of older versions), OpenCode's."""
 
 
-class RoutingSettings(Settings):
+class RoutingSettings(EngineAccessSettings, Settings):
     """How a process that gets requests reads and routes them."""
 
     help_groups: ClassVar[HelpGroups] = {
@@ -154,12 +159,26 @@ class ProxySettings(RoutingSettings, HttpSettings):
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url host port tokenizer replica",
         "Engines": "max_attempts disaggregate credentials_to",
-        "Clients": "request_hints cors_origins held_s access_log record",
+        "Clients": "allow_path request_hints cors_origins held_s held_requests access_log record",
+        "Operators": "control_host control_port control_token_file",
         "HTTP server": "drain_s grace_s",
     }
 
     host: Name = Field(default="127.0.0.1", description="Address to listen on.")
     port: Port = Field(default=8080, description="Port to listen on; 0: any free port.")
+    control_host: Name = Field(
+        default="127.0.0.1",
+        description="Address of the port for operators: /kvatlas/*, /status, /metrics, the status page.",
+    )
+    control_port: Port | None = Field(
+        default=None,
+        description="Port for operators; 0: any free port. Default: --port plus 1,000; but --port itself for a router on "
+        "loopback without files of tokens.",
+    )
+    control_token_file: Path | None = Field(
+        default=None,
+        description="File with the bearer tokens of the port for operators, one a line. Default: none is needed.",
+    )
     max_attempts: Positive = Field(default=4, description="Workers to try for one request before giving up.")
     disaggregate: bool = Field(
         default=True,
@@ -173,6 +192,11 @@ class ProxySettings(RoutingSettings, HttpSettings):
     )
     record: bool = Field(
         default=False, description="Let `kvatlas record` follow requests: hashes, sizes and times at /kvatlas/requests."
+    )
+    allow_path: PathList = Field(
+        default=(),
+        description="Further paths of engines that clients may use, separated by commas; /x/* stands for all below /x/. "
+        "Default: the inference calls of vLLM, SGLang and TensorRT-LLM.",
     )
     request_hints: bool = Field(
         default=False,
@@ -190,7 +214,36 @@ class ProxySettings(RoutingSettings, HttpSettings):
     cors_origins: CommaList = Field(
         default=(), description="Origins of web pages that may use the proxy, separated by commas; *: all."
     )
+    held_requests: Positive = Field(
+        default=2_000, description="Requests that one client may hold by /kvatlas/route without /kvatlas/done."
+    )
     access_log: bool = Field(default=True, description="Log a line for each request, with the decision.")
     held_s: float = Field(
         default=600.0, gt=0, description="Seconds after which a /kvatlas/route without its /kvatlas/done is released."
     )
+
+    @classmethod
+    def load(cls, **flags: Any) -> Self:
+        """See `HttpSettings.load`. The file of operators' tokens must be readable too."""
+        settings = super().load(**flags)
+        _ = settings.control_http  # raises
+        return settings
+
+    @property
+    def control_is_apart(self) -> bool:
+        """Are operators' calls on a port of their own? On loopback that would keep out nobody."""
+        given = (self.control_port, self.control_token_file, self.http_token_file)
+        return any(one is not None for one in given) or not is_loopback(self.host)
+
+    @property
+    def control_http(self) -> HttpAccess:
+        """Who may use the port for operators."""
+        file = self.control_token_file
+        tokens = read_tokens(file, "--control-token-file") if file is not None else ()
+        return replace(self.http, tokens=tokens)
+
+    @property
+    def control_at(self) -> int:
+        """The port for operators."""
+        after = self.port + CONTROL_AFTER
+        return self.control_port if self.control_port is not None else after if self.port and after < 65_536 else 0

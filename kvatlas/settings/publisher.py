@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind, Role
 from kvatlas.identity import DEFAULT_HASH_CHAIN, DEFAULT_TENANT
+from kvatlas.settings.engine import EngineAccessSettings
 from kvatlas.settings.field_types import (
     MAX_SECONDS,
     CommaList,
@@ -57,7 +58,7 @@ _Kinds = Literal[
 PublishedKind = Annotated[_Kinds, BeforeValidator(_check_kind)]
 
 
-class PublishSettings(NatsSettings, HttpSettings):
+class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     """One publisher process: for one engine, or for all ranks of one."""
 
     help_groups: ClassVar[HelpGroups] = {
@@ -137,7 +138,7 @@ class PublishSettings(NatsSettings, HttpSettings):
     salt_is_tenant: bool = Field(default=False, description="Use an event's cache salt as its tenant.")
     distrust_poison: bool = Field(
         default=False,
-        description="Drop all known blocks if an event that may have been a removal can't be decoded.",
+        description="Drop all known blocks at an event of an unknown kind too, even if it names none.",
     )
     eagle: bool = Field(
         default=False, description="The engine speculates with EAGLE: it reuses one block less of a hit."

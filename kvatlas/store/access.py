@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from kvatlas.errors import InvalidValue
 from kvatlas.redaction import redact_url
+from kvatlas.runtime.certificate_files import RenewedContext
 
 CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 CLUSTER_PREFIXES = tuple(f"{scheme}://" for scheme in CLUSTER_SCHEMES)
@@ -62,8 +63,14 @@ class RedisAccess:
         if options:
             if not self.url.startswith("rediss"):
                 raise InvalidValue(f"{self.name} has no TLS; expected rediss:// with a file of certificates")
-            tls_context(self.ca_file, self.cert_file, self.key_file)
+            self.tls_context()
         return options
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """For every connection to the store; None without files: then the URL says it all. Raises as `options`."""
+        if self.ca_file is None and self.cert_file is None:
+            return None
+        return tls_context("Redis", self.ca_file, self.cert_file, self.key_file)
 
 
 def split_urls(url: str) -> list[str]:
@@ -72,9 +79,17 @@ def split_urls(url: str) -> list[str]:
     return several if all(one.startswith(CLUSTER_PREFIXES) for one in several) else [url]
 
 
-def tls_context(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> ssl.SSLContext:
-    """A client's context. Raises OSError for a file that can't be read, ssl.SSLError for one without a certificate."""
-    context = ssl.create_default_context(cafile=ca_file)
-    if cert_file is not None:
-        context.load_cert_chain(cert_file, key_file)
-    return context
+def tls_context(
+    what: str, ca_file: Path | None = None, cert_file: Path | None = None, key_file: Path | None = None
+) -> ssl.SSLContext:
+    """A client's context for connections to `what`; renewed files are taken up. Raises OSError for a file that can't be read,
+    ssl.SSLError for one without a certificate."""
+
+    def build() -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=ca_file)
+        if cert_file is not None:
+            context.load_cert_chain(cert_file, key_file)
+        return context
+
+    files = [file for file in (cert_file, key_file, ca_file) if file is not None]
+    return RenewedContext(f"connections to {what}", build, files) if files else build()

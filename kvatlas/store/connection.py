@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import redis.asyncio as redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -283,9 +283,10 @@ def _library_name(library: Any) -> str:
 def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
     try:
         scheme, options = urlsplit(access.url).scheme, access.options()
+        connections = _tls_connections(access)
         if scheme in CLUSTER_SCHEMES:
             first, *more = (url.replace("+cluster", "", 1) for url in access.urls)
-            return RedisCluster.from_url(
+            cluster = RedisCluster.from_url(
                 first,
                 startup_nodes=[_cluster_node(url) for url in more],
                 require_full_coverage=False,  # a shard without a primary does not stop the others
@@ -293,10 +294,18 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
                 socket_connect_timeout=2,
                 **options,
             )
+            if connections is not None:
+                cluster.connection_kwargs["connection_class"] = connections
+                for node in cluster.nodes_manager.startup_nodes.values():
+                    node.connection_class = connections
+            return cluster
         if scheme in ("redis", "rediss", "unix"):
-            return redis.Redis.from_url(
+            client = redis.Redis.from_url(
                 access.url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2, retry=_ONCE, **options
             )
+            if connections is not None:
+                client.connection_pool.connection_class = connections
+            return client
     except InvalidValue:
         raise
     except (ValueError, TypeError, RedisClusterException) as error:  # its text may have a part of the password
@@ -304,6 +313,21 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
     except OSError as error:
         raise AccessDenied(f"{access.name}: {error.filename or 'certificate'}: {error.strerror}") from error
     raise InvalidValue(f"{access.name}; expected redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://")
+
+
+def _tls_connections(access: RedisAccess) -> type[SSLConnection] | None:
+    """Connections whose certificates are read again when they are renewed: redis-py keeps what it read first. None if the
+    settings name none."""
+    context = access.tls_context()
+    if context is None:
+        return None
+
+    class RenewedConnection(SSLConnection):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.ssl_context.context = context
+
+    return RenewedConnection
 
 
 def _cluster_node(url: str) -> ClusterNode:

@@ -158,6 +158,11 @@ PUBLISHER = {
 FEED_CONNECTED = _gauge("publisher.feed.connected", "{feed}", "1 while the engine's event socket is connected")
 FEED_SILENCE = _gauge("publisher.feed.silence", "s", "Time since the engine's last batch of events")
 ENGINE_STATE = _gauge("publisher.engine.state", "{engine}", "1 for the state that the engine is in")
+INTAKE_LEFT_OUT = _gauge(
+    "publisher.left_out",
+    "{share}",
+    "Share of what events told lately that could not be published; 1 too if the engine serves requests and no events come",
+)
 OUTBOX_DEPTH = _gauge(
     "publisher.outbox.messages", "{message}", "Messages in the outbox: waiting, or sent and not acknowledged"
 )
@@ -168,6 +173,7 @@ LEDGER_AWAITING = _gauge("ledger.awaiting", "{event}", "Stored events that wait 
 ENGINE = {
     **_single(FEED_CONNECTED, "feed_connected"),
     **_single(FEED_SILENCE, "silence_s"),
+    **_single(INTAKE_LEFT_OUT, "left_out"),
     **_by(ENGINE_STATE, "state", up="up", down="down", asleep="asleep", draining="draining"),
     **_by(OUTBOX_DEPTH, "state", unsent="waiting", unacked="sent"),
     **_by(
@@ -190,12 +196,21 @@ LEDGER_HOLES = _counter(
 )
 
 LEDGER = {
-    **_by(LEDGER_BLOCKS, "change", stored="stored", removed="removed", store_told="told_of_store"),
+    **_by(
+        LEDGER_BLOCKS,
+        "change",
+        stored="stored",
+        removed="removed",
+        store_told="told_of_store",
+        sparse="stored_in_sparse_group",
+        parents_found="parent_found",
+    ),
     **_by(
         LEDGER_SKIPPED,
         "reason",
         removed_unknown="removed_unknown",
         unknown_parent="unknown_parent",
+        zero_parent="zero_parent",
         unindexable="unindexable",
         other_block_size="other_block_size",
         placeholder_unknown="placeholder_unknown",
@@ -609,6 +624,23 @@ OUTLIERS = {
     **_by(EJECTIONS, "change", ejections="ejected", readmissions="readmitted"),
 }
 
+# ---------------------------------------------------------------- progress: kvatlas_router.progress.monitor.ProgressCounters
+
+STALLS = _counter(
+    "progress.changes", "{worker}", "Engines found to make no progress with work, and to make progress again"
+)
+PROGRESS_PROBES = _counter("progress.probes", "{request}", "Small requests sent to engines that may be stalled")
+MOVED = _counter("progress.moved", "{request}", "Requests without a byte that left a stalled engine for another")
+STALLED_NOW = _gauge("progress.stalled", "{worker}", "Workers whose engines make no progress though they have work")
+
+STALLED = _single(STALLED_NOW, "stalled_workers")
+"""Of kvatlas_router.progress.monitor.ProgressMonitor."""
+PROGRESS = {
+    **_by(STALLS, "change", stalls="stalled", returns="returned"),
+    **_single(PROGRESS_PROBES, "probes"),
+    **_single(MOVED, "moved"),
+}
+
 # ---------------------------------------------------------------- tokens: kvatlas_router.tokens.counters.TokenCounters
 
 TOKENIZED = _counter("tokens.requests", "{request}", "Requests, by how their token ids were found or why not")
@@ -657,7 +689,7 @@ ANSWERS = {
     **_single(CACHED_TOKENS, "cached_tokens"),
 }
 
-# ---------------------------------------------------------------- http: kvatlas.runtime.http_border.HttpCounters
+# ---------------------------------------------------------------- http: kvatlas.runtime.http_counters.HttpCounters
 
 HTTP_REFUSED = _counter("http.refused", "{request}", "HTTP requests and connections refused at the border, by reason")
 
@@ -665,10 +697,13 @@ HTTP = _by(
     HTTP_REFUSED,
     "reason",
     framing="framing",
+    headers="headers",
     too_long="too_long",
     too_late="too_late",
+    slow="slow",
     too_many="too_many",
     denied="denied",
+    upgrade="upgrade",
 )
 
 # ---------------------------------------------------------------- by OpenTelemetry's conventions for all kinds of systems
@@ -729,6 +764,8 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "index_replica_now": INDEX_REPLICA_NOW,
     "outliers": OUTLIERS,
     "ejected": EJECTED,
+    "progress": PROGRESS,
+    "stalled": STALLED,
     "tokens": TOKENS,
     "answers": ANSWERS,
     "http": HTTP,

@@ -63,7 +63,14 @@ async def _follow(settings: DoctorSettings, source: str, found: list[Finding]) -
     scope = None if settings.model_id is None else settings.scope
     with _progress() as on_step:
         found += await follow_request(
-            settings.nats, settings.redis, request, scope, settings.tenant_id, settings.listen_s, on_step
+            settings.nats,
+            settings.redis,
+            request,
+            scope,
+            settings.tenant_id,
+            settings.listen_s,
+            on_step,
+            settings.engine_access,
         )
 
 

@@ -14,6 +14,7 @@ import anyio
 import typer
 from anyio.abc import TaskStatus
 
+from kvatlas.engine_access import NO_KEY, EngineAccess
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind
 from kvatlas.fleet_store.fleet_store import FleetStore
@@ -143,7 +144,13 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
         }
         servers = {**access, "nats_url": nats_url, "redis_url": redis_url}
         nats = {name: servers[name] for name in NatsSettings.model_fields if name in servers}
-        sidecars = [one for flags in engines for one in await discover_sidecars(flags, nats, state_dir)]
+        to_engines = {name: getattr(settings, name) for name in ("engine_key_file", "engine_ca_file")}
+        publisher = {**nats, **to_engines}
+        sidecars = [
+            one
+            for flags in engines
+            for one in await discover_sidecars(flags, publisher, state_dir, settings.engine_access)
+        ]
         page = {name: getattr(settings, name) for name in HttpSettings.model_fields}
         indexer_settings = IndexerSettings.load(**{**servers, **page}, status_port=settings.status_port)
         ready = anyio.Event()
@@ -163,7 +170,7 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
             router_url = None
             if settings.router:
                 proxy_settings = ProxySettings.load(
-                    **{**servers, **page},
+                    **{**servers, **page, **to_engines},
                     host=LOOPBACK,
                     port=settings.router_port,
                     drain_s=0,
@@ -240,7 +247,7 @@ async def _start(stack: AsyncExitStack, kind: str, server: AbstractAsyncContextM
 
 
 async def discover_sidecars(
-    flags: dict[str, str], servers: dict[str, object], state_dir: Path
+    flags: dict[str, str], servers: dict[str, object], state_dir: Path, access: EngineAccess = NO_KEY
 ) -> list[PublishSettings]:
     """Settings of a publisher for each rank of an engine, from the flags, else discovered. Raises Unreachable.
 
@@ -256,7 +263,12 @@ async def discover_sidecars(
         return [PublishSettings.load(**shared)]
     kind = EngineKind(flags["engine"]) if flags.get("engine") in set(EngineKind) else None
     offer = await discover(
-        flags["engine_url"], model_id=flags.get("model_id"), kind=kind, events="endpoint" not in flags
+        flags["engine_url"],
+        model_id=flags.get("model_id"),
+        kind=kind,
+        events="endpoint" not in flags,
+        access=access,
+        worker_id=flags["worker_id"],
     )
     for note in offer.notes:
         print_notice(f"worker {flags['worker_id']}: {note}")

@@ -24,6 +24,7 @@ from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.doctor import clocks, indexers, pools, routers, sidecars, store_facts, stream, workers
 from kvatlas_cli.doctor import store as store_checks
+from kvatlas_cli.doctor.certificates import judge_certificates, own_certificates
 from kvatlas_cli.doctor.heartbeats import HeartbeatListener, ReceivedHeartbeat, Told
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 
@@ -112,6 +113,7 @@ async def examine(
             on_step(f"asking {len(status_urls)} status pages")
             heard = bus.listener.heard if bus is not None else {}
             found += sidecars.judge_status_pages(await sidecars.read_status_pages(status_urls), heard, nats.name)
+        found += judge_certificates("this command", own_certificates(nats, redis))
         of_store: list[Finding] = []
         with anyio.move_on_after(None if wait else max(1.0, order.ends_s - time.monotonic())) as limit:
             await _examine_store(redis, of_store, bus, order)
@@ -234,6 +236,7 @@ async def _examine_pools(
     for pool_id in by_pool:
         reports = await read_answer_reports(store, pool_id, store_us)
         found += routers.judge_answers(names[pool_id], reports)
+        found += routers.judge_progress(names[pool_id], reports)
         found += routers.judge_tenants(names[pool_id], reports)
     return found
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 from nats.aio.client import Client
@@ -11,9 +12,13 @@ from nats.aio.subscription import Subscription
 
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.control import ControlOp
 from kvatlas.bus.subjects import ALL_ALIVE
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import Heartbeat
+from kvatlas_cli.control_requests import ask_publishers
+
+STATUS_S = 1.0
 
 Told = Callable[[str], None]
 """Gets a line that says what is being done now."""
@@ -57,13 +62,23 @@ class HeartbeatListener:
         return await client.subscribe(ALL_ALIVE, cb=self.on_heartbeat)
 
 
-async def hear_workers(nats: NatsAccess, listen_s: float) -> Mapping[str, Heartbeat]:
-    """The last heartbeat of each worker that sends one in this time. Raises Unreachable."""
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What publishers say: the last heartbeat of each worker, and the status of those that answered in time."""
+
+    heartbeats: Mapping[str, Heartbeat] = field(default_factory=dict)
+    statuses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+async def hear_workers(nats: NatsAccess, listen_s: float) -> Heard:
+    """The workers that send a heartbeat in this time. Raises Unreachable."""
     client = await connect_nats(nats, name="kvatlas-doctor", wait=False)
     try:
         listener = HeartbeatListener()
         await listener.start(client)
         await anyio.sleep(listen_s)
-        return {worker_id: one.heartbeat for worker_id, one in listener.heard.items()}
+        heartbeats = {worker_id: one.heartbeat for worker_id, one in listener.heard.items()}
+        replies = await ask_publishers(client, heartbeats, ControlOp.STATUS, STATUS_S)
+        return Heard(heartbeats, {id: reply.status for id, reply in replies.items() if reply.status is not None})
     finally:
         await client.close()

@@ -6,15 +6,16 @@ from difflib import get_close_matches
 from typing import Any
 
 from kvatlas.bus.access import NatsAccess
+from kvatlas.engine_access import NO_KEY, EngineAccess
 from kvatlas.errors import InvalidValue, Unreachable
-from kvatlas.fleet.records import EngineKind, FleetRecord, Heartbeat
+from kvatlas.fleet.records import EngineKind, FleetRecord
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope, scope_from_canonical
 from kvatlas.index.redis.keys import SCOPES
 from kvatlas.index.redis.shard_reader import read_hash
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
-from kvatlas_cli.doctor.heartbeats import Told, hear_workers
+from kvatlas_cli.doctor.heartbeats import Heard, Told, hear_workers
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 from kvatlas_cli.token_input import read_json_or_tokens
@@ -63,12 +64,14 @@ def read_request(source: str) -> AskedRequest:
 
 
 class RequestFollower:
-    """Follows one request through a store. `heard`: the workers' heartbeats."""
+    """Follows one request through a store. `heard`: what the workers' publishers say. `access`: to engines."""
 
-    def __init__(self, store: Store, router: RouterClient, heard: Mapping[str, Heartbeat]) -> None:
+    def __init__(self, store: Store, router: RouterClient, heard: Heard, access: EngineAccess = NO_KEY) -> None:
+        self._access = access
         self._store = store
         self._router = router
-        self._heard = heard
+        self._heard = heard.heartbeats
+        self._statuses = heard.statuses
 
     async def follow(self, request: AskedRequest, scope: Scope | None, tenant_id: str) -> list[Finding]:
         """`scope`: of the flags, for a request that names no model. Raises Unreachable; InvalidValue for what is no request."""
@@ -127,12 +130,12 @@ class RequestFollower:
         """Text becomes tokens at one of the model's engines."""
         from json import dumps
 
-        import httpx  # of the extra router
-
         from kvatlas_router.tokens.budget import BudgetedTokenizer, TokenizerBudget
         from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
         from kvatlas_router.tokens.prompt_reader import PromptReader
         from kvatlas_router.tokens.text_request import Api, TextRequest
+        from kvatlas_router.upstream.engine_addresses import AddressPolicy
+        from kvatlas_router.upstream.engine_client import EngineClient
         from router_client.chain_cache import ChainCache
 
         text = TextRequest.parse(Api.CHAT if _CHAT in body else Api.COMPLETIONS, dumps(body).encode())
@@ -144,7 +147,9 @@ class RequestFollower:
         async def engines(_: TextRequest) -> Sequence[str]:
             return [url for url in urls if url]
 
-        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+        addresses = AddressPolicy(("*",), near=True, access=self._access)
+        addresses.update(fleet.values())
+        async with EngineClient(addresses, timeout_s=2.0) as client:
             tokenizer = BudgetedTokenizer(EngineTokenizer(client, engines), TokenizerBudget(deadline_ms=2_000))
             read = await PromptReader(tokenizer, ChainCache(0)).read(text, scope)
         if read.prompt_tokens is None and read.untokenized != "media" and urls:
@@ -176,7 +181,7 @@ class RequestFollower:
         for worker in workers[:MOST_WORKERS]:
             line = worker.explain()
             if worker.resident_tokens or worker.predicted_tokens:
-                yield Finding("request.worker", Level.OK, line + _where_it_ends(worker, prompt))
+                yield Finding("request.worker", Level.OK, line + self._where_it_ends(worker, prompt))
             else:
                 yield Finding("request.worker", Level.INFO, f"{line}: {self._why_nothing(worker, prompt, fleet)}")
         if rest := workers[MOST_WORKERS:]:
@@ -197,7 +202,28 @@ class RequestFollower:
             return "it has published no block yet"
         if prompt.input_tokens < worker.block_size:
             return f"the prompt is shorter than a block of {worker.block_size} tokens"
-        return f"it never stored the first {worker.block_size} tokens in this scope, or has evicted them"
+        never = f"it never stored the first {worker.block_size} tokens in this scope"
+        return self._missing(worker.worker_id, never, f"{never}, or has evicted them")
+
+    def _where_it_ends(self, worker: WorkerOverlap, prompt: Prompt) -> str:
+        """Why it holds no more."""
+        full = prompt.input_tokens // worker.block_size if worker.block_size else 0
+        if not worker.resident_blocks or worker.resident_blocks >= full:
+            return ""
+        never = f"block {worker.resident_blocks} (from token {worker.resident_tokens}) was never stored there"
+        return f"; {self._missing(worker.worker_id, never, f'{never}, or is evicted')}"
+
+    def _missing(self, worker_id: str, never: str, evicted: str) -> str:
+        """Why a block is not held. Nothing is evicted of a worker that took nothing away, or that never took the block in."""
+        status = self._statuses.get(worker_id)
+        if status is None:
+            return evicted
+        intake, counters = status.get("intake") or {}, status.get("counters") or {}
+        if left_out := intake.get("left_out"):
+            reason, count = max(left_out.items(), key=lambda one: one[1])
+            return f"{never}; {count} blocks that its engine told were left out ({reason}), it may be one of them"
+        gone = counters.get("blocks_removed") or counters.get("clears") or counters.get("feed_started_over")
+        return evicted if gone else never
 
     async def _look_elsewhere(self, prompt: Prompt, scopes: Sequence[Scope]) -> list[Finding]:
         """The same tokens in other scopes, and without their first token."""
@@ -246,6 +272,7 @@ async def follow_request(
     tenant_id: str,
     listen_s: float,
     on_step: Told,
+    access: EngineAccess = NO_KEY,
 ) -> list[Finding]:
     """What becomes of a request, step by step. Without NATS it does without what publishers say. Raises Unreachable if the
     store does not answer, InvalidValue for what is no request."""
@@ -254,14 +281,14 @@ async def follow_request(
     try:
         heard = await hear_workers(nats, listen_s)
     except Unreachable as error:
-        heard = {}
+        heard = Heard()
         found.append(
             Finding("nats.reachable", Level.WARNING, str(error), "what publishers see is not known without it")
         )
     on_step("looking the prompt up")
     settings = RouterSettings(deadline_ms=None)
     async with connected_store(redis, wait=False) as store, RouterClient.open(redis, settings, wait=False) as router:
-        found += await RequestFollower(store, router, heard).follow(request, scope, tenant_id)
+        found += await RequestFollower(store, router, heard, access).follow(request, scope, tenant_id)
     return found
 
 
@@ -298,16 +325,6 @@ def _differences(asked: Scope, other: Scope) -> Iterator[str]:
 def _nearest(name: str, known: Sequence[str]) -> str:
     close = get_close_matches(name, known, n=1, cutoff=0.4)
     return f"the nearest is {close[0]}" if close else f"there are {join_names(known)}"
-
-
-def _where_it_ends(worker: WorkerOverlap, prompt: Prompt) -> str:
-    """Why it holds no more."""
-    full = prompt.input_tokens // worker.block_size if worker.block_size else 0
-    if not worker.resident_blocks or worker.resident_blocks >= full:
-        return ""
-    return (
-        f"; block {worker.resident_blocks} (from token {worker.resident_tokens}) was never stored there, or is evicted"
-    )
 
 
 def _fallbacks(scope: Scope) -> Fallbacks:

@@ -21,6 +21,21 @@ def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Fi
             yield Finding("routers.answers", Level.OK, f"{where}: {compared:,} answers{share}")
 
 
+def judge_progress(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
+    """Workers whose engines make no progress though they have work."""
+    finders: dict[str, list[str]] = {}
+    for router_id, report in sorted(reports.items()):
+        for worker_id in report.stalled:
+            finders.setdefault(worker_id, []).append(router_id)
+    for worker_id, routers in sorted(finders.items()):
+        line = (
+            f"{pool}: worker {worker_id} is stalled: its engine makes no progress though it has work, whatever its /health "
+            f"says; it gets no requests from router {', '.join(routers)}"
+        )
+        advice = "see the engine's log and its GPU (nvidia-smi, dmesg), and restart it"
+        yield Finding("routers.progress", Level.ERROR, line, advice)
+
+
 def judge_tenants(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
     """Requests of tenants whose blocks the workers that got them can't have."""
     for router_id, report in sorted(reports.items()):

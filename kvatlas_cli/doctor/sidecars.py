@@ -1,4 +1,4 @@
-"""Publishers asked on their status pages: what one says that is not heard on this NATS."""
+"""Status pages of our processes: a publisher that is not heard on this NATS, and the certificates that each uses."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +7,9 @@ import anyio
 
 from kvatlas.errors import DATA_ERRORS
 from kvatlas.redaction import redact_url
+from kvatlas.runtime.certificate_files import CertificateState
+from kvatlas.store.access import tls_context
+from kvatlas_cli.doctor.certificates import judge_certificates
 from kvatlas_cli.doctor.report import Finding, Level
 
 ANSWER_S = 2.0
@@ -22,10 +25,12 @@ class PublishedWorker(NamedTuple):
 
 
 class StatusPage(NamedTuple):
-    """A publisher's page. `error`: why it was not read; empty if it was."""
+    """A process' page. `publishes`: it is a publisher's. `error`: why it was not read; empty if it was."""
 
     url: str
     workers: Sequence[PublishedWorker] = ()
+    certificates: Sequence[CertificateState] = ()
+    publishes: bool = True
     error: str = ""
 
 
@@ -52,6 +57,9 @@ def judge_status_pages(pages: Sequence[StatusPage], heard: Collection[str], nats
                 check, Level.ERROR, f"status page {where}: {page.error}", "is `kvatlas publish` running there?"
             )
             continue
+        yield from judge_certificates(where, page.certificates)
+        if not page.publishes:
+            continue
         if not page.workers:
             line = f"the publisher at {where} publishes no worker yet: it waits for NATS, or for its engine"
             yield Finding(check, Level.ERROR, line, "see its log; does it reach the NATS of its --nats-url?")
@@ -69,16 +77,21 @@ async def _read(url: str) -> StatusPage:
     import httpx  # of the extras publisher and router
 
     try:
-        async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as client:
+        tls = tls_context("status pages") if url.startswith("https:") else False
+        async with httpx.AsyncClient(verify=tls, timeout=ANSWER_S, trust_env=False) as client:
             with anyio.fail_after(ANSWER_S):
                 answer = await client.get(f"{url.rstrip('/')}/status")
         if answer.status_code != 200:
             return StatusPage(url, error=f"answers /status with {answer.status_code}")
-        return StatusPage(url, [_worker_of(one) for one in answer.json()["workers"]])
+        said = answer.json()
+        certificates = [CertificateState(**one) for one in said.get("certificates", ())]
+        if "partitions" in said or "in_flight" in said:  # an indexer's, or a router's
+            return StatusPage(url, certificates=certificates, publishes=False)
+        return StatusPage(url, [_worker_of(one) for one in said["workers"]], certificates)
     except (httpx.HTTPError, TimeoutError) as error:
         return StatusPage(url, error=str(error) or "no answer in time")
     except DATA_ERRORS:
-        return StatusPage(url, error="it is no publisher's")
+        return StatusPage(url, error="it is none of kvatlas")
 
 
 def _worker_of(status: dict[str, Any]) -> PublishedWorker:

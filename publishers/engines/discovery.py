@@ -18,8 +18,10 @@ import anyio
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvatlas.engine_access import KEY_CURE, NO_KEY, REFUSED, EngineAccess
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind, Role
+from kvatlas_publishers.engines.http_client import engine_http
 
 EVENTS_PORT = 5557
 REPLAY_PORT = 5558
@@ -62,14 +64,21 @@ class EngineOffer:
 
 
 async def discover(
-    url: str, *, model_id: str | None = None, kind: EngineKind | None = None, events: bool = True
+    url: str,
+    *,
+    model_id: str | None = None,
+    kind: EngineKind | None = None,
+    events: bool = True,
+    access: EngineAccess = NO_KEY,
+    worker_id: str = "",
 ) -> EngineOffer:
-    """Ask an engine what it offers. `model_id`, `kind`: if known already; `events` False: don't look for its events.
+    """Ask an engine what it offers. `model_id`, `kind`: if known already; `events` False: don't look for its events;
+    `worker_id`: the engine's name in `access`.
 
     Raises Unreachable, one line, if it does not answer or lists no model.
     """
     host = urlsplit(url).hostname or ""
-    async with httpx.AsyncClient(base_url=url.rstrip("/"), timeout=ANSWER_S, trust_env=False) as client:
+    async with engine_http(url, worker_id, access, ANSWER_S) as client:
         cards = await _list_models(client, url) if model_id is None or kind is None else ()
         if kind is None:
             kind = EngineKind.SGLANG if any(card.get("owned_by") == "sglang" for card in cards) else EngineKind.VLLM
@@ -208,6 +217,10 @@ async def _list_models(client: httpx.AsyncClient, url: str) -> Sequence[Mapping[
     try:
         answer = (await client.get("/v1/models")).raise_for_status().json()
         cards = [card for card in answer["data"] if card["id"]]
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        cure = KEY_CURE if status in REFUSED else "give endpoint= and model="
+        raise Unreachable(f"engine at {url}/v1/models: status {status}; {cure}") from error
     except httpx.HTTPError as error:
         line = f"engine at {url}/v1/models: {_describe(error)}; start it first, or give endpoint= and model="
         raise Unreachable(line) from error

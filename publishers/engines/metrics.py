@@ -45,6 +45,8 @@ class _Names:
     host_used_tokens: str = ""
     host_total_tokens: str = ""
     rank_labels: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+    """Counters that move while it computes."""
     other_attention: tuple[str, ...] = ()
     """Of pools besides full attention's: on every page, and above 0 for hybrid models alone."""
 
@@ -52,7 +54,9 @@ class _Names:
     def all(self) -> set[str]:
         names = {self.running, self.waiting, self.prompt_tokens, self.hit_rate, self.used_tokens, self.total_tokens}
         names |= {self.host_used_tokens, self.host_total_tokens}
-        names.update(self.usage, self.finished, self.cache_queries, self.cache_hits, self.other_attention)
+        names.update(
+            self.usage, self.finished, self.cache_queries, self.cache_hits, self.other_attention, self.computed
+        )
         return names - {""} | {_PROCESS_START, _SLEEP, _CONFIG}
 
 
@@ -65,6 +69,7 @@ _VLLM = _Names(
     cache_queries=("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
     cache_hits=("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
     rank_labels=("engine",),
+    computed=("vllm:generation_tokens_total", "vllm:iteration_tokens_total_count"),
 )
 _SGLANG = _Names(
     running="sglang:num_running_reqs",
@@ -78,6 +83,7 @@ _SGLANG = _Names(
     host_used_tokens="sglang:hicache_host_used_tokens",
     host_total_tokens="sglang:hicache_host_total_tokens",
     rank_labels=("dp_rank",),
+    computed=("sglang:generation_tokens_total",),
     other_attention=(
         "sglang:swa_available_tokens",
         "sglang:swa_token_usage",
@@ -112,7 +118,8 @@ class LoadContext:
 class EngineMetrics:
     """One sample of an engine's metrics. `process_start_s`: seconds since 1970; it changes when the engine restarts.
     `block_size`: tokens a block of its cache, if the page says; its events have the last word. `block_bytes`: bytes a block, if
-    the page says; 0: unknown. `hybrid`: it has a cache for other attention than full."""
+    the page says; 0: unknown. `hybrid`: it has a cache for other attention than full. `prompt_tokens`: of all requests so
+    far."""
 
     load: WorkerState
     asleep: bool = False
@@ -120,6 +127,7 @@ class EngineMetrics:
     block_size: int | None = None
     block_bytes: int = 0
     hybrid: bool = False
+    prompt_tokens: float = 0.0
 
 
 def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
@@ -169,6 +177,7 @@ def _read(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
             prefix_hit_rate=samples.hit_rate(),
         ),
         sampled_us=sampled_us,
+        computed=samples.computed(),
     )
     awake = [value for labels, value in samples.of(_SLEEP) if labels.get("sleep_state") == "awake"]
     starts = [value for _, value in samples.of(_PROCESS_START) if value <= MAX_START_S]
@@ -179,6 +188,7 @@ def _read(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
         block_size=block_size or None,
         block_bytes=told_bytes,
         hybrid=any(samples.total(name) > 0 for name in names.other_attention),
+        prompt_tokens=samples.total(names.prompt_tokens),
     )
 
 
@@ -239,6 +249,10 @@ class _Samples:
     def mean_prompt_tokens(self) -> float:
         finished = self.first_total(self._names.finished)
         return self.total(self._names.prompt_tokens) / finished if finished else 0.0
+
+    def computed(self) -> int:
+        names = (*self._names.computed, self._names.prompt_tokens, *self._names.finished)
+        return min(MAX_NUMBER, int(sum(self.total(name) for name in names)))
 
     def hit_rate(self) -> float:
         queries = self.first_total(self._names.cache_queries)

@@ -53,6 +53,7 @@ _JSON_STARTS = b"{[ \t\r\n"
 """Of these no batch in msgpack begins with any: it is a map."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
 _ALL_TIERS = tuple(Tier)
+_REMOVALS = ("block_removed", "all_blocks_cleared")
 
 
 def decode_batch(payload: bytes) -> EngineBatch:
@@ -80,17 +81,23 @@ def batch_of(raw: Any) -> EngineBatch:
         return _numbered_batch(raw_events, fields)
     events: list[EngineEvent] = []
     skipped: list[str] = []
-    lost = False
+    lost, unknown_at = False, None
     for one in raw_events:
         try:
             events.append(_event(one, fields))
         except (InvalidValue, ValidationError) as error:
             skipped.append(_why_skipped(error))
-            if not _can_only_store(one) and not isinstance(error, UnknownTier):
-                lost = True
+            if _can_only_store(one) or isinstance(error, UnknownTier):
+                continue
+            if affected := _named_blocks(one):
+                events.append(EngineDropped(affected, None))
+            elif isinstance(one, dict) and one.get("type") in _REMOVALS:
+                lost, unknown_at = True, None
                 events.clear()
+            else:
+                unknown_at = len(events)
     header = OpenHeader(fields.engine_id, fields.model_id, fields.tokenizer_id, load=fields.load)
-    return EngineBatch(events, (fields.ts_ms or 0.0) / 1e3, None, skipped, lost, header)
+    return EngineBatch(events, (fields.ts_ms or 0.0) / 1e3, None, skipped, lost, header, unknown_at)
 
 
 def _parse(payload: bytes) -> Any:
@@ -117,6 +124,14 @@ def _can_only_store(raw: Any) -> bool:
         return False
     data = raw.get("data")
     return raw.get("type") == "block_stored" or (isinstance(data, dict) and data.keys() == {"stored"})
+
+
+def _named_blocks(raw: Any) -> list[EngineHash]:
+    """The block hashes that an event names which can't be read otherwise; empty if it names none, or others."""
+    named = raw.get("block_hashes") if isinstance(raw, dict) else None
+    if not isinstance(named, list) or any(type(one) not in (int, str) for one in named):
+        return []
+    return [_engine_hash(one) for one in named]
 
 
 # ---------------------------------------------------------------- an engine's events
@@ -201,7 +216,7 @@ def _numbered_batch(raw_events: Sequence[Any], fields: RouterFields) -> EngineBa
     if len(ranks) > 1:
         raise EngineEventError(f"batch with events of dp_rank {', '.join(map(str, sorted(ranks)))}; expected one rank")
     header = OpenHeader(event_ids=event_ids, shutdown=fields.shutdown, load=fields.load)
-    return EngineBatch(events, 0.0, ranks.pop() if ranks else None, skipped, lost, header)
+    return EngineBatch(events, 0.0, ranks.pop() if ranks else None, skipped, lost, header=header)
 
 
 def _numbered_event(event: RouterEvent) -> EngineEvent:

@@ -11,9 +11,10 @@ from typing import Any
 from kvatlas.errors import EngineEventError, InvalidValue, UnknownTier
 from kvatlas.msgpack_input import unpack
 from kvatlas.validation import MAX_BLOCK_TOKENS
-from kvatlas_publishers.engine_events import EngineBatch, EngineEvent, EngineHash
+from kvatlas_publishers.engine_events import EngineBatch, EngineDropped, EngineEvent, EngineHash
 
-MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
+"""SGLang removes a leaf of its tree in one event: with pages of one token, nine bytes for each token of a long prompt."""
 
 Fields = Mapping[str, Any]
 """An event's fields by name; those left out are absent."""
@@ -29,8 +30,9 @@ def decode(
     """A batch, its events made by `event_of(tag, fields)`; `fields` has the order of each tag's fields in an array.
 
     An event with an unknown tag, and one that `event_of` refuses with InvalidValue, is skipped by name. Unless it stores
-    blocks, or names a tier that is unknown here (whose blocks are never published), it may have removed blocks: the batch
-    is `lost` up to there. Raises EngineEventError for a payload that is no batch.
+    blocks, or names a tier that is unknown here (whose blocks are never published), it may have removed blocks: the hashes
+    that it names are dropped. Without any, an event of a known tag makes the batch `lost` up to there, one of another tag
+    `unknown_at` there. Raises EngineEventError for a payload that is no batch.
     """
     try:
         outer = unpack(payload, max_bytes=MAX_PAYLOAD_BYTES, strict_map_key=False)
@@ -48,7 +50,7 @@ def decode(
         raise EngineEventError(f"batch with data_parallel_rank {dp_rank!r:.40}; expected an integer or nil")
     events: list[EngineEvent] = []
     skipped: list[str] = []
-    lost = False
+    lost, unknown_at = False, None
     for raw in raw_events:
         tag: Any = None
         try:
@@ -64,10 +66,25 @@ def decode(
             events.append(event_of(tag, named))
         except InvalidValue as error:
             skipped.append(str(error))
-            if tag != "BlockStored" and not isinstance(error, UnknownTier):
-                lost = True
+            if tag == "BlockStored" or isinstance(error, UnknownTier):
+                continue
+            if affected := _named_blocks(raw):
+                events.append(EngineDropped(affected, None))
+            elif isinstance(tag, str) and tag in fields:
+                lost, unknown_at = True, None
                 events.clear()
-    return EngineBatch(events, float(ts), dp_rank, skipped, lost)
+            else:
+                unknown_at = len(events)
+    return EngineBatch(events, float(ts), dp_rank, skipped, lost, unknown_at=unknown_at)
+
+
+def _named_blocks(raw: Any) -> list[EngineHash]:
+    """The block hashes that an event names which can't be read otherwise; empty if it names none."""
+    found = raw.get("block_hashes") if isinstance(raw, dict) else raw[1] if isinstance(raw, list) and raw[1:] else None
+    if not isinstance(found, list):
+        return []
+    hashes = [one for one in found if type(one) in (int, bytes)]
+    return hashes if len(hashes) == len(found) else []
 
 
 def hashes_of(tag: str, fields: Fields) -> list[EngineHash]:

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import httpx
 
+from kvatlas.engine_access import KEY_CURE, NO_KEY, REFUSED, EngineAccess
 from kvatlas.errors import DATA_ERRORS, InvalidValue
 from kvatlas.fleet.records import EngineKind, EngineState, WorkerState
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -17,7 +18,9 @@ from kvatlas.validation import MAX_BLOCK_TOKENS, MAX_NUMBER
 from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engines.decoder_check import diagnose_kind, kind_of_page
+from kvatlas_publishers.engines.http_client import engine_http
 from kvatlas_publishers.engines.metrics import LoadContext, has_metrics, read_metrics
+from kvatlas_publishers.intake import Serving
 
 POLL_S = 1.0
 ANSWER_S = 2.0
@@ -52,6 +55,7 @@ class EnginePoller:
         on_hybrid: Callable[[], None] = lambda: None,
         feed_alive: Callable[[], bool] = lambda: False,
         poll_s: float = POLL_S,
+        access: EngineAccess = NO_KEY,
     ) -> None:
         """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now;
         `on_adapter_moved(name)`: the adapter is loaded from another path now; `on_new_weights(version)`: the model's weights
@@ -65,6 +69,7 @@ class EnginePoller:
         self.load: WorkerState | None = None
         self.block_size: int | None = None
         self.block_bytes = 0
+        self.serving = Serving()
         self.process_start_s: float | None = None
         self._on_change = on_change
         self._on_restart = on_restart
@@ -80,12 +85,15 @@ class EnginePoller:
         """Of the model's weights, as the engine said last; empty: it never did."""
         self._weights_page = _WEIGHTS_PAGES.get(context.kind)
         self._url = url.rstrip("/")
+        self._access = access
         self._context = context
         self._counters = counters
         self._diagnoses = diagnoses
         self._kind_known = False
         self._has_metrics = has_metrics(context.kind)
         self._poll_s = poll_s
+        self._refused: dict[str, int] = {}
+        """Pages refused for want of a key, with the status."""
         self._failures = 0.0
         self._asleep = False
         self._asked_server_info = False
@@ -93,14 +101,14 @@ class EnginePoller:
 
     async def run(self) -> None:
         """Poll until cancelled."""
-        async with _http_client() as client:
+        async with self._client() as client:
             while True:
                 await self._poll(client)
                 await anyio.sleep(self._poll_s)
 
     async def poll_once(self) -> None:
         """Poll once, now."""
-        async with _http_client() as client:
+        async with self._client() as client:
             await self._poll(client)
 
     def compare(self, weight_version: str, adapter_roots: Mapping[str, str]) -> None:
@@ -112,10 +120,13 @@ class EnginePoller:
             if self.adapter_roots.setdefault(name, root) != root:
                 self._on_adapter_moved(name)
 
+    def _client(self) -> httpx.AsyncClient:
+        return engine_http(self._url, self._context.worker_id, self._access, ANSWER_S)
+
     async def _poll(self, client: httpx.AsyncClient) -> None:
         """Raises no error of the engine: a failed poll is a result."""
         try:
-            health, _ = await self._get(client, "/health")
+            health = await self._ask_health(client)
             status, page = await self._get(client, "/metrics") if self._has_metrics else (404, b"")
         except (httpx.HTTPError, TimeoutError, InvalidValue) as error:
             self._record_failure(error)
@@ -135,7 +146,19 @@ class EnginePoller:
         if self._context.kind is EngineKind.VLLM or not self._models_listed:
             await self._list_models(client)
         await self._ask_weight_version(client)
+        self._diagnose_key()
         self._set_state(EngineState.ASLEEP if self._asleep else EngineState.UP)
+
+    async def _ask_health(self, client: httpx.AsyncClient) -> int:
+        """The status of its health page. One that was up and is only late there counts as well if its metrics page answers:
+        SGLang's health page waits for a token, behind the prompts that are computed. Whether it computes is not for a page to
+        say."""
+        try:
+            return (await self._get(client, "/health"))[0]
+        except (httpx.TimeoutException, TimeoutError):
+            if not self.was_up or self.state is EngineState.DOWN or not self._has_metrics:
+                raise
+            return 200
 
     async def _get(self, client: httpx.AsyncClient, path: str) -> tuple[int, bytes]:
         """(status, body). Raises httpx' errors, TimeoutError if the whole of it takes too long, InvalidValue if it is too
@@ -147,6 +170,9 @@ class EnginePoller:
                     body += part
                     if len(body) > MAX_PAGE_BYTES:
                         raise InvalidValue(f"page {path} of more than {MAX_PAGE_BYTES} bytes")
+        self._refused.pop(path, None)
+        if answer.status_code in REFUSED:
+            self._refused[path] = answer.status_code
         return answer.status_code, bytes(body)
 
     async def _list_models(self, client: httpx.AsyncClient) -> None:
@@ -201,6 +227,7 @@ class EnginePoller:
             return
         self._counters.load_samples += 1
         self.load = metrics.load
+        self.serving = Serving(metrics.load.running_decodes > 0, metrics.prompt_tokens)
         self.block_size = metrics.block_size
         if metrics.block_bytes not in (0, self.block_bytes):
             self.block_bytes = metrics.block_bytes
@@ -231,6 +258,16 @@ class EnginePoller:
                 why = str(error) or type(error).__name__
                 self._log.report("down", f"engine at {self._url} does not answer ({why}); reporting it as down")
             self._set_state(EngineState.DOWN)
+
+    def _diagnose_key(self) -> None:
+        """Pages that the engine refused in the last poll that asked for them."""
+        if not self._refused:
+            self._diagnoses.clear("engine_key")
+            return
+        path, status = next(iter(self._refused.items()))
+        sent = "the key that it is given" if self._access.key_of(self._context.worker_id) else "a call without a key"
+        seen = f"the engine at {self._url} refuses {sent}: status {status} for {path}"
+        self._diagnoses.set("engine_key", seen, f"{KEY_CURE}, to routers too")
 
     def _diagnose_address(self, health_status: int) -> None:
         if health_status == 404 and self._context.kind in _HAVE_HEALTH:
@@ -264,11 +301,6 @@ class EnginePoller:
                     block_size=self._context.block_size or _count(info, "page_size", MAX_BLOCK_TOKENS) or None,
                 )
                 return
-
-
-def _http_client() -> httpx.AsyncClient:
-    # no proxy from the environment: the engine is in the same pod, or nearly
-    return httpx.AsyncClient(timeout=ANSWER_S, trust_env=False)
 
 
 def _count(info: dict[str, object], name: str, largest: int = MAX_NUMBER) -> int:

@@ -31,6 +31,7 @@ HASH_ALGORITHM = "v1_block_key"
 """The one that can be computed here; records without `hash_algo` have it."""
 MAX_BODY_BYTES = 64 << 20
 MAX_GROUPS = 64
+MAX_ALGORITHM = 40
 
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 _TIERS = (Tier.HBM, Tier.CPU_DRAM)
@@ -85,7 +86,8 @@ def plain_block_hash(token_ids: Sequence[int], parent_hash: int) -> int:
 class EventDecoder:
     """Records of one engine process as engine events; `forget` at another one.
 
-    `verified`: stored runs whose hashes are those of their tokens; `foreign`: those whose are not.
+    `verified`: stored runs whose hashes are those of their tokens; `foreign`: those whose are not; `foreign_algorithm`: if they
+    say so, whose they are.
     """
 
     def __init__(self) -> None:
@@ -94,6 +96,7 @@ class EventDecoder:
     def forget(self) -> None:
         """Back to an engine process of which nothing is known."""
         self.verified = self.foreign = 0
+        self.foreign_algorithm = ""
         self._groups: dict[tuple[int, int], int] = {}
         self._largest_window = 0
         self._offloaded: set[tuple[int, int]] = set()
@@ -137,6 +140,8 @@ class EventDecoder:
     def _stored(self, fields: Fields, data: Fields, group: int) -> Iterator[EngineEvent]:
         algorithm = fields.get("hash_algo") or HASH_ALGORITHM
         if algorithm != HASH_ALGORITHM:
+            self.foreign += 1
+            self.foreign_algorithm = str(algorithm)[:MAX_ALGORITHM]
             raise EngineEventError(f"block hashes of {algorithm!r:.40}; expected {HASH_ALGORITHM}")
         blocks, parent = data.get("blocks"), data.get("parent_hash")
         if not isinstance(blocks, list) or (parent is not None and type(parent) is not int):

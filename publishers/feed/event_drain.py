@@ -19,11 +19,13 @@ from time import monotonic
 import anyio
 import httpx
 
+from kvatlas.engine_access import NO_KEY, EngineAccess
 from kvatlas.errors import EngineEventError
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engine_events import EngineBatch, EngineEvent
+from kvatlas_publishers.engines.http_client import engine_http
 from kvatlas_publishers.engines.tensorrt_llm import HASH_ALGORITHM, MAX_BODY_BYTES, EventDecoder, Record, read_records
 from kvatlas_publishers.feed.dead_letters import DeadLetters
 from kvatlas_publishers.feed.undecodable import STARTING_OVER, Distrust
@@ -32,6 +34,10 @@ PATH = "/kv_cache_events"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05
 """After an answer with records, and after empty ones, each half as long again as the one before."""
 RETRY_S = 0.5
+_STREAMS = ("event-stream", "ndjson", "jsonl")
+_ARRAY = (
+    "expected one JSON array, as trtllm-serve's /kv_cache_events answers: an API that streams its events is not read"
+)
 ANSWER_S = 30.0
 """An engine may wait two seconds for events, and answer late while it is busy."""
 SUSPICIOUS_GAPS = 3
@@ -75,7 +81,9 @@ class EventDrain:
         *,
         on_batch: Callable[[EngineBatch], object],
         on_empty: Callable[[], None],
+        access: EngineAccess = NO_KEY,
     ) -> None:
+        self._access = access
         self.url = url.rstrip("/") + PATH
         self._worker_id = worker_id
         self._counters = counters
@@ -94,7 +102,7 @@ class EventDrain:
         """Read until cancelled."""
         pause_s = FIRST_PAUSE_S
         # one request at a time: of two, each would get some of the records
-        async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as client:
+        async with engine_http(self.url, self._worker_id, self._access, ANSWER_S) as client:
             while True:
                 taken = await self._read(client)
                 pause_s = RETRY_S if taken is None else FIRST_PAUSE_S if taken else min(LONGEST_PAUSE_S, pause_s * 1.5)
@@ -106,6 +114,9 @@ class EventDrain:
         try:
             with anyio.fail_after(ANSWER_S):
                 async with client.stream("POST", self.url) as answer:
+                    kind = answer.headers.get("content-type", "")
+                    if any(one in kind for one in _STREAMS):
+                        raise EngineEventError(f"answers with a stream ({kind:.40}); {_ARRAY}")
                     async for part in answer.aiter_bytes():
                         body += part
                         if len(body) > MAX_BODY_BYTES:
@@ -115,7 +126,15 @@ class EventDrain:
                     f"answer {answer.status_code} {bytes(body[:80]).decode(errors='replace')}".rstrip()
                 )
             records = read_records(bytes(body))
-        except (httpx.HTTPError, TimeoutError, EngineEventError) as error:
+        except TimeoutError:
+            if not body:
+                self._record_failure(EngineEventError(f"no answer in {ANSWER_S:g} s"), b"")
+            else:
+                self._record_failure(
+                    EngineEventError(f"an answer that does not end in {ANSWER_S:g} s; {_ARRAY}"), bytes(body)
+                )
+            return None
+        except (httpx.HTTPError, EngineEventError) as error:
             self._record_failure(error, bytes(body))
             return None
         if not self._connected:
@@ -194,6 +213,11 @@ class EventDrain:
         decoder = self._decoder
         if decoder.verified or decoder.foreign < FOREIGN_RUNS:
             self._diagnoses.clear("hashes")
+        elif decoder.foreign_algorithm:
+            theirs = decoder.foreign_algorithm
+            seen = f"events arrive from {self.url}, and nothing of them is published: their block hashes are {theirs}"
+            cure = f"set kv_cache_config's use_kv_cache_manager_v2 to false: its hashes are {HASH_ALGORITHM}"
+            self._diagnoses.set("hashes", seen, cure)
         else:
             seen = f"block hashes of {self.url} are not those of plain prompts' tokens: adapters, or another version's hashes"
             cure = f"set kv_cache_config's hash algorithm to {HASH_ALGORITHM}; of requests with adapters nothing is published"

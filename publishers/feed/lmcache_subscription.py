@@ -25,6 +25,7 @@ from kvatlas.errors import EngineEventError, SettingsError
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.engine_events import EngineBatch, EngineEvent
 from kvatlas_publishers.engines.lmcache import MAX_EVENTS, ChunkEvents
+from kvatlas_publishers.feed.zmq_sockets import open_socket
 from kvatlas_publishers.ledger.ledger import Ledger
 
 GRPC = "grpc://"
@@ -110,9 +111,7 @@ class LMCacheSubscription:
                 look_s=LOOK_S,
             )
             return
-        with context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IPV6, 1)
+        with open_socket(context, zmq.DEALER) as socket:
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             try:
                 socket.connect(self._endpoint)

@@ -49,7 +49,7 @@ class OpenBatches:
         """Record a batch of either form: its bytes (JSON or msgpack), or the decoded object. Returns it: `skipped` names what
         of it can't be read, and what is ignored. Raises EngineEventError for what is no batch."""
         batch = decode_batch(told) if isinstance(told, bytes) else batch_of(told)
-        if batch.lost:
+        if batch.has_lost(distrust_unknown=True):
             self._publisher.counters.feed_lost += 1
         return replace(batch, skipped=[*batch.skipped, *self.record(batch)])
 

@@ -11,6 +11,8 @@ import anyio
 import zmq
 import zmq.asyncio
 
+from kvatlas_publishers.feed.zmq_sockets import open_socket
+
 SEQ_BYTES = 8
 END_SEQ = b"\xff" * SEQ_BYTES
 SILENCE_S = 2.0
@@ -37,8 +39,7 @@ async def request_replay(
 
     Each request has a socket of its own, so that no late answer to an earlier one is taken for its own.
     """
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
+    socket = open_socket(context, zmq.DEALER)
     socket.setsockopt(zmq.RCVHWM, 0)
     batches: list[tuple[int, bytes]] = []
     ends_at_s = monotonic() + deadline_s

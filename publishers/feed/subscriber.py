@@ -5,7 +5,7 @@ Nothing stops it: an undecodable payload is counted, kept as a dead letter, and 
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 import anyio
@@ -30,6 +30,7 @@ from kvatlas_publishers.feed.receiver import Receiver
 from kvatlas_publishers.feed.replay import SEQ_BYTES, Replay, request_replay
 from kvatlas_publishers.feed.socket_watch import SocketWatch, Suspicion
 from kvatlas_publishers.feed.undecodable import RATION_S, STARTING_OVER, Distrust, UndecodableQueue, UndecodableRecorder
+from kvatlas_publishers.feed.zmq_sockets import open_socket
 
 POLL_S = 0.5
 """Longest wait for a message before the connection is looked at."""
@@ -93,9 +94,9 @@ class Feed:
         self._on_alive = on_alive
         self._engine_up = engine_up
         self._log = RateLimitedLog(log, f"worker {worker_id}: ")
-        self._undecodable = UndecodableRecorder(counters, dead_letters, self._log)
+        self._undecodable = UndecodableRecorder(counters, dead_letters, self._log, diagnoses)
         self._aside = UndecodableQueue()
-        self._distrust = Distrust() if settings.distrust_poison else None
+        self._distrust = Distrust()
         self._decoded: tuple[bytes, EngineBatch] | None = None
         self._state = ConnectionState(settings.first_silence_s, monotonic())
         self._connection = Connection.CONNECTING
@@ -111,12 +112,10 @@ class Feed:
         """Connect, or bind. Raises Unreachable if the endpoint can't be used."""
         settings = self._settings
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
-        self._socket = context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket = open_socket(context, zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.IPV6, 1)
         events = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
         address = f"inproc://monitor-{id(self)}"
         self._socket.monitor(address, events)
@@ -286,16 +285,17 @@ class Feed:
     def _take(self, seq: int, payload: bytes) -> None:
         batch = self._decode(seq, payload)
         now_s = monotonic()
-        if batch is None or batch.lost:
-            self._counters.feed_lost += 1
-            if self._distrust is not None and self._distrust.record_loss(now_s):
+        self._counters.feed_lost += batch is None or batch.has_lost(distrust_unknown=True)
+        if batch is None or batch.has_lost(distrust_unknown=self._settings.distrust_poison):
+            if self._distrust.record_loss(now_s):
                 self._log.report(
                     "lost", f"feed message {seq} is not fully readable and may have removed blocks; {STARTING_OVER}"
                 )
                 self._on_empty()
-        if batch is None:
-            return
-        if self._distrust is None or self._distrust.is_trusted(now_s):
+            if batch is None:
+                return
+            batch = replace(batch, events=batch.known_events)
+        if self._distrust.is_trusted(now_s):
             self._on_batch(batch)
         else:
             self._counters.feed_unheard += 1

@@ -4,9 +4,10 @@ Anybody may send to the feed's socket. A foreign message that took a seq would m
 look like one of another engine process, and everything held would be dropped. So an undecodable payload is set aside: the next
 message shows whether its seq was the engine's.
 
-An undecodable payload, or an event of an unknown kind, may have been a removal. To claim less is safe, to claim a block that
-is gone is not. With `--distrust-poison` everything held is dropped then, and the worker begins again, empty. By default it is
-not: one bad payload would cost all that a worker holds, and an engine with a new kind of event would hardly ever count. Each
+An undecodable payload, or one that is too large, may have been a removal: to claim less is safe, to claim a block that is gone
+is not. So everything held is dropped then, and the worker begins again, empty. Of an event that can't be read the blocks that
+it names are dropped, and only if it is a removal that names none, everything. An event of an unknown kind that names no blocks
+drops everything with `--distrust-poison`; by default not, or an engine with a new kind of event would hardly ever count. Each
 time costs the index a new incarnation, so it is rationed: an engine that goes on like that is ignored for a while, and the
 worker claims nothing.
 """
@@ -19,6 +20,7 @@ from xxhash import xxh3_128_digest
 from kvatlas.errors import EngineEventError
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.counters import PublisherCounters
+from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engines import MAX_PAYLOAD_BYTES
 from kvatlas_publishers.feed.continuity import Batch
 from kvatlas_publishers.feed.dead_letters import DeadLetters
@@ -88,10 +90,17 @@ class Distrust:
 class UndecodableRecorder:
     """Counts undecodable payloads, keeps them as dead letters and logs them."""
 
-    def __init__(self, counters: PublisherCounters, dead_letters: DeadLetters, log: RateLimitedLog) -> None:
+    def __init__(
+        self,
+        counters: PublisherCounters,
+        dead_letters: DeadLetters,
+        log: RateLimitedLog,
+        diagnoses: Diagnoses,
+    ) -> None:
         self._counters = counters
         self._dead_letters = dead_letters
         self._log = log
+        self._diagnoses = diagnoses
         self._recorded: deque[bytes] = deque(maxlen=REMEMBERED_PAYLOADS)
 
     def record_payload(self, seq: int, payload: bytes, error: EngineEventError) -> None:
@@ -113,6 +122,7 @@ class UndecodableRecorder:
 
     def _record(self, why: str, seq: int | None, payload: bytes) -> None:
         self._counters.poison += 1
+        self._diagnoses.last_unreadable = why
         if not self._dead_letters.keep(why, seq, payload):
             self._counters.dead_letters_dropped += 1
         place = "" if seq is None else f" {seq}"

@@ -12,7 +12,13 @@ class LedgerCounters:
     cleared_events: int = 0
     removed_unknown: int = 0
     """Removals of a copy that was never stored here: it is older than the ledger."""
+    sparse: int = 0
+    """Stored in groups of other attention than full: of these only marks are published."""
     unknown_parent: int = 0
+    zero_parent: int = 0
+    """Left out: their parent is named 0, and no block has that name."""
+    parents_found: int = 0
+    """Left out for their parent at first, and taken in once that was known."""
     unindexable: int = 0
     """Token ids beyond 32 bits, or not a full block's each, or an adapter or salt that can't name a scope."""
     other_block_size: int = 0

@@ -166,6 +166,7 @@ class Residency:
         if holding is None:
             holding = self.add_holding(event.tier, event.group)
         if not holding.indexable:
+            self._counters.sparse += len(hashes)
             self.sparse.store(event, holding, counting=self._counting)
             return
         place = resolver.locate(event) if hashes else None
@@ -334,13 +335,13 @@ class Residency:
                 evicted.append(name)
 
     def drop(self, event: EngineDropped) -> None:
-        """All copies of each hash in the group are gone."""
-        held = [holding for holding in self._by_group.values() if holding.group == event.group]
+        """All copies of each hash in the group, or in all groups, are gone."""
+        held = [one for one in self._by_group.values() if event.group is None or one.group == event.group]
         self._counters.removed_unknown += sum(not any(self._copies(name, one) for one in held) for name in event.hashes)
         for holding in held:
             names = [name for name in event.hashes for _ in range(self._copies(name, holding))]
             if names:
-                self.remove(EngineRemoved(names, holding.tier, event.group))
+                self.remove(EngineRemoved(names, holding.tier, holding.group))
 
     def _copies(self, name: EngineHash, holding: Holding) -> int:
         return holding.counts.get(name, 0) or int(self.is_resident(holding.tier, holding.group, name))

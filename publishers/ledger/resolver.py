@@ -69,7 +69,10 @@ class BlockResolver:
                     # what is left of its copies when the parent is known may else be another salt's
                     if event.salt_inherited and not event.offloaded:
                         self.awaiting.keep(event)
-                    counters.unknown_parent += len(hashes)
+                    if event.parent == 0:
+                        counters.zero_parent += len(hashes)
+                    else:
+                        counters.unknown_parent += len(hashes)
                     return None
                 namespace = parent.namespace
                 above = int.from_bytes(parent.hashes[-HASH_BYTES:], "little")
@@ -116,6 +119,7 @@ class BlockResolver:
                 for before, child, block in zip((event.parent, *event.hashes), event.hashes, blocks, strict=False):
                     if child not in lineage.known:
                         lineage.add_name(child, block)
+                        self._counters.parents_found += 1
                         parents.append(child)
                         yield child, block, before
                 lineage.drop(blocks[-1])

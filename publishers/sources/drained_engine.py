@@ -41,6 +41,7 @@ class DrainedEngine:
             self._dead_letters,
             on_batch=publisher.record,
             on_empty=publisher.start_over,
+            access=self._settings.engine_access,
         )
 
     def close(self) -> None:

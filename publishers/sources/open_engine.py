@@ -42,7 +42,8 @@ class OpenEngine:
         self._settings = PublisherSettings.of(settings)
         self.worker_id = self._settings.worker_id
         self._from_stdin = settings.source is not None
-        self._distrust = Distrust() if settings.distrust_poison else None
+        self._distrust = Distrust()
+        self._distrust_unknown = settings.distrust_poison
         letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None
         self._dead_letters = DeadLetters(letters, self.worker_id)
         self._log = RateLimitedLog(log, f"worker {self.worker_id}: ")
@@ -88,7 +89,7 @@ class OpenEngine:
             self._publisher.counters.poison_malformed += 1
             self._record_undecodable(str(error), payload)
             raise
-        if batch.lost:
+        if batch.has_lost(distrust_unknown=self._distrust_unknown):
             self._record_loss("a batch is not fully readable, and may have removed blocks")
         return batch
 
@@ -137,7 +138,7 @@ class OpenEngine:
 
     def _record_loss(self, why: str) -> None:
         """Blocks may be gone that are still claimed: see `kvatlas_publishers.feed.undecodable`."""
-        if self._distrust is not None and self._distrust.record_loss(monotonic()):
+        if self._distrust.record_loss(monotonic()):
             self._start_over(why)
 
     def _on_engine_change(self, state: EngineState) -> None:

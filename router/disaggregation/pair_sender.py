@@ -9,16 +9,18 @@ from typing import Any
 
 from kvatlas.errors import KvatlasError
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_stream import EventStream
 from kvatlas_router.disaggregation.bootstrap import bootstrap_fields
 from kvatlas_router.disaggregation.kv_transfer_params import prefill_body, read_params
 from kvatlas_router.upstream.engine_answer import (
     Answer,
-    EngineLost,
     EngineRefused,
     EngineRequest,
-    EngineUnreachable,
     StreamedAnswer,
+    error_refusal,
 )
+from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
 from kvatlas_router.upstream.status import Verdict, judge
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.transfer_protocol import TransferProtocol, replace_fields
@@ -78,7 +80,7 @@ async def _one_after_another(what: PairRequest, send: Send) -> AsyncIterator[Ans
         async with send(prefill, _with_body(what.request, prefill_body(what.decoded))) as first:
             answer = await _read_good(prefill, first)
     except (EngineRefused, EngineUnreachable, EngineLost) as error:
-        raise PrefillFailed(prefill.worker_id, _as_failure(error), own_form=True) from error
+        raise PrefillFailed(prefill.worker_id, as_failure(error), own_form=True) from error
     await prefill.done()
     params = read_params(answer)
     if params is None:
@@ -120,7 +122,7 @@ async def _both_at_once(what: PairRequest, send: Send) -> AsyncIterator[Answer]:
         except TimeoutError as error:
             if failure is None:
                 raise
-            raise PrefillFailed(prefill.worker_id, _as_failure(failure), own_form=False) from error
+            raise PrefillFailed(prefill.worker_id, as_failure(failure), own_form=False) from error
         yield answer
 
 
@@ -131,17 +133,23 @@ async def _stop(task: "asyncio.Task[None]") -> None:
 
 
 async def _read_good(worker: Choice, answer: Answer) -> bytes:
-    """A good answer to its end; empty for a stream. Raises EngineRefused and EngineLost."""
+    """A good answer to its end; empty for a stream. Raises EngineRefused, also for an error in its place, and EngineLost."""
     if isinstance(answer, StreamedAnswer):
-        async for _ in answer.chunks():
-            pass
-        return b""
-    if judge(answer.status) is not Verdict.ANSWERED:
-        raise EngineRefused(f"{worker.url}: status {answer.status}", answer)
-    return answer.body
+        stream = EventStream(hide_usage=False)
+        async for chunk in answer.chunks():
+            stream.feed(chunk)
+        error = stream.error if answer.events else None
+    else:
+        if judge(answer.status) is not Verdict.ANSWERED:
+            raise EngineRefused(f"{worker.url}: status {answer.status}", answer)
+        error = EngineError.of_body(answer.body)
+    if error is not None:
+        raise error_refusal(worker.url, error, answer)
+    return b"" if isinstance(answer, StreamedAnswer) else answer.body
 
 
-def _as_failure(error: EngineRefused | EngineUnreachable | EngineLost) -> EngineRefused | EngineUnreachable:
+def as_failure(error: EngineRefused | EngineUnreachable | EngineLost) -> EngineRefused | EngineUnreachable:
+    """An engine that goes away before any content did not answer."""
     return EngineUnreachable(str(error), connected=True) if isinstance(error, EngineLost) else error
 
 

@@ -2,12 +2,14 @@
 
 import json
 
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_parser import header_value, is_event_stream
+from kvatlas_router.answers.event_stream import EventStream
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.gateway.picker import Renaming
 from kvatlas_router.proxy.answer_usage import timings_of, usage_of_body, usage_of_one_answer
-from kvatlas_router.proxy.event_stream import EventStream
 from kvatlas_router.proxy.headers import RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
-from kvatlas_router.upstream.engine_answer import EVENT_STREAM
 from router_client.learning.timings import AnswerClock, Timings
 from router_client.learning.usage import Usage
 
@@ -23,7 +25,8 @@ class AnswerReader:
 
     `clock`: starts when the reader is made: when the request goes to its engine. An answer that is compressed, or of another
     status than 200, is not read. `is_stream`: of server-sent events. `has_content`: a part of the answer is there: of a stream
-    that is read an event with content, of any other answer its first bytes.
+    that is read an event with content, of any other answer its first bytes. `error`: what a complete answer of status 200
+    reports instead. `kept`: of `objects`, those that it brings.
     """
 
     def __init__(
@@ -32,13 +35,17 @@ class AnswerReader:
         *,
         hides_usage: bool,
         renaming: Renaming | None = None,
+        objects: ObjectUse | None = None,
         clock: AnswerClock | None = None,
     ) -> None:
         self.is_stream = False
         self.has_content = False
+        self.error: EngineError | None = None
+        self.kept: tuple[str, ...] = ()
         self._text = text
         self._hides_usage = hides_usage
         self._names = () if renaming is None else _spellings(renaming)
+        self._objects = objects
         self._clock = clock or AnswerClock()
         self._stream: EventStream | None = None
         self._whole: bytearray | None = None
@@ -46,15 +53,20 @@ class AnswerReader:
 
     def begin(self, status: int, headers: RawHeaders) -> None:
         """The answer's status and headers."""
-        kind = _value(headers, b"content-type")
-        self.is_stream = kind.startswith(EVENT_STREAM.encode())
-        wanted = self._text is not None or bool(self._names)
-        if not wanted or status != 200 or _value(headers, b"content-encoding") not in (b"", b"identity"):
+        self.is_stream = is_event_stream(headers)
+        if status != 200 or header_value(headers, b"content-encoding") not in (b"", b"identity"):
             return
         if self.is_stream:
-            self._stream = EventStream(hide_usage=self._hides_usage)
-        elif b"json" in kind:
+            self._stream = EventStream(hide_usage=self._hides_usage, whole=bool(self._names))
+        elif b"json" in header_value(headers, b"content-type") and (
+            self._text is not None or self._names or self._objects is not None
+        ):
             self._whole = bytearray()
+
+    @property
+    def is_done(self) -> bool:
+        """Is the event here that ends a stream? Clients leave as soon as they have it."""
+        return self._stream is not None and self._stream.done
 
     @property
     def changes_length(self) -> bool:
@@ -65,10 +77,13 @@ class AnswerReader:
         """The bytes for the client now; may be empty."""
         if self._stream is not None:
             before = self._stream.parts
-            passed = self._stream.feed(part) if part else b""
-            self._count_parts(self._stream.parts - before)
+            passed = self._stream.feed(part)
+            self._clock.part(self._stream.parts - before)
+            self.has_content = self._stream.begun
             return self._rename(passed + self._stream.end() if last else passed)
-        self._count_parts(1 if part and not self.has_content else 0)  # when its tokens were made is not known
+        if part and not self.has_content:  # when its tokens were made is not known
+            self._clock.part()
+            self.has_content = True
         if self._whole is not None:
             self._whole += part
             if len(self._whole) > MOST_BYTES:
@@ -82,15 +97,17 @@ class AnswerReader:
     def end(self) -> None:
         """The answer is complete."""
         if self._stream is not None:
-            self._usage = self._stream.usage
+            self._usage, self.error = self._stream.usage, self._stream.error
+            if self._objects is not None and self._objects.kept and self._stream.response_id is not None:
+                self.kept = (self._stream.response_id,)
         elif self._whole is not None:
-            self._usage = usage_of_body(bytes(self._whole))
+            whole = bytes(self._whole)
+            if self._objects is None or self._text is not None:
+                self._usage, self.error = usage_of_body(whole), EngineError.of_body(whole)
+            if self._objects is not None:
+                self.kept = self._objects.made_by(whole)
         if self._text is not None:
             self._usage = usage_of_one_answer(self._text, self._usage)
-
-    def _count_parts(self, parts: int) -> None:
-        self._clock.part(parts)
-        self.has_content = self.has_content or parts > 0
 
     def _rename(self, passed: bytes) -> bytes:
         for engines, clients in self._names:
@@ -105,10 +122,6 @@ class AnswerReader:
     @property
     def timings(self) -> Timings | None:
         return None if self._text is None else timings_of(self._text, self._clock, self._usage)
-
-
-def _value(headers: RawHeaders, name: bytes) -> bytes:
-    return next((value.lower() for each, value in headers if each == name), b"")
 
 
 def _spellings(renaming: Renaming) -> tuple[tuple[bytes, bytes], ...]:

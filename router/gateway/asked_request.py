@@ -1,16 +1,32 @@
 """A request as the picker reads it: its call, and what the extension's objects say of it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from kvatlas.errors import InvalidValue
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.gateway.extension_objects import OBJECTIVE_HEADERS, PoolObjects
 from kvatlas_router.gateway.field_metrics import RequestLabels
 from kvatlas_router.gateway.picker import Renaming, RequestHead
-from kvatlas_router.proxy.engine_call import AdministrationPath, EngineCall, read_call
+from kvatlas_router.proxy.engine_call import INFERENCE, EngineCall, read_call
+from kvatlas_router.proxy.json_body import UnreadableBody
 from kvatlas_router.tokens.text_request import parse_object
-from router_client.pricing.transfer_protocol import NotForClients, replace_fields
+from router_client.pricing.transfer_protocol import replace_fields
+
+_ADMINISTRATION = re.compile(
+    r"/(?:v1/)?(?:(?:un)?load_lora_adapter|(?:un)?load_lora_adapter_from_tensors|sleep|wake_up|is_.*|collective_rpc|abort.*|"
+    r"reset_.*|flush_.*|clear_.*|start_.*|stop_.*|scale_.*|update_.*|init_.*|destroy_.*|get_.*|set_.*|release_.*|"
+    r"resume.*|pause.*|continue_.*|slow_down|freeze_gc|configure_logging|server_info|kv_.*|internal.*|docs|redoc|"
+    r"openapi.json|metrics|ping|load|dump.*|open_session|close_session|.*external_corp.*|hicache.*|shutdown.*|finish_.*|"
+    r"begin_.*|end_.*|weights?_.*|fault_tolerance|register_.*|send_.*|pd_role_switch|.*transfer_engine_info)(?:/.*)?"
+)
+"""Paths of engines for those that run them: never passed on, whatever routes a gateway has."""
+
+
+class AdministrationPath(InvalidValue):
+    """It is for those that run the engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +41,15 @@ class AskedRequest:
     renaming: Renaming | None = None
     priority: int | None = None
 
+    @property
+    def objects(self) -> ObjectUse | None:
+        """Those that engines keep, and that it names or makes."""
+        return ObjectUse.of(self.head.method, self.head.path, self.call.body)
+
     @classmethod
     async def read(cls, head: RequestHead, body: bytes | None, objects: PoolObjects, tenant_header: str) -> Self:
-        """A call that can't be read is one of no known model. Raises AdministrationPath, and NotForClients. `body` None: it
-        was not waited for."""
+        """Raises AdministrationPath, and InvalidValue for a body that engines must not get. `body` None: it was not waited
+        for."""
         call = await _read_call(head, body)
         model = _model_of(call)
         renaming = None
@@ -49,12 +70,17 @@ class AskedRequest:
 
 
 async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
+    """What a path that is none of engines' gets is not theirs to read: it passes as it is."""
+    if _ADMINISTRATION.fullmatch(head.path) or "//" in head.path or "/.." in head.path or "/./" in head.path:
+        raise AdministrationPath(f"{head.path[:200]} is not passed on to engines")
+    if body and (encoding := head.first(b"content-encoding")) not in (None, "identity"):
+        raise UnreadableBody(f"content-encoding is {encoding!r:.80}; expected none: engines read no compressed bodies")
     kind = head.first(b"content-type") or ""
     try:
         return await read_call(head.method, head.path, head.query, kind, body or b"")
-    except (AdministrationPath, NotForClients):
-        raise
-    except InvalidValue:
+    except UnreadableBody:
+        if head.path in INFERENCE and body:
+            raise
         return EngineCall(None, body or b"", len(body or b""))
 
 

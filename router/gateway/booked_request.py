@@ -1,19 +1,26 @@
 """One request on a worker of the fleet, from its choice to the end of its booking."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvatlas_router.admission.admission import Admission
+from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.gateway.asked_request import AskedRequest
 from kvatlas_router.gateway.picker import Destination
 from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.progress.monitor import ProgressMonitor
 from kvatlas_router.proxy.headers import RawHeaders
+from kvatlas_router.proxy.predicted_try import sent_try
 from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.status import Verdict, judge
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
+from router_client.prefill_decode_result import PairChoice
 from router_client.prompt import Prompt
+from router_client.results import Choice
 
 LEAST_LEFT_S = 0.5
 MOST_LEFT_S = 600.0
@@ -74,7 +81,9 @@ class BookedParts:
 
     admission: Admission
     outliers: OutlierMonitor
+    progress: ProgressMonitor
     left: LeftBookings
+    holders: ObjectHolders
     move: Move
 
 
@@ -97,21 +106,26 @@ class BookedRequest:
         self.text = text
         self.hides_usage = hides_usage
         self.labels = asked.labels
+        self.objects = asked.objects
         self.renaming = asked.renaming
         self.answer_headers = answer_headers
         self._booked = booked
         self._parts = parts
         self._judged = False
         self._moved = False
+        path = asked.head.path.partition("?")[0]
+        self._watched = parts.progress.send(sent_try(_decoding(booked.choice), path, text))
         parts.outliers.record_sent(booked.pool_id, booked.choice.worker_id)
 
     async def begin(self, status: int, headers: RawHeaders, served: str | None) -> None:
         """See `PickedRequest`. A fallback that answered is booked instead of the chosen worker."""
         self._judged = True
+        self._watched.status = status
         if served is None or served == self.destination.endpoints[0]:
             self._judge(status, headers)
             return
         self._moved = True
+        self._watched.leave()  # the gateway had enough of it, as a client has
         outliers, first = self._parts.outliers, self._booked
         line = f"the gateway went on to {served}"
         outliers.record_bad(first.pool_id, first.choice.worker_id, line, unreachable=True)
@@ -122,6 +136,10 @@ class BookedRequest:
             outliers.record_sent(moved.pool_id, moved.choice.worker_id)
             self._judge(status, headers)
 
+    def pass_part(self, part: bytes) -> None:
+        """See `PickedRequest`."""
+        self._watched.progress(part)
+
     async def first_token(self) -> None:
         """See `PickedRequest`."""
         await self._booked.choice.first_token()
@@ -131,20 +149,39 @@ class BookedRequest:
         if self._moved:
             # what the fallback was predicted to hold was never asked, and its time includes the first try
             usage = timings = None
+        self._end_watch()
+        self._parts.outliers.record_complete(self._booked.pool_id, self._booked.choice.worker_id)
         try:
             await self._booked.choice.done(usage=usage, timings=timings)
         finally:
             await self._end()
 
-    async def fail(self) -> None:
+    async def keep(self, ids: Sequence[str]) -> None:
         """See `PickedRequest`."""
+        await self._parts.holders.record(ids, self._booked.choice.worker_id)
+
+    async def fail(self, error: EngineError | None = None) -> None:
+        """See `PickedRequest`."""
+        if self._watched.status < 400:
+            self._watched.leave()
+        self._watched.end()
         self._record_unanswered()
+        if error is not None and judge(error.status) is Verdict.ELSEWHERE:
+            line = f"an error in its answer: {error.line}"
+            self._parts.outliers.record_bad(self._booked.pool_id, self._booked.choice.worker_id, line)
         await self._end()
 
     async def leave(self) -> None:
         """See `PickedRequest`."""
+        self._end_watch()
         self._record_unanswered()
         self._parts.left.hold(self._booked.choice, self._end)
+
+    def _end_watch(self) -> None:
+        """Of an answer whose headers alone pass through here they are its first byte."""
+        if self._judged and not self._moved and not self._watched.began:
+            self._watched.progress(b"headers")
+        self._watched.end()
 
     def _record_unanswered(self) -> None:
         if not self._judged:
@@ -157,3 +194,8 @@ class BookedRequest:
 
     async def _end(self) -> None:
         await self._parts.admission.end(self._booked.prompt, self._booked.choice)
+
+
+def _decoding(choice: Booked) -> Choice:
+    """The worker that answers."""
+    return choice.decode if isinstance(choice, PairChoice) else choice

@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
 from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
 from kvatlas_router.gateway.addresses import Candidates, WorkerAddresses
-from kvatlas_router.gateway.asked_request import AskedRequest
+from kvatlas_router.gateway.asked_request import AdministrationPath, AskedRequest
 from kvatlas_router.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
 from kvatlas_router.gateway.counters import GatewayCounters
 from kvatlas_router.gateway.extension_objects import ExtensionObjects
@@ -29,7 +30,7 @@ from kvatlas_router.gateway.unpublished_pods import UnpublishedPods
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.proxy.answer_usage import usage_fields
 from kvatlas_router.proxy.client_request import ErrorKind
-from kvatlas_router.proxy.engine_call import AdministrationPath
+from kvatlas_router.proxy.engine_call import FORMS, INFERENCE
 from kvatlas_router.proxy.headers import decision_header
 from kvatlas_router.proxy.request_reader import UnknownModel
 from kvatlas_router.proxy.request_router import RequestRouter
@@ -38,7 +39,7 @@ from kvatlas_router.tokens.text_request import TextRequest
 from router_client.decision.selector import Selector
 from router_client.errors import NoWorkers
 from router_client.prefill_decode_result import PairChoice
-from router_client.pricing.transfer_protocol import NotForClients, replace_fields
+from router_client.pricing.transfer_protocol import replace_fields
 from router_client.prompt import Prompt
 
 CURLS_OWN = "application/x-www-form-urlencoded"
@@ -87,7 +88,10 @@ class FleetPicker:
         self._settings = settings or FleetPickerSettings()
         self._unpublished = UnpublishedPods()
         self._left = LeftBookings()
-        self._booked_parts = BookedParts(admission, parts.outliers, self._left, self._book_served)
+        self._holders = ObjectHolders(parts.fleet, parts.catalogue.records)
+        self._booked_parts = BookedParts(
+            admission, parts.outliers, parts.progress, self._left, self._holders, self._book_served
+        )
         self._log = RateLimitedLog(_log)
         self._records: Mapping[str, FleetRecord] = {}
         self._addresses = WorkerAddresses.of({}, parts.addresses)
@@ -108,11 +112,13 @@ class FleetPicker:
         return len(self._addresses.among(pool).unpublished) + len(routable & set(pool))
 
     def wants_body(self, head: RequestHead) -> bool:
-        """Bodies of JSON name a model, and may have a prompt. A form names a model too, which matters if there are several."""
+        """Bodies of JSON name a model, and may have a prompt, whatever type they claim where engines read JSON. A form names a
+        model too, which matters if there are several."""
         kind = (head.first(b"content-type") or "json").lower()
         reads = (
             "json" in kind
             or kind.startswith(CURLS_OWN)
+            or head.path in INFERENCE - FORMS
             or (self._has_models and kind.startswith("multipart/form-data"))
         )
         return reads and head.method in ("POST", "PUT", "PATCH")
@@ -129,10 +135,18 @@ class FleetPicker:
         except AdministrationPath as error:
             self._counters.refused += 1
             return Refusal(ErrorKind.NO_PATH, str(error), None)
-        except NotForClients as error:
+        except InvalidValue as error:
             self._counters.refused += 1
             return Refusal(ErrorKind.INVALID, str(error), None)
         candidates = self._candidates_of(head)
+        if asked.objects is not None and not candidates.unpublished:
+            try:
+                holder = await self._holders.find(asked.objects, candidates.workers)
+            except (ObjectUnknown, InvalidValue, Unreachable) as error:
+                self._counters.refused += 1
+                return _object_refusal(error)
+            if holder is not None:
+                candidates = Candidates(frozenset((holder.endpoint.id,)))
         if not self._prefers_unpublished(candidates):
             picked = await self._pick_worker(asked, candidates, may_hide_usage=may_hide_usage)
             if not isinstance(picked, str):
@@ -303,6 +317,13 @@ class FleetPicker:
         pools = Counter((endpoint.model_id, endpoint.tokenizer_id) for endpoint in routable)
         ((model_id, tokenizer_id),) = random.choices(list(pools), list(pools.values()))
         return Scope(model_id, tokenizer_id)
+
+
+def _object_refusal(error: KvatlasError) -> Refusal:
+    if isinstance(error, Unreachable):
+        return Refusal(ErrorKind.UNAVAILABLE, str(error))
+    kind = ErrorKind.NO_OBJECT if isinstance(error, ObjectUnknown) else ErrorKind.INVALID
+    return Refusal(kind, str(error), None)
 
 
 def _among(prompt: Prompt, workers: frozenset[str] | None) -> Prompt:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.gateway.ext_proc.messages import first_value
 from kvatlas_router.gateway.field_metrics import RequestLabels
 from kvatlas_router.proxy.client_request import ErrorKind, error_body
@@ -85,8 +87,8 @@ class Refusal:
 class PickedRequest(Protocol):
     """A request whose destination is decided, told what becomes of it.
 
-    First `begin` if an answer begins, then `first_token`, then one of `finish`, `fail` and `leave`; a request that was never
-    answered has only the last. None of them raises if the store does not answer.
+    First `begin` if an answer begins, then `pass_part` for each part, `first_token` and `keep`, then one of `finish`, `fail`
+    and `leave`; a request that was never answered has only the last. None of them raises if the store does not answer.
     """
 
     @property
@@ -108,6 +110,11 @@ class PickedRequest(Protocol):
         ...
 
     @property
+    def objects(self) -> ObjectUse | None:
+        """Those that engines keep, and that it names or makes."""
+        ...
+
+    @property
     def labels(self) -> RequestLabels:
         """For metrics."""
         ...
@@ -121,6 +128,10 @@ class PickedRequest(Protocol):
         """An answer begins, from the endpoint `served` if the gateway says so."""
         ...
 
+    def pass_part(self, part: bytes) -> None:
+        """A part of the answer's body passes."""
+        ...
+
     async def first_token(self) -> None:
         """The prefill is over."""
         ...
@@ -129,8 +140,13 @@ class PickedRequest(Protocol):
         """The answer is complete."""
         ...
 
-    async def fail(self) -> None:
-        """There is no answer, it is none of status 2xx, or it was not passed to its end."""
+    async def keep(self, ids: Sequence[str]) -> None:
+        """Its engine keeps these objects, which the answer brings."""
+        ...
+
+    async def fail(self, error: EngineError | None = None) -> None:
+        """There is no answer, it is none of status 2xx, or it was not passed to its end. `error`: it has status 200, and
+        reports this instead."""
         ...
 
     async def leave(self) -> None:

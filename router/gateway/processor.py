@@ -170,7 +170,9 @@ class _Stream:
         withdrawn = [name for name in own if head.first(name.encode()) is not None]
         await self._send_all(self._state.forward(replace(destination, headers=headers, withdrawn=withdrawn)))
         renaming = picked.renaming if may_change else None
-        self._reader = AnswerReader(picked.text, hides_usage=picked.hides_usage, renaming=renaming)
+        self._reader = AnswerReader(
+            picked.text, hides_usage=picked.hides_usage, renaming=renaming, objects=picked.objects
+        )
         return True
 
     def _restrict(self, head: RequestHead) -> RequestHead:
@@ -197,6 +199,8 @@ class _Stream:
             await self._end_answer(self._picked)
 
     async def _pass_part(self, part: AnswerPart) -> None:
+        if self._picked is not None and part.body:
+            self._picked.pass_part(part.body)
         body = self._reader.feed(part.body, last=part.over)
         self._passed_parts = True
         if self._reader.has_content and not self._prefilled and self._is_well and self._picked is not None:
@@ -210,9 +214,15 @@ class _Stream:
 
     async def _end_answer(self, picked: PickedRequest) -> None:
         self._ended = True
-        if self._is_well:
+        self._reader.end()
+        if self._reader.kept:
+            await picked.keep(self._reader.kept)
+        if self._is_well and self._reader.error is not None:
+            self._counters.failed += 1
+            self._record_end(str(self._reader.error.status))
+            await picked.fail(self._reader.error)
+        elif self._is_well:
             self._counters.answered += 1
-            self._reader.end()
             self._record_end("", self._reader.usage)
             await picked.finish(self._reader.usage, self._reader.timings)
         else:
@@ -228,8 +238,9 @@ class _Stream:
         try:
             if self._picked is None:
                 self._counters.undecided += not self._ended
-            elif not self._ended and self._state.answer_over:
-                # with its last piece Envoy ends the stream, which may cancel this task before it hears that the piece is sent
+            elif not self._ended and (self._state.answer_over or self._reader.is_done):
+                # with its last piece Envoy ends the stream, which may cancel this task before it hears that the piece is sent;
+                # and many clients leave with the event that ends a stream
                 await self._end_answer(self._picked)
             elif not self._ended:
                 self._ended = True

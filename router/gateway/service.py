@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import anyio
 import grpc
 
+from kvatlas.addresses import is_loopback
 from kvatlas.errors import InvalidValue, SettingsError, Unreachable
 from kvatlas.settings import GatewaySettings
 from kvatlas.telemetry import export_metrics
@@ -22,9 +23,9 @@ from kvatlas_router.gateway.pool_pods import KubernetesPool, PodList, PoolPods
 from kvatlas_router.gateway.processor import Processor, ProcessorSettings
 from kvatlas_router.gateway.server import Addresses, GatewayServer
 from kvatlas_router.proxy.catalogue import Catalogue
-from kvatlas_router.proxy.request_router import build_admission, is_near, open_request_router
+from kvatlas_router.proxy.request_router import build_admission, open_request_router
 from router_client.client import RouterClient
-from router_client.results import RANK_HEADER
+from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 
 CLOSE_S = 5.0
 READY_RETRY_S = 0.5
@@ -55,7 +56,7 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
         pod_list = _pod_list(settings)
         credentials = _credentials(settings)
         api = await stack.enter_async_context(_open_api(settings))
-        parts = await stack.enter_async_context(open_request_router(settings, is_near(settings.host)))
+        parts = await stack.enter_async_context(open_request_router(settings, is_loopback(settings.host)))
         pods: PoolPods = (
             pod_list if api is None or not settings.kubernetes_pool else KubernetesPool(api, settings.pool_name)
         )
@@ -105,7 +106,7 @@ def _server(
         settings.pick_deadline_ms / 1_000 + waits_s,
         most_body_bytes,
         settings.conformance,
-        {RANK_HEADER.lower(), PREFILL_HEADER, settings.prefill_header.lower()} - {""},
+        {*WITHHELD_HEADERS, PREFILL_HEADER, settings.prefill_header.lower()} - {""},
     )
     addresses = Addresses(settings.host, settings.port, settings.health_port, credentials, settings.share_port)
     metrics = FieldMetrics(settings.pool_name, picker.ready_endpoints)

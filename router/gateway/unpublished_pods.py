@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import xxhash
 
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.gateway.asked_request import AskedRequest
 from kvatlas_router.gateway.picker import Destination
 from kvatlas_router.proxy.headers import DECISION_HEADER, RawHeaders
@@ -43,6 +45,7 @@ class UnpublishedRequest:
 
     text: TextRequest | None = None
     hides_usage = False
+    objects: ObjectUse | None = None
     answer_headers: Mapping[str, str] = {DECISION_HEADER.lower(): "by=prefix_hash;open=publisher"}
 
     def __init__(self, running: "Counter[str]", destination: Destination, asked: AskedRequest) -> None:
@@ -56,6 +59,9 @@ class UnpublishedRequest:
     async def begin(self, status: int, headers: RawHeaders, served: str | None) -> None:
         """See `PickedRequest`."""
 
+    def pass_part(self, part: bytes) -> None:
+        """See `PickedRequest`."""
+
     async def first_token(self) -> None:
         """See `PickedRequest`."""
 
@@ -63,7 +69,10 @@ class UnpublishedRequest:
         """See `PickedRequest`."""
         self._end()
 
-    async def fail(self) -> None:
+    async def keep(self, ids: Sequence[str]) -> None:
+        """See `PickedRequest`."""
+
+    async def fail(self, error: EngineError | None = None) -> None:
         """See `PickedRequest`."""
         self._end()
 

@@ -25,17 +25,29 @@ class EnginesRest(KvatlasError):
 class Avoidance:
     """Chooses around the workers that the monitor names."""
 
-    def __init__(self, outliers: OutlierMonitor, workers_of: Callable[[Scope], Awaitable[Collection[str]]]) -> None:
-        """`workers_of`: a pool's workers that may get requests, by id."""
+    def __init__(
+        self,
+        outliers: OutlierMonitor,
+        workers_of: Callable[[Scope], Awaitable[Collection[str]]],
+        stalled_in: Callable[[str], frozenset[str]] = lambda _: frozenset(),
+    ) -> None:
+        """`workers_of`: a pool's workers that may get requests, by id. `stalled_in`: those of a pool that make no progress."""
+        self._stalled_in = stalled_in
         self._outliers = outliers
         self._workers_of = workers_of
 
     async def choose(
         self, prompt: Prompt, tried: frozenset[str], choose: Callable[[frozenset[str]], Awaitable[T]]
     ) -> T:
-        """What `choose` makes of the workers to leave out: of those that fail only while another is left, of those that asked
-        for a pause always. Raises NoWorkers, and EnginesRest if only those are left."""
+        """What `choose` makes of the workers to leave out: of those that fail or make no progress only while another is left,
+        of those that asked for a pause always. Raises NoWorkers, and EnginesRest if only those are left."""
         avoided = await self._avoided(prompt)
+        if stalled := self._stalled_in(prompt.scope.pool_id) - tried:
+            for others in (avoided.resting | avoided.failing, avoided.resting):  # one that fails may still answer
+                try:
+                    return await choose(tried | others | stalled)
+                except NoWorkers:
+                    continue
         try:
             return await choose(tried | avoided.resting | avoided.failing)
         except NoWorkers:

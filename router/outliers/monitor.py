@@ -89,7 +89,11 @@ class OutlierMonitor:
     def record_good(self, pool_id: str, worker_id: str) -> None:
         """The worker began to answer well."""
         self.counters.good += 1
-        if self._outliers(pool_id).record_good(worker_id, self._clock()):
+        self._outliers(pool_id).record_good(worker_id, self._clock())
+
+    def record_complete(self, pool_id: str, worker_id: str) -> None:
+        """An answer of the worker is complete."""
+        if self._outliers(pool_id).record_complete(worker_id, self._clock()):
             self.counters.readmissions += 1
             _log.info("worker %s: answers again; readmitted", worker_id)
             self._wake.set()
@@ -112,10 +116,10 @@ class OutlierMonitor:
         self._wake.set()
 
     def record_status(
-        self, pool_id: str, worker_id: str, status: int, headers: Iterable[tuple[bytes, bytes]]
+        self, pool_id: str, worker_id: str, status: int, headers: Iterable[tuple[bytes, bytes]], why: str = ""
     ) -> Verdict:
-        """The worker answered with this status; what that says. One that said when to come again is left alone until then. A
-        refusal is doubtful if the others refuse far less."""
+        """The worker answered with this status, `why` in words; what that says. One that said when to come again is left alone
+        until then. A refusal is doubtful if the others refuse far less."""
         verdict = judge(status)
         if verdict is Verdict.ANSWERED:
             self.record_good(pool_id, worker_id)
@@ -128,7 +132,7 @@ class OutlierMonitor:
             self.rest(pool_id, worker_id, seconds)
             self.record_unknown(pool_id, worker_id)
         else:
-            self.record_bad(pool_id, worker_id, f"status {status}")
+            self.record_bad(pool_id, worker_id, why or f"status {status}")
         return verdict
 
     def record_unknown(self, pool_id: str, worker_id: str) -> None:
@@ -164,6 +168,8 @@ class OutlierMonitor:
     async def exchange(self, pool_id: str) -> None:
         """Share and read once. Raises what the store raises; then what was to be shared is kept."""
         pool, now = self._pools[pool_id], self._clock()
+        for worker_id in pool.outliers.ended_trials(now):
+            self.record_complete(pool_id, worker_id)
         changes = pool.outliers.take_changes(now, used=pool.used_at > pool.asked_at)
         pool.asked_at = now
         shared = False

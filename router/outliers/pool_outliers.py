@@ -3,7 +3,8 @@
 A worker is ejected if at least LEAST_BAD of its last answers failed (answers fade with HALF_LIFE_S), they are RATE of them, and
 that is WORSE times the rate of the rest of the pool: a request that fails everywhere says nothing about any worker. An ejection
 lasts EJECT_S, twice as long each further time, until nothing is known against the worker for ten minutes. Then one router of
-the pool may send one request (half open): if that is answered the worker is readmitted, else it is ejected again. Never more
+the pool may send one request (half open): if that is answered to its end, or for TRIAL_S, the worker is readmitted, else it is
+ejected again: an engine that dies in the middle of answers begins every one of them well. Never more
 than SHARE of the candidates are avoided for their failures.
 
 Refusals (a 400) are mostly the requests' own fault, and are no failures. They are counted beside them: those of a worker that
@@ -22,6 +23,7 @@ WORSE = 2.0
 SHARE = 0.5
 EJECT_S = 2.0
 MOST_EJECT_S = 60.0
+TRIAL_S = 10.0
 UNREACHABLE_S = 2.0
 """How long a worker that did not answer is avoided: by then its fleet record says that it is down."""
 MOST_REST_S = 30.0
@@ -45,7 +47,7 @@ class _Counts:
 class _Worker:
     """`own`: this router's answers that are not shared yet; `shared`: those of all routers, as last read. `refusals`: this
     router's, the bad ones refused by the worker. `ejected_until` None: it is not ejected; a time that is over: it is half
-    open. `may_probe`: until when this router alone may try it again."""
+    open. `may_probe`: until when this router alone may try it again. `began_at`: when the answer to that try began."""
 
     own: _Counts
     shared: _Counts
@@ -54,6 +56,7 @@ class _Worker:
     times: int = 0
     may_probe: float = 0.0
     probing: bool = False
+    began_at: float | None = None
     verdict: Verdict = Verdict.COUNT
     unreachable_until: float = 0.0
     resting_until: float = 0.0
@@ -91,14 +94,20 @@ class PoolOutliers:
 
     # ------------------------------------------------------------ answers
 
-    def record_good(self, worker_id: str, now: float) -> bool:
-        """The worker began to answer well; True if that ends its ejection."""
+    def record_good(self, worker_id: str, now: float) -> None:
+        """The worker began to answer well."""
         worker = self._worker(worker_id, now)
         for counts in (worker.own, worker.refusals):
             counts.fade(now)
             counts.good += 1
         worker.unreachable_until = 0.0
-        worker.probing = False
+        if worker.probing:
+            worker.began_at = now
+
+    def record_complete(self, worker_id: str, now: float) -> bool:
+        """An answer of the worker is complete; True if that ends its ejection."""
+        worker = self._worker(worker_id, now)
+        worker.probing, worker.began_at = False, None
         if worker.ejected_until is None or worker.ejected_until > now:
             return False
         worker.ejected_until, worker.may_probe, worker.verdict = None, 0.0, Verdict.READMIT
@@ -114,6 +123,7 @@ class PoolOutliers:
             worker.unreachable_until = now + UNREACHABLE_S
             self._suspects.add(worker_id)
         half_open, worker.probing = worker.ejected_until is not None and worker.ejected_until <= now, False
+        worker.began_at = None
         if half_open or (worker.ejected_until is None and self._is_outlier(worker, now, _Worker.rate)):
             self._suspects.add(worker_id)
             return self._eject(worker, now)
@@ -124,13 +134,21 @@ class PoolOutliers:
         worker = self._worker(worker_id, now)
         worker.refusals.fade(now)
         worker.refusals.bad += 1
-        worker.probing = False
+        worker.probing, worker.began_at = False, None
         return worker.ejected_until is not None or self._is_outlier(worker, now, _Worker.refusal_rate)
 
     def record_unknown(self, worker_id: str) -> None:
         """A request ended without saying anything about its worker."""
         if (worker := self._workers.get(worker_id)) is not None:
-            worker.probing = False
+            worker.probing, worker.began_at = False, None
+
+    def ended_trials(self, now: float) -> list[str]:
+        """Half-open workers that have answered their try for so long that it counts as complete."""
+        return [
+            worker_id
+            for worker_id, worker in self._workers.items()
+            if worker.began_at is not None and now - worker.began_at >= TRIAL_S
+        ]
 
     def rest(self, worker_id: str, seconds: float, now: float) -> None:
         """The worker's engine said when to come again."""

@@ -2,23 +2,25 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import httpx
-
-from kvatlas.errors import Unreachable
+from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.telemetry import sampled_context
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_stream import EventStream
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import send_to_pair
+from kvatlas_router.engine_objects.object_holders import ObjectHolders
+from kvatlas_router.progress.monitor import ProgressMonitor
 from kvatlas_router.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
-from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, send_answer
+from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ProxyCounters
-from kvatlas_router.proxy.event_stream import EventStream
-from kvatlas_router.proxy.headers import for_client, for_engine
+from kvatlas_router.proxy.headers import for_engine
+from kvatlas_router.proxy.predicted_try import sent_try
 from kvatlas_router.proxy.request_trace import (
     describe_engine_answer,
     describe_first_token,
@@ -29,13 +31,13 @@ from kvatlas_router.proxy.request_trace import (
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_answer import (
     Answer,
-    EngineLost,
     EngineRequest,
     StreamedAnswer,
     WholeAnswer,
+    error_refusal,
     send_to_engine,
 )
-from kvatlas_router.upstream.engine_watch import EngineWatch
+from kvatlas_router.upstream.engine_client import EngineClient, EngineLost
 from router_client.learning.usage import Usage
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.transfer_protocol import replace_fields
@@ -44,28 +46,52 @@ from router_client.results import Choice
 _log = logging.getLogger("kvatlas_router.proxy")
 
 
+class EngineFailed(KvatlasError):
+    """An answer ended with an error that the engine reported in it; the client has it."""
+
+    def __init__(self, error: EngineError) -> None:
+        super().__init__(f"an error in its answer: {error.line}")
+        self.status = error.status
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedAnswer:
+    """An answer whose first content is there. `stream`: its reader, if it is a stream of events that can be read; then `chunks`
+    is what is left of it, and `passed` what is to be sent before."""
+
+    answer: Answer
+    stream: EventStream | None = None
+    chunks: AsyncIterator[bytes] | None = None
+    passed: bytes = b""
+
+
 class AnswerRelay:
     """Relays answers and reports them to the router client; safe to share between tasks of one event loop."""
 
     def __init__(
         self,
-        engines: httpx.AsyncClient,
-        watch: EngineWatch,
+        engines: EngineClient,
+        progress: ProgressMonitor,
         counters: ProxyCounters,
         addresses: AddressPolicy,
+        objects: ObjectHolders,
         *,
         ask_usage: bool,
     ) -> None:
         """`ask_usage`: let streams report their usage to the proxy. The caller keeps `engines`, and closes it."""
         self._engines = engines
-        self._watch = watch
+        self._progress = progress
         self._counters = counters
         self._addresses = addresses
+        self._objects = objects
         self._ask_usage = ask_usage
 
     @asynccontextmanager
-    async def send(self, request: ClientRequest, choice: Booked) -> AsyncIterator[Answer]:
-        """Send a request to the chosen engine, or to both of a pair; see `send_to_engine` and `send_to_pair`."""
+    async def send(
+        self, request: ClientRequest, choice: Booked, may_move: Callable[[frozenset[str]], bool]
+    ) -> AsyncIterator[Answer]:
+        """Send a request to the chosen engine, or to both of a pair; see `send_to_engine` and `send_to_pair`. `may_move`: see
+        `SentTry`."""
         to_engine, text = request.for_engine, request.text
         self._counters.overhead.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         self._counters.sent += 1
@@ -75,48 +101,90 @@ class AnswerRelay:
         if isinstance(choice, PairChoice):
             assert text is not None
             self._counters.apart += 1
-            send = partial(self._send, request)
+            send = partial(self._send, request, may_move)
             async with send_to_pair(choice, text.body, to_engine, fields, send) as answer:
                 yield answer
             return
         if text is not None:
             to_engine = replace(to_engine, body=replace_fields(text.body, to_engine.body, fields))
-        async with self._send(request, choice, to_engine) as answer:
+        async with self._send(request, may_move, choice, to_engine) as answer:
             yield answer
 
     @asynccontextmanager
-    async def _send(self, request: ClientRequest, choice: Choice, to_engine: EngineRequest) -> AsyncIterator[Answer]:
+    async def _send(
+        self,
+        request: ClientRequest,
+        may_move: Callable[[frozenset[str]], bool],
+        choice: Choice,
+        to_engine: EngineRequest,
+    ) -> AsyncIterator[Answer]:
         credentials = self._addresses.sends_credentials(choice.url)
         with engine_span(to_engine, choice, request.model) as span:
+            watch = self._progress.watch(sent_try(choice, to_engine.path, request.text, may_move))
             headers = for_engine(request.headers, {**trace_headers(span), **choice.headers}, credentials=credentials)
-            async with send_to_engine(self._engines, self._watch, choice.url, to_engine, headers) as answer:
+            async with send_to_engine(self._engines, watch, choice.url, to_engine, headers) as answer:
                 describe_engine_answer(span, answer.status)
                 yield replace(answer, span=span) if span.is_recording() else answer
 
-    async def pass_on(
+    async def open(
         self, request: ClientRequest, choice: Booked, header: tuple[bytes, bytes], answer: Answer
+    ) -> "OpenedAnswer":
+        """Read a good answer until its first content is there, or its end; only what keeps the connection alive is sent to the
+        client until then. Raises EngineRefused for an error in place of an answer, and EngineLost if the engine goes away."""
+        if isinstance(answer, WholeAnswer):
+            if request.for_engine.method == "POST" and (error := EngineError.of_body(answer.body)) is not None:
+                raise error_refusal(choice.url, error, answer)
+            if request.objects is not None:
+                await self._objects.record(request.objects.made_by(answer.body), choice.worker_id)
+            return OpenedAnswer(answer)
+        if not answer.events:
+            return OpenedAnswer(answer)
+        stream = EventStream(hide_usage=self._hides_usage(request), hold=True)
+        chunks = answer.chunks()
+        async for chunk in chunks:
+            passed = self._read(answer, stream, chunk)
+            if stream.begun:
+                if stream.response_id is not None and request.objects is not None and request.objects.kept:
+                    await self._objects.record((stream.response_id,), choice.worker_id)
+                return OpenedAnswer(answer, stream, chunks, passed)
+            if stream.error is not None:
+                break
+            if passed:
+                if not request.events:
+                    await request.begin(answer, header)
+                await request.send_part(passed)
+        rest = stream.end()
+        if stream.error is not None:
+            raise error_refusal(choice.url, stream.error, answer)
+        if not stream.events:
+            raise EngineLost(f"{choice.url}: the stream ended without an event")
+        return OpenedAnswer(answer, stream, chunks, rest)
+
+    async def pass_on(
+        self, request: ClientRequest, choice: Booked, header: tuple[bytes, bytes], opened: "OpenedAnswer"
     ) -> None:
-        """Send a good answer to the client. Raises EngineLost if the engine goes away in mid-answer."""
+        """Send a good answer to the client. Raises EngineLost if the engine goes away in mid-answer, and EngineFailed at the
+        end of a stream that reports an error of the engine's."""
+        answer = opened.answer
         if isinstance(answer, WholeAnswer):
             await _report(self._finish(request, choice, answer, usage_of_body(answer.body)))
-            await send_answer(request.send, answer, (header,))
+            await request.answer_whole(answer, header)
             return
-        headers = [*for_client(answer.headers), header]
-        await request.send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        if answer.events:
-            usage = await self._pass_events(request, choice, answer)
+        await request.begin(answer, header)
+        if opened.stream is not None:
+            usage = await self._pass_events(request, choice, opened, opened.stream)
         else:
             usage = None
             await _report(choice.first_token())
             async for chunk in answer.chunks():
-                await request.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await request.send_part(chunk)
             await request.send({"type": "http.response.body", "body": b""})
         await _report(self._finish(request, choice, answer, usage))
 
     async def break_off(self, request: ClientRequest, choice: Booked, error: EngineLost) -> None:
         """The engine went away in mid-answer: tell the client."""
         self._counters.broken += 1
-        _log.warning("worker %s: %s; telling the client in an error event", choice.worker_id, error)
+        _log.warning("worker %s: %s; telling the client", choice.worker_id, error)
         await request.break_off(ErrorKind.BAD_GATEWAY, str(error))
 
     async def _finish(self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None) -> None:
@@ -129,24 +197,35 @@ class AnswerRelay:
         describe_usage(answer.span, usage)
         await choice.done(answer.status, usage, timings_of(text, answer.clock, usage))
 
-    async def _pass_events(self, request: ClientRequest, choice: Booked, answer: StreamedAnswer) -> Usage | None:
-        stream = EventStream(hide_usage=self._hides_usage(request))
-        async for chunk in answer.chunks():
-            before = stream.parts
-            passed = stream.feed(chunk)
-            if stream.parts > before:
-                answer.clock.part(stream.parts - before)
-                if not before:
-                    ttft_s = (time.perf_counter_ns() - request.began_ns) / 1e9
-                    self._counters.ttft.add(ttft_s, span=sampled_context())
-                    describe_first_token(answer.span, ttft_s)
-                    await _report(choice.first_token())
-            if stream.done:
-                request.complete = True  # OpenAI's client leaves as soon as it has that event
-            if passed:
-                await request.send({"type": "http.response.body", "body": passed, "more_body": True})
+    async def _pass_events(
+        self, request: ClientRequest, choice: Booked, opened: "OpenedAnswer", stream: EventStream
+    ) -> Usage | None:
+        assert isinstance(opened.answer, StreamedAnswer) and opened.chunks is not None
+        ttft_s = (time.perf_counter_ns() - request.began_ns) / 1e9
+        self._counters.ttft.add(ttft_s, span=sampled_context())
+        describe_first_token(opened.answer.span, ttft_s)
+        if stream.error is None:
+            await _report(choice.first_token())
+        await self._send_events(request, stream, opened.passed)
+        async for chunk in opened.chunks:
+            await self._send_events(request, stream, self._read(opened.answer, stream, chunk))
         await request.send({"type": "http.response.body", "body": stream.end()})
+        if stream.error is not None:
+            raise EngineFailed(stream.error)
         return stream.usage
+
+    def _read(self, answer: StreamedAnswer, stream: EventStream, chunk: bytes) -> bytes:
+        before = stream.parts
+        passed = stream.feed(chunk)
+        answer.clock.part(stream.parts - before)
+        return passed
+
+    async def _send_events(self, request: ClientRequest, stream: EventStream, passed: bytes) -> None:
+        request.sent_events, request.in_event = stream.events, stream.in_event
+        if stream.done:
+            request.complete = True  # clients leave as soon as they have the event that ends it
+        if passed:
+            await request.send_part(passed)
 
     def _hides_usage(self, request: ClientRequest) -> bool:
         text = request.text

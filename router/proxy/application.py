@@ -1,9 +1,12 @@
-"""The proxy's paths. Any path that is not listed goes to a worker of the model that its request names.
+"""The proxy's paths. Those of `INFERENCE` go to a worker of the model that a request names; others get a 404.
 
 /v1/models, /v1/models/{name}         the fleet's models
+/health, /ready (/readyz), /version   for probes
+
+Those for operators, on a port of their own unless all is on loopback:
+
 /kvatlas/route, /kvatlas/done         the same choice for routers in other languages
 /kvatlas/requests                     answered requests as they come, for `kvatlas record` (--record)
-/health, /ready (/readyz), /version   for probes
 /metrics                              for Prometheus
 /status                               counters and findings as JSON
 /                                     a page for people: workers, decisions, a probe
@@ -23,23 +26,25 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.runtime.certificate_files import certificates_in_use
 from kvatlas.runtime.metrics_page import METRICS_ROUTE
 from kvatlas.status_page.server import StatusPage
 from kvatlas.telemetry.distribution import counters_to_jsonable
 from kvatlas.version import own_version
 from kvatlas_router.admission.admission import RequestShed
+from kvatlas_router.engine_objects.object_use import OBJECT_ROUTES
 from kvatlas_router.held_bookings import HeldBookings, TooManyHeld
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from kvatlas_router.proxy.counters import ProxyCounters
-from kvatlas_router.proxy.engine_call import NotForEngines, read_call
+from kvatlas_router.proxy.engine_call import INFERENCE, read_call
 from kvatlas_router.proxy.exchange import Exchange
-from kvatlas_router.proxy.headers import DECISION_HEADER
+from kvatlas_router.proxy.headers import DECISION_HEADER, plain_json_type
+from kvatlas_router.proxy.json_body import UnreadableBody, read_object
 from kvatlas_router.proxy.request_reader import UnknownModel
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.proxy.request_trace import describe_answer, request_span
 from kvatlas_router.proxy.route_api import RouteApi
-from kvatlas_router.tokens.text_request import parse_object
 from kvatlas_router.upstream.engine_answer import EngineRequest
 from router_client.errors import NoWorkers
 from router_client.request_feed import RequestFeed
@@ -48,7 +53,8 @@ _HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
 
 
 class ProxyApplication:
-    """The routes over the parts of one proxy; `asgi` is the application. `draining`: not ready any more, because it is about to
+    """The routes over the parts of one proxy; `asgi` is the application, `control` the one for operators if that is apart.
+    `draining`: not ready any more, because it is about to
     stop; requests are answered all the same."""
 
     def __init__(
@@ -61,10 +67,13 @@ class ProxyApplication:
         page: StatusPage,
         *,
         cors_origins: Sequence[str] = (),
+        allow_paths: Sequence[str] = (),
+        apart: bool = False,
         feed: RequestFeed | None = None,
     ) -> None:
-        """`page`: for people. `cors_origins`: origins of pages that
-        may use the proxy; `*` stands for all. `feed`: requests that are told to whoever asks."""
+        """`page`: for people. `cors_origins`: origins of pages that may use the proxy; `*` stands for all. `allow_paths`: go to
+        engines with any method; one that ends with `*` stands for all that begin so. `apart`: what is for operators is served
+        by `control` alone. `feed`: follows answered requests."""
         self.draining = False
         self._parts = parts
         self._is_warm = False
@@ -81,25 +90,35 @@ class ProxyApplication:
                 expose_headers=[DECISION_HEADER],
             )
         ]
+        probes = [
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/readyz", self._ready),
+            Route("/version", self._version),
+        ]
+        for_operators = [
+            Route("/kvatlas/route", _with_json_errors(route_api.route), methods=["POST"]),
+            Route("/kvatlas/done", _with_json_errors(route_api.done), methods=["POST"]),
+            *([Route("/kvatlas/requests", self._requests)] if feed is not None else []),
+            METRICS_ROUTE,
+            Route("/status", self._status),
+            *page.routes,
+        ]
         self.asgi = Starlette(
             routes=[
                 Route("/v1/models", _with_json_errors(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", _with_json_errors(self._model), methods=["GET"]),
-                Route("/kvatlas/route", _with_json_errors(route_api.route), methods=["POST"]),
-                Route("/kvatlas/done", _with_json_errors(route_api.done), methods=["POST"]),
-                *([Route("/kvatlas/requests", self._requests)] if feed is not None else []),
-                Route("/health", self._health),
-                Route("/ready", self._ready),
-                Route("/readyz", self._ready),
-                Route("/version", self._version),
-                METRICS_ROUTE,
-                Route("/status", self._status),
-                *page.routes,
-                Route("/{path:path}", _ForEngines(exchange)),
+                *probes,
+                *([] if apart else for_operators),
+                *(Route(path, _ForEngines(exchange), methods=["POST"]) for path in sorted(INFERENCE)),
+                *(Route(path, _ForEngines(exchange)) for path in OBJECT_ROUTES),
+                *(Route(_pattern(path), _ForEngines(exchange)) for path in allow_paths),
             ],
             middleware=middleware if cors_origins else [],
             exception_handlers={HTTPException: _http_error},
         )
+        handlers = {HTTPException: _http_error}
+        self.control = Starlette(routes=[*probes, *for_operators], exception_handlers=handlers) if apart else None
 
     async def _health(self, _: Request) -> Response:
         return Response()
@@ -135,6 +154,7 @@ class ProxyApplication:
         client, outliers, tokens = self._parts.client, self._parts.outliers, self._parts.tokens
         ejected = {id: round(left, 3) for id, left in outliers.ejected().items()}
         findings = [f"worker {id} is ejected: it fails while others answer" for id in ejected]
+        progress = self._parts.progress
         return JSONResponse(
             {
                 "workers": await self._parts.catalogue.routable(),
@@ -143,12 +163,15 @@ class ProxyApplication:
                 "waiting": self.exchange.waiting,
                 "held": len(self.held),
                 "ejected": ejected,
+                "stalled": {id: round(seconds, 3) for id, seconds in progress.stalled().items()},
                 "proxy": counters_to_jsonable(self._counters),
                 "outliers": asdict(outliers.counters),
+                "progress": asdict(progress.counters),
                 "tokens": counters_to_jsonable(tokens),
                 "answers": asdict(client.answers.counts),
                 "replica": client.replica_status,
-                "findings": [*findings, *client.answers.findings(), *tokens.findings()],
+                "certificates": certificates_in_use(),
+                "findings": [*findings, *progress.findings(), *client.answers.findings(), *tokens.findings()],
             }
         )
 
@@ -160,30 +183,39 @@ class _ForEngines:
         self._exchange = exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "OPTIONS":
-            await Response(status_code=204, headers={"Allow": "GET, POST, OPTIONS"})(scope, receive, send)
-            return
         request = Request(scope, receive)
         path, query = scope["path"], scope["query_string"]
         try:
+            _check_headers(request)
             body = await request.body()
             call = await read_call(scope["method"], path, query, request.headers.get("content-type", ""), body)
-        except NotForEngines as error:
-            await send_error(send, ErrorKind.NO_PATH, str(error))
-            return
         except InvalidValue as error:
             await send_error(send, ErrorKind.INVALID, str(error))
             return
         except ClientDisconnect:
             return
         for_engine = EngineRequest(scope["method"], scope["raw_path"].decode("ascii"), query, call.body)
-        await self._exchange.run(
-            ClientRequest(call.text, call.model, call.letters, for_engine, scope["headers"], receive, send)
-        )
+        headers = plain_json_type(scope["headers"])
+        await self._exchange.run(ClientRequest(call.text, call.model, call.letters, for_engine, headers, receive, send))
 
 
-def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """A handler whose errors become JSON, one line each. A POST's handler gets the body's JSON object, and gives one back."""
+def _check_headers(request: Request) -> None:
+    """Raises UnreadableBody for a body in a form that engines read in no way, or each in another one."""
+    for name in ("content-encoding", "x-body-compressed"):
+        for value in request.headers.getlist(name):
+            if value.strip().lower() not in ("", "identity"):
+                raise UnreadableBody(f"{name} is {value[:80]!r}; expected none: engines read no compressed bodies")
+    if len(request.headers.getlist("content-type")) > 1:
+        raise UnreadableBody("content-type is given more than once; expected one")
+
+
+def _pattern(path: str) -> str:
+    return path.removesuffix("*") + "{rest:path}" if path.endswith("*") else path
+
+
+def _with_json_errors(handle: Callable[..., Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """A handler whose errors become JSON, one line each. A POST's handler gets the body's JSON object and the client's address,
+    and gives a JSON object back."""
 
     async def handled(request: Request) -> Response:
         with request_span(request.url.path, request.headers.raw, method=request.method) as span:
@@ -195,9 +227,12 @@ def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Requ
         retry_after_s = 1
         try:
             if request.method == "POST":
-                return JSONResponse(await handle(parse_object(await request.body())))
+                client = request.client.host if request.client else ""
+                return JSONResponse(await handle(read_object(await request.body())[0], client))
             response: Response = await handle(request)
             return response
+        except ClientDisconnect:
+            return Response(status_code=408)  # the client hears nothing any more
         except InvalidValue as error:
             kind, line = ErrorKind.INVALID, str(error)
         except UnknownModel as error:
@@ -218,5 +253,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """The server's own errors in OpenAI's form: a method that a path does not have, a body that is too long."""
     assert isinstance(error, HTTPException)
     kind = next((kind for kind in _HTTP_KINDS if kind.status == error.status_code), ErrorKind.NO_PATH)
-    line = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    detail = "no path of this router (see --allow-path)" if kind is ErrorKind.NO_PATH else error.detail
+    line = f"{request.method[:20]} {request.scope['path'][:200]}: {detail}"
     return JSONResponse(error_body(kind, line), error.status_code, dict(error.headers or {}))

@@ -6,14 +6,13 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import httpx
-
 from kvatlas.errors import Unreachable
-from kvatlas.fleet.records import EngineKind, FleetRecord
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, FleetRecord
 from kvatlas.identity import DEFAULT_TENANT, Scope
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.deadline import STORE_FAILURES
 from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.upstream.engine_client import EngineClient
 from kvatlas_router.upstream.model_lists import LIST_AGE_S, Card, ModelLists, merge_cards
 from router_client.fleet_cache import LastKnownRecords
 
@@ -49,7 +48,7 @@ class Catalogue:
     def __init__(
         self,
         fleet: Fleet,
-        client: httpx.AsyncClient,
+        client: EngineClient,
         *,
         tenant_id: str = DEFAULT_TENANT,
         clock: Callable[[], float] = time.monotonic,
@@ -117,6 +116,13 @@ class Catalogue:
         }
         return sorted(urls - {""})
 
+    def served_name(self, endpoint: EngineEndpoint) -> str:
+        """The name under which a worker's engine serves its model, as far as it listed any."""
+        cards = self._lists.cards_of(endpoint.url) or {}
+        if endpoint.model_id in cards:
+            return endpoint.model_id
+        return next((name for name, card in cards.items() if not card.get("parent")), endpoint.model_id)
+
     async def cards(self) -> Sequence[Card]:
         """The fleet's models as OpenAI's `/v1/models` lists them: each name once."""
         records = await self._read_records()
@@ -164,6 +170,13 @@ class Catalogue:
                 found.setdefault(record.endpoint.pool_id, set()).add(record.endpoint.kind)
             self._kinds = {id: EngineKind.SGLANG for id, kinds in found.items() if kinds == {EngineKind.SGLANG}}
         return self._kinds.get(scope.pool_id, EngineKind.VLLM)
+
+    async def workers_for(self, name: str | None) -> Collection[str] | None:
+        """The workers of a name's pool that serve it, also those that get no requests now; None for none, or an unknown one."""
+        scope = await self.scope_of(name) if name is not None else None
+        if scope is None:
+            return None
+        return set(await self.members_of(scope.pool_id)) - (await self.unfit_for(name)).keys()
 
     async def members_of(self, pool_id: str) -> Collection[str]:
         """The workers of a pool, also those that get no requests now."""

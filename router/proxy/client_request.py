@@ -11,9 +11,13 @@ from typing import Any
 from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.types import Message, Receive, Send
 
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_parser import can_be_read
+from kvatlas_router.engine_objects.object_use import ObjectUse
+from kvatlas_router.proxy.error_events import error_event
 from kvatlas_router.proxy.headers import RawHeaders, for_client
 from kvatlas_router.tokens.text_request import TextRequest
-from kvatlas_router.upstream.engine_answer import EngineRequest, WholeAnswer
+from kvatlas_router.upstream.engine_answer import EngineRequest, StreamedAnswer, WholeAnswer
 
 _access_log = logging.getLogger("router_client.access")
 
@@ -24,6 +28,7 @@ class ErrorKind(Enum):
     INVALID = 400, "invalid_request_error", None
     NO_MODEL = 404, "invalid_request_error", "model_not_found"
     NO_PATH = 404, "invalid_request_error", "unknown_url"
+    NO_OBJECT = 404, "invalid_request_error", "not_found"
     METHOD = 405, "invalid_request_error", "method_not_supported"
     TOO_LONG = 413, "invalid_request_error", "request_too_large"
     BUSY = 429, "rate_limit_error", "rate_limit_exceeded"
@@ -42,9 +47,10 @@ class ClientRequest:
 
     `text`: as far as a router reads a request for tokens; None for any other call, whose prompt is not read. `model`: the
     name that it asks for. `letters`: about how long its prompt is. What was sent back so far: `status`, `events` (a stream of
-    server-sent events began) and `complete`. `decision`: of the last try, as its header says it. `priority`: in the
-    queue, as it says itself; None: it does not. `prompt_tokens`: of its prompt, or a guess; 0 until it is read. `span`: the
-    router's own.
+    server-sent events began), `sent_events` (with data), `in_event` (a part of one), `begun_with` (the header of a decision)
+    and `complete`. `decision`: of the last try, as its header says it.
+    `priority`: in the queue, as it says itself; None: it does not. `prompt_tokens`: of its prompt, or a guess; 0 until it is
+    read. `span`: the router's own. `objects`: those that engines keep, and that it names or makes.
     """
 
     text: TextRequest | None
@@ -57,13 +63,21 @@ class ClientRequest:
     began_ns: int = field(default_factory=time.perf_counter_ns)
     status: int | None = None
     first_byte_ns: int | None = None
+    objects: ObjectUse | None = field(init=False)
     sent_bytes: int = 0
     events: bool = False
+    sent_events: int = 0
+    in_event: bool = False
+    begun_with: tuple[bytes, bytes] | None = None
     complete: bool = False
     decision: str = ""
     priority: int | None = None
     prompt_tokens: int = 0
     span: Span = INVALID_SPAN
+
+    def __post_init__(self) -> None:
+        sent = self.for_engine
+        self.objects = ObjectUse.of(sent.method, sent.path, sent.body)
 
     @property
     def id(self) -> str | None:
@@ -78,24 +92,52 @@ class ClientRequest:
         """Send a part of the answer."""
         if message["type"] == "http.response.start":
             self.status, self.first_byte_ns = message["status"], time.perf_counter_ns()
-            self.events = any(
-                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in message["headers"]
-            )
+            self.events = can_be_read(message["headers"])
         else:
             self.sent_bytes += len(message.get("body", b""))
             if not message.get("more_body", False):
                 self.complete = True
         await self.to_client(message)
 
+    async def begin(self, answer: StreamedAnswer, header: tuple[bytes, bytes]) -> None:
+        """Send the status and headers of an answer, once. If those of another engine were sent before, with what keeps a
+        connection alive, the new decision is a comment of the stream."""
+        before, self.begun_with = self.begun_with, header
+        if self.status is None:
+            headers = [*for_client(answer.headers), header]
+            await self.send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        elif before != header:
+            await self.send_part(b": " + header[0] + b": " + header[1] + b"\n\n")
+
+    async def send_part(self, body: bytes) -> None:
+        """A part of the body; more follows."""
+        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def answer_whole(self, answer: WholeAnswer, header: tuple[bytes, bytes]) -> None:
+        """A whole answer of an engine; in a stream that has begun its error."""
+        if self.status is None:
+            await send_answer(self.send, answer, (header,))
+            return
+        said = EngineError.of_body(answer.body)
+        await self.break_off(ErrorKind.BAD_GATEWAY, f"status {answer.status}" if said is None else said.line)
+
+    async def refuse(self, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
+        """An error of the router's own."""
+        if self.status is None:
+            await send_error(self.send, kind, line, param=param, retry_after_s=retry_after_s)
+        else:
+            await self.break_off(kind, line)
+
     async def break_off(self, kind: ErrorKind, line: str) -> None:
-        """End the answer with an error: as such if nothing was sent yet, as an event if a stream of events began. The server
-        closes the connection of any other answer that is not complete."""
+        """End the answer with an error: as such if nothing was sent yet, as an event if a stream of events began and its last
+        event is whole. The server cuts the connection of any other answer that is not complete."""
         if self.complete:
             return
         if self.status is None:
             await send_error(self.send, kind, line)
-        elif self.events:
-            event = b"data: " + json.dumps(error_body(kind, line)).encode() + b"\n\n"
+            return
+        event = error_event(self.for_engine.path, error_body(kind, line), self.sent_events) if self.events else None
+        if event is not None and not self.in_event:
             await self.send({"type": "http.response.body", "body": event})
 
     def log(self, *, gone: bool) -> None:
@@ -105,15 +147,15 @@ class ClientRequest:
         now = time.perf_counter_ns()
         _access_log.info(
             "%s %s %s, %s, %.1f ms, %d bytes; model %s; %s",
-            self.for_engine.method,
-            self.for_engine.path,
+            self.for_engine.method[:20],
+            self.for_engine.path[:200],
             "client gone" if gone else self.status,
             "no answer"
             if self.first_byte_ns is None
             else f"first byte {(self.first_byte_ns - self.began_ns) / 1e6:.1f} ms",
             (now - self.began_ns) / 1e6,
             self.sent_bytes,
-            self.model,
+            None if self.model is None else self.model[:200],
             self.decision or "no worker",
         )
 

@@ -1,6 +1,7 @@
 """One request through the proxy: a worker is chosen and booked, and another one if that fails.
 
-Nothing is sent to the client before the first byte of a good answer is there; until then the request may go to another worker.
+Until the first content of a good answer is there the request may go to another worker: nothing is sent to the client before,
+but comments of a stream that keep its connection alive.
 The booking of each try ends with the try: finished by a good answer, failed by anything else.
 """
 
@@ -10,28 +11,32 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from opentelemetry.trace import Span, use_span
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.identity import Scope
 from kvatlas.telemetry import sampled_context, step_span
 from kvatlas.telemetry.duration_series import OTHER, Durations
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
 from kvatlas_router.disaggregation.pair_booker import Booked
-from kvatlas_router.disaggregation.pair_sender import PrefillFailed
+from kvatlas_router.disaggregation.pair_sender import PrefillFailed, as_failure
+from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown, only_for
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.outliers.monitor import OutlierMonitor
-from kvatlas_router.proxy.answer_relay import AnswerRelay
+from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, OpenedAnswer
 from kvatlas_router.proxy.catalogue import Catalogue
-from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, send_answer, send_error
+from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.engine_call import INFERENCE
 from kvatlas_router.proxy.headers import decision_header
 from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
 from kvatlas_router.proxy.request_trace import describe_answer, describe_try, request_span
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
-from kvatlas_router.upstream.engine_answer import EngineLost, EngineRefused, EngineUnreachable, WholeAnswer
+from kvatlas_router.upstream.engine_answer import EngineRefused, EngineStalled, WholeAnswer
+from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
 from kvatlas_router.upstream.status import Verdict, judge
 from router_client.decision.request_hints import RequestHintHeaders
 from router_client.errors import NoWorkers
@@ -57,7 +62,7 @@ class ExchangeSettings:
 class _Attempts:
     """What became of one request's tries so far. `refused`: the last engine's answer that was no good one, with its header.
     `doubted`: a worker whose refusal may be the request's own fault, and its status. `free`: the next try reached no engine
-    before. `apart`: prompt and answer may be computed by two workers."""
+    before. `paid`: the budget has allowed it already. `apart`: prompt and answer may be computed by two workers."""
 
     number: int = 0
     tried: frozenset[str] = frozenset()
@@ -65,6 +70,7 @@ class _Attempts:
     refused: tuple[WholeAnswer, tuple[bytes, bytes]] | None = None
     doubted: tuple[str, int] | None = None
     free: bool = False
+    paid: bool = False
     apart: bool = True
 
 
@@ -79,6 +85,7 @@ class Exchange:
         outliers: OutlierMonitor,
         counters: ProxyCounters,
         admission: Admission,
+        objects: ObjectHolders,
         settings: ExchangeSettings | None = None,
     ) -> None:
         self._reader = reader
@@ -87,6 +94,7 @@ class Exchange:
         self._outliers = outliers
         self._counters = counters
         self._admission = admission
+        self._objects = objects
         self._settings = settings or ExchangeSettings()
         self._running: dict[asyncio.Task[None], ClientRequest] = {}
         self._cutting = False
@@ -169,6 +177,9 @@ class Exchange:
             except UnknownModel as error:
                 await _refuse(request, span, ErrorKind.NO_MODEL, str(error), param="model")
                 return
+            except ObjectUnknown as error:
+                await _refuse(request, span, ErrorKind.NO_OBJECT, str(error))
+                return
             except InvalidValue as error:
                 await _refuse(request, span, ErrorKind.INVALID, str(error))
                 return
@@ -183,6 +194,20 @@ class Exchange:
             await self._try_workers(request, read, span)
 
     async def _read(self, request: ClientRequest) -> RequestPrompt:
+        """Raises UnknownModel, InvalidValue, Unreachable, and ObjectUnknown."""
+        holder = None
+        if request.objects is not None:
+            holder = await self._objects.find(request.objects, await self._catalogue.workers_for(request.model))
+        if holder is None:
+            return await self._read_prompt(request)
+        if request.model is None:
+            scope = Scope(holder.endpoint.model_id, holder.endpoint.tokenizer_id)
+            read = self._reader.guess(scope, request.letters, request.id)
+        else:
+            read = await self._read_prompt(request)
+        return replace(read, prompt=only_for(read.prompt, holder))
+
+    async def _read_prompt(self, request: ClientRequest) -> RequestPrompt:
         if request.text is None:
             return await self._reader.read_length(request.model, request.letters, request.id)
         with step_span("read prompt") as span:
@@ -198,11 +223,12 @@ class Exchange:
         budget = self._outliers.retry_budget(read.prompt.scope.pool_id)
         budget.record_request()
         while attempts.number < self._settings.most_attempts:
-            if attempts.number and not attempts.free and not budget.take():
+            if attempts.number and not attempts.free and not attempts.paid and not budget.take():
                 self._counters.retries_denied += 1
                 break
             self._counters.retried += attempts.number > 0
             attempts.number += 1
+            attempts.paid = False
             try:
                 if await self._try(request, read, attempts, span):
                     return
@@ -224,7 +250,7 @@ class Exchange:
             else:
                 self._counters.refused_by_engine += 1
             describe_answer(span, answer.status, None)
-            await send_answer(request.send, answer, (header,))
+            await request.answer_whole(answer, header)
             return
         self._counters.gave_up += 1
         await _refuse(request, span, ErrorKind.UNAVAILABLE, attempts.line)
@@ -239,46 +265,93 @@ class Exchange:
             unjudged = _workers_of(choice)
             for one in unjudged:
                 self._outliers.record_sent(pool_id, one)
+            opened: OpenedAnswer | None = None
             try:
-                async with self._relay.send(request, choice) as answer:
+                may_move = partial(self._may_move, attempts, pool_id)
+                async with self._relay.send(request, choice, may_move) as answer:
                     describe_try(span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
                     if isinstance(answer, WholeAnswer) and judge(answer.status) is not Verdict.ANSWERED:
                         raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
-                    while unjudged:
-                        self._outliers.record_good(pool_id, unjudged.pop())
+                    opened = await self._relay.open(request, choice, header, answer)
+                    for one in unjudged:
+                        self._outliers.record_good(pool_id, one)
                     await self._blame_doubted(request, pool_id, worker_id, attempts)
                     self._counters.answered += 1
                     describe_answer(span, answer.status, worker_id)
-                    await self._relay.pass_on(request, choice, header, answer)
-            except (EngineRefused, EngineUnreachable, PrefillFailed) as error:
-                if isinstance(error, PrefillFailed):
-                    self._counters.apart_failed += 1
-                    by, cause, own_form = error.worker_id, error.error, error.own_form
-                else:
-                    by, cause, own_form = worker_id, error, False
-                unjudged.discard(by)
-                attempts.tried |= {by}
-                attempts.apart = False
-                attempts.line = str(cause)
+                    await self._relay.pass_on(request, choice, header, opened)
+                    while unjudged:
+                        self._outliers.record_complete(pool_id, unjudged.pop())
+            except EngineFailed as error:
                 await choice.done(status=0)
-                if isinstance(cause, EngineRefused):
-                    refused = cause.answer, header
-                    attempts.refused = attempts.refused if own_form else refused
-                    return await self._judge_refusal(request, pool_id, by, attempts, span, refused, own_form=own_form)
-                self._counters.unreachable += 1
-                attempts.free = not cause.connected
-                self._outliers.record_bad(pool_id, by, str(cause), unreachable=True)
-                _log.warning("worker %s: %s; trying another", by, cause)
-                describe_try(span, worker_id=by, attempt=attempts.number, status=None, note=str(cause))
-                return False
-            except EngineLost as error:
-                self._outliers.record_bad(pool_id, worker_id, str(error))
-                await choice.done(status=0)
-                await self._relay.break_off(request, choice, error)
+                if self._record_failed(pool_id, worker_id, error):
+                    unjudged.discard(worker_id)
+            except (EngineRefused, EngineUnreachable, EngineLost, PrefillFailed) as error:
+                if isinstance(error, EngineLost) and opened is not None:
+                    unjudged.discard(worker_id)
+                    self._outliers.record_bad(pool_id, worker_id, str(error))
+                    await choice.done(status=0)
+                    await self._relay.break_off(request, choice, error)
+                    return True
+                return await self._judge_failure(request, choice, pool_id, attempts, span, error, header, unjudged)
             finally:
                 for one in unjudged:
                     self._outliers.record_unknown(pool_id, one)
         return True
+
+    async def _judge_failure(
+        self,
+        request: ClientRequest,
+        choice: Booked,
+        pool_id: str,
+        attempts: _Attempts,
+        span: Span,
+        error: EngineRefused | EngineUnreachable | EngineLost | PrefillFailed,
+        header: tuple[bytes, bytes],
+        unjudged: set[str],
+    ) -> bool:
+        """A try without any answer: False to try another worker, True if the client was given the refusal."""
+        if isinstance(error, PrefillFailed):
+            self._counters.apart_failed += 1
+            by, cause, own_form = error.worker_id, error.error, error.own_form
+        else:
+            by, cause, own_form = choice.worker_id, as_failure(error), False
+        unjudged.discard(by)
+        attempts.tried |= {by}
+        attempts.apart = False
+        attempts.line = str(cause)
+        await choice.done(status=0)
+        if isinstance(cause, EngineRefused):
+            refused = cause.answer, header
+            attempts.refused = attempts.refused if own_form else refused
+            return await self._judge_refusal(request, pool_id, by, attempts, span, cause, header, own_form=own_form)
+        if isinstance(cause, EngineStalled):
+            self._outliers.record_unknown(pool_id, by)
+            _log.info("worker %s: %s; trying another", by, cause)
+            describe_try(span, worker_id=by, attempt=attempts.number, status=None, note=str(cause))
+            return False
+        self._counters.unreachable += 1
+        attempts.free = not cause.connected
+        self._outliers.record_bad(pool_id, by, str(cause), unreachable=True)
+        _log.warning("worker %s: %s; trying another", by, cause)
+        describe_try(span, worker_id=by, attempt=attempts.number, status=None, note=str(cause))
+        return False
+
+    def _record_failed(self, pool_id: str, worker_id: str, error: EngineFailed) -> bool:
+        """The client has an answer that ends with the engine's error. Returns whether that is the worker's fault."""
+        if judge(error.status) is not Verdict.ELSEWHERE:
+            self._counters.refused_by_engine += 1
+            return False
+        self._counters.broken += 1
+        self._outliers.record_bad(pool_id, worker_id, str(error))
+        _log.warning("worker %s: %s", worker_id, error)
+        return True
+
+    def _may_move(self, attempts: _Attempts, pool_id: str, others: frozenset[str]) -> bool:
+        """May a request that waits at a stalled engine go to one of these? It waits on if the budget is used up."""
+        if attempts.number >= self._settings.most_attempts or not others - attempts.tried:
+            return False
+        attempts.paid = attempts.paid or self._outliers.retry_budget(pool_id).take()
+        return attempts.paid
 
     async def _judge_refusal(
         self,
@@ -287,25 +360,28 @@ class Exchange:
         worker_id: str,
         attempts: _Attempts,
         span: Span,
-        refused: tuple[WholeAnswer, tuple[bytes, bytes]],
+        refusal: EngineRefused,
+        header: tuple[bytes, bytes],
         *,
         own_form: bool,
     ) -> bool:
         """False to try another worker; True if the client was given the refusal. `own_form`: what was refused is not what the
         client sent."""
-        answer, header = refused
-        verdict = self._outliers.record_status(pool_id, worker_id, answer.status, answer.headers)
+        answer = refusal.answer
+        verdict = self._outliers.record_status(pool_id, worker_id, answer.status, answer.headers, str(refusal))
         if verdict is Verdict.ELSEWHERE:
             self._counters.refused += 1
             return False
         if own_form:
             return False
+        if answer.status == 404 and request.objects is not None and request.objects.ids:
+            verdict = Verdict.REFUSED  # the engine does not have that object: no other one has it
         if verdict is Verdict.DOUBTFUL and attempts.doubted is None:
             attempts.doubted = worker_id, answer.status
             return False
         self._counters.refused_by_engine += 1
         describe_answer(span, answer.status, worker_id)
-        await send_answer(request.send, answer, (header,))
+        await request.answer_whole(answer, header)
         return True
 
     async def _blame_doubted(self, request: ClientRequest, pool_id: str, worker_id: str, attempts: _Attempts) -> None:
@@ -327,7 +403,7 @@ class Exchange:
         else:
             self._counters.gave_up += 1
         describe_answer(span, kind.status, None)
-        await send_error(request.send, kind, str(error), retry_after_s=error.retry_after_s)
+        await request.refuse(kind, str(error), retry_after_s=error.retry_after_s)
 
     @asynccontextmanager
     async def _book(self, request: ClientRequest, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Booked]:
@@ -350,4 +426,4 @@ def _workers_of(choice: Booked) -> set[str]:
 
 async def _refuse(request: ClientRequest, span: Span, kind: ErrorKind, line: str, param: str | None = None) -> None:
     describe_answer(span, kind.status, None)
-    await send_error(request.send, kind, line, param=param)
+    await request.refuse(kind, line, param=param)

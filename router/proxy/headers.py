@@ -1,5 +1,6 @@
 """Which headers are forwarded to engines and back, and the decision header."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvatlas_router.disaggregation.pair_booker import Booked
@@ -7,7 +8,8 @@ from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from router_client.decision.request_hints import HINT_HEADERS
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.slo import Advice
-from router_client.results import RANK_HEADER, fell_open_for_want_of
+from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
+from router_client.results import fell_open_for_want_of
 
 DECISION_HEADER = "X-KVAtlas-Decision"
 
@@ -25,16 +27,20 @@ _OWN = {
     b"transfer-encoding",
     b"upgrade",
 }
-# hints are for the router; the rank is the choice's: a client's own would reach another worker than the one that was booked
+# hints are for the router; the rank is the choice's: a client's own would reach another worker than the one that was booked.
+# bodies with an encoding are refused: one that claims `identity` has none
 _REQUEST_OWN = {
     *_OWN,
     b"host",
     b"content-length",
     b"accept-encoding",
+    b"content-encoding",
     b"expect",
-    RANK_HEADER.lower().encode(),
+    *(name.encode() for name in WITHHELD_HEADERS),
     *HINT_HEADERS,
 }
+_JSON = b"application/json"
+_JSON_TYPE = re.compile(rb"\s*application/(?:[\w.-]+\+)?json\s*", re.IGNORECASE)
 _CREDENTIALS = {b"authorization", b"cookie", b"x-api-key", b"api-key"}
 _ANSWER_OWN = {*_OWN, b"content-length", b"date", b"server", DECISION_HEADER.lower().encode()}
 
@@ -50,6 +56,14 @@ def for_engine(
     kept = [(name, value) for name, value in listed if name.lower() not in left_out]
     # answers are read on their way, so they must not be compressed
     return [*kept, (b"accept-encoding", b"identity"), *extra.items()]
+
+
+def plain_json_type(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+    """With JSON's content type in the spelling that every engine knows, if it has another one."""
+    return [
+        (name, _JSON) if name == b"content-type" and _JSON_TYPE.fullmatch(value.partition(b";")[0]) else (name, value)
+        for name, value in headers
+    ]
 
 
 def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

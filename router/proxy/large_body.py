@@ -8,27 +8,32 @@ import asyncio
 import json
 import re
 
-from kvatlas.errors import InvalidValue
-from router_client.pricing.transfer_protocol import TRANSFER_FIELDS, NotForClients
+from kvatlas_router.proxy.json_body import UnreadableBody
+from router_client.pricing.transfer_protocol import WITHHELD, NotForClients
 
 SLICE_BYTES = 256 * 1024
 SLICE_STEPS = 1_000
 MAX_STEPS = 1 << 20
 """Quotes, brackets and braces of one body: some 0.5 s of work, in slices of less than a millisecond."""
 MAX_NAME_BYTES = 4_096
+MAX_DEEP_NAME_BYTES = 6 * max(map(len, WITHHELD))
+"""Of a name in an object inside the body, every letter of it escaped."""
 
 _DEEP = re.compile(rb'["{}\[\]]')
+_COLON = re.compile(rb"\s*:")
 _SHALLOW = re.compile(rb'["{}\[\]:,]')
 
 
 async def find_model(body: bytes) -> str | None:
     """The text under `model` in a JSON object; None if it has none. What the body is besides is for the engine to judge.
 
-    Raises InvalidValue for what is no object from its beginning to its end, and for too many values to look through;
-    NotForClients for one with TRANSFER_FIELDS.
+    Raises UnreadableBody for what is no object from its beginning to its end, and for too many values to look through;
+    NotForClients for one with a field of WITHHELD, at any depth.
     """
+    if json.detect_encoding(body[:4]) != "utf-8":
+        raise UnreadableBody(f"the body has {len(body)} bytes; expected UTF-8 without a byte order mark in a large one")
     if body[:64].lstrip()[:1] != b"{":
-        raise InvalidValue("the body is no JSON object")
+        raise UnreadableBody("the body is no JSON object")
     at = depth = steps = 0
     key, names_value = b"", False
     model: str | None = None
@@ -37,7 +42,9 @@ async def find_model(body: bytes) -> str | None:
         if steps % SLICE_STEPS == 0:
             await asyncio.sleep(0)
         if steps > MAX_STEPS:
-            raise InvalidValue(f"the body has {len(body)} bytes with more than {MAX_STEPS} JSON values; expected fewer")
+            raise UnreadableBody(
+                f"the body has {len(body)} bytes with more than {MAX_STEPS} JSON values; expected fewer"
+            )
         found = (_SHALLOW if depth == 1 else _DEEP).search(body, at, at + SLICE_BYTES)
         if found is None:
             at += SLICE_BYTES
@@ -46,9 +53,11 @@ async def find_model(body: bytes) -> str | None:
         sign, at = found[0], found.end()
         if sign == b'"':
             end = await _end_of_text(body, at)
-            text = body[at - 1 : end] if depth == 1 and end - at <= MAX_NAME_BYTES else b""
+            text = body[at - 1 : end] if end - at <= (MAX_NAME_BYTES if depth == 1 else MAX_DEEP_NAME_BYTES) else b""
             at = end
-            if depth == 1 and not names_value:
+            if depth > 1 and text and _COLON.match(body, at):
+                _check_name(_read_text(text), body)
+            elif depth == 1 and not names_value:
                 key = text
             elif depth == 1 and _read_text(key) == "model":
                 model = _read_text(text)
@@ -63,26 +72,31 @@ async def find_model(body: bytes) -> str | None:
             name = _read_text(key) if names_value else None
             if name == "model":
                 model = None  # until it turns out to be a text
-            elif name in TRANSFER_FIELDS:
-                raise NotForClients(f"{name} is in a body of {len(body)} bytes; expected none in a large one")
+            else:
+                _check_name(name, body)
     if depth or body[at:].strip():
-        raise InvalidValue("the body is no JSON object: it does not end with one")
+        raise UnreadableBody("the body is no JSON object: it does not end with one")
     return model
 
 
+def _check_name(name: str | None, body: bytes) -> None:
+    if name in WITHHELD:
+        raise NotForClients(f"{name} is in a body of {len(body)} bytes; expected none in a large one")
+
+
 async def _end_of_text(body: bytes, start: int) -> int:
-    """The place behind the quote that ends a text. Raises InvalidValue without one."""
+    """The place behind the quote that ends a text. Raises UnreadableBody without one."""
     at = start
     for step in range(1, MAX_STEPS + 1):
         quote = body.find(b'"', at, at + SLICE_BYTES)
         if quote < 0 and at + SLICE_BYTES >= len(body):
-            raise InvalidValue("the body is no JSON object: it ends in a text")
+            raise UnreadableBody("the body is no JSON object: it ends in a text")
         if quote < 0 or step % SLICE_STEPS == 0:
             await asyncio.sleep(0)
         if quote >= 0 and _backslashes_before(body, start, quote) % 2 == 0:
             return quote + 1
         at = quote + 1 if quote >= 0 else at + SLICE_BYTES
-    raise InvalidValue(f"the body has a text with more than {MAX_STEPS} quotes; expected fewer")
+    raise UnreadableBody(f"the body has a text with more than {MAX_STEPS} quotes; expected fewer")
 
 
 def _backslashes_before(body: bytes, start: int, at: int) -> int:

@@ -9,9 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-import httpx
-
-from kvatlas.addresses import parse_ip
 from kvatlas.cost.rates_file import read_profile
 from kvatlas.errors import InvalidValue, KvatlasError, SettingsError
 from kvatlas.fleet.records import FleetRecord
@@ -31,6 +28,9 @@ from kvatlas_router.admission.queue import AdmissionQueue, QueueSettings
 from kvatlas_router.disaggregation.pair_booker import PairBooker
 from kvatlas_router.outliers.avoidance import Avoidance
 from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.progress.engine_progress import Probe
+from kvatlas_router.progress.monitor import ProgressMonitor
+from kvatlas_router.progress.small_request import ask_for_a_token
 from kvatlas_router.proxy.catalogue import Catalogue
 from kvatlas_router.proxy.request_reader import RequestReader
 from kvatlas_router.tokens.budget import BudgetedTokenizer, TokenizerBudget
@@ -38,8 +38,8 @@ from kvatlas_router.tokens.counters import TokenCounters
 from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
 from kvatlas_router.tokens.prompt_reader import PromptSettings
 from kvatlas_router.tokens.tokenizer import ThreadedTokenizer, Tokenizer
-from kvatlas_router.upstream.engine_addresses import AddressPolicy, CheckedTransport
-from kvatlas_router.upstream.patience import PatientTransport
+from kvatlas_router.upstream.engine_addresses import AddressPolicy
+from kvatlas_router.upstream.engine_client import EngineClient
 from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
 from router_client.decision.index_access import open_overlap_index
@@ -47,11 +47,11 @@ from router_client.decision.selector import Selector
 from router_client.decision.shadow_policy import RoundRobin
 from router_client.pricing.overlap import OverlapIndex, ResidencyOnly
 from router_client.prompt import Prompt
+from router_client.results import headers_for
 from router_client.settings import LearningSettings, LimitSettings, RouterSettings, SloMode
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
-CONNECT_S = 2.0
 MOST_WARM_POOLS = 16
 WARM_CONNECTIONS = 8
 WARM_TOKENS = 1_024
@@ -59,20 +59,23 @@ WARM_S = 5.0
 """The most that a start waits for this."""
 TOKENIZE_S = 5.0
 """How long an engine may take to tokenize a prompt, or to list its models."""
+PROBE_S = 600.0
+"""A stalled engine may take so long for a probe; it stays stalled meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRouter:
-    """`client` chooses and books, `reader` makes prompts of requests in scopes that `catalogue` knows; `outliers` knows which
-    workers to avoid. `short_calls`: to engines, for what takes them no time. `addresses`: where engines may be. `fleet` and
-    `index`: what the store says of workers, for people."""
+    """`client` chooses and books, `reader` makes prompts of requests in scopes that `catalogue` knows; `outliers` and
+    `progress` know which workers to avoid: those that fail, and those that stand still. `short_calls`: to engines, for what
+    takes them no time. `addresses`: where engines may be. `fleet` and `index`: what the store says of workers, for people."""
 
     client: RouterClient
     reader: RequestReader
     catalogue: Catalogue
     tokens: TokenCounters
     outliers: OutlierMonitor
-    short_calls: httpx.AsyncClient
+    progress: ProgressMonitor
+    short_calls: EngineClient
     addresses: AddressPolicy
     fleet: FleetStore
     index: AnsweringIndex
@@ -107,7 +110,7 @@ async def open_request_router(
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(connected_store(settings.redis, wait=settings.wait, on_wait=_log_wait))
         addresses = _address_policy(settings, credentials_to, near)
-        short_calls = await stack.enter_async_context(engine_client(TOKENIZE_S, addresses))
+        short_calls = await stack.enter_async_context(EngineClient(addresses, TOKENIZE_S))
         tokens = TokenCounters()
         fleet = FleetStore(store)
 
@@ -134,13 +137,14 @@ async def open_request_router(
         stack.push_async_callback(outliers.stop)
         stack.enter_context(export_metrics("outliers", outliers.counters))
         stack.enter_context(export_metrics("ejected", outliers))
-        yield RequestRouter(client, reader, catalogue, tokens, outliers, short_calls, addresses, fleet, index)
-
-
-def is_near(host: str) -> bool:
-    """Is the address to listen on a loopback one?"""
-    own = parse_ip(host)
-    return own.is_loopback if own is not None else host == "localhost"
+        probes = await stack.enter_async_context(EngineClient(addresses, PROBE_S))
+        progress = _build_progress(catalogue, probes)
+        client.answers.stalled_by_pool = progress.stalled_by_pool
+        progress.start()
+        stack.push_async_callback(progress.stop)
+        stack.enter_context(export_metrics("progress", progress.counters))
+        stack.enter_context(export_metrics("stalled", progress))
+        yield RequestRouter(client, reader, catalogue, tokens, outliers, progress, short_calls, addresses, fleet, index)
 
 
 def build_admission(
@@ -148,26 +152,25 @@ def build_admission(
 ) -> Admission:
     """Over these parts, as the settings say. `apart`: prefill and decode may be on two workers."""
     pairs = PairBooker(parts.client, parts.catalogue.records, apart=apart)
-    avoidance = Avoidance(parts.outliers, parts.catalogue.workers_of)
+    avoidance = Avoidance(parts.outliers, parts.catalogue.workers_of, parts.progress.stalled_in)
     queue = AdmissionQueue(QueueSettings(settings.queue_requests, settings.queue_tokens, settings.queue_wait_s))
     headers = settings.tenant_header.lower(), settings.priority_header.lower()
     return Admission(pairs, avoidance, queue, counters, AdmissionSettings(settings.shed, *headers))
 
 
+def _build_progress(catalogue: Catalogue, client: EngineClient) -> ProgressMonitor:
+    async def send_probe(record: FleetRecord) -> Probe:
+        endpoint = record.endpoint
+        return await ask_for_a_token(client, endpoint.url, catalogue.served_name(endpoint), headers_for(endpoint))
+
+    return ProgressMonitor(catalogue.records, send_probe)
+
+
 def _address_policy(settings: RoutingSettings, credentials_to: tuple[str, ...], near: bool) -> AddressPolicy:
     try:
-        return AddressPolicy(settings.engine_addresses, credentials_to, near=near)
+        return AddressPolicy(settings.engine_addresses, credentials_to, near=near, access=settings.engine_access)
     except InvalidValue as error:
         raise SettingsError(f"--engine-addresses or --credentials-to: {error}") from error
-
-
-def engine_client(timeout_s: float, addresses: AddressPolicy) -> httpx.AsyncClient:
-    """Any number of connections, kept open, to addresses that the policy allows. Proxies from the environment are
-    ignored: engines are near."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=1_024, keepalive_expiry=4.0)
-    timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
-    transport = CheckedTransport(addresses, PatientTransport(limits))
-    return httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False, follow_redirects=False)
 
 
 def _replica_settings(settings: RoutingSettings) -> ReplicaSettings | None:
@@ -204,7 +207,7 @@ async def _open_tokenizer(
     settings: RoutingSettings,
     stack: AsyncExitStack,
     catalogue: Catalogue,
-    client: httpx.AsyncClient,
+    client: EngineClient,
     counters: TokenCounters,
 ) -> BudgetedTokenizer | None:
     chosen: Tokenizer

@@ -11,7 +11,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kvatlas.telemetry import CurrentSpan, tracer, tracing_enabled
 from kvatlas_router.proxy.engine_call import INFERENCE
-from kvatlas_router.upstream.engine_answer import EngineLost, EngineRequest, EngineUnreachable
+from kvatlas_router.upstream.engine_answer import EngineRequest
+from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
 from router_client.learning.usage import Usage
 from router_client.results import Choice
 

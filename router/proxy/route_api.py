@@ -1,7 +1,7 @@
 """`/kvatlas/route` and `/kvatlas/done`: the proxy's choice for routers in other languages, which send the request
 themselves."""
 
-import json
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +27,9 @@ from router_client.pricing.transfer_protocol import TransferProtocol
 from router_client.prompt import Prompt
 from router_client.results import Choice
 
+MAX_HASHES = 16_384
+"""A million tokens in blocks of 64; reading them takes some 0.1 s of a core."""
+
 
 class RouteApi:
     """Bodies in, answers out, as JSON objects. Any router of the fleet ends what another one booked."""
@@ -50,12 +53,13 @@ class RouteApi:
         self._counters = counters
         self._shed = shed
 
-    async def route(self, body: dict[str, Any]) -> Mapping[str, Any]:
+    async def route(self, body: dict[str, Any], client: str) -> Mapping[str, Any]:
         """Choose and book a worker for a request that the caller sends.
 
         The body is an OpenAI request (with `messages` or `prompt`), or the hints of `kvatlas.request.RequestHints`.
-        `avoid`: workers that are no candidates. `pd`: true, to get the prefill worker too, if that is another one. Raises
-        InvalidValue, UnknownModel, NoWorkers, EnginesRest, RequestShed, TooManyHeld and Unreachable.
+        `client`: who asks: it holds a bounded number of bookings. `avoid`: workers that are no candidates. `pd`: true, to get
+        the prefill worker too, if that is another one. Raises InvalidValue, UnknownModel, NoWorkers, EnginesRest, RequestShed,
+        TooManyHeld and Unreachable.
         """
         pd = body.pop("pd", False)
         if not isinstance(pd, bool):
@@ -65,7 +69,7 @@ class RouteApi:
             raise InvalidValue(f"avoid is {avoid!r:.80}; expected a list of worker ids")
         read = await self._read(body)
         held_id, choice = await self._avoidance.choose(
-            read.prompt, frozenset(avoid), lambda avoided: self._held.book(read.prompt, avoided, pd=pd)
+            read.prompt, frozenset(avoid), lambda avoided: self._held.book(read.prompt, avoided, pd=pd, client=client)
         )
         if self._shed and choice.advice is Advice.SHED:
             self._held.end(held_id, None, well=False)
@@ -74,7 +78,7 @@ class RouteApi:
         self._outliers.record_sent(read.prompt.scope.pool_id, choice.worker_id)
         return _choice_json(held_id, choice, read)
 
-    async def done(self, body: dict[str, Any]) -> Mapping[str, Any]:
+    async def done(self, body: dict[str, Any], _: str) -> Mapping[str, Any]:
         """`id`: from `/kvatlas/route`. `phase`: `first_token` or `done` (default). `usage`: from the engine's answer.
         `status`: the answer's HTTP status, 200 by default; 0 without an answer. `failed`: true if the request failed in
         another way. `timings`: the measured `ttft_us` and `tpot_us` (the median). Raises InvalidValue, and Unreachable for
@@ -104,6 +108,7 @@ class RouteApi:
             return
         if well:
             self._outliers.record_good(booking.pool_id, booking.worker_id)
+            self._outliers.record_complete(booking.pool_id, booking.worker_id)
         elif status == 0 or judge(status) is Verdict.ELSEWHERE:
             why = f"status {status}" if status else "no answer"
             self._outliers.record_bad(booking.pool_id, booking.worker_id, why, unreachable=not status)
@@ -113,12 +118,18 @@ class RouteApi:
     async def _read(self, body: dict[str, Any]) -> RequestPrompt:
         for api, name in ((Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt")):
             if name in body:
-                return await self._reader.read(TextRequest.parse(api, json.dumps(body).encode()))
-        hints = RequestHints.parse(body)
+                return await self._reader.read(TextRequest.of(api, body))
+        hashes = body.get("block_hashes")
+        if isinstance(hashes, list) and len(hashes) > MAX_HASHES:
+            raise InvalidValue(
+                f"block_hashes has {len(hashes)} hashes; expected at most {MAX_HASHES}, those of the first blocks"
+            )
+        # in a thread, which lets others go on every 5 ms
+        hints = await asyncio.to_thread(RequestHints.parse, body)
         scope = await self._catalogue.scope_of(hints.model_id)
         if scope is None and hints.model_id is None:
             raise InvalidValue("model_id is missing; the fleet serves more than one model, or none")
-        prompt = Prompt.of_hints(hints, _fallbacks(hints, scope))
+        prompt = await asyncio.to_thread(Prompt.of_hints, hints, _fallbacks(hints, scope))
         if scope is None and not await self._catalogue.knows_pool(prompt.scope):
             raise UnknownModel(
                 f"no worker serves model {prompt.scope.model_id[:200]!r} with tokenizer {prompt.scope.tokenizer_id[:200]!r}"

@@ -25,7 +25,6 @@ from kvatlas_router.proxy.exchange import Exchange
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from router_client.basis import Basis
-from router_client.client import RouterClient
 from router_client.decision.history import STEP_S, STEPS, DecisionHistory, PastDecision, Tally
 
 MOST_WORKERS = 32
@@ -63,7 +62,7 @@ def router_page(parts: RequestRouter, exchange: Exchange, probe: PromptProbe) ->
         return await workers_section(known, parts.index.digest)
 
     def facts() -> Sequence[Fact]:
-        return [workers_fact(known), *_facts(parts.client, exchange, parts.outliers.ejected())]
+        return [workers_fact(known), *_facts(parts, exchange)]
 
     title = f"Decisions of the last {MINUTES} minutes"
     sources = [Source("decisions", title, decisions), Source("workers", "Workers", workers)]
@@ -121,11 +120,10 @@ def _share_cell(part: int, whole: int) -> Cell:
     return Cell(f"{part / whole:.0%}", share=min(1.0, part / whole)) if whole else QUIET_DASH
 
 
-def _facts(client: RouterClient, exchange: Exchange, ejected: Mapping[str, float]) -> Sequence[Fact]:
-    counters = client.counters
+def _facts(parts: RequestRouter, exchange: Exchange) -> Sequence[Fact]:
+    counters, ejected, stalled = parts.client.counters, parts.outliers.ejected(), parts.progress.stalled()
     late_s = counters.decision_time.quantile(0.99)
     saved = f"{counters.saved_tokens / counters.prompt_tokens:.0%}" if counters.prompt_tokens else None
-    names = ", ".join(sorted(ejected))
     facts = [
         Fact("in flight", number_cell(exchange.in_flight)),
         Fact("waiting", number_cell(exchange.waiting, Tone.WARNING if exchange.waiting else Tone.PLAIN)),
@@ -133,8 +131,10 @@ def _facts(client: RouterClient, exchange: Exchange, ejected: Mapping[str, float
         Fact("decision, p99", QUIET_DASH if late_s is None else Cell(milliseconds_text(late_s * 1e6))),
         Fact("prompt tokens not computed", QUIET_DASH if saved is None else Cell(saved)),
     ]
-    if ejected:
-        facts.append(
-            Fact("ejected workers", Cell(f"{len(ejected)}: {names}", Tone.BAD, "they fail while others answer"))
-        )
+    for name, workers, why in (
+        ("ejected workers", ejected, "they fail while others answer"),
+        ("stalled workers", stalled, "their engines make no progress though they have work"),
+    ):
+        if workers:
+            facts.append(Fact(name, Cell(f"{len(workers)}: {', '.join(sorted(workers))}", Tone.BAD, why)))
     return facts

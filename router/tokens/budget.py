@@ -71,6 +71,8 @@ class BudgetedTokenizer:
             tokens = replace(tokens, ids=_check(tokens.ids))
         except CannotTokenize as error:
             _count(self.counters, error.why)
+            if error.why is Why.FAILED:
+                self.counters.last_failure = str(error)
             if error.why is not Why.UNSUPPORTED:
                 self._log.report(error.why.value, f"prompt without token ids: {error}; routing it by load")
             raise

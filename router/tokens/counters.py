@@ -20,13 +20,16 @@ class TokenCounters:
     unsupported: int = 0
     failed: int = 0
     reading_time: Distribution = field(default_factory=Distribution)
+    last_failure: str = ""
+    """Why a request had no token ids the last time that something failed."""
 
     def findings(self) -> list[str]:
         """Problems that need attention, a line each."""
         without = self.late + self.busy + self.failed
         if without <= self.tokenized // 20:
             return []
-        return [
+        line = (
             f"{without} requests were routed without their tokens ({self.late} late, {self.busy} too many at once, "
             f"{self.failed} failed)"
-        ]
+        )
+        return [f"{line}; last: {self.last_failure}" if self.last_failure else line]

@@ -12,8 +12,7 @@ from itertools import count, islice
 from math import inf
 from typing import Any
 
-import httpx
-
+from kvatlas.engine_access import KEY_CURE, REFUSED
 from kvatlas_router.tokens.engine_questions import (
     RENDER_PATHS,
     Question,
@@ -25,6 +24,7 @@ from kvatlas_router.tokens.engine_questions import (
 )
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens, Tokens, Why
+from kvatlas_router.upstream.engine_client import EngineAway, EngineClient, Reply
 
 MOST_ASKED = 2
 """Engines asked for one request, one after another, if they don't answer."""
@@ -48,7 +48,7 @@ class EngineTokenizer:
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
+        client: EngineClient,
         engines: Engines,
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -111,19 +111,17 @@ class EngineTokenizer:
             self._asked_in_vain = {url: at for url, at in self._asked_in_vain.items() if now - at < ASK_AGAIN_S}
             self._asked_in_vain.update(dict.fromkeys(without, now))
 
-    async def _ask(
-        self, urls: Sequence[str], question: Question, *, patient: bool = False
-    ) -> tuple[str, httpx.Response]:
+    async def _ask(self, urls: Sequence[str], question: Question, *, patient: bool = False) -> tuple[str, Reply]:
         """The address asked, and what it answered. Raises CannotTokenize if no engine answers."""
         path = question.path
         left, why = list(islice(self._in_turn(urls), MOST_ASKED)), ""
         patience_s = None if patient else self._patience_s
-        asked: dict[asyncio.Task[httpx.Response], str] = {}
+        asked: dict[asyncio.Task[Reply], str] = {}
         try:
             while asked or left:
                 if left:
                     engine = left.pop(0)
-                    asked[asyncio.create_task(self._client.post(engine + path, json=question.body))] = engine
+                    asked[asyncio.create_task(self._client.call("POST", engine + path, question.body))] = engine
                 await self._wait(asked, patience_s if left else None)
                 for task, engine in list(asked.items()):
                     if not task.done():
@@ -131,7 +129,7 @@ class EngineTokenizer:
                         continue
                     del asked[task]
                     answer, why = _outcome(task, engine + path)
-                    if answer is not None and _is_answer(path, answer.status_code):
+                    if answer is not None and _is_answer(path, answer.status):
                         self._resting.pop(engine, None)
                         self._answered[engine] = self._clock()
                         return engine + path, answer
@@ -141,9 +139,9 @@ class EngineTokenizer:
                 task.cancel()
         raise CannotTokenize(Why.FAILED, why)
 
-    async def _wait(self, asked: Mapping[asyncio.Task[httpx.Response], str], patience_s: float | None) -> None:
+    async def _wait(self, asked: Mapping[asyncio.Task[Reply], str], patience_s: float | None) -> None:
         """Until one is done, or for `patience_s` after the last answer that anybody had of these engines."""
-        done: set[asyncio.Task[httpx.Response]] = set()
+        done: set[asyncio.Task[Reply]] = set()
         waits = True
         while waits and not done:
             began = self._clock()
@@ -167,13 +165,14 @@ class EngineTokenizer:
         self._resting[url] = now + REST_S
 
 
-def _outcome(asked: asyncio.Task[httpx.Response], url: str) -> tuple[httpx.Response | None, str]:
+def _outcome(asked: asyncio.Task[Reply], url: str) -> tuple[Reply | None, str]:
     """The answer, if there is one, and a line for an answer that is no good."""
     try:
         answer = asked.result()
-    except httpx.HTTPError as error:
-        return None, f"{url}: {str(error) or type(error).__name__}"
-    return answer, f"{url}: status {answer.status_code}"
+    except EngineAway as error:
+        return None, str(error)
+    cure = f"; {KEY_CURE}" if answer.status in REFUSED else ""
+    return answer, f"{url}: status {answer.status}{cure}"
 
 
 def _is_answer(path: str, status: int) -> bool:
@@ -183,9 +182,9 @@ def _is_answer(path: str, status: int) -> bool:
     return status < 500 and status not in ELSEWHERE
 
 
-def _read(url: str, answer: httpx.Response) -> tuple[str, int, Any]:
+def _read(url: str, answer: Reply) -> tuple[str, int, Any]:
     """The address, the status and the JSON; None for what is no JSON."""
     try:
-        return url, answer.status_code, answer.json()
+        return url, answer.status, answer.json()
     except (ValueError, RecursionError):
-        return url, answer.status_code, None
+        return url, answer.status, None

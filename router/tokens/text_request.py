@@ -83,7 +83,7 @@ class TextRequest:
 
     @classmethod
     def of(cls, api: Api, decoded: Mapping[str, Any]) -> Self:
-        """The same for a body that is decoded already."""
+        """As `parse`, of a body that is decoded."""
         request = cls(api, decoded)
         name, prompt = request._named_prompt
         if not prompt or not isinstance(prompt, list if api in _LISTS else (str, list)):
@@ -272,11 +272,16 @@ def is_large(body: bytes) -> bool:
     return len(body) > MAX_PARSED_BYTES or body.count(b"[") + body.count(b"{") > MAX_PARSED_CONTAINERS
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Decode a body that must be a JSON object. Raises InvalidValue, also for a large one."""
+def check_size(body: bytes) -> None:
+    """Raises InvalidValue for a body that is large."""
     if is_large(body):
         expected = f"expected at most {MAX_PARSED_BYTES}, and {MAX_PARSED_CONTAINERS} arrays and objects"
         raise InvalidValue(f"the body has {len(body)} bytes of JSON; {expected}")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Decode a body that must be a JSON object. Raises InvalidValue, also for a large one."""
+    check_size(body)
     try:
         decoded = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -2,17 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
-import httpx
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from kvatlas.errors import KvatlasError
-from kvatlas_router.upstream.engine_watch import EngineWatch, WatchedTry
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_parser import can_be_read, header_value
+from kvatlas_router.progress.watched_try import WatchedTry
+from kvatlas_router.upstream.engine_client import EngineClient, EngineLost, EngineUnreachable, IncomingAnswer
 from router_client.learning.timings import AnswerClock
-
-EVENT_STREAM = "text/event-stream"
 
 
 class EngineRefused(KvatlasError):
@@ -23,16 +23,11 @@ class EngineRefused(KvatlasError):
         self.answer = answer
 
 
-class EngineUnreachable(KvatlasError):
-    """The engine did not answer, or went away before its first byte. `connected`: it accepted the connection."""
+class EngineStalled(EngineUnreachable):
+    """The engine makes no progress; the request leaves it before its first byte."""
 
-    def __init__(self, line: str, *, connected: bool) -> None:
-        super().__init__(line)
-        self.connected = connected
-
-
-class EngineLost(KvatlasError):
-    """The engine went away in mid-answer."""
+    def __init__(self, line: str) -> None:
+        super().__init__(line, connected=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +54,12 @@ class WholeAnswer:
 @dataclass(slots=True)
 class StreamedAnswer:
     """An answer whose first bytes are there. `clock`: started with the request; the reader of the answer counts its parts
-    there. `events`: is it a stream of server-sent events? `span`: of the try that it answers."""
+    there. `events`: is it a stream of server-sent events that can be read? `span`: of the try that it answers."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
     first: bytes
-    rest: AsyncIterator[bytes]
+    rest: IncomingAnswer
     clock: AnswerClock
     watched: WatchedTry
     events: bool = True
@@ -73,21 +68,27 @@ class StreamedAnswer:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives. Raises EngineLost."""
         yield self.first
-        try:
-            async for chunk in self.rest:
-                self.watched.progress()
-                yield chunk
-        except httpx.HTTPError as error:
-            raise EngineLost(f"the engine went away in mid-answer: {str(error) or type(error).__name__}") from error
+        while chunk := await self.rest.read():
+            self.watched.progress(chunk)
+            yield chunk
 
 
 Answer = WholeAnswer | StreamedAnswer
 
+_OF_BODY = {b"content-type", b"content-encoding", b"cache-control", b"x-accel-buffering"}
+
+
+def error_refusal(url: str, error: EngineError, answer: Answer) -> EngineRefused:
+    """A good answer that is an error, as an engine's refusal with the status that the error stands for."""
+    headers = [(name, value) for name, value in answer.headers if name.lower() not in _OF_BODY]
+    whole = WholeAnswer(error.status, [*headers, (b"content-type", b"application/json")], error.body, answer.clock)
+    return EngineRefused(f"{url}: an error in its answer: {error.line}", whole)
+
 
 @asynccontextmanager
 async def send_to_engine(
-    client: httpx.AsyncClient,
-    watch: EngineWatch,
+    client: EngineClient,
+    watch: AbstractContextManager[WatchedTry],
     base_url: str,
     request: EngineRequest,
     headers: list[tuple[bytes, bytes]],
@@ -95,22 +96,19 @@ async def send_to_engine(
     """`async with send_to_engine(...) as answer`; leaving the block before the answer's end closes the connection.
 
     Answers of any status. A good one that is not JSON is given from its first bytes on, any other when it is complete. Raises
-    EngineUnreachable for an engine that is away, and EngineLost out of the block if it hangs in mid-answer.
+    EngineUnreachable for an engine that is away, EngineStalled if `watch` gives it up, and EngineLost out of the block for that
+    in mid-answer.
     """
-    with watch.watch(base_url) as watched:
-        response: httpx.Response | None = None
+    with watch as watched:
+        incoming: IncomingAnswer | None = None
         began = False
         try:
+            clock = AnswerClock()
+            incoming = await client.send(request.method, _url(base_url, request), headers, request.body)
             try:
-                clock = AnswerClock()
-                response = await client.send(_build(client, base_url, request, headers), stream=True)
-                answer = await _read_start(response, clock, watched, base_url)
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                connected = not isinstance(
-                    error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
-                )
-                line = f"{base_url}: {str(error) or type(error).__name__}"
-                raise EngineUnreachable(line, connected=connected) from error
+                answer = await _read_start(incoming, clock, watched, base_url)
+            except EngineLost as error:
+                raise EngineUnreachable(f"{base_url}: {error}", connected=True) from error
             began = True
             yield answer
         except asyncio.CancelledError as error:
@@ -118,40 +116,33 @@ async def send_to_engine(
                 raise
             if began:
                 raise EngineLost("the engine hangs in mid-answer") from error
-            raise EngineUnreachable(f"{base_url}: the engine hangs", connected=True) from error
+            raise EngineStalled(f"{base_url}: the engine makes no progress") from error
         finally:
-            if response is not None:
-                await response.aclose()
+            if incoming is not None:
+                incoming.close()
 
 
-def _build(
-    client: httpx.AsyncClient, base_url: str, request: EngineRequest, headers: list[tuple[bytes, bytes]]
-) -> httpx.Request:
-    url = httpx.URL(base_url.rstrip("/") + request.path)
-    if request.query:
-        url = url.copy_with(query=request.query)
-    return client.build_request(request.method, url, content=request.body or None, headers=headers)
+def _url(base_url: str, request: EngineRequest) -> str:
+    url = base_url.rstrip("/") + request.path
+    return f"{url}?{request.query.decode('latin-1')}" if request.query else url
 
 
-async def _read_start(response: httpx.Response, clock: AnswerClock, watched: WatchedTry, base_url: str) -> Answer:
-    kind = response.headers.get("content-type", "")
+async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: WatchedTry, base_url: str) -> Answer:
+    watched.status = incoming.status
     headers = [
-        (name, _relative(value, base_url) if name.lower() == b"location" else value)
-        for name, value in response.headers.raw
+        (name, _relative(value, base_url) if name.lower() == b"location" else value) for name, value in incoming.headers
     ]
-    if not response.is_success or kind.startswith("application/json"):
+    if not 200 <= incoming.status < 300 or header_value(headers, b"content-type").startswith(b"application/json"):
         parts = []
-        async for part in response.aiter_raw():
-            watched.progress()
+        while part := await incoming.read():
+            watched.progress(part)
             parts.append(part)
         clock.part()
-        return WholeAnswer(response.status_code, headers, b"".join(parts), clock)
-    rest = response.aiter_raw()
-    async for first in rest:
-        watched.progress()
-        events = kind.startswith(EVENT_STREAM)
-        return StreamedAnswer(response.status_code, headers, first, rest, clock, watched, events)
-    return WholeAnswer(response.status_code, headers, b"", clock)
+        return WholeAnswer(incoming.status, headers, b"".join(parts), clock)
+    if first := await incoming.read():
+        watched.progress(first)
+        return StreamedAnswer(incoming.status, headers, first, incoming, clock, watched, can_be_read(headers))
+    return WholeAnswer(incoming.status, headers, b"", clock)
 
 
 def _relative(location: bytes, base_url: str) -> bytes:

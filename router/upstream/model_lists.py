@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+from kvatlas_router.upstream.engine_client import EngineAway, EngineClient
+from kvatlas_router.upstream.patience import wait_patiently
 
 LIST_AGE_S = 5.0
 """How often each engine is asked."""
@@ -31,7 +32,7 @@ class _List:
 class ModelLists:
     """Lists by base URL. `version` grows whenever one of them changes."""
 
-    def __init__(self, client: httpx.AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
         """The caller keeps the client, and closes it."""
         self.version = 0
         self._client = client
@@ -77,9 +78,9 @@ class ModelLists:
     async def _read(self, url: str) -> Mapping[str, Card] | None:
         """None if the engine does not answer, or not with a list: then what it listed before still counts."""
         try:
-            answer = await self._client.get(f"{url.rstrip('/')}/v1/models", timeout=LIST_S)
-            data = answer.json()["data"] if answer.status_code == 200 else None
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+            answer = await wait_patiently(self._client.call("GET", f"{url.rstrip('/')}/v1/models"), LIST_S)
+            data = answer.json()["data"] if answer.status == 200 else None
+        except (EngineAway, TimeoutError, ValueError, LookupError, TypeError) as error:
             _log.debug("%s/v1/models: %s", url, str(error) or type(error).__name__)
             return None
         if not isinstance(data, list):

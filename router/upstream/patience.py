@@ -2,11 +2,8 @@
 request lost, for what the router did not look at."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from typing import Any, TypeVar
-
-import httpcore
-import httpx
 
 T = TypeVar("T")
 
@@ -29,36 +26,3 @@ async def wait_patiently(call: Coroutine[Any, Any, T], seconds: float) -> T:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-class PatientTransport(httpx.AsyncHTTPTransport):
-    """httpx' own, whose time limit for connecting is as above. Ignores proxies from the environment."""
-
-    def __init__(self, limits: httpx.Limits) -> None:
-        super().__init__(limits=limits, trust_env=False)
-        # httpx hands no backend on to its pool
-        self._pool._network_backend = _PatientBackend(self._pool._network_backend)
-
-
-class _PatientBackend(httpcore.AsyncNetworkBackend):
-    def __init__(self, inner: httpcore.AsyncNetworkBackend) -> None:
-        self._inner = inner
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,  # noqa: ASYNC109 - httpcore's interface
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        connecting = self._inner.connect_tcp(host, port, None, local_address, socket_options)
-        if timeout is None:
-            return await connecting
-        try:
-            return await wait_patiently(connecting, timeout)
-        except TimeoutError as error:
-            raise httpcore.ConnectTimeout(f"no connection within {timeout:g} s") from error
-
-    async def sleep(self, seconds: float) -> None:
-        await self._inner.sleep(seconds)

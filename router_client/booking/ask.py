@@ -74,6 +74,7 @@ def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, setting
         prices=for_kind.prices,
         believed_us=round((settings.predicted_s if eventless else settings.confirm_s) * 1e6),
         capacity_steps=_capacity_steps(for_kind.example, settings) if eventless else 0,
+        interference=for_kind.interference(settings.interference_factor),
     )
 
 

@@ -86,7 +86,9 @@ class RoutingPolicy:
         """The terms and limits of results: the same as in the ask."""
         limits = self._settings.limits
         factor = limits.slo_factor if limits.slo is SloMode.PENALTY else 0.0
-        return Criteria(prompt.slo, self._settings.booking.again_factor, factor, limits.slo is SloMode.FILTER)
+        booking = self._settings.booking
+        filters = limits.slo is SloMode.FILTER
+        return Criteria(prompt.slo, booking.again_factor, booking.interference_factor, factor, filters)
 
     def choose_followed(self, prompt: Prompt, pool: Pool) -> str | None:
         """The worker that the followed policy chooses; None without such a policy, or if it chooses no candidate."""

@@ -5,13 +5,20 @@ A wrong tokenizer shows here first. `kvatlas doctor` reads the reports of all ro
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
 from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.identity import Scope
-from kvatlas.predictions.accuracy import MAX_FOREIGN_TENANTS, AnswerCounts, AnswerReport, ForeignTenant, Prediction
+from kvatlas.predictions.accuracy import (
+    MAX_FOREIGN_TENANTS,
+    MAX_STALLED,
+    AnswerCounts,
+    AnswerReport,
+    ForeignTenant,
+    Prediction,
+)
 from kvatlas.request import SelectionResult
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
@@ -49,6 +56,8 @@ class PredictionAccuracy:
     """Counts each answer, in total and by pool, and says in one line what is wrong, if something is."""
 
     counts: AnswerCounts = field(default_factory=AnswerCounts)
+    stalled_by_pool: Callable[[], Mapping[str, Sequence[str]]] = dict
+    """Workers that a server on this library finds stalled, by pool; they go into the reports."""
     _pools: dict[str, AnswerCounts] = field(default_factory=dict)
     _examples: dict[str, str] = field(default_factory=dict)
     _prompt_tokens: dict[str, int] = field(default_factory=dict)
@@ -90,14 +99,16 @@ class PredictionAccuracy:
 
     def reports(self) -> dict[str, AnswerReport]:
         """By pool, as of now."""
+        stalled = self.stalled_by_pool()
         return {
             pool_id: AnswerReport(
-                counts=counts,
+                counts=self._pools.get(pool_id, AnswerCounts()),
                 example=self._examples.get(pool_id, ""),
                 prompt_tokens=self._prompt_tokens.get(pool_id, 0),
                 foreign_tenants=tuple(self._foreign_tenants(pool_id)),
+                stalled=tuple(stalled.get(pool_id, ())[:MAX_STALLED]),
             )
-            for pool_id, counts in self._pools.items()
+            for pool_id in self._pools.keys() | stalled.keys()
         }
 
     def _foreign_tenants(self, pool_id: str) -> Iterator[ForeignTenant]:

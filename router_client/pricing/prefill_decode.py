@@ -172,7 +172,7 @@ class PairRanking:
         """Every worker that may compute the answer alone, with the KV from the chosen prefill worker or, if none is
         chosen, from the cheapest."""
         if not self._quotes.prefills:
-            return self._rank([], [], None)
+            return RankedResults([], [])
         pairs, evaluation = self._quotes, self._evaluation
         number = evaluation.prefill
         if number is None:
@@ -193,12 +193,11 @@ class PairRanking:
                 chosen = len(quotes)
             quotes.append(_decode_quote(quote, near)._replace(source=prefill.id))
             by_offer.append(mine._replace(load=load))
-        return self._rank(quotes, by_offer, chosen)
+        criteria = self._criteria._replace(interference_factor=0.0)  # no prompt is computed there
+        return RankedResults(quotes, by_offer, chosen=chosen, criteria=criteria)
 
     def _rank_slice(self, quotes: Sequence[Quote], first: int, chosen: int | None) -> RankedResults:
-        return self._rank(quotes, self._evaluation.by_offer[first : first + len(quotes)], chosen)
-
-    def _rank(self, quotes: Sequence[Quote], by_offer: Sequence[OfferEvaluation], chosen: int | None) -> RankedResults:
+        by_offer = self._evaluation.by_offer[first : first + len(quotes)]
         return RankedResults(quotes, by_offer, chosen=chosen, criteria=self._criteria)
 
 

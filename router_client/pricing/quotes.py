@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, ReadRate, TermKind
-from kvatlas.fleet.records import EngineEndpoint
+from kvatlas.fleet.records import EngineEndpoint, Role
 from kvatlas.reservations.evaluation import worth_us
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, Run
 from router_client.pricing.pool import Candidate, Pool
@@ -84,6 +84,12 @@ class KindQuote:
         """Blocks of the prompt, its partial last one among them; 0 if their size is not known."""
         known = self.block_size or self.prompt.block_size
         return self.prompt.required_blocks(known) if known else 0
+
+    def interference(self, factor: float) -> float:
+        """What a microsecond costs by which a prompt delays an open request: `factor`, but 0 if nothing decodes there that
+        could wait, or if the profile predicts no time."""
+        waits = self.cold_cost.ttft_us is not None and self.example.endpoint.role is not Role.PREFILL
+        return factor if waits else 0.0
 
     def usable_tokens(self, held: HeldPrefix) -> int:
         """How many of the prompt's first tokens the engine would not compute again if it held this."""

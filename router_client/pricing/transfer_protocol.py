@@ -8,12 +8,55 @@ from typing import Any
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
 
-OF_A_TRANSFER = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank")
-TRANSFER_FIELDS = frozenset({*OF_A_TRANSFER, "kv_transfer_params"})
+_PARAMS = "kv_transfer_params"
+WITHHELD = frozenset(
+    {
+        _PARAMS,
+        "bootstrap_host",
+        "bootstrap_pair_key",
+        "bootstrap_port",
+        "bootstrap_room",
+        "data_parallel_rank",
+        "decode_tp_size",
+        "disagg_prefill_dp_rank",
+        "disaggregated_params",
+        "ec_transfer_params",
+        "encoder_urls",
+        "need_wait_for_mm_inputs",
+        "num_items_assigned",
+        "routed_dp_rank",
+    }
+)
+"""Fields of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM that say from where an engine reads KV or embeddings, or which of its
+ranks answers."""
+WITHHELD_HEADERS = frozenset(
+    {
+        "x-body-compressed",
+        "x-data-parallel-rank",
+        *(
+            f"x-override-{name}"
+            for name in (
+                "bootstrap-host",
+                "bootstrap-port",
+                "bootstrap-room",
+                "conversation-id",
+                "disagg-prefill-dp-rank",
+                "priority",
+                "rid",
+                "routed-dp-rank",
+            )
+        ),
+    }
+)
+"""Headers that say the same, or that SGLang writes over a body's fields."""
+_CONTAINERS = frozenset({"extra_args", "sampling_params", "vllm_xargs"})
+"""Fields whose own fields vLLM takes for these: all of them end in `SamplingParams.extra_args`."""
+_PASSING_PARAM = "lmcache."
+"""How names begin of params that LMCache reads for hints, such as tags."""
 
 
 class NotForClients(InvalidValue):
-    """A body that is too large to be changed says from where an engine reads KV."""
+    """A body that can't be changed has a field that is withheld from engines."""
 
 
 class TransferProtocol(Enum):
@@ -40,11 +83,28 @@ _PROTOCOLS = {
 def withdraw_transfer_fields(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fields to replace in a client's body: from where an engine reads KV is for the router to say, because whoever says it
     reads what other clients' prompts left there, and chooses the hosts that an engine connects to."""
-    withdrawn: dict[str, Any] = {name: None for name in OF_A_TRANSFER if body.get(name) is not None}
-    params = body.get("kv_transfer_params")
-    if isinstance(params, dict) and (params.get("do_remote_prefill") or params.get("do_remote_decode")):
-        withdrawn["kv_transfer_params"] = None
+    withdrawn: dict[str, Any] = {}
+    for name in (WITHHELD | _CONTAINERS) & body.keys():
+        value = body[name]
+        kept = _without_withheld(value) if name in _CONTAINERS else _passing(value) if name == _PARAMS else None
+        if kept != value:
+            withdrawn[name] = kept
     return withdrawn
+
+
+def _passing(params: Any) -> Any:
+    if not isinstance(params, dict):
+        return None
+    return {name: value for name, value in params.items() if name.startswith(_PASSING_PARAM)} or None
+
+
+def _without_withheld(value: Any) -> Any:
+    """A container, or a list of containers: SGLang takes one for each prompt."""
+    if isinstance(value, list):
+        return [_without_withheld(one) for one in value]
+    if isinstance(value, dict) and (withdrawn := withdraw_transfer_fields(value)):
+        return {name: field for name, field in {**value, **withdrawn}.items() if field is not None}
+    return value
 
 
 def replace_fields(decoded: Mapping[str, Any], body: bytes, fields: Mapping[str, Any]) -> bytes:

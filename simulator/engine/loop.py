@@ -49,6 +49,11 @@ class EngineLoop:
         self._streams: dict[str, MemoryObjectSendStream[GeneratedToken]] = {}
         self._wake = anyio.Event()
         self.asleep = False
+        self.hung = False
+        """The device computes nothing, and the core does not notice; only the HTTP server lives."""
+        self._left: list[str] = []
+        """Requests whose clients left meanwhile."""
+        self._step_ended = anyio.Event()
         self._publishing = anyio.Lock()
 
     @property
@@ -60,7 +65,8 @@ class EngineLoop:
         try:
             due_us = 0.0
             while True:
-                while self.asleep or not self.core.has_work:  # a request may be aborted before its wake-up gets here
+                # a request may be aborted before its wake-up gets here
+                while self.asleep or self.hung or not self.core.has_work:
                     self._wake = anyio.Event()
                     await self._wake.wait()
                     due_us = self._now_us()
@@ -87,7 +93,10 @@ class EngineLoop:
             receive.close()
             if self._streams.pop(request.request_id, None) is not None:
                 send.close()
-                self.core.abort(request.request_id)
+                if self.hung:
+                    self._left.append(request.request_id)
+                else:
+                    self.core.abort(request.request_id)
 
     async def reset_prefix_cache(self, *, preempt_running: bool, include_cpu: bool) -> bool:
         """As the core's; the events are published at once, also by an idle engine."""
@@ -104,6 +113,23 @@ class EngineLoop:
         self.asleep = False
         self._wake.set()
 
+    def hang(self) -> None:
+        """Compute nothing until `resume`, as a device does whose kernel does not return."""
+        self.hung = True
+
+    def resume(self) -> None:
+        for request_id in self._left:
+            self.core.abort(request_id)
+        self._left.clear()
+        self.hung = False
+        self._wake.set()
+
+    async def wait_for_pass(self) -> None:
+        """Returns when the pass that follows the running one is computed; at once if there is nothing to compute."""
+        for _ in range(2):
+            if self.core.has_work or self.hung:
+                await self._step_ended.wait()
+
     def _now_us(self) -> float:
         return (time.monotonic() - self._began_at) * self._us_per_s
 
@@ -111,7 +137,12 @@ class EngineLoop:
         step = self.core.begin_step(started_us)
         ahead_s = (step.ended_us - self._now_us()) / self._us_per_s
         await anyio.sleep(ahead_s if ahead_s >= MIN_SLEEP_S else 0)
+        while self.hung:
+            self._wake = anyio.Event()
+            await self._wake.wait()
         result = self.core.end_step(step)
+        self._step_ended.set()
+        self._step_ended = anyio.Event()
         await self._publish(result.events)
         for token in result.tokens:
             stream = self._streams.get(token.request_id)

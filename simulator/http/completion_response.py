@@ -46,8 +46,11 @@ class CompletionResponse(Response):
         model: str,
         adapter: str | None,
         transfers: KvTransfers,
+        keep_alive_s: float = 0.0,
     ) -> None:
+        """`keep_alive_s`: a stream that waits this long sends a comment; 0: never."""
         super().__init__()
+        self._keep_alive_s = keep_alive_s
         self._transfers = transfers
         self._transfer = Transfer()
         self._address = "", 0
@@ -130,7 +133,10 @@ class CompletionResponse(Response):
 
     async def _stream(self, tokens: MemoryObjectReceiveStream[GeneratedToken]) -> AsyncIterator[bytes]:
         answer = Answer.of(self._request)
-        async for token in tokens:
+        async for token in self._with_pauses(tokens):
+            if token is None:
+                yield b": keep-alive\n\n"
+                continue
             first = not answer.token_ids[token.choice]
             begins = not any(answer.token_ids)
             answer.add(token)
@@ -167,6 +173,23 @@ class CompletionResponse(Response):
         if self._body.include_usage:
             yield server_sent_event(self._response_body([], answer.usage(), self.chunk_object_name))
         yield DONE
+
+    async def _with_pauses(
+        self, tokens: MemoryObjectReceiveStream[GeneratedToken]
+    ) -> AsyncIterator[GeneratedToken | None]:
+        """Tokens, and None for each pause that a comment fills."""
+        while True:
+            token: GeneratedToken | None = None
+            try:
+                with anyio.move_on_after(self._keep_alive_s or None):
+                    token = await tokens.receive()
+            except anyio.EndOfStream:
+                return
+            yield token
+
+    def first_part(self) -> dict[str, Any]:
+        """What a stream of this response begins with."""
+        return self._response_body([self._choice(0, [1], None, streamed=True)], None, self.chunk_object_name)
 
     def _content(self, text: str, *, streamed: bool) -> dict[str, Any]:
         """The field of a choice that holds the text."""

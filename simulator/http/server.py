@@ -1,5 +1,6 @@
 """The engine's HTTP API, as vLLM's API server: health, version, metrics, models, the APIs for tokens, their rendering, event
-sources, cache reset and sleep; and SGLang's `/generate`. `/kv_blocks` and `/kv_transfer` are the simulator's own.
+sources, cache reset and sleep; and SGLang's `/generate`. `/kv_blocks`, `/kv_transfer`, `/hang` and `/resume` are the
+simulator's own: a hung engine answers its status pages and takes requests, and computes nothing.
 """
 
 import time
@@ -17,6 +18,7 @@ from starlette.routing import Route
 from kvatlas.errors import InvalidValue
 from kvatlas_router.tokens import Api
 from kvatlas_simulator.engine.loop import EngineLoop
+from kvatlas_simulator.http.answer_faults import AnswerFault, AnswerFaults, faulty_response
 from kvatlas_simulator.http.completion_response import error_response
 from kvatlas_simulator.http.kv_transfer import Disaggregation, KvTransfers
 from kvatlas_simulator.http.metrics import CONTENT_TYPE, EngineMetrics
@@ -46,11 +48,17 @@ class EngineApi:
         resident_blocks: Callable[[], list[dict[str, Any]]],
         event_source: Mapping[str, Any] | None = None,
         transfers: KvTransfers | None = None,
+        health_waits: bool = False,
+        keep_alive_s: float = 0.0,
+        faults: AnswerFaults | None = None,
         scale_out: bool = True,
     ) -> None:
         """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's
         `/kv_event_sources` describes them; None without events. `transfers`: to and from other engines; None: it has none.
-        `scale_out`: vLLM's calls with token ids, and what renders requests to them."""
+        `health_waits`: `/health` answers behind what is computed. `keep_alive_s`: see `CompletionResponse`. `faults`: of its
+        answers. `scale_out`: vLLM's calls with token ids, and what renders requests to them; False: it refuses them."""
+        self._health_waits = health_waits
+        self._page = b""
         self._engine = engine
         self._model = model
         self._adapters = tuple(adapters)
@@ -58,6 +66,8 @@ class EngineApi:
         self._resident_blocks = resident_blocks
         self._event_source = event_source
         self._transfers = transfers or KvTransfers(engine, Disaggregation.NONE, 0, 1)
+        self._keep_alive_s = keep_alive_s
+        self._faults = faults or AnswerFaults()
         self._apis = [api for api in Api if scale_out or api is not Api.TOKENS]
         self._rendered = [api for api in _RENDERED if scale_out]
         self._started_at = time.time()
@@ -78,6 +88,8 @@ class EngineApi:
                 Route("/sleep", self._sleep, methods=["POST"]),
                 Route("/wake_up", self._wake_up, methods=["POST"]),
                 Route("/is_sleeping", self._is_sleeping),
+                Route("/hang", self._hang, methods=["POST"]),
+                Route("/resume", self._resume, methods=["POST"]),
                 Route("/kv_blocks", self._kv_blocks),
                 Route("/kv_transfer", self._transfers.serve, methods=["POST"]),
             ],
@@ -85,6 +97,17 @@ class EngineApi:
         )
 
     async def _health(self, _: Request) -> Response:
+        if self._health_waits:
+            await self._engine.wait_for_pass()
+        return Response()
+
+    async def _hang(self, _: Request) -> Response:
+        self._page = self._metrics.page()  # nothing counts any more
+        self._engine.hang()
+        return Response()
+
+    async def _resume(self, _: Request) -> Response:
+        self._engine.resume()
         return Response()
 
     async def _sleep(self, _: Request) -> Response:
@@ -99,7 +122,8 @@ class EngineApi:
         return JSONResponse({"is_sleeping": self._engine.asleep})
 
     async def _metrics_page(self, _: Request) -> Response:
-        return Response(self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+        page = self._page if self._engine.hung else self._metrics.page()
+        return Response(page, headers={"Content-Type": CONTENT_TYPE})
 
     async def _models(self, _: Request) -> Response:
         base = self._card(self._model, parent=None)
@@ -125,7 +149,17 @@ class EngineApi:
             model, adapter = self._resolve_model(body.model)
         except InvalidValue as error:
             return _invalid(error)
-        return RESPONSES[api](self._engine, body, model=model, adapter=adapter, transfers=self._transfers)
+        response = RESPONSES[api](
+            self._engine,
+            body,
+            model=model,
+            adapter=adapter,
+            transfers=self._transfers,
+            keep_alive_s=self._keep_alive_s,
+        )
+        if (fault := self._faults.draw()) is not AnswerFault.NONE:
+            return faulty_response(fault, response.first_part(), streamed=body.stream)
+        return response
 
     async def _render(self, api: Api, request: Request) -> Response:
         """What the engine would compute, as vLLM's `GenerateRequest`; of completions a list of them."""

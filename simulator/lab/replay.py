@@ -111,13 +111,15 @@ def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[flo
     return sorted(drawn, key=lambda one: (one[0], one[1].number))
 
 
-def build_engines(settings: FleetSettings, block_tokens: int, cost: StepCost | None = None) -> list[VirtualEngine]:
-    """The fleet's engines, with empty caches. `cost`: instead of the settings'. Raises InvalidValue for a layout that the
-    trace's blocks don't fit."""
+def build_engines(
+    settings: FleetSettings, block_tokens: int, cost: StepCost | None = None, *, equal_seeds: bool = False
+) -> list[VirtualEngine]:
+    """The fleet's engines, with empty caches. `cost`: instead of the settings'. `equal_seeds`: equal blocks have equal hashes
+    on all engines, as if PYTHONHASHSEED were set. Raises InvalidValue for a layout that the trace's blocks don't fit."""
     layout, blocks = settings.layout.scaled(block_tokens), max(1, settings.cache_tokens // block_tokens)
     return [
         VirtualEngine(
-            layout.build(blocks, settings.cpu_tokens // block_tokens, number),
+            layout.build(blocks, settings.cpu_tokens // block_tokens, 0 if equal_seeds else number),
             block_tokens,
             settings.limits,
             _cost_per_block(cost or settings.cost, block_tokens),
@@ -148,7 +150,7 @@ class _Replay:
         self._arrivals = draw_arrivals(workload, seed, speed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self._engines = build_engines(settings, size)
+        self._engines = build_engines(settings, size, equal_seeds=kind.own_index)
         index = MemoryIndex()
         self._paths = [
             EventPath(

@@ -265,7 +265,7 @@ CAUSES: Mapping[str, tuple[Cause, set[str]]] = {
     "wrong_event_port": (wrong_event_port, {"KvatlasFeedDisconnected"}),
     "events_of_something_else": (events_of_something_else, {"KvatlasUndecodableEvents"}),
     "events_are_lost": (events_are_lost, {"KvatlasFeedStartsOver"}),
-    "tokens_beyond_32_bits": (tokens_beyond_32_bits, {"KvatlasBlocksNotPublishable"}),
+    "tokens_beyond_32_bits": (tokens_beyond_32_bits, {"KvatlasBlocksNotPublishable", "KvatlasFeedLeftOut"}),
     "indexer_stutters": (indexer_stutters, {"KvatlasIndexLate"}),
     "block_is_deleted": (block_is_deleted, {"KvatlasIndexDamaged"}),
     "engines_die": (engines_die, {"KvatlasRequestsFail", "KvatlasNoWorkers", "KvatlasPickerRefuses"}),

@@ -47,6 +47,7 @@ HEALTHY = {
     'kvatlas_publisher_outbox_messages{worker="w0", state="waiting"}': "0x90",
     'kvatlas_publisher_messages_total{worker="w0", step="acknowledged"}': "0+60x90",
     'kvatlas_publisher_feed_total{worker="w0", incident="started_over"}': "0x90",
+    'kvatlas_publisher_left_out{worker="w0"}': "0.2x90",
     'kvatlas_publisher_engine_poison_total{worker="w0"}': "0x90",
     'kvatlas_ledger_skipped_total{worker="w0", reason="other_block_size"}': "0x90",
     'kvatlas_ledger_skipped_total{worker="w0", reason="removed_unknown"}': "0+600x90",
@@ -90,6 +91,7 @@ CAUSES: Mapping[str, Mapping[str, str | None]] = {
         'kvatlas_publisher_messages_total{worker="w0", step="acknowledged"}': "5x90",
     },
     "KvatlasFeedStartsOver": {'kvatlas_publisher_feed_total{worker="w0", incident="started_over"}': "0+1x90"},
+    "KvatlasFeedLeftOut": {'kvatlas_publisher_left_out{worker="w0"}': "1x90"},
     "KvatlasUndecodableEvents": {'kvatlas_publisher_engine_poison_total{worker="w0"}': "0+1x90"},
     "KvatlasBlocksNotPublishable": {
         'kvatlas_ledger_skipped_total{worker="w0", reason="other_block_size"}': "0+600x90",

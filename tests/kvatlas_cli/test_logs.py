@@ -45,6 +45,22 @@ def test_a_json_line_has_the_same_as_fields(capsys: pytest.CaptureFixture[str]) 
     assert json.loads(notice_text("router at http://127.0.0.1:1"))["message"] == "router at http://127.0.0.1:1"
 
 
+def test_a_name_writes_no_second_line_and_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    forged = "m\r\n2026-01-01T00:00:00.000Z error store: gone\x1b[2J\u2028\x9b1A\x00é😀"
+    for style in ("console", "json"):
+        log_to_stderr("info", style)
+        _log.info("model %s; %s", forged, "x" * 100_000)
+        written = capsys.readouterr().err
+        assert len(written.splitlines() if style == "console" else written.strip().split("\n")) == 1
+        assert len(written) < 10_000 and "é😀" in written and "\x1b" not in written
+    log_to_stderr("debug", "console")
+    try:
+        raise ValueError("why\nnot")
+    except ValueError:
+        _log.exception("apply failed")
+    assert "Traceback" in capsys.readouterr().err
+
+
 def passed(seconds: list[float], *args: object) -> list[str]:
     """The messages that pass, of one line logged at each of these times."""
     limit, found = RepetitionFilter(), []

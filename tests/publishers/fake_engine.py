@@ -34,8 +34,9 @@ class FakeEngine:
         replay_topic: bool = True,
         answers: bool = True,
         ports: Sequence[int] = (),
+        host: str = "127.0.0.1",
     ) -> None:
-        """`ports`: those of an earlier engine. `answers`: does the replay socket answer?"""
+        """`ports`: those of an earlier engine. `answers`: does the replay socket answer? `host`: as in a URL."""
         self.topic = topic
         self.next_seq = 0
         self.replays: list[int] = []
@@ -49,14 +50,17 @@ class FakeEngine:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._ports = list(ports)
+        self._address = f"tcp://{host}"
+        for socket in (self._pub, self._router):
+            socket.setsockopt(zmq.IPV6, 1)
 
     @property
     def endpoint(self) -> str:
-        return f"tcp://127.0.0.1:{self._ports[0]}"
+        return f"{self._address}:{self._ports[0]}"
 
     @property
     def replay_endpoint(self) -> str:
-        return f"tcp://127.0.0.1:{self._ports[1]}"
+        return f"{self._address}:{self._ports[1]}"
 
     @property
     def ports(self) -> Sequence[int]:
@@ -64,10 +68,8 @@ class FakeEngine:
 
     async def __aenter__(self) -> Self:
         for socket, port in zip((self._pub, self._router), self._ports, strict=False):
-            socket.bind(f"tcp://127.0.0.1:{port}")
-        self._ports = self._ports or [
-            socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self._pub, self._router)
-        ]
+            socket.bind(f"{self._address}:{port}")
+        self._ports = self._ports or [socket.bind_to_random_port(self._address) for socket in (self._pub, self._router)]
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._answer)

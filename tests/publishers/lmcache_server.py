@@ -21,7 +21,8 @@ SUBSCRIBE = msgpack.packb("subscribe_kv_events")
 class LMCacheServer:
     """`store` and `evict` append to its log; a subscriber gets what its cursor has not, a batch for each acknowledgement."""
 
-    def __init__(self, port: int = 0, *, incarnation: int = 1, log_size: int = 1_000) -> None:
+    def __init__(self, port: int = 0, *, incarnation: int = 1, log_size: int = 1_000, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._port = port
         self.incarnation = incarnation
         self.enabled = True
@@ -33,16 +34,17 @@ class LMCacheServer:
 
     @property
     def endpoint(self) -> str:
-        return f"tcp://127.0.0.1:{self._port}"
+        return f"tcp://{self._host}:{self._port}"
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.IPV6, 1)
         if self._port:
             self._router.bind(self.endpoint)
         else:
-            self._port = self._router.bind_to_random_port("tcp://127.0.0.1")
+            self._port = self._router.bind_to_random_port(f"tcp://{self._host}")
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._serve)
@@ -138,7 +140,7 @@ class GrpcLMCacheServer(LMCacheServer):
 
     @property
     def endpoint(self) -> str:
-        return f"grpc://127.0.0.1:{self._port}"
+        return f"grpc://{self._host}:{self._port}"
 
     async def __aenter__(self) -> Self:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
@@ -158,7 +160,7 @@ class GrpcLMCacheServer(LMCacheServer):
                 ),
             )
         )
-        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        self._port = self._server.add_insecure_port(f"{self._host}:{self._port}")
         await self._server.start()
         return self
 

@@ -205,3 +205,81 @@ async def test_heartbeats_that_are_none_are_told_once_and_counted(
     lines = [line for line in caplog.messages if "invalid heartbeat on kvatlas.alive.w" in line]
     assert 2 <= len(lines) <= 4
     assert "what else publishes there?" in lines[0] + lines[1]
+
+
+def stored(name: int, parent: int | None, token: int, **changed: Any) -> dict[str, Any]:
+    fields = {"block_hashes": [name], "parent_block_hash": parent, "token_ids": [token] * 16, "block_size": 16}
+    return {"type": "BlockStored", **fields, "lora_id": None, "medium": "GPU", **changed}
+
+
+def one_batch(*events: dict[str, Any]) -> bytes:
+    return msgpack.packb([1.0, list(events), 0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason", "seen"),
+    [
+        ({"parent_block_hash": 999}, "unknown_parent", "the block before them is not known"),
+        ({"parent_block_hash": 0}, "zero_parent", "the block before them is named 0"),
+        ({"token_ids": [1 << 40] * 16}, "unindexable", "their token ids are above 32 bits"),
+        ({"lora_id": 7}, "adapter_unnamed", "adapters that the engine tells by id alone"),
+        ({"medium": "cpu"}, "removal_untold", "no event says when they are gone"),
+        ({"block_size": "x"}, "unreadable_events", "events can't be read, lately: BlockStored with block_size"),
+    ],
+)
+async def test_a_feed_of_which_nothing_counts_is_named_with_its_reason(
+    nats_client: Client,
+    nats_url: str,
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, Any],
+    reason: str,
+    seen: str,
+) -> None:
+    async with FakeEngine() as engine, sidecar(engine, nats_url, replay_endpoint=None) as publisher:
+        await engine.send(*(one_batch(stored(at, None, at, **changed)) for at in range(1, 41)))
+        found = await diagnosed(publisher)
+        assert (found.name, publisher.ledger.digest.blocks) == ("left_out", 0)
+        assert found.seen.startswith("events arrive, and nothing of them is published: ") and seen in found.seen
+        assert publisher.status()["intake"]["left_out"] == {reason: 40}
+        assert publisher.gauges().left_out == 1.0
+        await engine.send(*(one_batch(stored(at, None, at, **changed)) for at in range(41, 81)))
+        await until(lambda: publisher.gauges().left_out == 1.0, what="it is judged again")
+    assert sum("nothing of them is published" in line for line in caplog.messages) == 1, "it is logged once"
+
+
+async def test_a_late_join_without_replay_heals_once_the_cache_is_reset(nats_client: Client, nats_url: str) -> None:
+    async with FakeEngine() as engine, sidecar(engine, nats_url, replay_endpoint=None) as publisher:
+        await engine.send(*(one_batch(stored(at, at - 1, at)) for at in range(100, 140)))
+        found = await diagnosed(publisher)
+        assert "/reset_prefix_cache" in found.cure
+        await engine.send(one_batch({"type": "AllBlocksCleared"}))
+        await engine.send(*(one_batch(stored(at, at - 1 if at > 200 else None, at)) for at in range(200, 210)))
+        await until(lambda: publisher.ledger.digest.blocks == 10, what="what it stores then is published")
+        await until(lambda: not publisher.diagnoses.current, what="nothing is wrong any more")
+
+
+async def test_an_engine_that_serves_and_tells_nothing_is_named(nats_client: Client, nats_url: str) -> None:
+    with engine_http() as http:
+        http.pages["/health"] = (200, "")
+        async with FakeEngine() as engine, sidecar(engine, nats_url, engine_url=http.url) as publisher:
+            served = {"total": 0}
+
+            async def serve() -> bool:
+                served["total"] += 500
+                page = f"vllm:num_requests_running 0.0\nvllm:prompt_tokens_total {served['total']}\n"
+                http.pages["/metrics"] = (200, page)
+                return bool(publisher.diagnoses.current)
+
+            await until(serve, what="it is seen")
+            found = await diagnosed(publisher)
+            assert found.seen.startswith("the engine serves requests, and nothing is published: no event")
+            assert "--enable-prefix-caching" in found.cure
+
+
+async def test_holes_that_come_again_and_again_are_named(nats_client: Client, nats_url: str) -> None:
+    async with FakeEngine() as engine, sidecar(engine, nats_url, replay_endpoint=None) as publisher:
+        for at in range(1, 6):
+            await engine.send(one_batch(stored(at, None, at)))
+            engine.next_seq += 1
+        found = await diagnosed(publisher)
+        assert "batches are lost again and again" in found.seen and "--replay-endpoint" in found.cure

@@ -7,7 +7,7 @@
 -- Kinds, offers and look-alikes are rows of flat lists: hundreds of tables would take longer than all the rest.
 -- kind: number of its chain (0: none), most tokens that can be used, tokens of a hit that are lost, us for each queued token,
 --   running request, KV token, tokens that a waiting request stands for, us for each prompt token, squared prompt token, hit,
---   us for which predictions are believed, their capacity in steps.
+--   us for which predictions are believed, their capacity in steps, what a us costs by which an open request is delayed.
 -- offer: worker, number of its kind (from 0), steps it holds, cached tokens, cost without load, the part of that cost before
 --   the first token. Ties go to the first offer.
 -- look-alikes: the same, with a likeness instead of a worker.
@@ -17,7 +17,7 @@
 --   look-alikes }
 
 local CHAIN, LIMIT, LOST, QUEUED_US, RUNNING_US, KV_US, WAITING_TOKENS = 1, 2, 3, 4, 5, 6, 7
-local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, KIND_FIELDS = 8, 9, 10, 11, 12, 12
+local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, INTERFERENCE, KIND_FIELDS = 8, 9, 10, 11, 12, 13, 13
 local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3, 4, 5, 6, 6
 local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
@@ -48,6 +48,11 @@ end
 local function worth(kinds, k, tokens)
   local us = kinds[k + TOKEN_US] * tokens + kinds[k + SQUARE_US] * tokens * tokens
   return tokens > 0 and us - kinds[k + HIT_US] or us
+end
+
+-- Returns what a request with so much left to compute costs by delaying the running ones of a worker.
+local function interference(kinds, k, work_us, running)
+  return kinds[k + INTERFERENCE] * math.max(0, work_us) * running
 end
 
 -- Returns how many leading steps two packed chains share: if two hashes are equal, so are all before them.
@@ -265,11 +270,12 @@ local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decod
   if state.in_flight > cached then
     score = score + ask.again_factor * (worth(kinds, k, state.in_flight) - worth(kinds, k, cached))
   end
+  local work_us = rows[at + WORK] - (worth(kinds, k, cached) - worth(kinds, k, rows[at + CACHED]))
+  score = score + interference(kinds, k, work_us, running)
   if limits then
-    local ttft_us = rows[at + WORK] - (worth(kinds, k, cached) - worth(kinds, k, rows[at + CACHED]))
     local missed
     missed, level = check_limits(
-      limits, slots, kv_tokens, decode_us, ttft_us + backlog_us + wait_us, load_us, running, queued,
+      limits, slots, kv_tokens, decode_us, work_us + backlog_us + wait_us, load_us, running, queued,
       known and reported_kv or nil, cached
     )
     score = score + limits.slo_factor * missed

@@ -57,9 +57,10 @@ local function weigh_member(state, at, worker, packed, ring_place)
 end
 
 -- Returns cursors of the orders to be read, { order, weight, last = the last sum read, at, family }..., with weights that add
--- up to the prices of a kind.
-local function cursors_for(kinds, k, family)
-  local queued_us, running_us, kv_us = kinds[k + QUEUED_US], kinds[k + RUNNING_US], kinds[k + KV_US]
+-- up to the prices of a kind; a running request also costs what it is delayed by computing this prompt.
+local function cursors_for(kinds, k, work_us, family)
+  local queued_us, kv_us = kinds[k + QUEUED_US], kinds[k + KV_US]
+  local running_us = kinds[k + RUNNING_US] + interference(kinds, k, work_us, 1)
   local waiting_us = queued_us * kinds[k + WAITING_TOKENS] / TOKENS_PER_WAITING
   local mix = math.min(queued_us, waiting_us, running_us / MIX_TOKENS, kv_us / (MIX_TOKENS * KV_PER_RUNNING))
   local cursors = {}
@@ -139,7 +140,7 @@ local function least_costs(state, at, family)
     state.mean = state.mean or mean_of(state)
     local queued, running, waiting, kv = unpack(state.mean)
     without_load_us = without_load_us + kinds[k + QUEUED_US] * (queued + waiting * kinds[k + WAITING_TOKENS])
-      + (kinds[k + RUNNING_US] * running + kinds[k + KV_US] * kv)
+      + (kinds[k + RUNNING_US] * running + kinds[k + KV_US] * kv) + interference(kinds, k, row[at + WORK], running)
   end
   if state.in_flight > row[at + CACHED] then
     again_us = ask.again_factor * (worth(kinds, k, state.in_flight) - worth(kinds, k, row[at + CACHED]))
@@ -175,7 +176,8 @@ local function weigh_family(state, at, family)
     return
   end
   local kinds, k = state.ask.kinds, state.ask.look_alikes[at + KIND] * KIND_FIELDS
-  local cursors, most, others = cursors_for(kinds, k, family), FIRST_READ, state.count
+  local cursors = cursors_for(kinds, k, state.ask.look_alikes[at + WORK], family)
+  local most, others = FIRST_READ, state.count
   while true do
     local all_read, threshold, all_equal = false, without_load_us, true
     for _, cursor in ipairs(cursors) do

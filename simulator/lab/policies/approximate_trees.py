@@ -37,7 +37,8 @@ class SentPrefixes:
             self._blocks.popitem(last=False)
 
 
-def _chain(request: LabRequest, block_tokens: int) -> list[bytes]:
+def packed_chain(request: LabRequest, block_tokens: int) -> list[bytes]:
+    """A prompt's blocks as scope and sequence hash, for `SentPrefixes`."""
     packed = request.identity.scope.scope_id, request.prompt_chain(block_tokens)
     return [packed[0] + packed[1][at : at + HASH_BYTES] for at in range(0, len(packed[1]), HASH_BYTES)]
 
@@ -63,7 +64,7 @@ class CacheAwareTree(OpenRequests):
         self._balance = balance_abs, balance_rel
 
     def choose(self, request: LabRequest, now_us: float) -> int:
-        chain, numbers = _chain(request, self._block_tokens), range(len(self.open))
+        chain, numbers = packed_chain(request, self._block_tokens), range(len(self.open))
         most, least = max(self.open), min(self.open)
         if most - least > self._balance[0] and most > least * self._balance[1]:
             chosen = self.open.index(least)
@@ -90,7 +91,7 @@ class WeightedScorers(OpenRequests):
         self._sent = [SentPrefixes(engine.cache.num_blocks) for engine in engines]
 
     def choose(self, request: LabRequest, now_us: float) -> int:
-        chain = _chain(request, self._block_tokens)
+        chain = packed_chain(request, self._block_tokens)
         queues = [len(engine.waiting) for engine in self._engines]
         longest, span = max(queues), max(queues) - min(queues)
         scores = [

@@ -177,7 +177,7 @@ class Atlas(LoadBlind):
                 load_after=None if last is None or last is opened.results else last.load_of(chosen.worker_id),
                 ttft_us=sequence.first_token_us - opened.chosen_us,
                 # a client takes the median time between tokens: that of the steps without prefill
-                tpot_us=(opened.step_us + self._step_us(engine)) / 2,
+                tpot_us=(opened.step_us + self._step_us(engine, ended=request)) / 2,
             )
         )
 
@@ -228,11 +228,14 @@ class Atlas(LoadBlind):
             )
         return records
 
-    def _step_us(self, engine: int) -> float:
-        """A decode step of this engine now."""
+    def _step_us(self, engine: int, ended: LabRequest | None = None) -> float:
+        """A decode step of this engine now; `ended`: a request that was part of it and has just ended."""
         one = self._engines[engine]
+        sequences, kv_tokens = len(one.running), one.kv_tokens
+        if ended is not None:
+            sequences, kv_tokens = sequences + 1, kv_tokens + ended.input_tokens + ended.output_tokens
         return self._cost.step_us(
-            prefill_tokens=0, decode_sequences=len(one.running), decode_kv_tokens=one.kv_tokens, swapped_in=0
+            prefill_tokens=0, decode_sequences=sequences, decode_kv_tokens=kv_tokens, swapped_in=0
         )
 
 

@@ -12,6 +12,7 @@ from kvatlas_simulator.lab.policies.atlas import Atlas, AtlasSettings, OverlapOn
 from kvatlas_simulator.lab.policies.cache_blind import LeastLoaded, PrefixHash, RandomChoice, RoundRobin, SessionSticky
 from kvatlas_simulator.lab.policies.dynamo.policy import PACKAGE, Dynamo
 from kvatlas_simulator.lab.policies.oracle import Oracle
+from kvatlas_simulator.lab.policies.outstanding_tokens import LeastPrefillTokens, LMetric, PrefixTokens
 from kvatlas_simulator.lab.policies.protocol import Policy
 from router_client.settings import BookingSettings
 
@@ -30,7 +31,7 @@ class Fleet:
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
     """`meaning`: one line for reports. `uses_events`: the engines' events go into the index, or, if it has its `own_index`, to
-    the policy. `atlas`: the settings of a kvatlas policy."""
+    the policy, by the engines' own hashes, whose seeds are equal then. `atlas`: the settings of a kvatlas policy."""
 
     meaning: str
     make: Callable[[Fleet], Policy]
@@ -63,6 +64,13 @@ POLICIES: Mapping[str, PolicyKind] = {
         "approximate prefixes, queue and cache use weighted, as the inference extension",
         lambda f: WeightedScorers(f.engines, f.rng),
     ),
+    "least-prefill-tokens": PolicyKind(
+        "fewest outstanding prompt tokens", lambda f: LeastPrefillTokens(f.engines, f.rng)
+    ),
+    "prefix-tokens": PolicyKind(
+        "fewest outstanding prompt tokens, less approximate prefixes", lambda f: PrefixTokens(f.engines, f.rng)
+    ),
+    "lmetric": PolicyKind("the same times open requests (LMetric)", lambda f: LMetric(f.engines, f.rng)),
     "overlap-only": PolicyKind(
         "most overlap by the index", lambda f: OverlapOnly(f.engines, f.index), uses_events=True
     ),
@@ -72,6 +80,9 @@ POLICIES: Mapping[str, PolicyKind] = {
     ),
     "kvatlas-no-prefixes-in-flight": _atlas(
         "prompts being computed do not count", AtlasSettings(BookingSettings(prefixes_in_flight=False))
+    ),
+    "kvatlas-no-interference": _atlas(
+        "what a choice costs other requests does not count", AtlasSettings(BookingSettings(interference_factor=0.0))
     ),
     "kvatlas-no-learned-rates": _atlas("default rates", AtlasSettings(learning=False)),
     "kvatlas-no-events": _atlas("what engines hold is predicted", AtlasSettings(events=False)),
@@ -102,5 +113,6 @@ LIVE_POLICIES = tuple(
 """What can be replayed over real servers."""
 
 DEFAULT_POLICIES = (
-    "round-robin", "least-loaded", "session", "prefix-hash", "cache-aware-tree", "weighted-scorers", "kvatlas", "oracle",
+    "round-robin", "least-loaded", "session", "prefix-hash", "cache-aware-tree", "weighted-scorers", "least-prefill-tokens",
+    "prefix-tokens", "lmetric", "kvatlas", "oracle",
 )  # fmt: skip

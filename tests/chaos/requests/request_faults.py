@@ -45,6 +45,34 @@ async def slow(request: Request) -> Response:
     return await well(request)
 
 
+def says(*events: bytes) -> Answer:
+    """A stream of these events, or without any the same error as a body of JSON."""
+
+    async def answer(_: Request) -> Response:
+        async def body() -> AsyncIterator[bytes]:
+            for event in events:
+                yield event
+
+        return StreamingResponse(body(), media_type="text/event-stream") if events else JSONResponse(ERROR)
+
+    return answer
+
+
+async def die_behind_a_comment(_: Request) -> Response:
+    """A stream that keeps the connection alive, and breaks off before any content."""
+
+    async def events() -> AsyncIterator[bytes]:
+        yield COMMENT
+        raise ConnectionResetError("this engine dies here")
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+ERROR = {"error": {"message": "EngineCore encountered an issue", "type": "InternalServerError", "code": 500}}
+ERROR_EVENT = b"data: " + json.dumps(ERROR).encode() + b"\n\n"
+COMMENT = b": keep-alive\n\n"
+PART = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
+
 FAULTS: dict[str, Answer] = {
     "500": status(500),
     "429": status(429),
@@ -53,7 +81,14 @@ FAULTS: dict[str, Answer] = {
     "lies": lie,
     "dies": die,
     "slow": slow,
+    "says an error": says(COMMENT, ERROR_EVENT, b"data: [DONE]\n\n"),
+    "says an error in JSON": says(),
+    "says an error late": says(PART, ERROR_EVENT, b"data: [DONE]\n\n"),
+    "dies behind a comment": die_behind_a_comment,
 }
+STREAMED = frozenset({"dies", "says an error", "says an error late", "dies behind a comment"})
+BREAKS = frozenset({"dies", "says an error late"})
+"""Behind the first content: then no other engine can be tried."""
 
 
 @dataclass(slots=True)
@@ -108,9 +143,8 @@ async def drive(clients: Sequence[httpx.AsyncClient], asked: "Counter[str]", bad
                 figures.tries.append(asked[bad])
             if answer.status_code != 200:
                 figures.lost.append(f"{answer.status_code}: {answer.text[:200]}")
-            elif streamed and not answer.text.endswith("data: [DONE]\n\n"):
-                last = json.loads(answer.text.strip().rpartition("\n\n")[2].removeprefix("data: "))
-                assert "error" in last
+            elif streamed and ('"error"' in answer.text or not answer.text.endswith("data: [DONE]\n\n")):
+                assert '"error"' in answer.text
                 figures.broken += 1
             else:
                 figures.answered += 1

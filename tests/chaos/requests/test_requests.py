@@ -10,7 +10,7 @@ import pytest
 
 from kvatlas.store.connection import Store, open_store
 from kvatlas_router.outliers.pool_outliers import MOST_EJECT_S
-from tests.chaos.requests.request_faults import AT_ONCE, FAULTS, REQUESTS, drive, run
+from tests.chaos.requests.request_faults import AT_ONCE, BREAKS, FAULTS, REQUESTS, STREAMED, drive, run
 from tests.chaos.requests.rolled_routers import RouterTask, roll
 from tests.router.proxy.engines import running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import faulty_engine, well
@@ -32,9 +32,9 @@ async def test_no_request_is_lost_to_one_bad_engine_of_four(
 ) -> None:
     # the bad worker is ejected once: how often it is tried again depends on how long the requests take
     monkeypatch.setattr("kvatlas_router.outliers.pool_outliers.EJECT_S", MOST_EJECT_S)
-    figures = await run(store, valkey_url, FAULTS[fault], streamed=fault == "dies")
+    figures = await run(store, valkey_url, FAULTS[fault], streamed=fault in STREAMED)
     assert figures.lost == []
-    if fault == "dies":
+    if fault in BREAKS:
         assert figures.answered + figures.broken == REQUESTS and figures.broken <= 12
     else:
         assert figures.answered == REQUESTS

@@ -71,6 +71,7 @@ def offer(
     lost_tokens: int = 0,
     believed_us: int = 5 * SECOND_US,
     capacity_steps: int = 0,
+    interference: float = 0.0,
     extra_us: float = 0.0,
 ) -> Offer:
     """A worker that holds `held_steps`, at the cost of computing the rest and decoding."""
@@ -79,7 +80,7 @@ def offer(
     work = worth_us(prices, input_tokens) - saved
     return Offer(
         worker_id,
-        OfferKind(chain, input_tokens - 1, lost_tokens, prices, believed_us, capacity_steps),
+        OfferKind(chain, input_tokens - 1, lost_tokens, prices, believed_us, capacity_steps, interference),
         held_steps,
         cached,
         work + 900_000 + extra_us,

@@ -54,6 +54,7 @@ OTHER = Prices(4.0, 1_500.0, 0.3, 0, 45.0, hit_us=5.0)
 
 numbers = st.sampled_from(NUMBERS)
 workers = st.sampled_from(WORKERS)
+interferences = st.sampled_from([0.0, 0.1, 1.0])
 loads = st.builds(Load, st.integers(0, 9), st.integers(0, 9_000), st.integers(0, 3), st.integers(0, 99_000))
 
 
@@ -75,6 +76,7 @@ def asks(draw: st.DrawFn) -> Ask:
                 lost_tokens=draw(st.sampled_from([0, 16])),
                 believed_us=draw(st.sampled_from([SECOND_US, 40 * SECOND_US])),
                 capacity_steps=6 if worker_id == "c-12" else 0,
+                interference=draw(interferences),
                 extra_us=draw(st.sampled_from([0.0, 0.25, 30_000.0])),
             )
         )
@@ -98,6 +100,7 @@ def look_alike_asks(draw: st.DrawFn) -> Ask:
             prices=draw(st.sampled_from([PRICES, OTHER, DEFAULT])),
             lost_tokens=draw(st.sampled_from([0, 16])),
             capacity_steps=6 if number == 2 else 0,
+            interference=draw(interferences),
             extra_us=draw(st.sampled_from([0.0, 30_000.0])),
         )
         look_alikes.append(LookAlikes(LIKENESSES[number], made, draw(st.sampled_from([0.0, 900_000.0]))))

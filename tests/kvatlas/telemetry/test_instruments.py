@@ -12,7 +12,7 @@ from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.fleet.records import EngineState
 from kvatlas.index.local_copy.counters import ReplicaCounters
 from kvatlas.predictions.accuracy import AnswerCounts
-from kvatlas.runtime.http_border import HttpCounters
+from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.telemetry import INSTRUMENTS, export_metrics
 from kvatlas.telemetry.instruments import TOTALS, Instrument
 from kvatlas.telemetry.metric_export import read_distributions
@@ -62,7 +62,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("index_replica", ReplicaCounters()),
         ("answers", AnswerCounts()),
         ("publisher", PublisherCounters()),
-        ("engine", PublisherGauges(1, 0.5, EngineState.UP, 1, 2, TierBlocks(), 0, 0)),
+        ("engine", PublisherGauges(1, 0.5, 0.0, EngineState.UP, 1, 2, TierBlocks(), 0, 0)),
         ("ledger", LedgerCounters()),
         ("index_work", IndexWork(1, 2, 3, 4)),
     ],

@@ -86,6 +86,23 @@ def test_text_needs_an_engine_that_tokenizes_it(ask: Ask) -> None:
 
 
 @pytest.mark.anyio
+async def test_what_was_never_taken_in_is_not_called_evicted(installation: Installation, tmp_path: Path) -> None:
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps({"model": MODEL, "prompt": [*range(500, 520)]}))
+    nats, redis = NatsAccess(installation.nats.url), RedisAccess(installation.valkey.url)
+    async with installation.replicas("i"), installation.worker("w") as url, httpx.AsyncClient(base_url=url) as client:
+        await client.post("/v1/completions", json={"model": MODEL, "max_tokens": 1, "prompt": [*range(40)]})
+
+        async def said() -> str:
+            asked = read_request(str(file))
+            findings = await follow_request(nats, redis, asked, None, DEFAULT_TENANT, 0.05, lambda _: None)
+            lines = [one.line for one in findings if one.check == "request.worker"]
+            return lines[0] if lines and "never stored" in lines[0] else ""
+
+        assert "evicted" not in await until(said, what="its publisher answers")
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("path", "prompt"),
     [

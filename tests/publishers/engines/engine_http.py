@@ -7,17 +7,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
+from tests.certificates import IssuedFiles
+
 
 @dataclass
 class EngineHttp:
-    """What it answers now: (status, body) by path; others are 404."""
+    """What it answers now: (status, body) by path; others are 404. `key`: without it every call is refused."""
 
     server: ThreadingHTTPServer
     pages: dict[str, tuple[int, str]] = field(default_factory=dict)
+    key: str = ""
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}/"
+        return f"{self.scheme}://127.0.0.1:{self.server.server_port}/"
 
     def stop(self) -> None:
         self.server.shutdown()
@@ -25,10 +29,14 @@ class EngineHttp:
 
 
 @contextmanager
-def engine_http() -> Iterator[EngineHttp]:
+def engine_http(files: IssuedFiles | None = None) -> Iterator[EngineHttp]:
+    """`files`: over TLS, with this certificate."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             status, body = served.pages.get(self.path, (404, ""))
+            if served.key and self.headers["authorization"] != f"Bearer {served.key}":
+                status, body = 401, ""
             self.send_response(status)
             self.end_headers()
             with suppress(ConnectionError):  # whoever asked has had enough
@@ -37,6 +45,9 @@ def engine_http() -> Iterator[EngineHttp]:
         def log_message(self, *_: Any) -> None: ...
 
     served = EngineHttp(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+    if files is not None:
+        served.server.socket = files.server_context().wrap_socket(served.server.socket, server_side=True)
+        served.scheme = "https"
     thread = Thread(target=served.server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

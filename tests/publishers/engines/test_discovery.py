@@ -1,10 +1,12 @@
 """What running engines offer, asked over HTTP."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvatlas.engine_access import EngineAccess
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind, Role
 from kvatlas_publishers.engines.discovery import (
@@ -15,6 +17,8 @@ from kvatlas_publishers.engines.discovery import (
     shift_port,
     vllm_offer,
 )
+from tests.certificates import Authority
+from tests.publishers.engines.engine_http import engine_http
 from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio
@@ -62,6 +66,27 @@ async def test_an_engine_that_does_not_answer_is_one_line() -> None:
         match=r"engine at http://127\.0\.0\.1:1/v1/models: .*; start it first, or give endpoint= and model=",
     ):
         await discover("http://127.0.0.1:1")
+
+
+async def test_an_engine_behind_a_key_is_discovered_with_it() -> None:
+    with engine_http() as engine:
+        engine.key = "sk-one"
+        engine.pages = {"/v1/models": (200, '{"data": [{"id": "m"}]}'), "/metrics": (200, PAGE)}
+        with pytest.raises(Unreachable, match="status 401; give the engine's API key with --engine-key-file"):
+            await discover(engine.url, events=False)
+        offer = await discover(engine.url, events=False, access=EngineAccess.parse("w1 sk-one"), worker_id="w1")
+    assert (offer.model_id, offer.block_size) == ("m", 32)
+
+
+async def test_an_engine_with_a_private_certificate_is_discovered(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    with engine_http(authority.issue("localhost")) as engine:
+        engine.pages = {"/v1/models": (200, '{"data": [{"id": "m"}]}')}
+        url = engine.url.replace("127.0.0.1", "localhost")
+        with pytest.raises(Unreachable, match="certificate"):
+            await discover(url, events=False)
+        offer = await discover(url, events=False, access=EngineAccess(ca_file=authority.file))
+    assert offer.model_id == "m"
 
 
 def test_vllm_ranks_have_the_listed_sources_or_the_usual_ports() -> None:

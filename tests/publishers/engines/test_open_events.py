@@ -87,11 +87,27 @@ def test_a_stored_event_that_cant_be_read_is_skipped_and_takes_nothing_away(path
     assert "\n" not in line and ("expected" in line or "hash" in line)
 
 
-@pytest.mark.parametrize("event", [{"type": "block_removed"}, {"type": "block_moved"}, {}, 5, None])
-def test_an_event_that_may_have_removed_blocks_loses_what_came_before_it(event: Any) -> None:
+@pytest.mark.parametrize("event", [{"type": "block_removed"}, {"type": "block_removed", "block_hashes": [1.5]}])
+def test_a_removal_that_names_no_blocks_loses_what_came_before_it(event: Any) -> None:
     cleared = {"type": "all_blocks_cleared"}
     decoded = decode({"engine_id": "e", "events": [cleared, event, cleared]})
     assert (decoded.events, decoded.lost, len(decoded.skipped)) == ([EngineCleared(tuple(Tier))], True, 1)
+
+
+@pytest.mark.parametrize("event", [{"type": "block_moved"}, {}, 5, None])
+def test_an_event_of_another_type_that_names_no_blocks_may_have_removed_any(event: Any) -> None:
+    cleared = {"type": "all_blocks_cleared"}
+    decoded = decode({"engine_id": "e", "events": [cleared, event, cleared]})
+    assert (decoded.lost, decoded.unknown_at, len(decoded.events)) == (False, 1, 2)
+    assert decoded.has_lost(distrust_unknown=True)
+
+
+def test_the_blocks_that_an_unreadable_event_names_are_dropped() -> None:
+    moved = {"type": "block_moved", "block_hashes": ["a", 7]}
+    removed = {"type": "block_removed", "block_hashes": ["b"], "medium": 5}
+    decoded = decode({"engine_id": "e", "events": [moved, removed]})
+    assert decoded.events == [EngineDropped([b"a", 7], None), EngineDropped([b"b"], None)]
+    assert not decoded.has_lost(distrust_unknown=True)
 
 
 @pytest.mark.parametrize(

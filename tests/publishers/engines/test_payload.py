@@ -10,7 +10,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import EngineEventError
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
-from kvatlas_publishers.engine_events import EngineCleared, EngineRemoved, EngineStored
+from kvatlas_publishers.engine_events import EngineCleared, EngineDropped, EngineRemoved, EngineStored
 from kvatlas_publishers.engines import MAX_PAYLOAD_BYTES, decode_batch
 from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 
@@ -323,31 +323,57 @@ def test_an_adapters_id_is_not_its_name(kind: EngineKind, fields: dict[str, Any]
 )
 def test_only_the_undecodable_event_is_skipped(kind: EngineKind, event: Any) -> None:
     decoded = batch(event, stored(), kind=kind)
-    assert len(decoded.events) == 1 and len(decoded.skipped) == 1
+    assert [type(one) for one in decoded.events][-1] is EngineStored and len(decoded.skipped) == 1
     assert "\n" not in decoded.skipped[0]
 
 
 @pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("event", [["BlockRemoved"], {"type": "BlockRemoved", "block_hashes": [1.5]}])
+def test_a_removal_that_names_no_blocks_makes_all_before_it_unknown(kind: EngineKind, event: Any) -> None:
+    decoded = batch(stored(), event, stored(block_hashes=[7, 8]), kind=kind)
+    assert decoded.lost and [one.hashes for one in decoded.events] == [[7, 8]]
+
+
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(
-    ("event", "lost"),
+    "event",
     [
-        (["BlockMoved", [1]], True),
-        ({"no": "type"}, True),
-        (7, True),
-        (["BlockRemoved"], True),
-        ({"type": "BlockRemoved", "block_hashes": [1.5]}, True),
-        ({"type": "BlockRemoved", "block_hashes": [1], "medium": 7}, True),
-        ({"type": "BlockRemoved", "block_hashes": [1], "medium": "TAPE"}, False),  # its blocks are never published
-        (stored(block_hashes="ab"), False),
-        (stored(medium=7), False),
+        ["BlockMoved", [1, 3]],
+        {"type": "BlockMoved", "block_hashes": [1, 3]},
+        {"type": "BlockRemoved", "block_hashes": [1, 3], "medium": 7},
     ],
 )
-def test_an_event_that_may_have_removed_blocks_makes_all_before_it_unknown(
-    kind: EngineKind, event: Any, lost: bool
-) -> None:
+def test_the_blocks_that_an_unreadable_event_names_are_dropped_from_all_tiers(kind: EngineKind, event: Any) -> None:
     decoded = batch(stored(), event, stored(block_hashes=[7, 8]), kind=kind)
-    assert decoded.lost is lost
-    assert [one.hashes for one in decoded.events] == ([[7, 8]] if lost else [[1, 2], [7, 8]])
+    assert not decoded.has_lost(distrust_unknown=True)
+    assert decoded.events[1] == EngineDropped([1, 3], None)
+    assert [one.hashes for one in decoded.events] == [[1, 2], [1, 3], [7, 8]]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("event", [{"no": "type"}, 7, ["BlocksMoved", "GPU"]])
+def test_an_unknown_event_that_names_no_blocks_may_have_removed_any(kind: EngineKind, event: Any) -> None:
+    """What came before it in its batch, a removal among it, counts all the same."""
+    decoded = batch(stored(), event, stored(block_hashes=[7, 8]), kind=kind)
+    assert not decoded.lost and decoded.unknown_at == 1
+    assert [one.hashes for one in decoded.events] == [[1, 2], [7, 8]]
+    assert decoded.has_lost(distrust_unknown=True) and not decoded.has_lost(distrust_unknown=False)
+    assert [one.hashes for one in decoded.known_events] == [[7, 8]]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "BlockRemoved", "block_hashes": [1], "medium": "TAPE"},  # its blocks are never published
+        stored(block_hashes="ab"),
+        stored(medium=7),
+    ],
+)
+def test_an_event_that_removed_no_block_is_skipped_alone(kind: EngineKind, event: Any) -> None:
+    decoded = batch(stored(), event, stored(block_hashes=[7, 8]), kind=kind)
+    assert not decoded.has_lost(distrust_unknown=True)
+    assert [one.hashes for one in decoded.events] == [[1, 2], [7, 8]]
 
 
 @pytest.mark.parametrize(
@@ -382,9 +408,16 @@ def test_an_undecodable_payload_is_one_clear_line(kind: EngineKind, payload: byt
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
 
 
-def test_a_payload_of_10_mb_is_refused_with_its_size() -> None:
-    with pytest.raises(EngineEventError, match="payload of 10000000 bytes; expected at most 8388608"):
-        decode_batch(EngineKind.VLLM, bytes(10_000_000))
+def test_a_payload_above_the_limit_is_refused_with_its_size() -> None:
+    with pytest.raises(EngineEventError, match="payload of 67108865 bytes; expected at most 67108864"):
+        decode_batch(EngineKind.VLLM, bytes(MAX_PAYLOAD_BYTES + 1))
+
+
+def test_a_leaf_of_a_million_tokens_is_removed_in_one_event() -> None:
+    """SGLang with pages of one token, and hashes of nine bytes each."""
+    names = [-(1 << 62) - at for at in range(1_000_000)]
+    decoded = batch({"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"}, kind=EngineKind.SGLANG)
+    assert decoded.events == [EngineRemoved(names)]
 
 
 def test_an_engine_kind_without_a_zmq_feed_is_refused() -> None:

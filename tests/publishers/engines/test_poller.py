@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvatlas.engine_access import EngineAccess
 from kvatlas.fleet.records import EngineKind, EngineState
 from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.diagnoses import Diagnoses
@@ -162,3 +163,28 @@ async def test_sglang_has_its_capacity_on_another_page(engine: EngineHttp, path:
     assert poller.load is not None
     metrics = poller.load.forward_pass
     assert (metrics.total_kv_blocks, metrics.active_kv_blocks, metrics.total_request_slots) == (100, 50, 32)
+
+
+async def test_an_engine_that_refuses_calls_is_diagnosed_until_it_takes_them(engine: EngineHttp) -> None:
+    diagnoses = Diagnoses("w")
+    context = LoadContext("w", EngineKind.VLLM)
+    poller = EnginePoller(engine.url, context, PublisherCounters(), diagnoses)
+    engine.pages = {"/health": (200, ""), "/metrics": (200, ""), "/v1/models": (401, "")}
+    await poller.poll_once()
+    (found,) = diagnoses.current
+    assert "status 401 for /v1/models" in found.seen and "--engine-key-file" in found.cure
+    assert poller.state is EngineState.UP
+    engine.pages["/v1/models"] = (200, '{"data": []}')
+    await poller.poll_once()
+    assert not diagnoses.current
+
+
+async def test_a_poll_carries_the_workers_key(engine: EngineHttp) -> None:
+    engine.key = "sk-one"
+    access = EngineAccess.parse("w sk-one\nsk-others")
+    poller = EnginePoller(
+        engine.url, LoadContext("w", EngineKind.VLLM), PublisherCounters(), Diagnoses("w"), access=access
+    )
+    engine.pages = {"/health": (200, ""), "/metrics": (200, ""), "/v1/models": (200, '{"data": [{"id": "m"}]}')}
+    await poller.poll_once()
+    assert poller.state is EngineState.UP and poller.served_names == ("m",)

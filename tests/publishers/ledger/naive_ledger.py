@@ -61,7 +61,7 @@ class NaiveLedger:
                         self.counts[name, event.tier, event.group] -= 1
             elif isinstance(event, EngineDropped):
                 for key in self.counts:
-                    if key[0] in event.hashes and key[2] == event.group:
+                    if key[0] in event.hashes and event.group in (None, key[2]):
                         self.counts[key] = 0
             else:
                 for key in self.counts:

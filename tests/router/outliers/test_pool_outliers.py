@@ -97,7 +97,7 @@ def test_only_the_router_that_may_tries_again_and_with_one_request_at_a_time() -
     assert outliers.avoid(WORKERS, after).failing == set()
     assert outliers.record_bad("a", after) == 2 * EJECT_S
     later = after + 2 * EJECT_S + 0.1
-    assert outliers.record_good("a", later) and not outliers.ejected(later)
+    assert outliers.record_complete("a", later) and not outliers.ejected(later)
     assert not outliers.has_suspects(later)
 
 

@@ -21,7 +21,8 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 @dataclass(slots=True)
 class FaultyEngine:
-    """`answer` gives the answer to every POST and may be changed; `models` are what it lists."""
+    """`answer` gives the answer to every POST and may be changed; `models` are what it lists; `key`: without it calls are
+    refused."""
 
     answer: Answer
     url: str = ""
@@ -29,6 +30,7 @@ class FaultyEngine:
     adapters: list[str] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     paths: Counter[str] = field(default_factory=Counter)
+    key: str = ""
 
     @property
     def asked(self) -> int:
@@ -44,6 +46,8 @@ async def faulty_engine(answer: Answer) -> AsyncIterator[FaultyEngine]:
         await request.body()
         engine.requests.append(request)
         engine.paths[request.url.path] += 1
+        if engine.key and request.headers.get("authorization") != f"Bearer {engine.key}":
+            return JSONResponse({"error": "Unauthorized"}, 401)
         return await engine.answer(request)
 
     async def models(_: Request) -> Response:

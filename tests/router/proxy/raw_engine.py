@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import httpx
+
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-engine: raw\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -68,3 +70,16 @@ async def silent_engine(first: bytes) -> AsyncIterator[RawEngine]:
     async with server:
         yield engine
         over.set()
+
+
+async def read_cut(client: httpx.AsyncClient, path: str, body: object) -> bytes | None:
+    """What comes of an answer of status 200 before its connection is cut; None if it ends well."""
+    text = b""
+    async with client.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200
+        try:
+            async for part in answer.aiter_raw():
+                text += part
+        except httpx.RemoteProtocolError:
+            return text
+    return None

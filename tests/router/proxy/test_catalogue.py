@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Mapping
 
-import httpx
 import pytest
 
 from kvatlas.errors import Unreachable
@@ -11,6 +10,7 @@ from kvatlas.fleet.records import EngineKind, FleetRecord
 from kvatlas_router.proxy.catalogue import FLEET_AGE_S, Catalogue
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, SCOPE, record
+from tests.router.upstream.nearby_engines import engine_client
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +36,7 @@ class Fleet:
 
 async def test_first_requests_wait_for_the_fleet_and_later_ones_do_not() -> None:
     fleet = Fleet()
-    async with httpx.AsyncClient() as client, asyncio.TaskGroup() as tasks:
+    async with engine_client() as client, asyncio.TaskGroup() as tasks:
         catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
         first = [tasks.create_task(catalogue.scope_of(MODEL)) for _ in range(3)]
         await until(lambda: fleet.asked == 1, what="the fleet is read")
@@ -54,7 +54,7 @@ async def test_first_requests_wait_for_the_fleet_and_later_ones_do_not() -> None
 async def test_a_model_is_not_called_unknown_before_the_fleet_was_read() -> None:
     fleet = Fleet()
     fleet.open.set()
-    async with httpx.AsyncClient() as client:
+    async with engine_client() as client:
         catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
         fleet.records = None
         with pytest.raises(Unreachable):
@@ -71,7 +71,7 @@ async def test_a_pool_is_sglangs_only_if_all_of_its_engines_are() -> None:
     fleet.open.set()
     one = record("s", "http://s:1")
     sglang = one.model_copy(update={"endpoint": one.endpoint.model_copy(update={"kind": EngineKind.SGLANG})})
-    async with httpx.AsyncClient() as client:
+    async with engine_client() as client:
         for records, kind in (({"s": sglang}, EngineKind.SGLANG), ({"s": sglang, **RECORDS}, EngineKind.VLLM)):
             fleet.records = records
             fleet.now_s += 2 * FLEET_AGE_S

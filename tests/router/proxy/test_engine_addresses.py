@@ -2,13 +2,12 @@
 
 from ipaddress import ip_address
 
-import httpx
 import pytest
 
 from kvatlas.addresses import AddressList, check_origin, parse_ip
 from kvatlas.errors import InvalidValue
 from kvatlas.store.connection import Store
-from kvatlas_router.upstream.engine_addresses import AddressPolicy, CheckedTransport
+from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from tests.router.proxy.engines import MODEL, record, running_fleet, running_proxy
 from tests.router.proxy.raw_engine import raw_engine
 
@@ -86,26 +85,6 @@ def test_an_address_that_indexers_vouch_for_is_allowed() -> None:
     assert policy.allows("8.8.8.8", 8000, ip_address("8.8.8.8"))
     assert not policy.allows("8.8.8.8", 8001, ip_address("8.8.8.8"))
     assert not policy.allows("9.9.9.9", 80, ip_address("9.9.9.9"))
-
-
-async def test_a_name_is_connected_to_at_the_address_that_was_checked() -> None:
-    sent: list[httpx.Request] = []
-
-    def note(request: httpx.Request) -> httpx.Response:
-        sent.append(request)
-        return httpx.Response(200)
-
-    async with httpx.AsyncClient(
-        transport=CheckedTransport(AddressPolicy(near=True), httpx.MockTransport(note))
-    ) as client:
-        await client.get("http://localhost:8000/x")
-    (request,) = sent
-    assert parse_ip(request.url.host) is not None and request.headers["host"] == "localhost:8000"
-    async with httpx.AsyncClient(
-        transport=CheckedTransport(AddressPolicy(near=False), httpx.MockTransport(note))
-    ) as client:
-        with pytest.raises(httpx.ConnectError, match="no address to send requests to"):
-            await client.get("http://localhost:8000/x")
 
 
 @pytest.mark.parametrize(

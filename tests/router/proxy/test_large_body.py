@@ -16,6 +16,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas.store.connection import Store
 from kvatlas_router.proxy import large_body
 from kvatlas_router.proxy.engine_call import read_call
+from kvatlas_router.proxy.json_body import UnreadableBody
 from kvatlas_router.proxy.large_body import find_model
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 
@@ -110,9 +111,14 @@ print(peak() - before)
 
 async def test_a_form_of_many_parts_is_not_cut_into_them() -> None:
     kind = "multipart/form-data; boundary=a"
-    field = b'--a\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n'
-    assert (await read_call("POST", "/v1/audio/transcriptions", b"", kind, field + b"--a" * MIB)).model == "m"
-    assert (await read_call("POST", "/v1/audio/transcriptions", b"", kind, b"--a" * MIB + field)).model is None
+    field = b'--a\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+    audio = field % (b"file", b"--a" * MIB)
+    call = await read_call(
+        "POST", "/v1/audio/transcriptions", b"", kind, field % (b"model", b"m") + audio + b"--a--\r\n"
+    )
+    assert call.model == "m"
+    with pytest.raises(UnreadableBody, match="more than 1000 fields"):
+        await read_call("POST", "/v1/audio/transcriptions", b"", kind, field % (b"x", b"") * MIB + b"--a--\r\n")
 
 
 async def test_a_long_chat_goes_to_its_model_by_load(store: Store, valkey_url: str) -> None:

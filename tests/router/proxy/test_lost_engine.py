@@ -8,7 +8,7 @@ from opentelemetry.trace import SpanKind
 
 from kvatlas.store.connection import Store
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
-from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, silent_engine
+from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, read_cut, silent_engine
 from tests.router.proxy.test_proxy import PROMPT, decision, status
 
 pytestmark = pytest.mark.anyio
@@ -54,16 +54,24 @@ async def test_an_answer_lost_in_the_middle_ends_with_an_error_event(store: Stor
         assert (await status(client))["proxy"]["broken"] == 1
 
 
-async def test_an_engine_that_dies_in_the_middle_of_an_event_leaves_no_half_event(
-    store: Store, valkey_url: str
-) -> None:
+async def test_an_answer_lost_in_the_middle_of_an_event_is_cut(store: Store, valkey_url: str) -> None:
+    """No error event could follow half of one."""
     async with (
         raw_engine(HEAD + chunk(EVENT) + chunk(EVENT[:15])) as rude,
         running_fleet(store, {}, {"w1": {"url": rude.url}}),
         running_proxy(valkey_url) as client,
     ):
         body = {"model": MODEL, "prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
-        answer = await client.post("/v1/completions", json=body)
+        assert await read_cut(client, "/v1/completions", body) == EVENT + EVENT[:15]
+
+
+async def test_the_beginning_of_an_event_that_may_be_a_usage_is_not_sent(store: Store, valkey_url: str) -> None:
+    async with (
+        raw_engine(HEAD + chunk(EVENT) + chunk(EVENT[:15])) as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT, "stream": True})
         events = [json.loads(event.removeprefix("data: ")) for event in answer.text.strip().split("\n\n")]
         assert [event.keys() for event in events] == [{"choices"}, {"error"}]
 

@@ -64,10 +64,12 @@ async def serve_everything(request: Request) -> Response:
 
 
 @asynccontextmanager
-async def one_engine(store: Store, valkey_url: str) -> AsyncIterator[tuple[FaultyEngine, httpx.AsyncClient]]:
+async def one_engine(
+    store: Store, valkey_url: str, **changed: Any
+) -> AsyncIterator[tuple[FaultyEngine, httpx.AsyncClient]]:
     async with running_fleet(store, {}) as fleet, faulty_engine(serve_everything) as engine:
         await fleet.report("w1", engine.url)
-        async with running_proxy(valkey_url, tokenizer="none", credentials_to=("*",)) as client:
+        async with running_proxy(valkey_url, tokenizer="none", credentials_to=("*",), **changed) as client:
             yield engine, client
 
 
@@ -115,19 +117,27 @@ async def test_tools_images_several_answers_and_embeddings_pass_unchanged(store:
         assert (await proxy_status(proxy))["proxy"]["answered"] == 5
 
 
-async def test_any_path_with_a_model_goes_to_its_workers(store: Store, valkey_url: str) -> None:
+async def test_inference_calls_of_every_engine_go_to_workers_of_their_model(store: Store, valkey_url: str) -> None:
     async with one_engine(store, valkey_url) as (_, client):
-        for path in ("/v1/responses", "/v1/messages", "/v1/rerank", "/score", "/pooling", "/tokenize", "/v1/new/thing"):
+        for path in ("/v1/responses", "/v1/messages", "/v1/rerank", "/score", "/pooling", "/tokenize", "/generate"):
             answer = await client.post(f"{path}?a=b", json={"model": MODEL, "x": 1})
             assert answer.json() == {"path": path, "method": "POST", "body": {"model": MODEL, "x": 1}}
             worker, parameters = decision(answer)
             assert (worker, parameters["untokenized"], parameters["cached"]) == ("w1", "unread", "0")
-        answer = await client.request("DELETE", f"/v1/responses/r1?model={MODEL}", json={})
-        assert answer.json()["method"] == "DELETE"
-        answer = await client.post(f"/redirected?model={MODEL}")  # as engines do for a slash too many
-        assert (answer.status_code, answer.headers["location"]) == (307, "/other")
         # the only model needs no name
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+
+
+async def test_further_paths_can_be_allowed(store: Store, valkey_url: str) -> None:
+    allowed = "/v1/new/thing,/v1/responses/*,/redirected"
+    async with one_engine(store, valkey_url, allow_path=allowed) as (_, client):
+        answer = await client.post("/v1/new/thing", json={"model": MODEL, "x": 1})
+        assert answer.json() == {"path": "/v1/new/thing", "method": "POST", "body": {"model": MODEL, "x": 1}}
+        answer = await client.request("DELETE", f"/v1/responses/r1?model={MODEL}", json={})
+        assert answer.json()["method"] == "DELETE"
+        answer = await client.post(f"/redirected?model={MODEL}")
+        assert (answer.status_code, answer.headers["location"]) == (307, "/other")
+        assert (await client.post("/v1/new/thing/else", json={"model": MODEL})).status_code == 404
 
 
 async def test_errors_are_those_of_the_official_client(store: Store, valkey_url: str) -> None:
@@ -148,12 +158,12 @@ async def test_errors_are_those_of_the_official_client(store: Store, valkey_url:
         with pytest.raises(openai.RateLimitError):
             await client.completions.create(model=MODEL, prompt="a")
         for method, path, code in (
-            ("POST", "/reset_prefix_cache", 404),
-            ("GET", "/nothing", 404),
-            ("POST", "/v1/load_lora_adapter", 404),
+            *(("POST", path, 404) for path in ("/reset_prefix_cache", "/v1/load_lora_adapter", "/pause", "/shutdown")),
+            *(("GET", path, 404) for path in ("/nothing", "/is_paused", "/tokenizer_info", "/v1/responses/r1")),
         ):
             answer = await proxy.request(method, path, json={"model": MODEL} if method == "POST" else None)
             assert (answer.status_code, answer.json()["error"]["code"]) == (code, "unknown_url")
+            assert path in answer.json()["error"]["message"] and "--allow-path" in answer.json()["error"]["message"]
         assert engine.paths.keys() == {"/v1/completions"}
 
 
@@ -190,7 +200,7 @@ async def test_web_pages_of_given_origins_may_ask(store: Store, valkey_url: str)
     async with running_fleet(store, {"w1": {}}):
         async with running_proxy(valkey_url) as client:
             plain = await client.options("/v1/chat/completions", headers=asked)
-            assert plain.status_code == 204 and "access-control-allow-origin" not in plain.headers
+            assert plain.status_code == 405 and "access-control-allow-origin" not in plain.headers
         async with running_proxy(valkey_url, cors_origins=("https://chat.example",)) as client:
             allowed = await client.options("/v1/chat/completions", headers=asked)
             assert allowed.headers["access-control-allow-origin"] == "https://chat.example"

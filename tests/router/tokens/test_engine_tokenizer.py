@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -22,6 +21,7 @@ from tests.router.apis import TURNS, body_of
 from tests.router.proxy.faulty_engine import faulty_engine
 from tests.router.proxy.raw_engine import silent_engine
 from tests.router.tokens.small_model import save_simulators
+from tests.router.upstream.nearby_engines import engine_client
 from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio
@@ -50,8 +50,11 @@ async def test_an_engine_and_a_local_tokenizer_agree_with_what_the_engine_comput
     tmp_path: Path, renders: bool
 ) -> None:
     local = LocalTokenizer.from_folder(save_simulators(tmp_path))
-    async with running_engine(num_gpu_blocks=1024, enable_scale_out=renders) as (addresses, client):
-        tokenizer = EngineTokenizer(client, of(addresses.base_url))
+    async with (
+        running_engine(num_gpu_blocks=1024, enable_scale_out=renders) as (addresses, client),
+        engine_client() as calls,
+    ):
+        tokenizer = EngineTokenizer(calls, of(addresses.base_url))
         requests = [TextRequest(Api.CHAT, body) for body in BODIES]
         requests.append(TextRequest(Api.COMPLETIONS, {"prompt": "a text", "model": "mock-model"}))
         for request in requests:
@@ -69,12 +72,12 @@ async def test_every_api_has_the_tokens_of_its_rendering(tmp_path: Path, api: Ap
     local = LocalTokenizer.from_folder(save_simulators(tmp_path))
     request = TextRequest(api, body_of(api))
     expected = list(render([{"role": role, "content": text} for role, text in TURNS]).encode())
-    async with running_engine(enable_scale_out=renders) as (addresses, client):
+    async with running_engine(enable_scale_out=renders) as (addresses, _), engine_client() as client:
         found = await EngineTokenizer(client, of(addresses.base_url)).token_ids(request)
     assert list(found.ids if isinstance(found, PromptTokens) else found) == list(local.encode(request)) == expected
 
 
-@pytest.mark.parametrize("status", [404, 500, 200])
+@pytest.mark.parametrize("status", [403, 404, 500, 200])
 async def test_an_engine_that_does_not_render_is_asked_to_only_now_and_then(status: int) -> None:
     asked: list[str] = []
     now = 0.0
@@ -85,7 +88,7 @@ async def test_an_engine_that_does_not_render_is_asked_to_only_now_and_then(stat
             return JSONResponse({"error": "broken"}, status_code=status)
         return JSONResponse({"tokens": [1]})
 
-    async with faulty_engine(answer) as engine, httpx.AsyncClient() as client:
+    async with faulty_engine(answer) as engine, engine_client() as client:
         tokenizer = EngineTokenizer(client, of(engine.url), clock=lambda: now)
         for _ in range(2):
             request = TextRequest(Api.CHAT, BODIES[0])
@@ -98,7 +101,7 @@ async def test_an_older_sglang_needs_a_local_tokenizer() -> None:
     async def answer(_: Request) -> Response:
         return JSONResponse({"detail": "prompt: Field required"}, status_code=422)
 
-    async with faulty_engine(answer) as engine, httpx.AsyncClient() as client:
+    async with faulty_engine(answer) as engine, engine_client() as client:
         request = TextRequest(Api.CHAT, BODIES[0], EngineKind.SGLANG)
         with pytest.raises(CannotTokenize, match="use a local tokenizer") as error:
             await EngineTokenizer(client, of(engine.url)).token_ids(request)
@@ -106,14 +109,14 @@ async def test_an_older_sglang_needs_a_local_tokenizer() -> None:
 
 
 async def test_another_engine_is_asked_if_one_is_away() -> None:
-    async with running_engine() as (addresses, client):
+    async with running_engine() as (addresses, _), engine_client() as client:
         tokenizer = EngineTokenizer(client, of("http://127.0.0.1:1", addresses.base_url))
         for _ in range(2):
             assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [97, 98]
 
 
 async def test_another_engine_is_asked_if_one_hangs_and_that_one_is_asked_last_for_a_while() -> None:
-    async with silent_engine(b"") as hanging, running_engine() as (addresses, client):
+    async with silent_engine(b"") as hanging, running_engine() as (addresses, _), engine_client() as client:
         now = 0.0
         tokenizer = EngineTokenizer(client, of(hanging.url, addresses.base_url), clock=lambda: now)
         request = TextRequest(Api.COMPLETIONS, {"prompt": "ab"})
@@ -136,7 +139,7 @@ async def test_an_engine_that_is_only_busy_is_waited_for() -> None:
             await may_end.wait()
         return JSONResponse({"tokens": [len(prompt)]})
 
-    async with faulty_engine(answer) as busy, faulty_engine(answer) as idle, httpx.AsyncClient() as client:
+    async with faulty_engine(answer) as busy, faulty_engine(answer) as idle, engine_client() as client:
         engines = [busy.url, idle.url]
 
         async def asked_now(_: TextRequest) -> Sequence[str]:
@@ -155,7 +158,7 @@ async def test_an_engine_that_is_only_busy_is_waited_for() -> None:
 
 
 async def test_engines_without_a_tokenizer_are_told_apart_from_those_that_fail() -> None:
-    async with running_engine() as (addresses, client):
+    async with running_engine() as (addresses, _), engine_client() as client:
         request = TextRequest(Api.COMPLETIONS, {"prompt": "ab"})
         for urls, why in (
             ([], Why.FAILED),
@@ -172,6 +175,6 @@ async def test_engines_without_a_tokenizer_are_told_apart_from_those_that_fail()
 
 async def test_proxies_from_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
-    async with running_engine() as (addresses, _), httpx.AsyncClient(trust_env=False) as client:
+    async with running_engine() as (addresses, _), engine_client() as client:
         tokenizer = EngineTokenizer(client, of(addresses.base_url))
         assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [97, 98]

@@ -8,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
-import httpx
 import pytest
 
 from kvatlas.blocks.media import MediaItem
@@ -28,6 +27,7 @@ from kvatlas_router.tokens.local_tokenizer import LocalTokenizer
 from kvatlas_router.tokens.prompt_reader import MEDIA_TOKENS, PromptReader
 from router_client.chain_cache import ChainCache
 from tests.router.tokens.small_model import CHATML, trained
+from tests.router.upstream.nearby_engines import engine_client
 
 pytestmark = pytest.mark.anyio
 
@@ -111,7 +111,7 @@ def of(*engines: Engine) -> Any:
 
 
 async def test_an_engine_that_renders_chats_gives_all_tokens_and_the_hashes_of_the_images() -> None:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with engine_client() as client:
         with engine({RENDER: (200, RENDERED)}) as one:
             found = await EngineTokenizer(client, of(one)).token_ids(chat(ASKED, stream=True, temperature=0))
         assert found == PromptTokens(RENDERED["token_ids"], [MediaItem(NAME, 5, 20)])  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ async def test_an_engine_that_renders_chats_gives_all_tokens_and_the_hashes_of_t
 
 @pytest.mark.parametrize("status", [403, 404, 405, 501])
 async def test_an_engine_that_does_not_is_asked_for_the_messages_before_the_first_image(status: int) -> None:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with engine_client() as client:
         with engine({RENDER: (status, {}), TOKENIZE: (200, {"tokens": [1, 2, 3]})}) as one:
             tokenizer = EngineTokenizer(client, of(one))
             for _ in range(2):
@@ -151,7 +151,7 @@ async def test_an_engine_that_does_not_is_asked_for_the_messages_before_the_firs
     ],
 )
 async def test_a_rendered_chat_of_another_form_counts_as_none(body: Any) -> None:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with engine_client() as client:
         with engine({RENDER: (200, body), TOKENIZE: (200, {"tokens": [7, 8]})}) as one:
             tokenizer = EngineTokenizer(client, of(one))
             for _ in range(2):

@@ -6,12 +6,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-import httpx
 import pytest
 
-from kvatlas_router.upstream.engine_watch import PROBES, EngineWatch
-from kvatlas_router.upstream.patience import PatientTransport, wait_patiently
+from kvatlas_router.upstream.engine_client import EngineClient, EngineUnreachable
+from kvatlas_router.upstream.patience import wait_patiently
 from tests.router.proxy.faulty_engine import faulty_engine, well
+from tests.router.upstream.nearby_engines import engine_client
 
 pytestmark = pytest.mark.anyio
 
@@ -53,32 +53,21 @@ def address_that_does_not_answer() -> Iterator[str]:
                 one.close()
 
 
-def client() -> httpx.AsyncClient:
-    timeout = httpx.Timeout(60, connect=LIMIT_S)
-    return httpx.AsyncClient(transport=PatientTransport(httpx.Limits()), timeout=timeout)
+def client() -> EngineClient:
+    return engine_client(connect_s=LIMIT_S)
 
 
 async def test_a_connection_that_is_there_is_used_however_late_the_router_looks() -> None:
     async with faulty_engine(well) as engine, client() as engines, busy_loop():
-        assert (await engines.get(f"{engine.url}/health")).status_code == 200
+        assert (await engines.call("GET", f"{engine.url}/health")).status == 200
 
 
 async def test_an_engine_that_takes_no_connection_is_still_given_up() -> None:
     with address_that_does_not_answer() as url:
         async with client() as engines:
-            with pytest.raises(httpx.ConnectTimeout, match=r"no connection within 0\.05 s"):
-                await engines.get(url)
-
-
-async def test_a_probe_whose_answer_is_read_late_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas_router.upstream.engine_watch.PROBE_S", LIMIT_S)
-    async with faulty_engine(well) as engine, client() as engines:
-        watch = EngineWatch(engines, patience_s=0.0)
-        with watch.watch(engine.url) as watched:
-            async with busy_loop():
-                for _ in range(PROBES + 1):
-                    await watch.probe_stalled()
-            assert not watched.hangs
+            with pytest.raises(EngineUnreachable, match=r"no connection within 0\.05 s") as raised:
+                await engines.call("GET", url)
+            assert not raised.value.connected
 
 
 async def test_a_call_that_takes_too_long_is_cancelled() -> None:

@@ -61,6 +61,7 @@ def scores(
     input_tokens: int,
     output_tokens: int,
     booked: Mapping[str, Busy] | None = None,
+    interference: float = 0.1,
 ) -> dict[str, int]:
     """Each candidate's score in microseconds. `held`: the nearest tier of each token that a worker holds of the prompt;
     `booked`: what routers have booked on workers, with its prefill still to come."""
@@ -84,7 +85,10 @@ def scores(
             reach = reused(me, len(theirs), input_tokens)
             if reach > usable:
                 ways.append([*own, *cut(theirs[usable:reach], workers[source].endpoint, me)])
-        found[id] = min(cost(parts, input_tokens, output_tokens, busy) for parts in ways)
+        best = min(ways, key=lambda parts: cost(parts, input_tokens, output_tokens, busy))
+        found[id] = cost(best, input_tokens, output_tokens, busy)
+        if profile == "engine" and me.role is not Role.PREFILL:  # every running request waits for this prompt
+            found[id] += round(interference * cost(best, input_tokens, 0, Busy()) * busy.running)
     return found
 
 

@@ -200,7 +200,11 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
         return min(plans, key=lambda one: profile.price(one).score_us)
 
     def whole(id: str, output: int) -> int:
-        return profile.price(plan(id, output)._replace(load=reported_load(id))).score_us
+        mine, load = plan(id, output), reported_load(id)
+        alone = profile.price(mine).ttft_us
+        assert alone is not None
+        waits = 0 if records[id].endpoint.role is Role.PREFILL else 0.1 * alone * load.running_decodes
+        return profile.price(mine._replace(load=load)).score_us + round(waits)
 
     costs = []
     for id, record in records.items():
@@ -244,9 +248,9 @@ async def test_no_worker_or_pair_is_cheaper_than_the_choice(
             await client.reserve_pd(asked, dry_run=True)
         return
     pair = await client.reserve_pd(asked, dry_run=True)
-    assert pair.score_us == pytest.approx(min(costs), abs=3)  # roundings of terms
+    assert pair.score_us == pytest.approx(min(costs), abs=15)  # roundings of terms, one of them times 40 requests
     other = pair.ranking.alternative
-    assert other is None or other.score_us >= pair.score_us - 3
+    assert other is None or other.score_us >= pair.score_us - 15
 
 
 # ---------------------------------------------------------------- booked

@@ -97,7 +97,7 @@ def test_every_candidate_costs_what_a_naive_ranking_says(
     asked = prompt(tokens, output)
     results = rank(asked, records, prefixes, profile, fingerprint=b"f")
     tiers = {id: [run.tiers[0] for run in prefix.runs for _ in range(run.tokens)] for id, prefix in prefixes.items()}
-    expected = naive_costs.scores(profile.name, records, tiers, tokens, output)
+    expected = naive_costs.scores(profile.name, records, tiers, tokens, output, interference=0.0)
     assert {result.worker_id: result.score_us for result in results} == pytest.approx(
         expected, rel=0, abs=2
     )  # rounding

@@ -93,3 +93,11 @@ def test_generated_workloads_share_prefixes_and_repeat_by_seed(name: str) -> Non
         shared += sum(one in seen for one in mine) * workload.block_tokens
         seen.update(mine)
     assert 0.2 < shared / workload.prompt_tokens < 0.99
+
+
+def test_answers_are_whole_sooner_if_a_choice_counts_whom_it_delays() -> None:
+    def mean_answer_us(policy: str) -> float:
+        served = replay(small(400), policy, FLEET, 1, speed=8.0).served
+        return sum(one.ttft_us + one.tpot_us * max(0, one.output_tokens - 1) for one in served) / len(served)
+
+    assert mean_answer_us("kvatlas") < mean_answer_us("kvatlas-no-interference")

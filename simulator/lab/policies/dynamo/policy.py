@@ -5,6 +5,8 @@ as vLLM publishes them, over ZMQ; of hybrids those of full attention, all that i
 replay has none: after each engine's events comes a block that marks them, and a choice waits until the service holds the
 marks. So a choice sees all events that are there by then.
 
+Its guide asks for engines whose hash seeds are equal (PYTHONHASHSEED), so here they are.
+
 What stays: of equal workers the service takes any, so two runs by one seed may differ a little.
 """
 

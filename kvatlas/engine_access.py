@@ -1,0 +1,64 @@
+"""How our own calls to engines authenticate (token ids, models, health, metrics, events), and which certificates they trust."""
+
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvatlas.errors import InvalidValue
+from kvatlas.identity import check_worker_id
+from kvatlas.store.access import tls_context
+
+KEY_CURE = "give the engine's API key with --engine-key-file"
+"""What helps against a 401 or a 403."""
+REFUSED = (401, 403)
+_RANK = re.compile(r"-dp\d+$")
+_KEY = re.compile(r"[!-~]{1,4096}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAccess:
+    """`keys`: API keys by worker; `key`: of all other engines. `ca_file` is trusted instead of the system's authorities, which
+    SSL_CERT_FILE and SSL_CERT_DIR may name."""
+
+    key: str | None = field(default=None, repr=False)
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    ca_file: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str, ca_file: Path | None = None) -> "EngineAccess":
+        """Of a file's text: a line is one key for all engines, or a worker and its key. Raises InvalidValue, without keys."""
+        key: str | None = None
+        keys: dict[str, str] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            if len(words) > 2 or not _KEY.fullmatch(words[-1]):
+                raise InvalidValue(f"line {number}: expected a key, or a worker and its key")
+            if len(words) == 2:
+                keys[check_worker_id(words[0].replace(".", "_"))] = words[1]
+            elif key is None:
+                key = words[0]
+            else:
+                raise InvalidValue(f"line {number}: expected one key for all engines, and others with their workers")
+        return cls(key, keys, ca_file)
+
+    def key_of(self, worker_id: str) -> str | None:
+        """The worker's own, its instance's if it is a rank, or that of all engines."""
+        instance = _RANK.sub("", worker_id)
+        return self.keys.get(worker_id) or self.keys.get(instance) or self.key
+
+    def headers_of(self, worker_id: str) -> dict[str, str]:
+        """The header that carries the key; none without a key."""
+        key = self.key_of(worker_id)
+        return {} if key is None else {"authorization": f"Bearer {key}"}
+
+    def tls_context(self) -> ssl.SSLContext:
+        """Raises OSError for a file that can't be read, ssl.SSLError for one without a certificate."""
+        return tls_context("engines", self.ca_file)
+
+
+NO_KEY = EngineAccess()
+"""Of engines that ask for none."""

@@ -1,0 +1,20 @@
+-- put_objects: which worker has these objects. If there are more than `most`, they become the older ones, whose place they take:
+-- never more than twice as many are kept.
+--
+-- KEYS 1 newer objects   HASH  object id -> worker id
+--      2 older objects   HASH  object id -> worker id
+-- ARGV 1 most
+--      2 s for which they are kept without a change
+--      3... object id, worker id...
+-- returns an empty list
+register('kvatlas_fleet_put_objects', function(keys, args)
+  local newer, older = keys[1], keys[2]
+  for i = 3, #args, 2 do
+    redis.call('HSET', newer, args[i], args[i + 1])
+  end
+  redis.call('EXPIRE', newer, args[2])
+  if redis.call('HLEN', newer) > tonumber(args[1]) then
+    redis.call('RENAME', newer, older)
+  end
+  return {}
+end)

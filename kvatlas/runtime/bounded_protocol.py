@@ -1,0 +1,226 @@
+"""HTTP/1.1 connections with deadlines for what the client is to send, and a bounded number of them.
+
+A refusal is an answer in JSON. Its connection is closed only when the client has had time to read that: data that arrives on a
+closed socket resets the connection, and takes the answer away.
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvatlas.runtime.connection_shares import ConnectionShares, Place
+from kvatlas.runtime.http_access import PROBES, HttpAccess
+from kvatlas.runtime.http_counters import HttpCounters
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+
+BODY_GRACE_S = 10.0
+LEAST_BYTES_PER_S = 2_048
+"""A body comes at least this fast, after the grace."""
+STOP_S = 5.0
+"""How long an unfinished body may take when the server stops."""
+PROBE_S = 2.0
+"""How long a connection in the reserve may take for its headers."""
+LINGER_S = 2.0
+"""How long a refused client may take to read why."""
+MOST_HEADER_BYTES = 64 << 10
+
+_FULL = "too many connections are open; expected a later try"
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection. `shares` are those of its server."""
+
+    def __init__(
+        self,
+        *args: Any,
+        access: HttpAccess,
+        shares: "ConnectionShares[BoundedProtocol]",
+        counters: HttpCounters,
+        refusals: RateLimitedLog,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._access = access
+        self._shares = shares
+        self._counters = counters
+        self._refusals = refusals
+        self._header_s = access.header_s
+        self._deadline: asyncio.TimerHandle | None = None
+        self._body_since: float | None = None
+        self._body_bytes = 0
+        self._stops_at: float | None = None
+        self._refused = False
+
+    # ------------------------------------------------------------ events of the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        place = self._shares.open(self, self.client[0] if self.client else None)
+        if place is not Place.FULL:
+            self._counters.too_many += 1
+            most = f"{self._shares.most} in all (--http-connections), {self._shares.share} of one address"
+            self._refusals.report(
+                "connections", f"connection of {self._who} refused: the most that are allowed are {most}"
+            )
+        if place is Place.NONE:
+            self._refuse(503, _FULL)
+            return
+        if place is Place.PROBES:
+            self._header_s = min(PROBE_S, self._header_s)
+            self.app = _ProbesOnly(self.app)
+        self._set_deadline()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._shares.wake(self)
+        self._body_bytes += len(data)
+        super().data_received(data)
+        self._set_deadline()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:
+            self._shares.rest(self)
+        self._set_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._shares.close(self)
+        self._cancel_deadline()
+
+    def shutdown(self) -> None:
+        """The server stops: an unfinished body does not hold it up."""
+        self._stops_at = self.loop.time() + STOP_S
+        super().shutdown()
+        self._cancel_deadline()
+        self._set_deadline()
+
+    def close_idle(self) -> None:
+        self.timeout_keep_alive_handler()
+
+    # ------------------------------------------------------------ deadlines
+
+    def _set_deadline(self) -> None:
+        """If the client is to send something. An idle connection between two requests is uvicorn's (`HttpAccess.idle_s`)."""
+        if self._refused:
+            return
+        reads_body = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
+        if not reads_body:
+            self._body_since = None
+        elif self._body_since is None:
+            self._cancel_deadline()
+            self._body_since, self._body_bytes = self.loop.time(), 0
+        reads_headers = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        discards = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+        if not (reads_headers or reads_body or discards):
+            self._cancel_deadline()
+        elif self._deadline is None:
+            after_s = self._body_left_s() if reads_body else self._header_s
+            self._deadline = self.loop.call_later(after_s, self._end_body if reads_body else self._end_late)
+
+    def _body_left_s(self) -> float:
+        """Seconds until the body is late."""
+        assert self._body_since is not None
+        allowed_s = min(self._access.body_s, BODY_GRACE_S + self._body_bytes / LEAST_BYTES_PER_S)
+        due = self._body_since + allowed_s
+        return (due if self._stops_at is None else min(due, self._stops_at)) - self.loop.time()
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _end_body(self) -> None:
+        self._deadline = None
+        if self._body_since is None or self._body_left_s() > 0:  # more of it came meanwhile
+            self._set_deadline()
+        elif self._stops_at is not None and self.loop.time() >= self._stops_at:
+            self._refuse(503, "the server stops, and the body is not complete; send the request again")
+        else:
+            self._counters.slow += 1
+            rate = f"{LEAST_BYTES_PER_S} bytes a second after {BODY_GRACE_S:g} s"
+            self._refuse(
+                408, f"the body is not complete; expected all of it within {self._access.body_s:g} s, and {rate}"
+            )
+
+    def _end_late(self) -> None:
+        self._counters.too_late += 1
+        line = f"connection of {self._who} closed: no whole request within {self._header_s:g} s"
+        self._refusals.report("late", line)
+        self.transport.close()
+
+    # ------------------------------------------------------------ refusals
+
+    def send_400_response(self, msg: str) -> None:
+        """Called in the handling of an error of the parser."""
+        error = sys.exception()
+        if getattr(error, "error_status_hint", 400) == 431:
+            self._counters.headers += 1
+            self._refuse(431, f"the headers have more than {MOST_HEADER_BYTES} bytes; expected fewer")
+        else:
+            self._refuse(400, f"this is not HTTP/1.1: {error!s:.200}")
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """`HttpBorder` refuses WebSockets; any other upgrade may be left alone (RFC 9110, 7.8)."""
+
+    @property
+    def _who(self) -> str:
+        return self.client[0] if self.client else "unknown"
+
+    def _refuse(self, status: int, line: str) -> None:
+        """Answer instead of the application, and let the client read that."""
+        self._refusals.report(str(status), f"request of {self._who} refused: {line}")
+        self._refused = True
+        self._cancel_deadline()
+        self._unset_keepalive_if_required()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._answer(status, line)
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _answer(self, status: int, line: str) -> None:
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        body = json.dumps({"error": {"message": line, "type": kind, "param": None, "code": None}}).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
+        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+
+
+class _ProbesOnly:
+    """The application on a connection of the reserve: one request, of a probe."""
+
+    def __init__(self, application: Any) -> None:
+        self._application: ASGIApp = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        if scope["path"] in PROBES:
+            await self._application(scope, receive, send_last)
+            return
+        error = {"message": _FULL, "type": "server_error", "param": None, "code": None}
+        body = json.dumps({"error": error}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        start = {"type": "http.response.start", "status": 503, "headers": [*headers, (b"retry-after", b"1")]}
+        await send_last(start)
+        await send_last({"type": "http.response.body", "body": body})

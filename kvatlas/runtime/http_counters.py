@@ -1,0 +1,18 @@
+"""What an HTTP server refuses, counted."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class HttpCounters:
+    """Refusals: `framing` (both lengths), `headers` (too many bytes), `too_long` (the body), `too_late` (the headers), `slow`
+    (the body), `too_many` (connections), `denied` (no valid token), `upgrade` (to a WebSocket)."""
+
+    framing: int = 0
+    headers: int = 0
+    too_long: int = 0
+    too_late: int = 0
+    slow: int = 0
+    too_many: int = 0
+    denied: int = 0
+    upgrade: int = 0

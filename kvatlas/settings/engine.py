@@ -1,0 +1,49 @@
+"""Settings of every process that calls engines over HTTP."""
+
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import Field
+
+from kvatlas.engine_access import EngineAccess
+from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.settings.process import HelpGroups, ProcessSettings, read_secret
+
+
+class EngineAccessSettings(ProcessSettings):
+    """API keys of engines, and the authorities that sign their certificates."""
+
+    help_groups: ClassVar[HelpGroups] = {"Engines": "engine_key_file engine_ca_file"}
+
+    engine_key_file: Path | None = Field(
+        default=None,
+        description="File with the API key that our own calls to engines carry (token ids, models, health, metrics): one key, "
+        "or lines of WORKER KEY.",
+    )
+    engine_ca_file: Path | None = Field(
+        default=None,
+        description="Certificates that engines' own are checked against; default: the system's, or SSL_CERT_FILE.",
+    )
+
+    @classmethod
+    def load(cls, **flags: Any) -> Self:
+        """See `ProcessSettings.load`. Both files must be readable."""
+        settings = super().load(**flags)
+        _ = settings.engine_access  # raises
+        return settings
+
+    @property
+    def engine_access(self) -> EngineAccess:
+        """Raises SettingsError for a file that can't be used."""
+        text = read_secret(self.engine_key_file, "--engine-key-file") if self.engine_key_file is not None else ""
+        try:
+            access = EngineAccess.parse(text, self.engine_ca_file)
+        except InvalidValue as error:
+            raise SettingsError(f"--engine-key-file is {str(self.engine_key_file)!r}: {error}") from None
+        if self.engine_ca_file is not None:
+            try:
+                access.tls_context()
+            except OSError as error:  # ssl.SSLError is one
+                file = f"--engine-ca-file is {str(self.engine_ca_file)!r}"
+                raise SettingsError(f"{file}, which has no certificate: {error.strerror or error}") from None
+        return access

@@ -1,0 +1,13 @@
+"""The HTTP client of a publisher, for its one engine."""
+
+import httpx
+
+from kvatlas.engine_access import EngineAccess
+
+
+def engine_http(url: str, worker_id: str, access: EngineAccess, timeout_s: float) -> httpx.AsyncClient:
+    """With the engine's API key and its authorities. Ignores proxies from the environment: the engine is in the same pod, or
+    nearly."""
+    tls = access.tls_context() if url.startswith("https:") else False  # the system's authorities take megabytes
+    headers = access.headers_of(worker_id)
+    return httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, verify=tls, timeout=timeout_s, trust_env=False)

@@ -1,0 +1,137 @@
+"""What a publisher takes in of what its engine tells, and the one diagnosis of a feed of which (nearly) nothing counts (pure;
+times are the caller's seconds).
+
+    events come, and less than a tenth of their blocks can be published    the most frequent reason, its share, its cure
+    the engine serves requests, nothing is published, no event comes      the engine's settings
+    the feed has holes again and again                                    the replay socket
+
+It is judged over the last one to two periods in which events came: what was so an hour ago says nothing, and an engine that
+is idle keeps its verdict.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+LEAST_TOLD = 8
+"""Fewer blocks and events say nothing yet."""
+LEFT_OUT_SHARE = 0.9
+PERIOD_S = 60.0
+HOLES = 3
+HOLES_S = 600.0
+"""So many holes in this time that replay did not fill: everything held was dropped at each."""
+SERVING_S = 10.0
+SERVED_TOKENS = 1_024
+"""An engine that ran requests for so long, or took in so many prompt tokens, must have stored a block."""
+
+
+class Reason(StrEnum):
+    """Why told blocks are left out."""
+
+    UNKNOWN_PARENT = "unknown_parent"
+    ZERO_PARENT = "zero_parent"
+    OTHER_BLOCK_SIZE = "other_block_size"
+    UNINDEXABLE = "unindexable"
+    NO_TOKENS = "no_tokens"
+    ADAPTER_UNNAMED = "adapter_unnamed"
+    REMOVAL_UNTOLD = "removal_untold"
+    NO_FULL_ATTENTION = "no_full_attention"
+    UNREADABLE_EVENTS = "unreadable_events"
+    UNREADABLE_PAYLOADS = "unreadable_payloads"
+    IGNORED = "ignored"
+    NO_EVENTS = "no_events"
+    HOLES = "holes"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Counts since the publisher's start. `told`: blocks of full attention that events told, and one for each event or batch
+    that is left out as a whole; `left_out`: of these, by reason. `unfilled`: holes in the feed that replay did not fill."""
+
+    told: int = 0
+    left_out: Mapping[Reason, int] | None = None
+    unfilled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What the engine's metrics say of its work. `prompt_tokens`: since its start."""
+
+    running: bool = False
+    prompt_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`reason` None: nothing is wrong. `share`: of `told`, what was left out, by whatever reason; `of_reason`: by this one."""
+
+    reason: Reason | None = None
+    told: int = 0
+    left_out: int = 0
+    of_reason: int = 0
+
+    @property
+    def share(self) -> float:
+        """Of what was told, 0 to 1; 1 if the engine serves requests and tells nothing."""
+        if self.reason is Reason.NO_EVENTS:
+            return 1.0
+        return self.left_out / self.told if self.told else 0.0
+
+
+class Intake:
+    """Of one worker: give it the counts about once a second."""
+
+    def __init__(self) -> None:
+        self._periods: deque[tuple[float, Taken]] = deque(maxlen=2)
+        self._told = 0
+        self._served_s = 0.0
+        self._served_from: float | None = None
+        self._looked_s: float | None = None
+        self._unfilled = 0
+        self._holes_s: deque[float] = deque(maxlen=HOLES)
+        self.verdict = Verdict()
+
+    def judge(self, taken: Taken, serving: Serving, *, publishes: bool, now_s: float) -> Verdict:
+        """`publishes`: is any block published now?"""
+        if not self._periods:
+            self._periods.append((now_s, Taken()))
+        since_s, _ = self._periods[-1]
+        _, before = self._periods[0]
+        told = taken.told - before.told
+        left_out = {
+            reason: more
+            for reason, count in (taken.left_out or {}).items()
+            if (more := count - (before.left_out or {}).get(reason, 0)) > 0
+        }
+        if now_s - since_s >= PERIOD_S and taken.told - self._periods[-1][1].told >= LEAST_TOLD:
+            self._periods.append((now_s, taken))
+        silent = self._is_silent(taken, serving, publishes=publishes, now_s=now_s)
+        holes = self._has_holes(taken.unfilled, now_s)
+        total = sum(left_out.values())
+        if told >= LEAST_TOLD and total >= LEFT_OUT_SHARE * told:
+            reason = max(left_out, key=lambda one: left_out[one])
+            self.verdict = Verdict(reason, told, total, left_out[reason])
+        elif silent:
+            self.verdict = Verdict(Reason.NO_EVENTS)
+        elif holes:
+            self.verdict = Verdict(Reason.HOLES, told, total, len(self._holes_s))
+        else:
+            self.verdict = Verdict(None, told, total)
+        return self.verdict
+
+    def _is_silent(self, taken: Taken, serving: Serving, *, publishes: bool, now_s: float) -> bool:
+        """Does the engine serve requests, while nothing is published and nothing is told?"""
+        passed_s = 0.0 if self._looked_s is None else now_s - self._looked_s
+        self._looked_s = now_s
+        if publishes or taken.told != self._told or self._served_from is None:
+            self._told, self._served_s, self._served_from = taken.told, 0.0, serving.prompt_tokens
+            return False
+        self._served_from = min(self._served_from, serving.prompt_tokens)  # it begins anew with the engine
+        self._served_s += passed_s if serving.running else 0.0
+        return self._served_s >= SERVING_S or serving.prompt_tokens - self._served_from >= SERVED_TOKENS
+
+    def _has_holes(self, unfilled: int, now_s: float) -> bool:
+        self._holes_s.extend([now_s] * (unfilled - self._unfilled))
+        self._unfilled = unfilled
+        return len(self._holes_s) == HOLES and now_s - self._holes_s[0] <= HOLES_S

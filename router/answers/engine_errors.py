@@ -1,0 +1,88 @@
+"""Errors that an engine puts into an answer of status 200: an event of its stream, or a whole body of JSON."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+_MARKS = (b'"error"', b'"response.failed"')
+"""One of them is in every error of JSON; inside a text of an answer its quotes would be escaped."""
+_NULL = re.compile(rb'"error"\s*:\s*null')
+
+_STATUS_OF_TYPE = {
+    "badrequesterror": 400,
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "notfounderror": 404,
+    "not_found_error": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "rate_limit_exceeded": 429,
+    "serviceunavailableerror": 503,
+    "overloaded_error": 503,
+}
+"""Types without a code: OpenAI's, Anthropic's, vLLM's and SGLang's, in lower case."""
+UNKNOWN_STATUS = 502
+MOST_LINE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class EngineError:
+    """`status`: the HTTP status that the error stands for; `line`: what it says; `body`: it as JSON, as the engine wrote it."""
+
+    status: int
+    line: str
+    body: bytes
+
+    @classmethod
+    def of_event(cls, type: str, data: bytes) -> Self | None:
+        """Of an event, by its type and data; None for an event that is no error."""
+        named = type.strip().lower() == "error"
+        found = cls.of_body(data)
+        if found is None and named:
+            line = data.decode("utf-8", "replace")
+            body = json.dumps({"error": {"message": line, "type": "server_error", "param": None, "code": None}})
+            return cls(UNKNOWN_STATUS, line[:MOST_LINE], body.encode())
+        return found
+
+    @classmethod
+    def of_body(cls, body: bytes) -> Self | None:
+        """Of a JSON text; None if it is none, or no error."""
+        if not any(mark in body for mark in _MARKS):
+            return None
+        if body.count(_MARKS[0]) == len(_NULL.findall(body)) and _MARKS[1] not in body:
+            return None
+        try:
+            decoded = json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(decoded, dict) or decoded.get("choices"):
+            return None
+        error = _error_in(decoded)
+        if error is None:
+            return None
+        fields: Mapping[str, Any] = error if isinstance(error, Mapping) else {"message": error}
+        line = str(fields.get("message") or fields.get("type") or "an error without a message")
+        return cls(_status_of(fields), line[:MOST_LINE], body)
+
+
+def _error_in(decoded: Mapping[str, Any]) -> Any:
+    """The error object or text of an answer; None for one that has none."""
+    if decoded.get("type") == "response.failed" and isinstance(response := decoded.get("response"), Mapping):
+        return response.get("error") or {"message": "the response failed"}
+    if error := decoded.get("error"):
+        return error if isinstance(error, (Mapping, str)) else None
+    return decoded if "error" in (decoded.get("object"), decoded.get("type")) else None
+
+
+def _status_of(fields: Mapping[str, Any]) -> int:
+    for name in ("code", "status_code", "status"):
+        value = fields.get(name)
+        text = str(value) if isinstance(value, (int, str)) and not isinstance(value, bool) else ""
+        if len(text) == 3 and text.isascii() and text.isdigit() and 400 <= int(text) < 600:
+            return int(text)
+        if (known := _STATUS_OF_TYPE.get(text.lower())) is not None:
+            return known
+    return _STATUS_OF_TYPE.get(str(fields.get("type")).lower(), UNKNOWN_STATUS)

@@ -1,0 +1,130 @@
+"""Server-sent events as the standard defines them (HTML Living Standard, 9.2.6), out of a stream that comes in pieces.
+
+Pure and incremental: every byte is looked at once, so an event of any length in pieces of any length costs linear time.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MOST_DATA_BYTES = 256 << 10
+"""More than this of one event is not kept: events that say something to a router are short."""
+
+_BOM = b"\xef\xbb\xbf"
+_LINE_END = re.compile(rb"\r\n|\r|\n")
+_FIELDS = (b"data", b"event", b"id", b"retry", b":")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`type`: of its `event` field, '' without one. `data`: its lines joined; None: it has none, so that clients do not see
+    it. `cut`: the data is longer than MOST_DATA_BYTES, and only its beginning is here. `end`: the position behind it in the
+    piece that completed it."""
+
+    type: str
+    data: bytes | None
+    cut: bool
+    end: int
+
+
+class EventParser:
+    """Pieces in, complete events out: also those without data, such as comments."""
+
+    def __init__(self) -> None:
+        self.ended_in_cr = False
+        """A line feed that comes next belongs to the last line's end."""
+        self._line: list[bytes] = []
+        self._kept = 0
+        self._cut = False
+        self._data: list[bytes] | None = None
+        self._type = b""
+        self._begun = False
+        self._line_begun = False
+        self._first_line = True
+
+    @property
+    def in_event(self) -> bool:
+        """Is there a part of an event, and not its end?"""
+        return self._begun or self._line_begun
+
+    def feed(self, piece: bytes) -> list[Event]:
+        """The events that this piece completes."""
+        events: list[Event] = []
+        at = 1 if self.ended_in_cr and piece.startswith(b"\n") else 0
+        if piece:
+            self.ended_in_cr = False
+        for found in _LINE_END.finditer(piece, at):
+            self._keep(piece[at : found.start()])
+            at = found.end()
+            if (event := self._end_line(at)) is not None:
+                events.append(event)
+        if at < len(piece):
+            self._keep(piece[at:])
+        elif at and piece.endswith(b"\r"):
+            self.ended_in_cr = True
+        return events
+
+    def end(self) -> Event | None:
+        """What is left at the end of the stream: an event without its empty line, which the standard drops and clients read."""
+        if self._line_begun:
+            self._end_line(0)
+        return self._dispatch(0) if self._begun else None
+
+    def _keep(self, part: bytes) -> None:
+        if not part:
+            return
+        self._line_begun = True
+        room = MOST_DATA_BYTES - self._kept
+        if len(part) > room:
+            part, self._cut = part[:room], True
+        self._kept += len(part)
+        if part:
+            self._line.append(part)
+
+    def _end_line(self, at: int) -> Event | None:
+        line = self._line[0] if len(self._line) == 1 else b"".join(self._line)
+        self._line.clear()
+        empty, self._line_begun = not self._line_begun, False
+        if self._first_line:
+            self._first_line = False
+            empty = empty or line == _BOM
+            line = line.removeprefix(_BOM)
+        if empty:
+            return self._dispatch(at)
+        self._begun = True
+        name, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if name == b"data":
+            if self._data is None:
+                self._data = []
+            self._data.append(value)
+        elif name == b"event":
+            self._type = value
+        return None
+
+    def _dispatch(self, at: int) -> Event:
+        data = None if self._data is None else b"\n".join(self._data)
+        event = Event(self._type.decode("utf-8", "replace"), data, self._cut, at)
+        self._data, self._type, self._begun, self._kept, self._cut = None, b"", False, 0, False
+        return event
+
+
+def may_begin_event(text: bytes) -> bool:
+    """Can the text, the beginning of what is not a complete event yet, be that of one?"""
+    head = text[: len(_BOM) + 16].removeprefix(_BOM).lstrip(b"\r\n")
+    return any(head.startswith(field) or field.startswith(head) for field in _FIELDS)
+
+
+def is_event_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Is the answer with these headers a stream of server-sent events?"""
+    return header_value(headers, b"content-type").startswith(b"text/event-stream")
+
+
+def can_be_read(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Is it one that is not compressed?"""
+    return is_event_stream(headers) and header_value(headers, b"content-encoding") in (b"", b"identity")
+
+
+def header_value(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
+    """The first value of a header, in lower case; empty without one."""
+    return next((value.strip().lower() for each, value in headers if each.lower() == name), b"")

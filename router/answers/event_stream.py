@@ -1,0 +1,218 @@
+"""Reads a stream of server-sent events while it passes: its content, its usage, an error, its end."""
+
+import json
+import re
+from typing import Any
+
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_parser import Event, EventParser, may_begin_event
+from kvatlas_router.engine_objects.object_use import response_id
+from router_client.learning.usage import Usage
+
+MOST_HELD_BYTES = 16 << 10
+"""Of an event that is not complete: a longer one is not a usage alone."""
+MOST_WHOLE_BYTES = 4 << 20
+"""Of an event that is given out whole."""
+MOST_PREAMBLE_BYTES = 64 << 10
+"""Of the events before the first content."""
+HEAD_BYTES = 4 << 10
+"""The content of an event, if it has any, begins within these bytes of its data."""
+
+_CONTENT = re.compile(
+    rb'"(?:content|reasoning_content|reasoning|text|refusal|arguments|delta|thinking|partial_json)"\s*:\s*"(?!")'
+    rb'|"(?:tool_calls|token_ids|output_ids)"\s*:\s*\[\s*[^\]\s]'
+)
+"""In an event of vLLM 0.33 or SGLang 0.5 that brings tokens. A JSON decoder would take longer, for each token of each
+answer."""
+_PREAMBLE = (
+    "message_start|content_block_start|response.(created|queued|in_progress|output_item.added|content_part.added)"
+)
+"""Events of Anthropic's messages and OpenAI's responses that come before any token."""
+_LAST = "done|message_stop|response.(completed|incomplete|failed|cancelled)"
+_CHOICES = re.compile(rb'"choices"\s*:')
+_A_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\]\s]')
+_PING = re.compile(rb'\s*\{\s*"type"\s*:\s*"ping"\s*\}\s*')
+_NULL = (b'"usage":null', b'"usage": null')
+
+
+def _type_patterns(types: str) -> tuple[re.Pattern[str], re.Pattern[bytes]]:
+    """Of an event's field `event`, and of the member `type` in its data, which may be the first one or the last."""
+    escaped = types.replace(".", r"\.")
+    return re.compile(escaped), re.compile(rb'"type"\s*:\s*"(?:' + escaped.encode() + rb')"')
+
+
+_PREAMBLE_TYPE, _PREAMBLE_MEMBER = _type_patterns(_PREAMBLE)
+_LAST_TYPE, _LAST_MEMBER = _type_patterns(_LAST)
+
+
+class EventStream:
+    """Bytes in, the same bytes out, at once but for two things.
+
+    `hold`: until the answer has `begun`, its events are held back, so that another engine can still be tried. Comments and
+    pings pass: they say nothing. `hide_usage`: the event that has a usage and no choice is left out, so the beginning of an
+    event waits until it can't be that one.
+
+    `error`: what the stream reports instead of an answer, or after a part of it. `response_id`: of OpenAI's responses.
+    `usage`: the last one seen; `parts`: how many events had a part of the answer, not only a role, a finish reason or a usage;
+    `events`: how many had data; `done`: the event that ends it came; `in_event`: a part of an event was given out, and its end
+    was not.
+    """
+
+    def __init__(self, *, hide_usage: bool, hold: bool = False, whole: bool = False) -> None:
+        """`whole`: give out whole events only, up to MOST_WHOLE_BYTES."""
+        self.usage: Usage | None = None
+        self.error: EngineError | None = None
+        self.response_id: str | None = None
+        self.parts = 0
+        self.events = 0
+        self.done = False
+        self.begun = False
+        self.in_event = False
+        self._hide = hide_usage
+        self._hold = hold
+        self._whole = whole
+        self._parser = EventParser()
+        self._out: list[bytes] = []
+        self._before: list[bytes] = []
+        self._before_bytes = 0
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._last: list[bytes] | None = None
+        """Where the last event went; None: it was left out."""
+
+    def feed(self, piece: bytes) -> bytes:
+        """The bytes for the client now; may be empty."""
+        at = 0
+        if self._parser.ended_in_cr and not self._parser.in_event and piece.startswith(b"\n"):
+            at = 1
+            if self._last is not None:
+                self._last.append(b"\n")
+        for event in self._parser.feed(piece):
+            self._pending.append(piece[at : event.end])
+            at = event.end
+            self._end_event(event)
+        if at < len(piece):
+            self._pending.append(piece[at:])
+            self._pending_bytes += len(piece) - at
+            if self._may_pass():
+                self.in_event = True
+                self._give_out()
+        return self._take()
+
+    def end(self) -> bytes:
+        """The rest at the end of the stream: an event without its empty line, and what was held."""
+        if (event := self._parser.end()) is not None:
+            self._end_event(event)
+        if self._hold and self.error is not None and not self.begun:
+            return b""
+        self.begun = self.begun or self.events > 0
+        self._out += [*self._before, *self._pending]
+        self._before.clear()
+        self._pending.clear()
+        return self._take()
+
+    def _take(self) -> bytes:
+        taken = self._out[0] if len(self._out) == 1 else b"".join(self._out)
+        self._out.clear()
+        return taken
+
+    @property
+    def _holds(self) -> bool:
+        return self._hold and not self.begun
+
+    def _end_event(self, event: Event) -> None:
+        left_out = self._read(event)
+        self.in_event = False
+        if left_out:
+            self._pending.clear()
+            self._last = None
+        elif self._holds and event.data is not None and not _PING.fullmatch(event.data):
+            self._before += self._pending
+            self._before_bytes += sum(map(len, self._pending))
+            self._pending.clear()
+            self._last = self._before
+            if self.error is None and self._before_bytes > MOST_PREAMBLE_BYTES:
+                self.begun = True
+                self._give_out()
+        else:
+            self._give_out()
+        self._pending_bytes = 0
+
+    def _give_out(self) -> None:
+        if not self._holds:
+            self._out += self._before
+            self._before.clear()
+        self._out += self._pending
+        self._pending.clear()
+        self._last = self._out
+
+    def _may_pass(self) -> bool:
+        """May the beginning of an event pass, before its end is there?"""
+        if self.in_event:
+            return True
+        if self._whole:
+            return self._pending_bytes > MOST_WHOLE_BYTES
+        if not self._hide and not self._hold:
+            self.begun = self.begun or not may_begin_event(self._pending[0])
+            return True
+        text = b"".join(self._pending)
+        self._pending[:] = [text]
+        if len(text) > MOST_HELD_BYTES or not may_begin_event(text):
+            self.begun = True
+            return True
+        if self._hide and not _A_CHOICE.search(text):
+            return False
+        self.begun = self.begun or _is_content("", text)
+        return not self._holds
+
+    def _read(self, event: Event) -> bool:
+        """True for an event to leave out."""
+        data = event.data
+        if data is None or _PING.fullmatch(data):
+            return False
+        self.events += 1
+        if data[:16].strip(b' "[]').upper() == b"DONE":
+            self.done = True
+            self.begun = self.begun or self.error is None
+            return False
+        if self.error is not None and not self.begun:
+            return False  # there is no answer, whatever comes
+        if self.error is None and not event.cut:
+            self.error = EngineError.of_event(event.type, data)
+            if self.error is not None:
+                return False
+        head = data[:HEAD_BYTES]
+        if _is_content(event.type, head):
+            self.parts += 1
+            self.begun = True
+        elif _is_of(_LAST_TYPE, _LAST_MEMBER, event.type, data):
+            self.done = self.begun = True
+        elif _is_of(_PREAMBLE_TYPE, _PREAMBLE_MEMBER, event.type, data):
+            self.response_id = self.response_id or response_id(data)
+        elif not _CHOICES.search(head):
+            self.begun = True
+        if event.cut or b'"usage"' not in data or any(null in data for null in _NULL):
+            return False
+        answer = _decode(data)
+        if (usage := Usage.of(answer)) is not None:
+            self.usage = usage
+            return self._hide and not answer.get("choices")
+        return False
+
+
+def _is_content(type: str, text: bytes) -> bool:
+    return _CONTENT.search(text) is not None and not _is_of(_PREAMBLE_TYPE, _PREAMBLE_MEMBER, type, text)
+
+
+def _is_of(types: re.Pattern[str], member: re.Pattern[bytes], type: str, data: bytes) -> bool:
+    """Is it an event of these types?"""
+    if type and type != "message":
+        return types.fullmatch(type) is not None
+    return member.search(data, 0, 256) is not None or member.search(data, max(0, len(data) - 64)) is not None
+
+
+def _decode(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):  # for the client to judge: it passes unchanged
+        return None

@@ -1,0 +1,109 @@
+"""Which worker has the objects that engines keep (`object_use.py`), shared by the fleet's routers."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
+
+from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
+from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.store.connection import reason
+from kvatlas.store.deadline import STORE_FAILURES
+from kvatlas_router.engine_objects.object_use import ObjectUse
+from router_client.decision.selector import Selector
+from router_client.prompt import Prompt
+
+MOST_KNOWN = 100_000
+"""Objects that one router remembers by itself."""
+CALL_S = 1.0
+
+_log = logging.getLogger("kvatlas_router.proxy")
+
+
+class ObjectUnknown(KvatlasError):
+    """No engine is known to have the object that a request names, or that engine is gone."""
+
+
+class ObjectHolders:
+    """Safe to share between tasks of one event loop. Bounded, here and in the store: the oldest objects are forgotten."""
+
+    def __init__(self, fleet: FleetStore, records: Callable[[], Awaitable[Mapping[str, FleetRecord]]]) -> None:
+        self._fleet = fleet
+        self._records = records
+        self._known: OrderedDict[str, str] = OrderedDict()
+
+    async def find(self, use: ObjectUse, workers: Iterable[str] | None = None) -> FleetRecord | None:
+        """The worker that a request must go to; None: any. `workers`: those that it may go to; None: all.
+
+        Raises ObjectUnknown if no worker that is here is known to have what it names, InvalidValue if one request names objects
+        of several, or lists those of all, and Unreachable if the holder can't take requests now, or is not known because the
+        store does not answer.
+        """
+        if not use.ids and not use.lists:
+            return None
+        records = await self._records()
+        among = [id for id in (records if workers is None else workers) if id in records]
+        if len(among) == 1:
+            return records[among[0]]
+        if use.lists:
+            raise InvalidValue(
+                f"this lists what one engine keeps, and there are {len(among)}; ask for an object by its id"
+            )
+        holders = {await self._holder(id): id for id in use.ids}
+        if len(holders) > 1:
+            where = ", ".join(f"{id[:80]} on {worker_id}" for worker_id, id in holders.items())
+            raise InvalidValue(f"no engine has all that the request names: {where}")
+        for worker_id, id in holders.items():
+            record = records.get(worker_id)
+            if record is None:
+                raise ObjectUnknown(f"{id[:80]} was kept by worker {worker_id}, which is gone; make it again")
+            if worker_id not in among:
+                raise InvalidValue(
+                    f"{id[:80]} is kept by worker {worker_id}, which does not serve this request's model"
+                )
+            if not record.routable:
+                raise Unreachable(f"{id[:80]} is kept by worker {worker_id}, which can't take requests now")
+            return record
+        return None
+
+    async def record(self, ids: Iterable[str], worker_id: str) -> None:
+        """The worker's engine keeps these objects. Waits for the store, but not for long: the object's next use may come to
+        another router."""
+        new = {id: worker_id for id in ids if self._known.get(id) != worker_id}
+        if not new:
+            return
+        self._remember(new)
+        try:
+            async with asyncio.timeout(CALL_S):
+                await self._fleet.put_objects(new)
+        except STORE_FAILURES as error:
+            _log.warning(
+                "other routers don't know yet that worker %s has %s: %s", worker_id, next(iter(new)), reason(error)
+            )
+
+    async def _holder(self, id: str) -> str:
+        if (known := self._known.get(id)) is not None:
+            return known
+        try:
+            async with asyncio.timeout(CALL_S):
+                found = await self._fleet.find_object(id)
+        except STORE_FAILURES as error:
+            raise Unreachable(f"{id[:80]}: which engine has it is not known now ({reason(error)})") from error
+        if found is None:
+            raise ObjectUnknown(f"{id[:80]}: no engine is known to have it; it stays on the engine that made it")
+        self._remember({id: found})
+        return found
+
+    def _remember(self, new: Mapping[str, str]) -> None:
+        for id, worker_id in new.items():
+            self._known[id] = worker_id
+            self._known.move_to_end(id)
+        while len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+
+def only_for(prompt: Prompt, holder: FleetRecord) -> Prompt:
+    """The prompt for this worker alone."""
+    return replace(prompt, select=replace(prompt.select or Selector(), allow=frozenset((holder.endpoint.id,))))

@@ -1,0 +1,264 @@
+"""Is one engine alive? Pure: what is seen of it in, its state out.
+
+    ALIVE      it makes progress, or has no work.
+    SUSPECTED  it has work and made no progress for `suspect_s`: it is probed, and gets requests as before.
+    STALLED    nor for `stall_s`, the probe included: it gets no requests, and those without a byte may go elsewhere.
+    PROBING    stalled, and being probed.
+
+Progress is a computed byte of any answer, the probe's included, or counters and KV events that moved (`observe`). Any progress
+makes an engine alive, in any state, however long one request waits there. Status pages and refusals are none.
+
+- **How long it may be silent** (`Bounds`, from its predicted times: `expected_times.py`): the silence begins with the last
+  progress, or with the first request if it had no work. The longest bounds count of those requests that were there then, or
+  came before it could be suspected: later ones, which come as long as it is not found, don't extend it. Answers that began and
+  have no request without a byte beside them: BEGUN.
+- **Clients that left** before the first byte are evidence that an engine had work. LEAST_LEFT of them since the last progress
+  make it suspected, which costs it nothing but a probe. They never stall it by themselves: without a request that waits, only
+  an unanswered probe does.
+- **A probe** has the time between suspicion and stall, from when it was sent. While an engine is stalled one probe is out at a
+  time, PROBE_EVERY_S apart.
+- **An engine that can't be probed** (it refuses the probe itself) stalls only by a request that waits there; it is tried with
+  one real request each TRIAL_EVERY_S instead.
+- **A break of the observer** (`skip`) counts as no silence.
+- After CUT_S in which it was stalled its other answers are given up too (`is_lost`).
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvatlas_router.progress.expected_times import Bounds
+
+BEGUN = Bounds(5.0, 10.0)
+LEAST_LEFT = 3
+LEFT_S = 60.0
+"""They are forgotten when no other request came for so long."""
+PROBE_EVERY_S = 2.0
+PROBE_S = 15.0
+"""How long the probe of a stalled engine is out, at least; the next one replaces it."""
+TRIAL_EVERY_S = 10.0
+CUT_S = 120.0
+
+
+class State(StrEnum):
+    ALIVE = "alive"
+    SUSPECTED = "suspected"
+    STALLED = "stalled"
+    PROBING = "probing"
+
+
+class Probe(StrEnum):
+    """What became of a probe. `UNFIT`: refused as a request, which says nothing."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
+    UNFIT = "unfit"
+
+
+@dataclass(slots=True)
+class _Work:
+    """A request there. `began`: a byte of its answer came."""
+
+    sent: float
+    bounds: Bounds
+    began: bool = False
+
+
+@dataclass(slots=True)
+class _Deadlines:
+    """Requests that come until `closes_at` still count."""
+
+    closes_at: float
+    suspect_at: float
+    stall_at: float
+
+    @classmethod
+    def of(cls, bounds: Bounds, at: float) -> "_Deadlines":
+        return cls(at + bounds.suspect_s, at + bounds.suspect_s, at + bounds.stall_s)
+
+    def add(self, bounds: Bounds, at: float) -> None:
+        if at <= self.closes_at:
+            self.suspect_at = max(self.suspect_at, at + bounds.suspect_s)
+            self.stall_at = max(self.stall_at, at + bounds.stall_s)
+
+
+class EngineProgress:
+    """Times are seconds of any steady clock that does not go back."""
+
+    def __init__(self) -> None:
+        self.state = State.ALIVE
+        self.stalled_at: float | None = None
+        """Since when it is stalled or probing."""
+        self.may_be_probed = True
+        self._work: dict[Hashable, _Work] = {}
+        self._left, self._left_at = 0, 0.0
+        self._quiet_since: float | None = None
+        """Since when it makes no progress though it has work."""
+        self._deadlines: _Deadlines | None = None
+        """Of the requests that waited since then."""
+        self._doubted_at: float | None = None
+        """When the first probe was sent since the last progress."""
+        self._probe_at: float | None = None
+        """When the probe that is out was sent."""
+        self._next_probe_at = 0.0
+        self._trial: Hashable | None = None
+        self._trial_at = 0.0
+
+    # ------------------------------------------------------------ evidence
+
+    def send(self, key: Hashable, bounds: Bounds, now: float) -> None:
+        """A request goes there."""
+        if self._quiet_since is None:
+            self._quiet_since = now
+        if self.is_stalled and self._trial is None:
+            self._trial = key
+        self._work[key] = _Work(now, bounds)
+        self._count(bounds, now)
+
+    def receive(self, key: Hashable, now: float) -> float | None:
+        """A computed byte of its answer is there. Returns the seconds to the first one, if it is that."""
+        work = self._work.get(key)
+        is_first = work is not None and not work.began
+        if work is not None:
+            work.began = True
+        self._progress(now)
+        return now - work.sent if work is not None and is_first else None
+
+    def end(self, key: Hashable, now: float) -> None:
+        """It is over: answered, refused, or sent elsewhere."""
+        self._work.pop(key, None)
+        if key == self._trial:
+            self._trial, self._trial_at = None, now + TRIAL_EVERY_S
+        self._rest_if_idle()
+
+    def leave(self, key: Hashable, now: float) -> None:
+        """Its client left."""
+        work = self._work.get(key)
+        if work is not None and not work.began:
+            self._left, self._left_at = self._left + 1, now
+        self.end(key, now)
+
+    def observe(self, at: float, now: float) -> None:
+        """Its counters or its KV events had moved at `at`."""
+        if self._quiet_since is not None and at > self._quiet_since:
+            self._progress(min(at, now))
+
+    def skip(self, seconds: float, now: float) -> None:
+        """Nothing was looked at for so long."""
+        if self._quiet_since is not None:
+            self._quiet_since = min(now, self._quiet_since + seconds)
+        if self._doubted_at is not None:
+            self._doubted_at = min(now, self._doubted_at + seconds)
+        if (deadlines := self._deadlines) is not None:
+            deadlines.closes_at, deadlines.suspect_at = deadlines.closes_at + seconds, deadlines.suspect_at + seconds
+            deadlines.stall_at += seconds
+        for work in self._work.values():
+            work.sent = min(now, work.sent + seconds)
+
+    def send_probe(self, now: float) -> None:
+        """A probe is on its way."""
+        self._probe_at = now
+        if self._doubted_at is None:
+            self._doubted_at = now
+        self._next_probe_at = now + PROBE_EVERY_S
+        if self.state is State.STALLED:
+            self.state = State.PROBING
+
+    def end_probe(self, outcome: Probe, now: float) -> None:
+        """The probe is over. One that failed may be sent again."""
+        if outcome is Probe.ANSWERED:
+            self._progress(now)
+            return
+        if outcome is Probe.UNFIT:
+            self.may_be_probed = False
+        self._probe_at = None
+        self._next_probe_at = now + PROBE_EVERY_S
+        if self.state is State.PROBING:
+            self.state = State.STALLED
+
+    # ------------------------------------------------------------ judgement
+
+    def judge(self, now: float) -> State:
+        """The state now."""
+        if not self._work and self._left and now - self._left_at > LEFT_S:
+            self._left = 0
+            self._rest_if_idle()
+        if self.is_stalled or self._quiet_since is None:
+            return self.state
+        suspect_at, stall_at = self._suspect_and_stall()
+        if now < suspect_at or not (self._work or self._left >= LEAST_LEFT):
+            return self.state
+        self.state = State.SUSPECTED
+        if now >= stall_at and self._is_sure(stall_at - suspect_at, now):
+            self.state, self.stalled_at = State.STALLED, now
+            self._probe_at, self._next_probe_at = None, now
+            self._trial_at = now + TRIAL_EVERY_S
+        return self.state
+
+    def wants_probe(self, now: float) -> bool:
+        """Should it be probed now? A probe that is out is replaced."""
+        if self.state is State.ALIVE or now < self._next_probe_at:
+            return False
+        if self._probe_at is None:
+            return self.may_be_probed
+        return self.is_stalled and now - self._probe_at >= PROBE_S
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.state in (State.STALLED, State.PROBING)
+
+    def refuses(self, now: float) -> bool:
+        """Should it get no request now?"""
+        if not self.is_stalled:
+            return False
+        return self.may_be_probed or self._trial is not None or now < self._trial_at
+
+    def is_lost(self, now: float) -> bool:
+        """Is it stalled for so long that nothing there will be answered?"""
+        return self.stalled_at is not None and now - self.stalled_at >= CUT_S
+
+    @property
+    def has_work(self) -> bool:
+        return self._quiet_since is not None
+
+    def quiet_s(self, now: float) -> float:
+        """How long it has work and makes no progress."""
+        return 0.0 if self._quiet_since is None else max(0.0, now - self._quiet_since)
+
+    # ------------------------------------------------------------ pieces
+
+    def _progress(self, at: float) -> None:
+        self.state, self.stalled_at, self.may_be_probed = State.ALIVE, None, True
+        self._left, self._trial, self._deadlines = 0, None, None
+        self._doubted_at, self._probe_at, self._next_probe_at = None, None, 0.0
+        self._quiet_since = at if self._work else None
+        for work in self._work.values():
+            if not work.began:
+                self._count(work.bounds, max(at, work.sent))
+
+    def _count(self, bounds: Bounds, at: float) -> None:
+        if self._deadlines is None:
+            self._deadlines = _Deadlines.of(bounds, at)
+        else:
+            self._deadlines.add(bounds, at)
+
+    def _rest_if_idle(self) -> None:
+        """Nothing is left to be answered: that it is silent says nothing."""
+        if not self._work and not self._left and not self.is_stalled:
+            self._quiet_since = self._deadlines = self._doubted_at = self._probe_at = None
+            self.state = State.ALIVE
+
+    def _suspect_and_stall(self) -> tuple[float, float]:
+        """When it is suspected, and when it is stalled, unless it makes progress before."""
+        if self._deadlines is not None:
+            return self._deadlines.suspect_at, self._deadlines.stall_at
+        assert self._quiet_since is not None
+        return self._quiet_since + BEGUN.suspect_s, self._quiet_since + BEGUN.stall_s
+
+    def _is_sure(self, seconds: float, now: float) -> bool:
+        """Was no probe answered for so long? Without a probe: does a request wait there for too long itself?"""
+        if self.may_be_probed:
+            return self._doubted_at is not None and now - self._doubted_at >= seconds
+        since = self._quiet_since or 0.0
+        waiting = [work for work in self._work.values() if not work.began]
+        return any(now >= max(since, work.sent) + work.bounds.stall_s for work in waiting)

@@ -1,0 +1,97 @@
+"""How long an engine may be silent. Pure: predicted and measured times to a first byte in, bounds out.
+
+A prediction is the cost profile's time to the first token, by the backlog that was booked and the learned rates (of an answer
+in one piece: the time of all of it). The ratio of measured to predicted times is learned for each kind of request of a pool,
+over about MEMORY answers: its middle makes the prediction right, its spread (standard deviation of its logarithm) makes the
+bounds.
+
+    expected = prediction x middle
+    suspect  = expected x e^(2 spread), at most 1.5 x expected; at least LEAST_SUSPECT_S
+    stall    = 2 x suspect: at most 3 x expected, if that is 2 s or more; at least 1.5 x the longest silence of up to
+               MOST_QUIET_S in the last minutes that ended with progress
+
+Before ENOUGH answers nothing is known: UNKNOWN_S, and 3 x the prediction if that is longer.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+MEMORY = 64
+ENOUGH = 12
+LEAST_SUSPECT_S = 1.0
+UNKNOWN_S = 30.0
+SPREADS = 2.0
+MOST_FACTOR = 1.5
+SURE = 2.0
+"""A stall is sure after so many times the time of the suspicion."""
+MOST_QUIET_S = 10.0
+QUIET_HALF_LIFE_S = 300.0
+PREDICTION_S = 0.01, 600.0
+"""Least and most that a prediction counts for."""
+UNPREDICTED_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Seconds without progress after which an engine is suspected, and after which it is stalled."""
+
+    suspect_s: float
+    stall_s: float
+
+
+UNKNOWN = Bounds(UNKNOWN_S / SURE, UNKNOWN_S)
+
+
+@dataclass(slots=True)
+class _Ratio:
+    """Middle and variance of the logarithm of measured to predicted times."""
+
+    answers: int = 0
+    middle: float = 0.0
+    variance: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.answers += 1
+        share = 1 / min(self.answers, MEMORY)
+        off = value - self.middle
+        self.middle += share * off
+        self.variance = (1 - share) * (self.variance + share * off * off)
+
+
+@dataclass(slots=True)
+class ExpectedTimes:
+    """Of one pool, by kind of request. Times are seconds of any steady clock."""
+
+    _ratios: dict[str, _Ratio] = field(default_factory=dict)
+    _longest_s: float = 0.0
+    _longest_at: float = 0.0
+
+    def add(self, kind: str, predicted_s: float | None, measured_s: float) -> None:
+        """The first byte of an answer was there after this time."""
+        ratio = self._ratios.setdefault(kind, _Ratio())
+        ratio.add(math.log(max(measured_s, 1e-4) / _bounded(predicted_s)))
+
+    def add_silence(self, seconds: float, now: float) -> None:
+        """An engine with work was silent for so long, and then made progress."""
+        if seconds <= MOST_QUIET_S and seconds >= self._longest(now):
+            self._longest_s, self._longest_at = seconds, now
+
+    def bounds(self, kind: str, predicted_s: float | None, now: float) -> Bounds:
+        """How long an engine may be silent while it has such a request to answer."""
+        predicted_s = _bounded(predicted_s)
+        ratio = self._ratios.get(kind)
+        if ratio is None or ratio.answers < ENOUGH:
+            stall_s = max(UNKNOWN_S, SURE * MOST_FACTOR * predicted_s)
+            return Bounds(stall_s / SURE, stall_s)
+        expected_s = predicted_s * math.exp(min(ratio.middle, 50.0))
+        factor = min(MOST_FACTOR, math.exp(SPREADS * math.sqrt(ratio.variance)))
+        suspect_s = max(LEAST_SUSPECT_S, expected_s * factor)
+        return Bounds(suspect_s, max(SURE * suspect_s, 1.5 * self._longest(now)))
+
+    def _longest(self, now: float) -> float:
+        return self._longest_s * math.exp2(-max(0.0, now - self._longest_at) / QUIET_HALF_LIFE_S)
+
+
+def _bounded(predicted_s: float | None) -> float:
+    least, most = PREDICTION_S
+    return min(most, max(least, UNPREDICTED_S if predicted_s is None else predicted_s))

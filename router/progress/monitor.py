@@ -1,0 +1,284 @@
+"""The progress of all engines: evidence from answers and from fleet records, probes, and requests that go elsewhere.
+
+Each router judges by what it sees itself. The engine's counters show within seconds what it computes for others.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvatlas.fleet.records import FleetRecord
+from kvatlas.runtime.background_task import BackgroundTask
+from kvatlas.store.connection import reason
+from kvatlas.store.deadline import STORE_FAILURES
+from kvatlas_router.progress.engine_progress import EngineProgress, Probe, State
+from kvatlas_router.progress.expected_times import ExpectedTimes
+from kvatlas_router.progress.watched_try import SentTry, WatchedTry
+
+EVERY_S = 0.1
+LATE_S = 0.2
+"""A later look than this was the router's own pause."""
+RECORDS_S = 1.0
+MOST_AGE_S = 10.0
+
+_log = logging.getLogger("kvatlas_router.proxy")
+
+Records = Callable[[], Awaitable[Mapping[str, FleetRecord]]]
+SendProbe = Callable[[FleetRecord], Awaitable[Probe]]
+
+
+@dataclass(slots=True)
+class ProgressCounters:
+    """Plain integers since the router started. `stalls`: engines that made no progress with work; `returns`: those that do
+    again. `probes`: real small requests of ours. `moved`: requests without a byte that left a stalled engine."""
+
+    stalls: int = 0
+    returns: int = 0
+    probes: int = 0
+    moved: int = 0
+
+
+@dataclass(slots=True)
+class _Engine:
+    """`reported`: as stalled, at `stalled_at`. `seen`: what its fleet record said last of its progress."""
+
+    pool_id: str
+    progress: EngineProgress = field(default_factory=EngineProgress)
+    tries: dict[int, WatchedTry] = field(default_factory=dict)
+    probe: "asyncio.Task[None] | None" = None
+    reported: bool = False
+    stalled_at: float = 0.0
+    seen: object = None
+
+
+class ProgressMonitor:
+    """Safe to share between tasks of one event loop."""
+
+    def __init__(self, records: Records, send_probe: SendProbe, clock: Callable[[], float] = time.monotonic) -> None:
+        """`records`: every worker of the fleet by id, the same object until they are read again."""
+        self.counters = ProgressCounters()
+        self._read = records
+        self._send_probe = send_probe
+        self._clock = clock
+        self._engines: dict[str, _Engine] = {}
+        self._times: dict[str, ExpectedTimes] = {}
+        self._records: Mapping[str, FleetRecord] = {}
+        self._read_at = float("-inf")
+        self._looked_at: float | None = None
+        self._task = BackgroundTask(self._run, "kvatlas progress of engines")
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._task.start()
+
+    async def stop(self) -> None:
+        """Look no more."""
+        await self._task.stop()
+        probes = [engine.probe for engine in self._engines.values() if engine.probe is not None]
+        for probe in probes:
+            probe.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+
+    # ------------------------------------------------------------ requests
+
+    @contextmanager
+    def watch(self, sent: SentTry) -> Iterator[WatchedTry]:
+        """Watch the current task's request to an engine. Cancelled by anything else than `WatchedTry.give_up`, its client
+        left."""
+        watched = self.send(sent, asyncio.current_task())
+        try:
+            yield watched
+        except asyncio.CancelledError:
+            watched.leave()
+            raise
+        finally:
+            watched.end()
+
+    def send(self, sent: SentTry, task: "asyncio.Task[object] | None" = None) -> WatchedTry:
+        """A request goes to an engine; `end` or `leave` it. `task`: waits for the answer, and is cancelled to go elsewhere."""
+        watched = WatchedTry(self, sent, task)
+        if sent.computes:
+            now = self._clock()
+            engine = self._engines.setdefault(sent.worker_id, _Engine(sent.pool_id))
+            engine.tries[id(watched)] = watched
+            bounds = self._times_of(sent.pool_id).bounds(sent.kind, sent.predicted_s, now)
+            engine.progress.send(id(watched), bounds, now)
+        return watched
+
+    def receive(self, watched: WatchedTry) -> None:
+        """A computed part of its answer came; see `WatchedTry.progress`."""
+        sent, engine, now = watched.sent, self._engines.get(watched.sent.worker_id), self._clock()
+        if engine is None or not sent.computes:
+            return
+        times = self._times_of(sent.pool_id)
+        if not engine.progress.is_stalled:
+            times.add_silence(engine.progress.quiet_s(now), now)
+        first_s = engine.progress.receive(id(watched), now)
+        if first_s is not None:
+            times.add(sent.kind, sent.predicted_s, first_s)
+
+    def close(self, watched: WatchedTry, *, left: bool) -> None:
+        """It is over; see `WatchedTry.end` and `WatchedTry.leave`."""
+        engine = self._engines.get(watched.sent.worker_id)
+        if engine is not None and engine.tries.pop(id(watched), None) is not None:
+            end = engine.progress.leave if left else engine.progress.end
+            end(id(watched), self._clock())
+
+    # ------------------------------------------------------------ use
+
+    def stalled_in(self, pool_id: str) -> frozenset[str]:
+        """The pool's workers that should get no request now."""
+        now = self._clock()
+        return frozenset(
+            id for id, one in self._engines.items() if one.pool_id == pool_id and one.progress.refuses(now)
+        )
+
+    def stalled(self) -> Mapping[str, float]:
+        """Stalled workers of all pools, with the seconds that they have made no progress."""
+        now = self._clock()
+        return {id: one.progress.quiet_s(now) for id, one in list(self._engines.items()) if one.reported}
+
+    def stalled_by_pool(self) -> Mapping[str, tuple[str, ...]]:
+        """The same by pool."""
+        found: dict[str, tuple[str, ...]] = {}
+        for worker_id in sorted(self.stalled()):
+            pool_id = self._engines[worker_id].pool_id
+            found[pool_id] = (*found.get(pool_id, ()), worker_id)
+        return found
+
+    @property
+    def stalled_workers(self) -> int:
+        """How many these are."""
+        return len(self.stalled())
+
+    def findings(self) -> list[str]:
+        """A line for each of them: what is wrong, and what to do."""
+        return [stall_line(worker_id, seconds) for worker_id, seconds in sorted(self.stalled().items())]
+
+    # ------------------------------------------------------------ looks
+
+    async def look(self) -> None:
+        """Judge every engine once, probe the doubtful ones, and let requests go elsewhere."""
+        now = self._clock()
+        late_s = 0.0 if self._looked_at is None else now - self._looked_at - EVERY_S
+        self._looked_at = now
+        if late_s > LATE_S:
+            for engine in self._engines.values():
+                engine.progress.skip(late_s, now)
+        if self._engines and now - self._read_at >= RECORDS_S:
+            self._read_at = now
+            await self._read_records()
+        for worker_id, engine in list(self._engines.items()):
+            self._judge(worker_id, engine, now)
+
+    def _judge(self, worker_id: str, engine: _Engine, now: float) -> None:
+        progress = engine.progress
+        progress.judge(now)
+        record = self._records.get(worker_id)
+        if engine.probe is not None and progress.state is State.ALIVE:
+            engine.probe.cancel()
+            engine.probe = None
+        if record is not None and progress.wants_probe(now):
+            self._probe(engine, record, now)
+        self._report(worker_id, engine, now)
+        if progress.is_stalled:
+            self._move(worker_id, engine, now)
+        elif not progress.has_work and not engine.reported and not engine.tries:
+            del self._engines[worker_id]
+
+    def _report(self, worker_id: str, engine: _Engine, now: float) -> None:
+        is_stalled = engine.progress.is_stalled
+        if is_stalled and not engine.reported:
+            engine.reported, engine.stalled_at = True, now
+            self.counters.stalls += 1
+            quiet_s = engine.progress.quiet_s(now)
+            _log.warning(
+                "worker %s: stalled: no progress for %.1f s though it has work (%d requests), nor on a probe; it gets no new "
+                "ones, and is probed until it computes again",
+                worker_id,
+                quiet_s,
+                len(engine.tries),
+            )
+        elif engine.reported and not is_stalled:
+            engine.reported = False
+            self.counters.returns += 1
+            _log.info("worker %s: makes progress again after %.1f s", worker_id, now - engine.stalled_at)
+        elif is_stalled and self._records and worker_id not in self._records and not engine.tries:
+            del self._engines[worker_id]  # it left the fleet
+
+    def _move(self, worker_id: str, engine: _Engine, now: float) -> None:
+        alive = frozenset(
+            id
+            for id, record in self._records.items()
+            if record.routable and record.endpoint.pool_id == engine.pool_id and not self._is_stalled(id)
+        )
+        for watched in list(engine.tries.values()):
+            if engine.progress.is_lost(now):
+                watched.give_up()
+            elif not watched.began and alive and watched.sent.may_move(alive) and watched.give_up():
+                self.counters.moved += 1
+
+    def _is_stalled(self, worker_id: str) -> bool:
+        engine = self._engines.get(worker_id)
+        return engine is not None and engine.progress.is_stalled
+
+    # ------------------------------------------------------------ probes, records
+
+    def _probe(self, engine: _Engine, record: FleetRecord, now: float) -> None:
+        if engine.probe is not None:
+            engine.probe.cancel()
+        self.counters.probes += 1
+        engine.progress.send_probe(now)
+
+        async def probe() -> None:
+            outcome = await self._send_probe(record)
+            engine.progress.end_probe(outcome, self._clock())
+
+        engine.probe = asyncio.create_task(probe(), name=f"kvatlas probe of {record.endpoint.id}")
+
+    async def _read_records(self) -> None:
+        try:
+            self._records = await self._read()
+        except STORE_FAILURES as error:
+            _log.debug("fleet not read for progress (%s); going on with answers alone", reason(error))
+            return
+        now = self._clock()
+        for worker_id, engine in self._engines.items():
+            record = self._records.get(worker_id)
+            seen = None if record is None else _evidence_of(record)
+            if record is not None and engine.seen not in (None, seen):
+                engine.progress.observe(now - _age_s(record), now)
+            engine.seen = seen
+
+    def _times_of(self, pool_id: str) -> ExpectedTimes:
+        return self._times.setdefault(pool_id, ExpectedTimes())
+
+    async def _run(self) -> None:
+        while self._task.running:
+            await asyncio.sleep(EVERY_S)
+            await self.look()
+
+
+def stall_line(worker_id: str, seconds: float) -> str:
+    return (
+        f"worker {worker_id} is stalled: for {seconds:.0f} s its engine has made no progress though it had work, whatever its "
+        "/health says; it gets no requests. See its log and its GPU (nvidia-smi, dmesg), and restart it"
+    )
+
+
+def _evidence_of(record: FleetRecord) -> tuple[int, ...]:
+    """What moves only while an engine computes. How many requests run and wait may be counted by its HTTP server."""
+    load = record.load
+    if load is None:
+        return (record.applied_us,)
+    computed = load.computed or load.forward_pass.active_kv_blocks
+    return (record.applied_us, computed)
+
+
+def _age_s(record: FleetRecord) -> float:
+    """How long ago its load was sampled, by synchronised clocks; 0 if that is not known."""
+    age_s = (time.time_ns() // 1_000 - record.heard_us + (record.load_age_us or 0)) / 1e6
+    return age_s if 0.0 <= age_s <= MOST_AGE_S else 0.0

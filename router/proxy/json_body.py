@@ -1,0 +1,57 @@
+"""A JSON body, read as engines read it, and written in the one form that all of them read.
+
+vLLM reads bodies by `json.loads`, which takes UTF-8 with a byte order mark, UTF-16 and UTF-32 too; SGLang by orjson, which
+takes plain UTF-8 alone. For both the last of two equal keys counts. Half surrogate pairs are refused: vLLM takes them in some
+fields and fails on them in others.
+"""
+
+import json
+from typing import Any
+
+from kvatlas.errors import InvalidValue
+from kvatlas_router.tokens.text_request import check_size
+
+MAX_DEPTH = 256
+"""What reads a body further may call itself for each level; engines end at some 1,000."""
+_TOO_DEEP = f"the body is nested too deeply; expected at most {MAX_DEPTH} levels"
+
+
+class UnreadableBody(InvalidValue):
+    """A body that the router can't read: an engine that could must not get it."""
+
+
+def read_object(body: bytes) -> tuple[dict[str, Any], bytes]:
+    """The object, and the body in plain UTF-8. Raises UnreadableBody, and InvalidValue for a large one."""
+    check_size(body)
+    try:
+        encoding = json.detect_encoding(body)
+        text = body.decode(encoding)
+        decoded = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(decoded, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UnreadableBody(
+            "the body has half of a surrogate pair (\\ud800 to \\udfff); expected whole characters"
+        ) from None
+    except UnicodeDecodeError as error:
+        line = f"the body is not text in {error.encoding.upper()}: {error.reason} at byte {error.start}"
+        raise UnreadableBody(line) from None
+    except RecursionError:
+        raise UnreadableBody(_TOO_DEEP) from None
+    except ValueError as error:
+        raise UnreadableBody(f"the body is not JSON: {error}") from None
+    if not isinstance(decoded, dict):
+        raise UnreadableBody(f"the body is a JSON {type(decoded).__name__}; expected an object")
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(decoded):
+        raise UnreadableBody(_TOO_DEEP)
+    return decoded, body if encoding == "utf-8" else text.encode()
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        parts = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [child for part in parts for child in part if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,29 @@
+"""What a try is expected to take, for those who watch its engine's progress."""
+
+from collections.abc import Callable
+
+from kvatlas_router.progress.watched_try import STREAMED, WHOLE, SentTry, stays
+from kvatlas_router.proxy.engine_call import INFERENCE
+from kvatlas_router.tokens.text_request import TextRequest
+from router_client.results import Choice
+
+_BY_THE_SERVER = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+"""Calls that an engine's HTTP server answers, though nothing computes."""
+
+
+def sent_try(
+    choice: Choice, path: str, text: TextRequest | None, may_move: Callable[[frozenset[str]], bool] = stays
+) -> SentTry:
+    """A stream's first byte comes with its first token, any other answer's with its last one. What other calls take is not
+    predicted: it is learned by path."""
+    endpoint = choice.endpoint
+    predicted_us: int | None = None
+    if text is None:
+        kind = path
+    elif text.streamed:
+        kind, predicted_us = STREAMED, choice.ttft_us
+    else:
+        kind, predicted_us = WHOLE, choice.score_us
+    predicted_s = None if predicted_us is None else predicted_us / 1e6
+    computes = path in INFERENCE and path not in _BY_THE_SERVER
+    return SentTry(endpoint.id, endpoint.pool_id, kind, predicted_s, computes, may_move)

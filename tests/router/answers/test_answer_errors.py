@@ -1,0 +1,343 @@
+"""Errors that engines put into answers of status 200, comments that keep a connection alive, and ends that are broken."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import httpx
+import openai
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kvatlas.store.connection import Store
+from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
+from tests.router.proxy.faulty_engine import Answer, faulty_engine
+from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, read_cut
+from tests.router.proxy.test_openai_client import openai_client
+from tests.router.proxy.test_proxy import MESSAGES, PROMPT, decision, status
+
+pytestmark = pytest.mark.anyio
+
+PART = b'data: {"choices": [{"index": 0, "text": "a", "delta": {"content": "a"}}]}\n\n'
+ROLE = b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+PING = b": keep-alive\n\n"
+SAID: dict[str, Any] = {
+    "message": "EngineCore encountered an issue",
+    "type": "InternalServerError",
+    "param": None,
+    "code": 500,
+}
+ERROR = b"data: " + json.dumps({"error": SAID}).encode() + b"\n\n"
+NAMED = b'event: error\ndata: {"type": "error", "error": {"type": "overloaded_error", "message": "full"}}\n\n'
+TOO_LONG = {"message": "the prompt is too long", "type": "BadRequestError", "param": None, "code": 400}
+BODY = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
+
+
+def streams(*parts: bytes, kind: str = "text/event-stream", **headers: str) -> Answer:
+    async def answer(_: Request) -> Response:
+        async def body() -> AsyncIterator[bytes]:
+            for part in parts:
+                yield part
+                await anyio.lowlevel.checkpoint()
+
+        return StreamingResponse(body(), media_type=kind, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+    return answer
+
+
+def says(body: object) -> Answer:
+    async def answer(_: Request) -> Response:
+        return JSONResponse(body)
+
+    return answer
+
+
+FAILURES: dict[str, Answer] = {
+    "error": streams(ERROR, DONE),
+    "in one piece": streams(ERROR + DONE),
+    "behind a comment": streams(PING, ERROR, DONE),
+    "behind a role": streams(ROLE, ERROR),
+    "error event": streams(NAMED),
+    "carriage returns": streams(ERROR.replace(b"\n", b"\r")),
+    "odd content type": streams(ERROR, kind="Text/Event-Stream; Charset=UTF-8"),
+    "nothing": streams(PING),
+    "json": says({"error": SAID}),
+    "old json": says({"object": "error", **SAID}),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_an_error_in_place_of_an_answer_is_tried_elsewhere(store: Store, valkey_url: str, failure: str) -> None:
+    streamed = "json" not in failure
+    async with (
+        faulty_engine(FAILURES[failure]) as bad,
+        running_fleet(store, {"w1": {}}, {"w2": {"url": bad.url}}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.holds("w2", PROMPT)
+        answer = await client.post("/v1/completions", json={**BODY, "stream": streamed})
+        assert answer.status_code == 200 and bad.asked == 1
+        assert "error" not in answer.text and "choices" in answer.text
+        counted = await status(client)
+        assert (counted["outliers"]["bad"], counted["outliers"]["good"]) == (1, 1)
+        assert counted["proxy"]["answered"] == 1 and counted["proxy"]["retried"] == 1
+
+
+@pytest.mark.parametrize("failure", ["error", "json"])
+async def test_an_engine_that_answers_with_errors_is_ejected_and_gets_no_prefix(
+    store: Store, valkey_url: str, failure: str
+) -> None:
+    async with (
+        faulty_engine(FAILURES[failure]) as bad,
+        running_fleet(store, {}, {"w1": {"url": bad.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        for _ in range(4):
+            answer = await client.post("/v1/completions", json={**BODY, "stream": failure == "error"})
+            assert (answer.status_code, answer.json()["error"]) == (500, SAID)
+            assert decision(answer)[1]["cached"] == "0"
+        counted = await status(client)
+        assert counted["outliers"]["bad"] == 4 and counted["proxy"]["answered"] == 0 and "w1" in counted["ejected"]
+
+
+async def test_an_error_behind_a_part_of_the_answer_passes_and_counts(store: Store, valkey_url: str) -> None:
+    async with (
+        faulty_engine(streams(PART, ERROR)) as bad,
+        running_fleet(store, {}, {"w1": {"url": bad.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        for _ in range(4):
+            answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+            assert answer.content == PART + ERROR, "the client has what the engine said"
+        counted = await status(client)
+        assert counted["outliers"]["bad"] == 4 and counted["proxy"]["broken"] == 4 and "w1" in counted["ejected"]
+
+
+async def test_an_error_that_is_the_requests_own_is_answered_with_its_status(store: Store, valkey_url: str) -> None:
+    event = b"data: " + json.dumps({"error": TOO_LONG}).encode() + b"\n\n"
+    async with (
+        faulty_engine(streams(PING, event, DONE)) as engine,
+        running_fleet(store, {"w2": {}}, {"w1": {"url": engine.url}}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.holds("w1", PROMPT)
+        engine.answer = streams(event, DONE)
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+        assert (answer.status_code, answer.json()["error"]) == (400, TOO_LONG)
+        engine.answer = says({"error": TOO_LONG})
+        answer = await client.post("/v1/completions", json=BODY)
+        assert (answer.status_code, answer.json()["error"]) == (400, TOO_LONG)
+        assert (await status(client))["outliers"]["bad"] == 0
+
+
+async def test_if_every_engine_fails_the_client_has_the_last_ones_error(store: Store, valkey_url: str) -> None:
+    async with (
+        faulty_engine(streams(ERROR)) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+        assert (answer.status_code, answer.json()["error"]) == (500, SAID)
+        engine.answer = streams(PING, ERROR)
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+        assert answer.status_code == 200 and answer.text.startswith(PING.decode())
+        assert SAID["message"] in answer.text.rpartition("data: ")[2]
+
+
+@pytest.mark.parametrize("behind", [b"", chunk(ERROR) + b"0\r\n\r\n"], ids=["dies", "error"])
+async def test_comments_reach_the_client_at_once_and_another_engine_may_answer_behind_them(
+    store: Store, valkey_url: str, behind: bytes
+) -> None:
+    seen = anyio.Event()
+
+    async def good(request: Request) -> Response:
+        return await streams(PART, DONE)(request)
+
+    async def comment(_: Request) -> Response:
+        async def body() -> AsyncIterator[bytes]:
+            yield PING
+            await seen.wait()
+            if behind:
+                yield ERROR
+            else:
+                raise ConnectionResetError("this engine dies here")
+
+        return StreamingResponse(body(), media_type="text/event-stream")
+
+    async with (
+        faulty_engine(comment) as bad,
+        faulty_engine(good) as well,
+        running_fleet(store, {}, {"w1": {"url": well.url}, "w2": {"url": bad.url}}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.holds("w2", PROMPT)
+        text = b""
+        async with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
+            async for part in answer.aiter_raw():
+                text += part
+                seen.set()
+        lines = text.removeprefix(PING).split(b"\n\n", 1)
+        assert lines[0].startswith(b': x-kvatlas-decision: "w1"') and lines[1] == PART + DONE
+        assert (await status(client))["outliers"]["bad"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/other", {}), ("/v1/audio/speech", {"input": "a"}), ("/generate", {"text": "a"})],
+)
+async def test_a_broken_answer_of_an_unknown_protocol_is_cut(
+    store: Store, valkey_url: str, path: str, body: dict[str, Any]
+) -> None:
+    async with (
+        raw_engine(HEAD + chunk(PART)) as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        assert await read_cut(client, path, {"model": MODEL, **body}) == PART
+
+
+async def test_an_engine_that_answers_behind_its_own_comment_is_named_once(store: Store, valkey_url: str) -> None:
+    async with (
+        raw_engine(HEAD + chunk(PING) + chunk(PART) + chunk(DONE) + b"0\r\n\r\n") as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+        assert answer.content == PING + PART + DONE and decision(answer)[0] == "w1"
+
+
+async def test_a_broken_answer_that_is_compressed_is_cut(store: Store, valkey_url: str) -> None:
+    head = HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: br\r\n\r\n")
+    async with (
+        raw_engine(head + chunk(b"\x1f\x8b")) as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        assert await read_cut(client, "/v1/completions", {**BODY, "stream": True}) == b"\x1f\x8b"
+
+
+MESSAGE_START = b'event: message_start\ndata: {"type": "message_start", "message": {"id": "m", "content": []}}\n\n'
+DELTA = b'event: content_block_delta\ndata: {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "a"}}\n\n'
+
+
+async def test_a_broken_message_ends_with_the_error_event_of_its_protocol(store: Store, valkey_url: str) -> None:
+    """Anthropic's client raises an error for an event of that type alone, and takes any other end for a whole answer."""
+    async with (
+        raw_engine(HEAD + chunk(MESSAGE_START) + chunk(DELTA)) as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        answer = await client.post("/v1/messages", json={"model": MODEL, "messages": MESSAGES, "stream": True})
+        begin, field, data = answer.content.rpartition(b"event: error\ndata: ")
+        assert begin == MESSAGE_START + DELTA and field
+        said = json.loads(data)
+        assert (said["type"], said["error"]["type"]) == ("error", "api_error") and "mid-answer" in said["error"][
+            "message"
+        ]
+
+
+CREATED = (
+    b'event: response.created\ndata: {"type": "response.created", "response": {"id": "r1"}, "sequence_number": 0}\n\n'
+)
+TEXT = b'event: response.output_text.delta\ndata: {"type": "response.output_text.delta", "delta": "a"}\n\n'
+Ask = Callable[[openai.AsyncOpenAI], Any]
+CHAT: Any = MESSAGES
+ASKS: dict[str, tuple[Ask, bytes]] = {
+    "chat": (lambda client: client.chat.completions.create(model=MODEL, messages=CHAT, stream=True), chunk(PART)),
+    "completions": (lambda client: client.completions.create(model=MODEL, prompt=PROMPT, stream=True), chunk(PART)),
+    "responses": (
+        lambda client: client.responses.create(model=MODEL, input="a", stream=True),
+        chunk(CREATED) + chunk(TEXT),
+    ),
+}
+
+
+@pytest.mark.parametrize("api", ASKS)
+@pytest.mark.parametrize("in_event", [False, True])
+async def test_openais_client_sees_that_an_answer_is_broken(
+    store: Store, valkey_url: str, api: str, in_event: bool
+) -> None:
+    ask, parts = ASKS[api]
+    half = chunk(b'data: {"choices": [{"ind') if in_event else b""
+    async with (
+        raw_engine(HEAD + parts + half) as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url) as client,
+        openai_client(client) as openais,
+    ):
+        stream, events = await ask(openais), 0
+
+        async def read() -> None:
+            nonlocal events
+            async for _ in stream:
+                events += 1
+
+        with pytest.raises((openai.APIError, httpx.RemoteProtocolError), match="closed" if in_event else "mid-answer"):
+            await read()
+        assert events >= 1
+
+
+FORMS = {
+    "no space": b"data:[DONE]\n\n",
+    "comment": b": bye\ndata: [DONE]\n\n",
+    "event": b"event: done\ndata: [DONE]\n\n",
+    "carriage returns": b"data: [DONE]\r\r",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_client_that_leaves_at_the_end_in_any_spelling_is_answered(
+    store: Store, valkey_url: str, form: str
+) -> None:
+    left = anyio.Event()
+
+    async def answer(_: Request) -> Response:
+        async def body() -> AsyncIterator[bytes]:
+            yield PART
+            yield FORMS[form]
+            await left.wait()
+
+        return StreamingResponse(body(), media_type="text/event-stream")
+
+    async with (
+        faulty_engine(answer) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        async with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as streamed:
+            async for part in streamed.aiter_raw():
+                if b"[DONE]" in part:
+                    break
+        left.set()
+        counted = (await status(client))["proxy"]
+        assert (counted["gone"], counted["answered"]) == (0, 1)
+
+
+async def test_a_stream_whose_lines_end_in_carriage_returns_passes_event_by_event(
+    store: Store, valkey_url: str
+) -> None:
+    wanted = anyio.Event()
+
+    async def answer(_: Request) -> Response:
+        async def body() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield PART.replace(b"\n", b"\r")
+                await wanted.wait()
+
+        return StreamingResponse(body(), media_type="text/event-stream")
+
+    async with (
+        faulty_engine(answer) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url) as client,
+        client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as streamed,
+    ):
+        text = b""
+        async for part in streamed.aiter_raw():  # the engine waits until the first one is here
+            text += part
+            wanted.set()
+        assert text == 3 * PART.replace(b"\n", b"\r")

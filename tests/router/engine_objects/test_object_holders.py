@@ -1,0 +1,163 @@
+"""Responses, files and batches stay on the engine that made them: requests for them go there, through any router."""
+
+import json
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvatlas.fleet.records import EngineState
+from kvatlas.fleet_store import fleet_store
+from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.store.connection import Store
+from tests.eventually import until
+from tests.router.answers.test_answer_errors import CREATED, TEXT, streams
+from tests.router.proxy.engines import MODEL, record, running_fleet, running_proxy
+from tests.router.proxy.faulty_engine import Answer, faulty_engine
+from tests.router.proxy.test_proxy import decision, status
+
+pytestmark = pytest.mark.anyio
+
+
+def keeper(name: str) -> Answer:
+    """An engine that keeps responses and files of its own; it answers with its name."""
+    made: list[str] = []
+
+    async def answer(request: Request) -> Response:
+        path, body = request.url.path, await request.body()
+        asked = json.loads(body) if body[:1] == b"{" else {}
+        if request.method == "POST" and not asked.get("stream"):
+            previous = asked.get("previous_response_id") or asked.get("input_file_id")
+            if previous is not None and previous not in made:
+                return JSONResponse({"error": {"message": f"{previous} not found", "code": 404}}, 404)
+            made.append(f"{path.rpartition('/')[2]}-{name}-{len(made)}")
+            return JSONResponse({"id": made[-1], "object": "response", "engine": name})
+        if request.method == "POST":
+            made.append("r1")
+            return await streams(CREATED, TEXT)(request)
+        if path.split("/")[3] not in made:
+            return JSONResponse({"error": {"message": "not found", "code": 404}}, 404)
+        return JSONResponse({"id": path.split("/")[3], "engine": name})
+
+    return answer
+
+
+async def ask(client: httpx.AsyncClient, path: str = "/v1/responses", **body: Any) -> httpx.Response:
+    return await client.post(path, json={"model": MODEL, "input": "Hi", **body})
+
+
+async def test_a_response_goes_on_at_the_engine_that_has_it_through_any_router(store: Store, valkey_url: str) -> None:
+    async with (
+        faulty_engine(keeper("w1")) as first,
+        faulty_engine(keeper("w2")) as second,
+        running_fleet(store, {}, {"w1": {"url": first.url}, "w2": {"url": second.url}}),
+        running_proxy(valkey_url) as client,
+        running_proxy(valkey_url) as other,
+    ):
+        for _ in range(6):
+            made = (await ask(client)).json()
+            for router in (client, other):
+                again = await ask(router, previous_response_id=made["id"])
+                assert (again.status_code, again.json()["engine"]) == (200, made["engine"])
+                read = await router.get(f"/v1/responses/{made['id']}")
+                assert (read.status_code, read.json()["engine"]) == (200, made["engine"])
+        assert (await status(client))["outliers"]["bad"] == 0
+
+
+async def test_a_streamed_response_is_found_again(store: Store, valkey_url: str) -> None:
+    async with (
+        faulty_engine(keeper("w1")) as first,
+        faulty_engine(keeper("w2")) as second,
+        running_fleet(store, {}, {"w1": {"url": first.url}, "w2": {"url": second.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        worker = decision(await ask(client, stream=True))[0]
+        answer = await client.delete("/v1/responses/r1")
+        assert (answer.status_code, answer.json()["engine"], decision(answer)[0]) == (200, worker, worker)
+
+
+async def test_a_batch_goes_where_its_file_is(store: Store, valkey_url: str) -> None:
+    async with (
+        faulty_engine(keeper("w1")) as first,
+        faulty_engine(keeper("w2")) as second,
+        running_fleet(store, {}, {"w1": {"url": first.url}, "w2": {"url": second.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        for _ in range(4):
+            files = {"file": ("a.jsonl", b"{}")}
+            file = (await client.post("/v1/files", files=files, data={"purpose": "batch"})).json()
+            answer = await client.post("/v1/batches", json={"input_file_id": file["id"], "endpoint": "/v1/responses"})
+            assert answer.json()["engine"] == file["engine"]
+            assert (await client.get(f"/v1/files/{file['id']}/content")).json()["engine"] == file["engine"]
+
+
+async def test_what_no_engine_is_known_to_have_is_refused_in_one_line(store: Store, valkey_url: str) -> None:
+    async with (
+        faulty_engine(keeper("w1")) as first,
+        faulty_engine(keeper("w2")) as second,
+        running_fleet(store, {}, {"w1": {"url": first.url}, "w2": {"url": second.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        for answer in (await ask(client, previous_response_id="resp_x"), await client.get("/v1/files/resp_x")):
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (404, "not_found")
+            assert "resp_x" in error["message"] and "\n" not in error["message"]
+        listed = await client.get("/v1/files")
+        assert listed.status_code == 400 and "2" in listed.json()["error"]["message"]
+        await FleetStore(store).put_objects({"a": "w1", "b": "w2", "c": "w9"})
+        assert (await ask(client, previous_response_id="a", conversation={"id": "b"})).status_code == 400
+        other = record("w3", first.url)
+        endpoint = other.endpoint.model_copy(update={"model_id": "other", "tokenizer_id": "other"})
+        other = other.model_copy(update={"endpoint": endpoint})
+        away = record("w4", first.url).model_copy(update={"state": EngineState.DOWN})
+        await FleetStore(store).write({"w3": other, "w4": away})
+        await FleetStore(store).put_objects({"d": "w3", "e": "w4"})
+
+        async def is_refused_with(status: int, id: str, why: str) -> bool:
+            answer = await ask(client, previous_response_id=id)
+            return answer.status_code == status and why in answer.json()["error"]["message"]
+
+        await until(partial(is_refused_with, 400, "d", "w3"), what="an object of another model's worker is refused")
+        await until(partial(is_refused_with, 503, "e", "w4"), what="an object of a worker that is away is refused")
+        gone = await ask(client, previous_response_id="c")
+        assert gone.status_code == 404 and "w9" in gone.json()["error"]["message"]
+        assert first.asked == second.asked == 0
+
+
+async def test_an_engine_without_the_object_is_not_blamed_and_keeps_its_model(store: Store, valkey_url: str) -> None:
+    async with (
+        faulty_engine(keeper("w1")) as first,
+        faulty_engine(keeper("w2")) as second,
+        running_fleet(store, {}, {"w1": {"url": first.url}, "w2": {"url": second.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        await FleetStore(store).put_objects({"resp_x": "w1"})
+        for _ in range(4):
+            assert (await ask(client, previous_response_id="resp_x")).status_code == 404
+        assert (first.asked, second.asked) == (4, 0)
+        counted = await status(client)
+        assert counted["outliers"]["bad"] == 0 and not counted["ejected"]
+        assert (await ask(client, previous_response_id=None)).status_code == 200
+
+
+async def test_one_engine_alone_gets_everything(store: Store, valkey_url: str) -> None:
+    async with (
+        faulty_engine(keeper("w1")) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        answer = await ask(client, previous_response_id="resp_x")
+        assert answer.status_code == 404 and answer.json()["error"]["message"] == "resp_x not found"
+
+
+async def test_the_oldest_objects_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_store, "MOST_OBJECTS", 10)
+    fleet = FleetStore(store)
+    for number in range(100):
+        await fleet.put_objects({f"r{number}": "w1"})
+        assert await fleet.find_object(f"r{number}") == "w1"
+    kept = [number for number in range(100) if await fleet.find_object(f"r{number}") is not None]
+    assert 10 <= len(kept) <= 22 and kept == list(range(100 - len(kept), 100))

@@ -1,0 +1,39 @@
+"""Answers that are none, and comments while a stream waits."""
+
+import httpx
+import pytest
+
+from tests.simulator.running_engine import running_engine
+
+pytestmark = pytest.mark.anyio
+
+ASK = {"prompt": list(range(300, 310)), "max_tokens": 2}
+
+
+@pytest.mark.parametrize(("fault", "events"), [("error", 2), ("late_error", 3)])
+async def test_an_error_is_an_event_of_a_stream_and_a_body_of_json(fault: str, events: int) -> None:
+    async with running_engine(answer_fault=fault) as (_, client):
+        stream = await client.post("/v1/completions", json={**ASK, "stream": True})
+        assert stream.status_code == 200 and stream.text.count("data: ") == events and '"error"' in stream.text
+        assert ("choices" in stream.text) == (fault == "late_error") and stream.text.endswith("data: [DONE]\n\n")
+        whole = await client.post("/v1/completions", json=ASK)
+        assert whole.status_code == 200 and whole.json()["error"]["code"] == 500
+
+
+async def test_a_cut_answer_does_not_end() -> None:
+    async with running_engine(answer_fault="cut") as (_, client):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/completions", json={**ASK, "stream": True})
+
+
+async def test_only_a_share_of_the_answers_is_faulty() -> None:
+    async with running_engine(answer_fault="error", answer_fault_share=0.5) as (_, client):
+        answers = [(await client.post("/v1/completions", json=ASK)).json() for _ in range(40)]
+        assert 0 < sum("error" in answer for answer in answers) < 40
+
+
+async def test_a_stream_that_waits_sends_comments() -> None:
+    async with running_engine(sse_keep_alive_interval=0.05, speed_up=1, prefill_us_per_token=30_000) as (_, client):
+        stream = await client.post("/v1/completions", json={**ASK, "stream": True})
+        assert stream.text.startswith(": keep-alive\n\n") and stream.text.endswith("data: [DONE]\n\n")
+        assert stream.text.count('"choices"') == 2
