@@ -22,7 +22,7 @@ QUICK := $(addprefix tests/,project $(addprefix kvatlas/,blocks bus cost fleet r
 	$(addprefix router_client/,decision learning pricing) $(addprefix router/,outliers tokens) $(addprefix simulator/,cache engine) indexer/repair)
 
 .DEFAULT_GOAL := help
-.PHONY: help lock test quick chaos clusters oracle integrations demo bench bench-longer bench-peer lab lint types image push image-test wheel-test version clean
+.PHONY: help lock test quick chaos clusters oracle frontends integrations demo bench bench-longer bench-peer lab lint types image push image-test wheel-test version clean
 
 # `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
 REGISTRY ?=
@@ -88,16 +88,50 @@ chaos: $(READY) ## inject random faults into a running fleet (CHAOS_SECONDS, CHA
 clusters: $(READY) ## test the store's calls while slots of a Redis cluster move, servers fail over and replicas fall silent
 	KVATLAS_CLUSTERS=1 $(BIN)/python -m pytest -q tests/kvatlas/store/test_cluster.py
 
-oracle: $(READY) .oracle/.ready ## compare predicted reuse with vLLM's own KV cache manager (installs vLLM and torch, no GPU)
-	KVATLAS_ORACLE_PYTHON=.oracle/bin/python $(BIN)/python -m pytest -q --timeout 3600 tests/oracle
+# each minor version of SGLang whose radix cache publishes events
+SGLANG_VERSIONS := 0.4.7 0.4.8 0.4.9 0.4.10 $(addprefix 0.5.,1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23)
+
+oracle: $(READY) .oracle/.ready ## compare predicted reuse with the caches of vLLM and of each SGLang (installs them and torch, no GPU)
+	KVATLAS_ORACLE_PYTHON=.oracle/bin/python KVATLAS_ORACLE_SGLANG=.oracle/sglang $(BIN)/python -m pytest -q --timeout 3600 tests/oracle
 
 .oracle/.ready: tests/oracle/requirements.txt
 	@rm -rf .oracle
 	@$(PYTHON) -m venv .oracle
-	@echo "Installing vLLM 0.33.0 and what its KV cache manager imports into .oracle"
+	@echo "Installing vLLM 0.33.0, what its KV cache manager imports, and each SGLang into .oracle"
 	@.oracle/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/oracle/requirements.txt
 	@.oracle/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.33.0
+	@for v in $(SGLANG_VERSIONS); do \
+		.oracle/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --target .oracle/sglang/$$v sglang==$$v \
+			|| exit 1; \
+	done
 	@touch $@
+
+# vLLM, SGLang and the clients, a folder each: no two of them agree on versions.
+FRONTENDS := $(addprefix .frontends/,vllm/.ready sglang/.ready clients/.ready npm/.ready)
+
+frontends: $(READY) $(FRONTENDS) ## test the router before vLLM's and SGLang's own servers, with real clients (installs all, no GPU)
+	KVATLAS_FRONTENDS=.frontends $(BIN)/python -m pytest -q --durations 5 tests/frontends
+
+SERVER_vllm := vllm==0.33.0
+SERVER_sglang := sglang==0.5.23
+
+.frontends/%/.ready: tests/frontends/environments/%.txt
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@echo "Installing $(or $(SERVER_$*),clients) into $(@D)"
+	@$(if $(SERVER_$*),$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $< $(SERVER_$*)
+	@touch $@
+
+.frontends/npm/.ready: Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	@echo "Installing coding agents into $(@D)"
+	@command -v npm >/dev/null || echo "no npm: tests with coding agents are left out"
+	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(@D) $(AGENTS)
+	@touch $@
+
+AGENTS := @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0
 
 integrations: $(READY) .litellm-proxy/.ready .ray/.ready ## test with LiteLLM's proxy server and Ray Serve (installs both)
 	KVATLAS_LITELLM_PROXY=$(CURDIR)/.litellm-proxy/bin/python KVATLAS_RAY=$(CURDIR)/.ray/bin/python \
@@ -164,5 +198,5 @@ version:
 	@echo $(VERSION)
 
 clean: ## remove the environment and every cache
-	rm -rf .venv .lock .oracle .bench-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .lock .oracle .frontends .bench-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

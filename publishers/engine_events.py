@@ -16,6 +16,10 @@ EngineHash = int | bytes
 """A block's name in one engine: an integer (vLLM unsigned, SGLang signed) or raw digest bytes."""
 
 
+PROCESS_TIERS = (Tier.HBM, Tier.CPU_DRAM)
+"""The tiers in the memory of the engine's own process. Disks and stores outlive it."""
+
+
 @dataclass(frozen=True, slots=True)
 class LocalHashes:
     """Blocks whose local hashes are known while their tokens are not: one for each hash of the event.
@@ -42,7 +46,11 @@ class EngineStored:
     `offloaded`: told by a KV connector of an engine whose hashes cover adapter, salt and extra keys, while the event may leave
     them out: a hash that is known keeps its block. `local_hashes`: told instead of token ids. `sequence_hashes`: packed, told
     instead of both by a publisher that computed them where the tokens are. `block_bytes`: of KV cache in a block, 0 if the
-    event does not tell them.
+    event does not tell them. `untold_keys`: what the engine keeps blocks apart by and its events don't say, for people; empty
+    if nothing. `located` False: from its hashes and parents can't be known where in a prompt the blocks are. `removes_held`:
+    the form is one of versions that may announce the removal of blocks that they still hold. `maybe_again`: it may report
+    copies that were reported before, instead of new ones. `chunk_removal_told` False: of blocks larger than the engine's, it is
+    not known if their removal is told.
     """
 
     hashes: Sequence[EngineHash]
@@ -65,6 +73,11 @@ class EngineStored:
     local_hashes: LocalHashes | None = None
     sequence_hashes: bytes = b""
     block_bytes: int = 0
+    untold_keys: str = ""
+    located: bool = True
+    removes_held: bool = False
+    maybe_again: bool = False
+    chunk_removal_told: bool = True
 
     @property
     def chain(self) -> str:
@@ -74,11 +87,12 @@ class EngineStored:
 
 @dataclass(frozen=True, slots=True)
 class EngineRemoved:
-    """One physical copy of each block is gone."""
+    """One physical copy of each block is gone; `last`: the last one of the tier and group, however many were counted."""
 
     hashes: Sequence[EngineHash]
     tier: Tier = Tier.HBM
     group: int = 0
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +105,9 @@ class EngineDropped:
 
 @dataclass(frozen=True, slots=True)
 class EngineCleared:
-    """Every block of these tiers is gone; by default only of the device tier (vLLM: a connector's CPU tier stays)."""
+    """Every block of these tiers is gone; by default of all that the engine's own process has."""
 
-    tiers: Sequence[Tier] = (Tier.HBM,)
+    tiers: Sequence[Tier] = PROCESS_TIERS
 
 
 EngineEvent = EngineStored | EngineRemoved | EngineDropped | EngineCleared

@@ -73,7 +73,8 @@ class EngineView:
         if load is None or load.cpu_used_bytes:
             return load
         blocks = self._ledger.digest.count(Tier.CPU_DRAM) * self._settings.granularity
-        return load.model_copy(update={"cpu_used_bytes": blocks * self._ledger.block_bytes}) if blocks else load
+        block_bytes = self._ledger.block_bytes_of.of_worker(self._ledger.block_size, Tier.CPU_DRAM)
+        return load.model_copy(update={"cpu_used_bytes": blocks * block_bytes}) if blocks else load
 
     @property
     def block_size(self) -> int | None:

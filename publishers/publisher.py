@@ -40,6 +40,7 @@ from kvatlas_publishers.engine_view import EngineView
 from kvatlas_publishers.heartbeat import HeartbeatSender, time_us
 from kvatlas_publishers.incarnation_starter import IncarnationStarter
 from kvatlas_publishers.ledger.connectors.connector_blocks import TICKS_TO_LIVE
+from kvatlas_publishers.ledger.engine_groups import ReuseOfGroups
 from kvatlas_publishers.ledger.ledger import Ledger
 from kvatlas_publishers.self_report import SelfReport
 from kvatlas_publishers.settings import PublisherSettings
@@ -47,6 +48,7 @@ from kvatlas_publishers.shared_store.notifier import StoreNotifier
 from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
 from kvatlas_publishers.stream.message_split import block_count
 from kvatlas_publishers.stream.sender import Sender
+from kvatlas_publishers.version_diagnosis import VersionDiagnosis
 
 LINGER_S = 0.005
 CLOSE_S = 2.0
@@ -94,6 +96,7 @@ class Publisher:
         self.counters = PublisherCounters()
         self.diagnoses = Diagnoses(self.worker_id)
         self.ledger = ledger or Ledger(settings.ledger)
+        self._version_diagnosis = VersionDiagnosis(self.diagnoses)
         self._store_notifier: StoreNotifier | None = None
         self._rng = rng or random.Random()
         self._nats = nats
@@ -137,7 +140,9 @@ class Publisher:
                 on_adapter_moved=self.forget_adapter,
                 on_new_weights=self._on_new_weights,
                 on_block_bytes=self.ledger.set_told_block_bytes,
+                block_bytes=lambda: self.ledger.block_bytes,
                 on_hybrid=self._on_hybrid,
+                on_version=self._look_at_version,
                 feed_alive=feed_alive or (lambda: False),
                 access=settings.engine_access,
             )
@@ -377,7 +382,8 @@ class Publisher:
     def settle(self) -> None:
         """Fold pending events into the ledger and publish the change now. One span."""
         pending = self.changelog.pending_events
-        known = self.engine.block_size, self.ledger.reuse, self.ledger.chain, self.ledger.counters.removal_untold
+        counters = self.ledger.counters
+        untold_before, chains_before, known = counters.removal_untold, counters.other_chain, self._told_of_blocks()
         try:
             events = self.changelog.fold()
         except DATA_ERRORS as error:
@@ -387,13 +393,16 @@ class Publisher:
             self.start_over()
             return
         self._notify_store()
-        if (self.engine.block_size, self.ledger.reuse, self.ledger.chain) != known[:3]:
-            self.beat()  # routers need it to look a prompt up
+        if self._told_of_blocks() != known:
+            self.beat()  # routers need it to look a prompt up, and to price it
         self._report.diagnose_block_size()
-        if (untold := self.ledger.counters.removal_untold) and not known[3]:
+        self._look_at_version()
+        if counters.other_chain != chains_before:
+            self._report.diagnose_chain()
+        if (untold := counters.removal_untold) and not untold_before:
             line = f"{untold} blocks left out: a connector stored them where nobody tells their removal (see --store-ttl-s)"
             self._log.report("untold", line, logging.INFO)
-        self._tell_upper_bound(known[1].upper_bound)
+        self._tell_upper_bound(known[0].upper_bound)
         if self.changelog.incarnation_due is not None:
             self._incarnation_wakeup.wake()
         if events:
@@ -411,6 +420,15 @@ class Publisher:
                     self._incarnation_wakeup.wake()
         elif pending:
             self._signal_progress()  # nothing to publish: a flush that waits for it is done
+
+    def _told_of_blocks(self) -> tuple[ReuseOfGroups, int | None, int, str | None]:
+        """What heartbeats say of the worker's blocks."""
+        ledger = self.ledger
+        return ledger.reuse, self.engine.block_size, ledger.block_bytes, ledger.chain
+
+    def _look_at_version(self) -> None:
+        version = self.engine.poller.version if self.engine.poller is not None else ""
+        self._version_diagnosis.look(self.ledger.counters, version, self.counters.feed_restarts)
 
     def _on_hybrid(self) -> None:
         before = self.ledger.reuse.upper_bound

@@ -141,7 +141,7 @@ class SelfReport:
     def _taken(self) -> Taken:
         counters, ledger = self._counters, self._ledger.counters
         left_out = {
-            Reason.UNKNOWN_PARENT: max(0, ledger.unknown_parent - ledger.parents_found),
+            Reason.UNKNOWN_PARENT: max(0, ledger.unknown_parent - ledger.parents_found - ledger.zero_parent),
             Reason.ZERO_PARENT: ledger.zero_parent,
             Reason.OTHER_BLOCK_SIZE: ledger.other_block_size,
             Reason.UNINDEXABLE: ledger.unindexable,
@@ -176,6 +176,12 @@ class SelfReport:
             seen = f"the engine's blocks have {other} tokens, but --block-size is {own}: none of them is published"
             why = " (context parallelism multiplies an engine's block size)" if other % (own or other) == 0 else ""
             self._diagnoses.set("block_size", seen, f"set --block-size {other}, or leave it out{why}")
+
+    def diagnose_chain(self) -> None:
+        """Are blocks left out because other blocks come with token ids?"""
+        if left_out := self._ledger.counters.other_chain:
+            seen = f"{left_out} blocks were reported without token ids, others with them: those without are left out"
+            self._diagnoses.set("chain", seen, "send the token ids of every block, or of none")
 
     def _diagnose_blocked(self) -> Diagnosis:
         seen = f"NATS at {self._server_name} does not take its messages: {self._sender.trouble}"

@@ -37,6 +37,8 @@ SAVE_EVERY_S = 60.0
 SAVE_SHARE = 200
 """Packing the state takes at most one part in this many of the time."""
 CLOSE_S = 3.0
+LOOK_S = 1.0
+"""Between two looks whether an engine without a connection lists other sockets."""
 
 log = logging.getLogger("kvatlas.publisher")
 
@@ -143,6 +145,7 @@ class EngineSidecar:
             endpoint=endpoint_of_rank(settings.endpoint, rank),
             replay_endpoint=endpoint_of_rank(settings.replay_endpoint, rank) if settings.replay_endpoint else None,
             topic=settings.topic,
+            rank=rank,
             bind=settings.bind,
             distrust_poison=settings.distrust_poison,
         )
@@ -154,6 +157,7 @@ class EngineSidecar:
         self._saved_at = 0
         self._saved: SavedState | None = None
         self._feed: Feed | None = None
+        self._engine_url = settings.engine_url if settings.engine in (EngineKind.VLLM, EngineKind.MOCK) else None
         self._lmcache_endpoint = settings.lmcache_endpoint
         self._lmcache_model = settings.lmcache_model or settings.model_id
         self._lmcache: LMCacheSubscription | None = None
@@ -197,7 +201,7 @@ class EngineSidecar:
             publisher.diagnoses,
             self._dead_letters,
             context,
-            on_batch=publisher.record if batches is None else batches.record,
+            on_batch=self._record if batches is None else batches.record,
             on_empty=start_over,
             on_alive=publisher.beat,
             engine_up=lambda: (
@@ -226,6 +230,8 @@ class EngineSidecar:
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(feed.run)
+                    if self._engine_url is not None:
+                        tasks.start_soon(self._follow_sockets, publisher, feed, self._engine_url)
                     if self._lmcache is not None:
                         tasks.start_soon(self._lmcache.run, self._context)
                     if self._state_file is not None:
@@ -234,6 +240,22 @@ class EngineSidecar:
             finally:
                 await publisher.close_gently()
                 self._save(publisher, feed)
+
+    async def _follow_sockets(self, publisher: Publisher, feed: Feed, url: str) -> None:
+        """An engine with a port of its system's choice has another one after its restart, and lists it."""
+        from kvatlas_publishers.engines.discovery import listed_source  # needs httpx: 6 MiB
+
+        while True:
+            await anyio.sleep(LOOK_S)
+            if feed.is_away and publisher.engine.poller is not None and publisher.engine.state is EngineState.UP:
+                listed = await listed_source(url, self._feed_settings.rank)
+                if listed is not None:
+                    feed.move(listed.endpoint, listed.replay_endpoint)
+
+    def _record(self, batch: EngineBatch) -> None:
+        self._publisher.record(batch)
+        if self._lmcache is not None and any(isinstance(event, EngineCleared) for event in batch.events):
+            self._lmcache.restart()  # its chunks are in its server, which the engine's clear has not emptied
 
     def _feed_alive(self) -> bool:
         return self._feed is not None and self._feed.alive

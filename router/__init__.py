@@ -9,6 +9,7 @@ Both stand on the library `router_client`, which overlaps, prices, books and lea
     answers/          server-sent events, and errors in answers, read on their way
     engine_objects/   stored responses, files and the like: which worker keeps them
     upstream/         connections to engines, and what their answers say
+    progress/         engines that compute nothing though they have work are found, probed and left alone
     outliers/         workers that fail too often are left alone for a while
     disaggregation/   a prefill worker and a decode worker for one request
     held_bookings.py  bookings for requests that other programs send

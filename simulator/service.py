@@ -63,7 +63,8 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             scale_out=settings.enable_scale_out,
             health_waits=settings.health_waits,
             event_source={
-                "data_parallel_rank": 0,
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
                 "endpoint": feed.endpoint,
                 "replay_endpoint": feed.replay_endpoint,
                 "topic": settings.topic,

@@ -165,6 +165,7 @@ ROUTING = Dashboard(
         ),
         Panel("Token ids", [Query(rate("kvatlas_tokens_requests_total", "outcome"), "{{outcome}}")]),
         Panel("Workers ejected", [Query("max(kvatlas_outliers_ejected)")], kind="stat"),
+        Panel("Engines stalled", [Query("sum(max by (worker) (kvatlas_progress_stalled))")], kind="stat"),
         Panel("Engines' answers", [Query(rate("kvatlas_outliers_answers_total", "verdict"), "{{verdict}}")]),
         Panel("Retries", [Query(rate("kvatlas_proxy_retries_total", "reason"), "{{reason}}")]),
         Panel("Over limits", [Query(rate("kvatlas_router_decisions_over_limits_total", "limit"), "{{limit}}")]),

@@ -6,8 +6,8 @@ Every engine recomputes at least the prompt's last token, because it needs the l
   (0.33's default where no KV connector is used) one block is dropped, because the draft model needs its hidden states: after
   that where the model has one KV cache group (`UnitaryKVCacheCoordinator`), before it where it has several
   (`HybridKVCacheCoordinator`). Groups of several block sizes cut the rest to the scheduler's block size.
-- SGLang (0.4.7 to 0.5.23): the hit is at most prompt - 1 tokens, cut to whole pages; with EAGLE the tree's keys are
-  pairs of neighbouring tokens, of which there is one fewer.
+- SGLang (0.5.7 to 0.5.23): the hit is at most prompt - 1 tokens, cut to whole pages; with EAGLE the tree's keys are
+  pairs of neighbouring tokens (hashes that cover a token behind the block), of which there is one fewer.
 - TensorRT-LLM (1.2, 1.3rc): at most prompt - 1 tokens; only full blocks are in the index.
 - LMCache (0.5.6): a full hit is shortened by one token and is not cut to blocks.
 - mock: as vLLM.
@@ -97,14 +97,19 @@ ALL_READABLE = CacheReading()
 
 @cache
 def default_rule(
-    kind: EngineKind, *, eagle: bool = False, several_groups: bool = False, alignment_tokens: int = 0
+    kind: EngineKind,
+    *,
+    eagle: bool = False,
+    lookahead_tokens: int = 0,
+    several_groups: bool = False,
+    alignment_tokens: int = 0,
 ) -> ReuseRule:
     """The rule of an engine kind, with or without EAGLE speculation (without lookahead hashes), for a model with one or
     several KV cache groups. Sources: this module's docstring."""
     if kind is EngineKind.LMCACHE:
         return ReuseRule(block_aligned=False)
     if kind is EngineKind.SGLANG:
-        return ReuseRule(recomputed_tokens=2 if eagle else 1)
+        return ReuseRule(recomputed_tokens=2 if eagle or lookahead_tokens else 1)
     return ReuseRule(
         dropped_blocks=1 if eagle else 0,
         drops_resident=eagle and several_groups,
@@ -124,6 +129,7 @@ class ReuseRules:
         return rule or default_rule(
             endpoint.kind,
             eagle=endpoint.eagle,
+            lookahead_tokens=endpoint.lookahead_tokens,
             several_groups=endpoint.groups > 1,
             alignment_tokens=endpoint.alignment_tokens,
         )

@@ -111,11 +111,9 @@ class BoundedProtocol(H11Protocol):
         if self._refused:
             return
         reads_body = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
-        if not reads_body:
-            self._body_since = None
-        elif self._body_since is None:
+        if reads_body != (self._body_since is not None):
             self._cancel_deadline()
-            self._body_since, self._body_bytes = self.loop.time(), 0
+            self._body_since, self._body_bytes = (self.loop.time() if reads_body else None), 0
         reads_headers = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
         discards = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
         if not (reads_headers or reads_body or discards):

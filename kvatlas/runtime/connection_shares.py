@@ -89,6 +89,8 @@ class ConnectionShares(Generic[C]):
 
 
 def _network(address: str | None) -> str:
-    """A client of IPv6 has a whole /64 to itself."""
+    """A client of IPv6 has a whole /64 to itself; an IPv4 address inside an IPv6 one is the IPv4 one."""
     ip = parse_ip(address or "")
-    return str(int(ip) >> 64) if ip is not None and ip.version == 6 else address or ""
+    if ip is None:
+        return address or ""
+    return str(ip) if ip.version == 4 else f"{int(ip) >> 64:x}::/64"

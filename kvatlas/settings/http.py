@@ -18,7 +18,7 @@ class HttpSettings(ProcessSettings):
     """Limits, certificate and tokens of the HTTP server."""
 
     help_groups: ClassVar[HelpGroups] = {
-        "HTTP server": "http_body_bytes http_body_s http_idle_s http_connections http_address_connections "
+        "HTTP server": "http_body_bytes http_body_s http_keep_alive_s http_connections http_address_connections "
         "http_cert_file http_key_file http_token_file",
     }
 
@@ -30,7 +30,7 @@ class HttpSettings(ProcessSettings):
         gt=0,
         description="Seconds that a request's body may take; a slower one gets a 408, as does one below 2 KiB a second.",
     )
-    http_idle_s: Positive = Field(
+    http_keep_alive_s: Positive = Field(
         default=_DEFAULT.idle_s,
         description="Seconds that an idle connection stays open; longer than clients and balancers keep theirs.",
     )
@@ -64,7 +64,7 @@ class HttpSettings(ProcessSettings):
         return HttpAccess(
             body_bytes=self.http_body_bytes,
             body_s=self.http_body_s,
-            idle_s=self.http_idle_s,
+            idle_s=self.http_keep_alive_s,
             connections=self.http_connections,
             address_connections=self.http_address_connections,
             cert_file=self.http_cert_file,

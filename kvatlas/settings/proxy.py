@@ -177,7 +177,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
     )
     control_token_file: Path | None = Field(
         default=None,
-        description="File with the bearer tokens of the port for operators, one a line. Default: none is needed.",
+        description="File with the bearer tokens of the port for operators, one a line. Default: --http-token-file.",
     )
     max_attempts: Positive = Field(default=4, description="Workers to try for one request before giving up.")
     disaggregate: bool = Field(
@@ -239,8 +239,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
     def control_http(self) -> HttpAccess:
         """Who may use the port for operators."""
         file = self.control_token_file
-        tokens = read_tokens(file, "--control-token-file") if file is not None else ()
-        return replace(self.http, tokens=tokens)
+        return self.http if file is None else replace(self.http, tokens=read_tokens(file, "--control-token-file"))
 
     @property
     def control_at(self) -> int:

@@ -67,7 +67,8 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         "Worker": "advertise_url dp_rank dp_size role bootstrap_port locality_domain labels transfer_groups",
         "Model and blocks": "tokenizer_id tenant_id salt_is_tenant adapter_ids block_size block_bytes model_config_path "
         "kv_cache_dtype eagle eagle_groups chunk_size hybrid scheduler_block_size",
-        "Shared stores": "shared_store store_ttl_s read_setup_us read_us_per_mib lmcache_endpoint lmcache_model",
+        "Shared stores": "shared_store store_ttl_s read_setup_us read_us_per_mib lmcache_endpoint lmcache_model "
+        "mooncake_endpoint",
         "Publishing": "state_dir outbox_bytes granularity partitions",
         "HTTP server": "status_port status_host",
     }
@@ -133,7 +134,8 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     granularity: Granularity = Field(default=1, description="Publish only every g-th block of a chain.")
     partitions: PartitionCount = Field(default=64, description="Partitions of the stream, as in the store's layout.")
     set_semantics: bool = Field(
-        default=False, description="The engine reports cache hits as stored again: don't count references."
+        default=False,
+        description="The engine reports cache hits as stored again, or a removal with the last copy only: don't count copies.",
     )
     salt_is_tenant: bool = Field(default=False, description="Use an event's cache salt as its tenant.")
     distrust_poison: bool = Field(
@@ -188,6 +190,10 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         "or grpc://127.0.0.1:5555 (extra lmcache): what its CPU memory holds is published too. Of a shared store: the server "
         "that it is.",
     )
+    mooncake_endpoint: ZmqEndpoint | None = Field(
+        default=None,
+        description="Of a shared store: the KV event socket of Mooncake's master, which says what it evicts.",
+    )
     lmcache_model: Name | None = Field(
         default=None, description="The model as the engine names it to LMCache; default: the model id."
     )
@@ -229,6 +235,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         for flag, given in (
             ("--read-setup-us", settings.read_setup_us),
             ("--read-us-per-mib", settings.read_us_per_mib),
+            ("--mooncake-endpoint", settings.mooncake_endpoint),
         ):
             if given is not None:
                 raise SettingsError(f"{flag} is {given}; expected none: it is a flag of --engine store")

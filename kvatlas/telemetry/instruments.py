@@ -204,17 +204,19 @@ LEDGER = {
         store_told="told_of_store",
         sparse="stored_in_sparse_group",
         parents_found="parent_found",
+        zero_parent="parent_named_zero",
     ),
     **_by(
         LEDGER_SKIPPED,
         "reason",
         removed_unknown="removed_unknown",
         unknown_parent="unknown_parent",
-        zero_parent="zero_parent",
         unindexable="unindexable",
         other_block_size="other_block_size",
         placeholder_unknown="placeholder_unknown",
         adapter_unnamed="adapter_unnamed",
+        engine_too_old="engine_too_old",
+        other_chain="other_chain",
         removal_untold="removal_untold",
         store_unknown="store_unknown",
     ),
@@ -631,10 +633,10 @@ STALLS = _counter(
 )
 PROGRESS_PROBES = _counter("progress.probes", "{request}", "Small requests sent to engines that may be stalled")
 MOVED = _counter("progress.moved", "{request}", "Requests without a byte that left a stalled engine for another")
-STALLED_NOW = _gauge("progress.stalled", "{worker}", "Workers whose engines make no progress though they have work")
+STALLED_NOW = _gauge("progress.stalled", "{worker}", "1 for a worker whose engine makes no progress though it has work")
 
-STALLED = _single(STALLED_NOW, "stalled_workers")
-"""Of kvatlas_router.progress.monitor.ProgressMonitor."""
+STALLED = _single(STALLED_NOW, "stalled")
+"""Of an engine of kvatlas_router.progress.monitor, with its worker's name."""
 PROGRESS = {
     **_by(STALLS, "change", stalls="stalled", returns="returned"),
     **_single(PROGRESS_PROBES, "probes"),

@@ -222,7 +222,8 @@ class RequestFollower:
         if left_out := intake.get("left_out"):
             reason, count = max(left_out.items(), key=lambda one: one[1])
             return f"{never}; {count} blocks that its engine told were left out ({reason}), it may be one of them"
-        gone = counters.get("blocks_removed") or counters.get("clears") or counters.get("feed_started_over")
+        dropped = counters.get("clears") or counters.get("feed_started_over")
+        gone = counters.get("blocks_removed") or (counters.get("blocks_stored") and dropped)
         return evicted if gone else never
 
     async def _look_elsewhere(self, prompt: Prompt, scopes: Sequence[Scope]) -> list[Finding]:

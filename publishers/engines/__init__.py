@@ -5,16 +5,17 @@ from collections.abc import Callable, Mapping
 from kvatlas.errors import EngineEventError
 from kvatlas.fleet.records import EngineKind
 from kvatlas_publishers.engine_events import EngineBatch
-from kvatlas_publishers.engines import open_events, sglang, vllm
+from kvatlas_publishers.engines import mooncake, open_events, sglang, vllm
 from kvatlas_publishers.engines.payload import MAX_PAYLOAD_BYTES
 
 __all__ = ["MAX_PAYLOAD_BYTES", "decode_batch"]
 
 _DECODERS: Mapping[EngineKind, Callable[[bytes], EngineBatch]] = {
     EngineKind.VLLM: vllm.decode_batch,
-    EngineKind.MOCK: vllm.decode_batch,  # the simulated engine speaks vLLM's protocols
+    EngineKind.MOCK: vllm.decode_simulated_batch,
     EngineKind.SGLANG: sglang.decode_batch,
     EngineKind.OPEN: open_events.decode_batch,
+    EngineKind.STORE: mooncake.decode_batch,
 }
 
 

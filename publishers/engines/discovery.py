@@ -22,6 +22,7 @@ from kvatlas.engine_access import KEY_CURE, NO_KEY, REFUSED, EngineAccess
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind, Role
 from kvatlas_publishers.engines.http_client import engine_http
+from kvatlas_publishers.engines.sglang import is_too_old
 
 EVENTS_PORT = 5557
 REPLAY_PORT = 5558
@@ -30,7 +31,8 @@ CONNECT_S = 1.0
 
 _INFO = "vllm:cache_config_info"
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]")  # noqa: S104 - what engines call their own address
-_EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
+_EAGLE = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
+"""Of SGLang's speculative algorithms those that key its tree by pairs (`SpeculativeAlgorithm.is_eagle`, 0.5.6 to 0.5.23)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,19 @@ async def discover(
     return offer
 
 
+async def listed_source(url: str, rank: int | None) -> EventSource | None:
+    """Where a vLLM engine says that the events of a rank (None: its only one) are now; None if it does not say."""
+    async with httpx.AsyncClient(base_url=url.rstrip("/"), timeout=ANSWER_S, trust_env=False) as client:
+        try:
+            listed = await _get_json(client, "/kv_event_sources")
+        except Unreachable:
+            return None
+    offer = vllm_offer(listed, "", "", urlsplit(url).hostname or "")
+    if offer.assumed:
+        return None
+    return next((one for one in offer.sources if (one.rank or 0) == (rank or 0)), None)
+
+
 MAX_RANKS = 1_024
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 _REMEDIES = {
@@ -122,20 +137,20 @@ def _unlisted_note(model_id: str, listed: Sequence[str]) -> Sequence[str]:
 
 
 def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> EngineOffer:
-    """From vLLM's answers; `listed` None: a version that does not list its event sources."""
+    """From vLLM's answers; `listed`: `/kv_event_sources`, a map from rank to the configuration of its publisher, as vLLM 0.33
+    has it; None: a version that does not list its event sources."""
     ranks, block_size, caching = _cache_config(metrics_page)
-    raw_sources = listed.get("sources") if isinstance(listed, Mapping) else listed
     sources: list[EventSource] = []
-    if isinstance(raw_sources, list):
-        found = sorted((one for one in raw_sources if isinstance(one, Mapping) and one.get("endpoint")), key=_rank_of)
-        for one in found:
+    if isinstance(listed, Mapping):
+        found = {rank: one for rank, one in listed.items() if isinstance(one, Mapping) and one.get("endpoint")}
+        for rank, one in sorted((int(rank), one) for rank, one in found.items() if str(rank).isdecimal()):
             replay = one.get("replay_endpoint")
             sources.append(
                 EventSource(
                     resolve_endpoint(str(one["endpoint"]), host),
                     resolve_endpoint(str(replay), host) if replay else None,
                     str(one.get("topic") or ""),
-                    _rank_of(one) if len(found) > 1 else None,
+                    rank if len(listed) > 1 else None,
                 )
             )
     else:
@@ -150,7 +165,7 @@ def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> Engi
         block_size,
         notes=notes,
         ranks=range(ranks) if ranks > 1 else (None,),
-        assumed=not isinstance(raw_sources, list),
+        assumed=not isinstance(listed, Mapping),
     )
 
 
@@ -176,11 +191,11 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
                 )
             )
     eagle = str(info.get("speculative_algorithm") or "").upper() in _EAGLE
-    notes = (
-        (f"model {model_id}: the radix cache is off, so its cache is always empty",)
-        if info.get("disable_radix_cache")
-        else ()
-    )
+    notes = []
+    if info.get("disable_radix_cache"):
+        notes.append(f"model {model_id}: the radix cache is off, so its cache is always empty")
+    if is_too_old(version := str(info.get("version"))):
+        notes.append(f"it is SGLang {version}, whose events don't say what it holds; upgrade to 0.5.7 or later")
     role = _ROLES.get(str(info.get("disaggregation_mode")), Role.BOTH)
     port = info.get("disaggregation_bootstrap_port")
     return EngineOffer(
@@ -300,11 +315,6 @@ async def _is_listening(endpoint: str) -> bool:
     except (OSError, TimeoutError):
         return False
     return True
-
-
-def _rank_of(source: Mapping[str, Any]) -> int:
-    rank = source.get("data_parallel_rank")
-    return rank if isinstance(rank, int) else 0
 
 
 def _is_loopback(host: str) -> bool:

@@ -114,21 +114,35 @@ def block_size_of(tag: str, fields: Fields) -> int:
 
 
 def tokens_of(tag: str, fields: Fields) -> list[int]:
-    """The event's `token_ids`; of EAGLE's pairs the first ones. Raises EngineEventError.
-
-    With EAGLE, SGLang keys its tree by pairs (t[j], t[j+1]): the block at tokens 16..31 has the pairs that *start* there.
-    Their first elements are the prompt's own tokens of that block, so a router that hashes the plain prompt finds it. The
-    engine also requires the token after a block to match, so it may reuse one block less than such a match says.
-    """
+    """The event's `token_ids`. Raises EngineEventError."""
     tokens = fields.get("token_ids")
     if tokens is None:
         return []
     if not isinstance(tokens, list):
         raise EngineEventError(f"{tag} with token_ids {tokens!r:.60}; expected an array")
-    if tokens and isinstance(tokens[0], list):
-        if any(not isinstance(pair, list) or len(pair) != 2 for pair in tokens):
-            raise EngineEventError(f"{tag} with token_ids of which some are pairs and some are not")
-        tokens = [pair[0] for pair in tokens]
+    return _integers(tag, tokens)
+
+
+def tokens_of_pairs(tag: str, fields: Fields) -> tuple[list[int], Sequence[int]]:
+    """(the event's `token_ids`, the token behind the last block). Single tokens have none behind.
+
+    With EAGLE, SGLang keys its tree by pairs (t[j], t[j+1]): the block at tokens 16..31 has the pairs that *start* there, so
+    it covers token 32 too, as vLLM's lookahead hashes do. Raises EngineEventError.
+    """
+    tokens = fields.get("token_ids")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], list):
+        return tokens_of(tag, fields), ()
+    if any(not isinstance(pair, list) or len(pair) != 2 for pair in tokens):
+        raise EngineEventError(f"{tag} with token_ids of which some are pairs and some are not")
+    firsts, seconds = [pair[0] for pair in tokens], [pair[1] for pair in tokens]
+    if firsts[1:] != seconds[:-1]:
+        raise EngineEventError(f"{tag} with pairs of tokens that don't follow each other")
+    _integers(tag, seconds)
+    return _integers(tag, firsts), seconds[-1:]
+
+
+def _integers(tag: str, tokens: list[Any]) -> list[int]:
+    """The tokens, as they are. Raises EngineEventError if some are no integers."""
     try:
         integers = type(sum(tokens)) is int  # a look at each one's type takes three times as long
     except TypeError:

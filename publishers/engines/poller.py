@@ -52,15 +52,19 @@ class EnginePoller:
         on_adapter_moved: Callable[[str], None] = lambda _: None,
         on_new_weights: Callable[[str], None] = lambda _: None,
         on_block_bytes: Callable[[int], None] = lambda _: None,
+        block_bytes: Callable[[], int] = lambda: 0,
         on_hybrid: Callable[[], None] = lambda: None,
+        on_version: Callable[[], None] = lambda: None,
         feed_alive: Callable[[], bool] = lambda: False,
         poll_s: float = POLL_S,
         access: EngineAccess = NO_KEY,
     ) -> None:
         """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now;
         `on_adapter_moved(name)`: the adapter is loaded from another path now; `on_new_weights(version)`: the model's weights
-        are others now; `on_block_bytes(bytes)`: the engine says how large its blocks are; `on_hybrid`: its metrics show a cache
-        for other attention than full, called once. `feed_alive`: is the engine's event socket connected?"""
+        are others now; `on_block_bytes(bytes)`: its metrics say how large its blocks are; `block_bytes`: how large they are, 0:
+        unknown; `on_hybrid`: its metrics show a cache for other attention than full, called once; `on_version`: `version` was
+        asked for. `feed_alive`: is the engine's
+        event socket connected?"""
         self.served_names: Sequence[str] = ()
         """Under which the engine serves its model, and where that was loaded from, as it listed them last."""
         self._models_listed = False
@@ -76,13 +80,17 @@ class EnginePoller:
         self._on_adapter_moved = on_adapter_moved
         self._on_new_weights = on_new_weights
         self._on_block_bytes = on_block_bytes
+        self._block_bytes = block_bytes
         self._on_hybrid = on_hybrid
+        self._on_version = on_version
         self._feed_alive = feed_alive
         self._hybrid = False
         self.adapter_roots: dict[str, str] = {}
         """Where each adapter that the engine listed was loaded from, as it listed it last."""
         self.weight_version = ""
         """Of the model's weights, as the engine said last; empty: it never did."""
+        self.version = ""
+        """Of the engine, as SGLang says it; empty: not known."""
         self._weights_page = _WEIGHTS_PAGES.get(context.kind)
         self._url = url.rstrip("/")
         self._access = access
@@ -220,7 +228,8 @@ class EnginePoller:
             self._kind_known = True
             diagnose_kind(self._diagnoses, self._context.kind, found, f"the metrics page at {self._url}")
         try:
-            metrics = read_metrics(page, self._context, int(time() * 1_000_000))
+            context = replace(self._context, block_bytes=self._block_bytes() or self._context.block_bytes)
+            metrics = read_metrics(page, context, int(time() * 1_000_000))
         except DATA_ERRORS as error:
             self._counters.load_failures += 1
             self._log.report("metrics", f"{self._url}/metrics: {error}")
@@ -294,12 +303,15 @@ class EnginePoller:
                 info = None
             if isinstance(info, dict):
                 self._asked_server_info = True
+                version = info.get("version")
+                self.version = version if isinstance(version, str) else ""
                 self._context = replace(
                     self._context,
                     total_request_slots=_count(info, "max_running_requests"),
                     total_tokens=_count(info, "max_total_num_tokens"),
                     block_size=self._context.block_size or _count(info, "page_size", MAX_BLOCK_TOKENS) or None,
                 )
+                self._on_version()
                 return
 
 

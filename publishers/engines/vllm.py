@@ -10,9 +10,19 @@ Decisions that the wire leaves open:
   and extra keys, although the hash covers them.
 - Removals are told for GPU and CPU, and by tiers that name themselves in `ownership`. A file system's or object store's tier
   (STORAGE) tells none, nor do the connectors of Mooncake's store and of LMCache in the engine's process, whose medium is "cpu".
-- `AllBlocksCleared` clears the device tier alone: a connector's tiers stay unless events remove them too.
+- LMCache's multiprocess connector reports chunks as CPU, without group and locality. Their removal is reported only if its
+  server has the event stream.
+- `AllBlocksCleared` may stand for the device tier alone, or for a connector's CPU tier too (`/sleep`, `/pause`,
+  `reset_prefix_cache` with `reset_connector`): no event says which. So it clears both. Disks and stores keep theirs, as in the
+  offloading connector (`TieringOffloadingManager.reset_cache`, 0.33).
+- A request with `kv_cache_report_mode: "full"` (0.26 and later, so maps) has what it finds in the cache reported as stored,
+  exactly as a new copy is. Such an event begins at the prompt's first block, so none that does adds a copy to a block that is
+  held. After the removal of one of two real copies the other is not claimed until a block behind it is stored.
+- `remaining_copy_counts` (proposed for versions after 0.33) says how many copies of each removed block are left: a block is
+  held until none is. A version that tells a removal with the last copy only is read with `--set-semantics`.
 - An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
-- Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain.
+- Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain, so all is
+  an upper bound.
 """
 
 import re
@@ -24,10 +34,18 @@ from kvatlas.blocks.hashing import ExtraKeys
 from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import EngineEventError, UnknownTier
 from kvatlas.validation import MAX_LOOKAHEAD
-from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvatlas_publishers.engine_events import (
+    EngineBatch,
+    EngineCleared,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+)
 from kvatlas_publishers.engines import payload as wire
 
 MAX_GROUPS = 1_024
+UNTOLD_KEYS = "the events of vLLM before 0.17 have neither the salts nor the images of prompts"
 
 # The order of an array event's fields; in brackets the first version that writes them.
 _FIELDS = {
@@ -74,6 +92,15 @@ def decode_batch(payload: bytes) -> EngineBatch:
     return wire.decode(payload, _FIELDS, _event)
 
 
+def decode_simulated_batch(payload: bytes) -> EngineBatch:
+    """One of the simulated engine. It reports each block that it drops from the CPU tier: a clear is of the device tier alone.
+
+    Raises EngineEventError, as `decode_batch` does."""
+    batch = decode_batch(payload)
+    batch.events = [EngineCleared((Tier.HBM,)) if isinstance(one, EngineCleared) else one for one in batch.events]
+    return batch
+
+
 def _event(tag: str, fields: wire.Fields) -> EngineEvent:
     if tag == "AllBlocksCleared":
         return EngineCleared()
@@ -82,7 +109,9 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
     group = 0 if get("group_idx") is None else _group(tag, fields)
     hashes = wire.hashes_of(tag, fields)
     if tag == "BlockRemoved":
-        return EngineRemoved(hashes, tier, group)
+        if (left := get("remaining_copy_counts")) is None:
+            return EngineRemoved(hashes, tier, group)
+        return EngineRemoved(_without_copies(tag, hashes, left), tier, group, last=True)
     parent = wire.parent_of(tag, fields)
     lora_name = wire.text_of(tag, fields, "lora_name")
     keys = get("extra_keys")
@@ -112,7 +141,17 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         lookahead=ahead,
         offloaded=tier is not Tier.HBM,
         removal_told=_is_removal_told(fields),
+        chunk_removal_told=get("medium") != "CPU" or "group_idx" in fields or "locality" in fields,
+        maybe_again=parent is None and tier is Tier.HBM and "type" in fields,
+        untold_keys="" if "extra_keys" in fields or "type" in fields else UNTOLD_KEYS,
     )
+
+
+def _without_copies(tag: str, hashes: Sequence[EngineHash], left: Any) -> list[EngineHash]:
+    """The hashes of which no copy is left."""
+    if not isinstance(left, list) or len(left) != len(hashes) or any(type(one) is not int or one < 0 for one in left):
+        raise EngineEventError(f"{tag} with remaining_copy_counts {left!r:.60}; expected a count for each hash")
+    return [name for name, copies in zip(hashes, left, strict=True) if not copies]
 
 
 def _tier(tag: str, fields: wire.Fields) -> Tier:

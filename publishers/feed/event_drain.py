@@ -119,6 +119,8 @@ class EventDrain:
                         raise EngineEventError(f"answers with a stream ({kind:.40}); {_ARRAY}")
                     async for part in answer.aiter_bytes():
                         body += part
+                        if answer.status_code == 200 and (begins := bytes(body.lstrip()[:1])) not in (b"", b"["):
+                            raise EngineEventError(f"answer begins with {begins.decode(errors='replace')!r}; {_ARRAY}")
                         if len(body) > MAX_BODY_BYTES:
                             raise EngineEventError(f"answer of more than {MAX_BODY_BYTES} bytes")
             if answer.status_code != 200:

@@ -30,7 +30,9 @@ class Suspicion:
 class SocketWatch:
     """Records what comes, and from where; `suspicion` says what that means."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None, topic: str) -> None:
+    def __init__(self, endpoint: str, replay_endpoint: str | None, topic: str, rank: int | None = None) -> None:
+        """`rank`: the data-parallel rank whose sockets these are."""
+        self._rank = rank
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._topic = topic
@@ -93,14 +95,22 @@ class SocketWatch:
 
     def _suspect_address(self, engine_up: bool | None) -> Suspicion:
         what = "what listens there is no event socket" if self._refused else "nothing is connected there"
+        cure, off_cure = self._of_rank(_CURE), self._of_rank(_OFF_CURE)
         if self._replay_answers:
             seen = f"replay socket {self._replay_endpoint} answers, but event socket {self._endpoint} does not: {what}"
-            return Suspicion(seen, _CURE)
+            return Suspicion(seen, cure)
         if engine_up:
             seen = f"the engine is up, but event socket {self._endpoint} does not answer: {what}"
-            return Suspicion(seen, _CURE if self._refused else _OFF_CURE)
+            return Suspicion(seen, cure if self._refused else off_cure)
         seen = f"event socket {self._endpoint} does not answer: {what}"
-        return Suspicion(seen, _CURE if self._refused else f"if the engine runs: {_OFF_CURE}")
+        return Suspicion(seen, cure if self._refused else f"if the engine runs: {off_cure}")
+
+    def _of_rank(self, cure: str) -> str:
+        """An engine's further ranks may run on other nodes, which its HTTP address does not say."""
+        if not self._rank:
+            return cure
+        there = f"if rank {self._rank} runs on another node, its event socket is there: set --endpoint to that node"
+        return f"{there}, or run the rank's publisher on it; else {cure}"
 
     def replay_suspicion(self, connection: Connection) -> Suspicion | None:
         """What is wrong with the replay socket now, as far as can be seen."""

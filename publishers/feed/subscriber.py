@@ -54,6 +54,7 @@ class FeedSettings:
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+    rank: int | None = None
     bind: bool = False
     distrust_poison: bool = False
     first_silence_s: float = FIRST_SILENCE_S
@@ -100,7 +101,7 @@ class Feed:
         self._decoded: tuple[bytes, EngineBatch] | None = None
         self._state = ConnectionState(settings.first_silence_s, monotonic())
         self._connection = Connection.CONNECTING
-        self._socket_watch = SocketWatch(settings.endpoint, settings.replay_endpoint, settings.topic)
+        self._socket_watch = SocketWatch(settings.endpoint, settings.replay_endpoint, settings.topic, settings.rank)
         self._topic = settings.topic.encode()
         self._all_topics = False
         self._payloads_to_recognize = 0 if settings.engine is EngineKind.OPEN else PAYLOADS_TO_RECOGNIZE
@@ -138,6 +139,30 @@ class Feed:
         self._socket.disable_monitor()
         self._socket.close()
         self._monitor.close()
+
+    @property
+    def is_away(self) -> bool:
+        """Has nothing been connected for longer than a connection may be lost?"""
+        return self._connection is Connection.AWAY
+
+    def move(self, endpoint: str, replay_endpoint: str | None) -> bool:
+        """The engine's sockets are elsewhere now. False if they are where they were, or can't be used."""
+        before = self._settings
+        if (endpoint, replay_endpoint) == (before.endpoint, before.replay_endpoint) or before.bind:
+            return False
+        try:
+            self._socket.connect(to_connect(endpoint))
+        except zmq.ZMQError:
+            return False
+        if endpoint != before.endpoint:
+            self._socket.disconnect(to_connect(before.endpoint))
+        self._settings = replace(before, endpoint=endpoint, replay_endpoint=replay_endpoint)
+        self._socket_watch = SocketWatch(endpoint, replay_endpoint, before.topic, before.rank)
+        self.continuity.can_replay = replay_endpoint is not None
+        log.info(
+            "worker %s: the engine's event socket is %s now; it was %s", self._worker_id, endpoint, before.endpoint
+        )
+        return True
 
     async def catch_up(self) -> None:
         """Before the first incarnation: is the engine's process still the saved one, and what did it send before?

@@ -16,15 +16,21 @@ class LedgerCounters:
     """Stored in groups of other attention than full: of these only marks are published."""
     unknown_parent: int = 0
     zero_parent: int = 0
-    """Left out: their parent is named 0, and no block has that name."""
+    """Of those with an unknown parent: it is named 0, which some engines mean by none."""
     parents_found: int = 0
     """Left out for their parent at first, and taken in once that was known."""
     unindexable: int = 0
     """Token ids beyond 32 bits, or not a full block's each, or an adapter or salt that can't name a scope."""
     other_block_size: int = 0
     placeholder_unknown: int = 0
+    other_chain: int = 0
+    """Left out: told without token ids by an engine that tells these of other blocks."""
     adapter_unnamed: int = 0
     """Left out: of an adapter whose name neither the engine nor the settings tell."""
+    engine_too_old: int = 0
+    """Left out: of a version whose events don't say where in a prompt a block is."""
+    parent_removed: int = 0
+    """Stored behind a block that the engine holds, though it announced its removal."""
     removal_untold: int = 0
     """Left out: stored by a connector where nobody tells their removal."""
     store_told: int = 0

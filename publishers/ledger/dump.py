@@ -1,7 +1,7 @@
 """The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
 
     [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting, variants, groups, lookahead
-     tokens, unproven, small blocks]
+     tokens, unproven, small blocks, doubtful, untold keys]
 
 `identity` is what the sequence hashes depend on: a ledger saved under other settings is refused. `namespaces`: [adapter,
 salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root, chain, bytes a block].
@@ -9,7 +9,8 @@ salt, packed sequence hashes, packed u32 parents: position in the namespace + 1,
 counts]. `shared`: [name, [[position of block, [[position of holding, count]]]]]. `awaiting`: [hashes, parent, packed tokens,
 adapter, salt, extra keys, lookahead, local hashes or nil, chain, packed sequence hashes]. `variants`: [hash, the parent's
 hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. `unproven`: see `Residency.unproven`; nil if the
-engine uses keys. `small blocks`: [parts of a block, [[hash, anchor, number]]], see `marks.small_blocks`. Usable residency and
+engine uses keys. `small blocks`: [parts of a block, [[hash, anchor, number]]], see `marks.small_blocks`.
+`doubtful`: see `Residency.doubtful`. Usable residency and
 marks are not saved: they are computed from the rest.
 """
 
@@ -74,6 +75,8 @@ class SavedLedger:
     unproven: list[EngineHash] | None
     parts: int
     small_blocks: list[tuple[EngineHash, EngineHash, int]]
+    doubtful: list[EngineHash]
+    untold_keys: str
 
     def restore(self, lineage: Lineage, residency: Residency, awaiting: AwaitingParent) -> None:
         """Fill the empty parts of a ledger that knows the groups already. Raises InvalidValue, LookupError, TypeError or
@@ -81,6 +84,7 @@ class SavedLedger:
         holdings = [residency.add_holding(saved.tier, saved.group) for saved in self.holdings]
         for holding, saved in zip(holdings, self.holdings, strict=True):
             holding.counts.update(saved.counts)
+        residency.doubtful.update(self.doubtful)
         blocks = self._restore_lineage(lineage, residency)
         for event in self.awaiting:
             awaiting.keep(event)
@@ -106,7 +110,7 @@ class SavedLedger:
         for adapter, salt, packed, parents, chain, block_bytes in self.namespaces:
             namespace = lineage.namespace(adapter, salt, self.block_size or 1, chain)
             if block_bytes:
-                lineage.record_block_bytes(namespace, block_bytes)
+                lineage.tell_block_bytes(namespace, Tier.HBM, block_bytes)
             branches = {parent for at, parent in enumerate(parents) if parent != at}
             first = 0
             for end in range(1, len(parents) + 1):
@@ -189,7 +193,7 @@ def pack(
             parents.extend(range(len(parents), len(parents) + len(stretch) - 1))
             hashes.append(stretch.hashes)
         start += len(parents)
-        where = [namespace.chain, lineage.uses[namespace.scope_id].block_bytes]
+        where = [namespace.chain, lineage.block_bytes.told(namespace.scope_id)]
         namespaces.append([namespace.adapter, namespace.salt, b"".join(hashes), _little_endian(parents), *where])
     holdings = residency.holdings.by_group.values()
     order: dict[Holding, int] = {holding: i for i, holding in enumerate(holdings)}
@@ -247,6 +251,8 @@ def pack(
                 groups.lookahead_tokens,
                 None if uses_keys else list(residency.unproven),
                 [small.parts, [[part, *one] for part, tied in small.tied.items() for one in tied.items()]],
+                list(residency.doubtful),
+                groups.untold_keys,
             ]
         )
     )
@@ -260,7 +266,8 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
         if version != VERSION:
             raise InvalidValue(f"saved ledger of version {version!r:.40}; expected {VERSION}")
         _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = raw
-        variants, told, ahead, unproven, (parts, small_blocks) = engine
+        variants, told, ahead, unproven, (parts, small_blocks), *doubts = engine
+        doubtful, untold_keys = doubts or ([], "")  # absent in states that an earlier version saved
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(
@@ -302,6 +309,8 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             unproven=unproven,
             parts=parts,
             small_blocks=[(part, anchor, number) for part, anchor, number in small_blocks],
+            doubtful=doubtful,
+            untold_keys=untold_keys,
         )
     except InvalidValue:
         raise

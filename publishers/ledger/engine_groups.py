@@ -52,14 +52,16 @@ class EngineGroups:
         self.settings = settings
         self.told: dict[int, ToldGroup] = {}
         self.lookahead_tokens = 0
-        self._seen: set[tuple[int, AttentionKind | None, int | None, int, int]] = set()
+        self.untold_keys = ""
+        """See `EngineStored`; what the engine's events have shown last."""
+        self._seen: set[tuple[int, AttentionKind | None, int | None, int, int, str]] = set()
 
     def learn(self, event: EngineStored) -> bool:
         """Take in what the event tells of its group. True if that was new."""
         size, is_full = event.block_size, event.kind is not None and event.kind.is_full
         if event.offloaded or (is_full and not 0 < len(event.token_ids) == size * len(event.hashes)):
             size = 0  # events of sparse groups have the tokens of blocks that were skipped too
-        shape = (event.group, event.kind, event.window_tokens, size, event.lookahead_tokens)
+        shape = (event.group, event.kind, event.window_tokens, size, event.lookahead_tokens, event.untold_keys)
         if shape in self._seen:
             return False
         if len(self._seen) >= 4096:  # no engine has so many; an odd one costs time, not memory
@@ -70,17 +72,20 @@ class EngineGroups:
         if event.kind is not None:
             before = told.block_size if told is not None and told.kind is event.kind else 0
             told = ToldGroup(event.kind, event.window_tokens, max(before, size))
-        if told == self.told.get(event.group) and ahead == self.lookahead_tokens:
+        keys = self.untold_keys if event.offloaded else event.untold_keys
+        if told == self.told.get(event.group) and ahead == self.lookahead_tokens and keys == self.untold_keys:
             return False
         self.lookahead_tokens = ahead
+        self.untold_keys = keys
         if told is not None:
             self.told[event.group] = told
         return True
 
-    def restore(self, told: Mapping[int, ToldGroup], lookahead_tokens: int) -> None:
+    def restore(self, told: Mapping[int, ToldGroup], lookahead_tokens: int, untold_keys: str) -> None:
         """As it was saved."""
         self.told = dict(told)
         self.lookahead_tokens = lookahead_tokens
+        self.untold_keys = untold_keys
 
     @property
     def smallest_full(self) -> int:
@@ -113,7 +118,8 @@ class EngineGroups:
 
     def reuse(self, block_size: int | None) -> ReuseOfGroups:
         """What the groups mean for reuse, in blocks of this many tokens, those that are announced."""
-        return replace(self._reuse(block_size), lookahead_tokens=self.lookahead_tokens)
+        reuse = self._reuse(block_size)
+        return replace(reuse, lookahead_tokens=self.lookahead_tokens, upper_bound=reuse.upper_bound or self.untold_keys)
 
     def _reuse(self, block_size: int | None) -> ReuseOfGroups:
         settings = self.settings

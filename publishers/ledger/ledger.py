@@ -15,6 +15,7 @@ Left out, counted, and still referenced, so that a later removal finds its count
 - blocks of another size than the engine's (partial blocks);
 - blocks told without token ids by an engine that tells these of others. Only of one that never does, blocks are of an external
   chain;
+- blocks of an engine whose hashes and parents don't say where in a prompt they are;
 - offload placeholders of an unknown hash. Those of a known one are copies of its block, in any scope. So are a connector's
   events with tokens; those of an unknown hash are left out if the engine uses adapters, salts or extra keys at all.
 A block left out is taken in if the engine stores it again in a way that can be understood.
@@ -33,6 +34,7 @@ from kvatlas.identity import OWN_CHAIN
 from kvatlas_publishers.engine_events import EngineBatch, EngineDropped, EngineHash, EngineRemoved, EngineStored
 from kvatlas_publishers.ledger import dump as ledger_dump
 from kvatlas_publishers.ledger.block import Block
+from kvatlas_publishers.ledger.block_bytes import BlockBytes
 from kvatlas_publishers.ledger.connectors.connector_blocks import ConnectorBlocks
 from kvatlas_publishers.ledger.connectors.shared_store_writes import StoreWrites, is_stores
 from kvatlas_publishers.ledger.counters import LedgerCounters
@@ -63,7 +65,7 @@ class Ledger:
         self.counters = LedgerCounters()
         self.other_block_size: int | None = None
         """Tokens of the engine's blocks, if they are not those that the settings say."""
-        self._told_block_bytes = 0
+        self.block_bytes_of = BlockBytes(settings)
         self._remembered_evictions = remembered_evictions
         self._most_held = LEAST_REMEMBERED
         """How many engine hashes have been held at once."""
@@ -92,7 +94,7 @@ class Ledger:
     def _begin(self, holdings: Holdings, block_size: int | None) -> None:
         """Know nothing but the holdings' counts."""
         settings = self.settings
-        self.lineage = Lineage(settings, self._told_block_bytes)
+        self.lineage = Lineage(settings, self.block_bytes_of)
         self._resolver = BlockResolver(self.lineage, self.counters, block_size)
         self._resolver.lookahead_tokens = self.groups.lookahead_tokens
         self._residency = Residency(
@@ -120,12 +122,12 @@ class Ledger:
     @property
     def block_bytes(self) -> int:
         """Bytes of KV cache in a block; 0: unknown."""
-        return self.settings.block_bytes_of(self.block_size) or self._told_block_bytes
+        return self.block_bytes_of.of_worker(self.block_size)
 
     def set_told_block_bytes(self, block_bytes: int) -> None:
-        """What the engine says of them; it counts if the settings say nothing."""
-        self._told_block_bytes = block_bytes
-        self.lineage.set_told_block_bytes(block_bytes)
+        """What the engine's metrics say of them; it counts if neither events nor settings say anything."""
+        self.block_bytes_of.tell_metrics(block_bytes)
+        self.lineage.read_block_bytes()
 
     @property
     def uses(self) -> dict[bytes, ScopeUse]:
@@ -187,6 +189,12 @@ class Ledger:
                     event = replace(event, salt=None)  # the tenant of events without a salt
                 if event.local_hashes is not None and event.chain != self.chain:
                     event = replace(event, local_hashes=None)  # a placeholder
+                    self.counters.other_chain += len(event.hashes)
+                if not event.located:
+                    self.counters.engine_too_old += len(event.hashes)
+                    continue
+                if event.removes_held and event.parent is not None:
+                    self.counters.parent_removed += residency.is_removed(event.tier, event.group, event.parent)
                 if not event.adapter_named:
                     named = self.settings.adapter_ids.get(event.adapter or "")
                     if named is None:
@@ -310,6 +318,7 @@ class Ledger:
                 if self.chain != OWN_CHAIN and (event.token_ids or event.local_hashes):
                     was_external, self.chain = self.chain is not None, event.chain
                     if was_external and event.chain == OWN_CHAIN:
+                        self.counters.other_chain += self.announced_blocks
                         forgot_all = self._forget_blocks() or forgot_all
                 if event.block_size != self.block_size and self._learn_block_size(event):
                     forgot_all = self._forget_blocks() or forgot_all
@@ -423,7 +432,7 @@ class Ledger:
         ledger = cls(settings, remembered_evictions=remembered_evictions)
         saved = ledger_dump.unpack(dumped, settings.identity)
         try:
-            ledger.groups.restore(saved.groups, saved.lookahead_tokens)
+            ledger.groups.restore(saved.groups, saved.lookahead_tokens, saved.untold_keys)
             ledger._check_block_size(saved.block_size)
             ledger.reuse = ledger.groups.reuse(saved.block_size)
             ledger._begin(Holdings(), saved.block_size)

@@ -15,10 +15,12 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
 from kvatlas.identity import OWN_CHAIN, Scope
 from kvatlas_publishers.engine_events import EngineHash, EngineStored
 from kvatlas_publishers.ledger.block import Block, Namespace, Stretch
+from kvatlas_publishers.ledger.block_bytes import BlockBytes
 from kvatlas_publishers.ledger.settings import LedgerSettings
 from kvatlas_publishers.ledger.variants import Variants
 
@@ -47,10 +49,9 @@ class Part(NamedTuple):
 class Lineage:
     """Engine hashes, the blocks they stand for, and the chains of these. Decides nothing of residency."""
 
-    def __init__(self, settings: LedgerSettings, told_block_bytes: int = 0) -> None:
-        """`told_block_bytes`: what the engine says, if the settings say nothing; 0: unknown."""
+    def __init__(self, settings: LedgerSettings, block_bytes: BlockBytes) -> None:
         self._settings = settings
-        self._told_block_bytes = told_block_bytes
+        self.block_bytes = block_bytes
         self.counts: dict[EngineHash, int] = {}
         """Where copies in the device tier are counted, of blocks that are not plain: the holding's."""
         self.namespaces: dict[tuple[str | None, str | None, str], Namespace] = {}
@@ -95,24 +96,21 @@ class Lineage:
             tenant_id = salt if settings.salt_is_tenant and salt is not None else settings.tenant_id
             scope = Scope(settings.model_id, settings.tokenizer_id, adapter, tenant_id, chain)
             found = Namespace(scope.scope_id, adapter, salt, None if mapped else salt, chain)
-            block_bytes = settings.block_bytes_of(block_size) or self._told_block_bytes
+            block_bytes = self.block_bytes.of(scope.scope_id, block_size)
             self.uses.setdefault(scope.scope_id, ScopeUse(scope, block_size, block_bytes))
             self._maybe_unused.add(scope.scope_id)
         return found
 
-    def record_block_bytes(self, namespace: Namespace, block_bytes: int) -> None:
-        """The engine tells how many bytes a block of the namespace has."""
-        use = self.uses[namespace.scope_id]
-        if use.block_bytes != block_bytes:
-            self.uses[namespace.scope_id] = replace(use, block_bytes=block_bytes)
+    def tell_block_bytes(self, namespace: Namespace, tier: Tier, block_bytes: int) -> None:
+        """An event tells how many bytes a block of the namespace has in the tier."""
+        if self.block_bytes.tell(namespace.scope_id, tier, block_bytes):
+            self.read_block_bytes()
 
-    def set_told_block_bytes(self, block_bytes: int) -> None:
-        """The engine says how large its blocks are; scopes whose size is not known otherwise have it from now on."""
-        unknown = 0, self._told_block_bytes
-        self._told_block_bytes = block_bytes
+    def read_block_bytes(self) -> None:
+        """Sizes have changed: scopes have the new ones from now on."""
         for scope_id, use in self.uses.items():
-            if use.block_bytes in unknown and not self._settings.block_bytes_of(use.block_size):
-                self.uses[scope_id] = replace(use, block_bytes=block_bytes)
+            if (now := self.block_bytes.of(scope_id, use.block_size)) != use.block_bytes:
+                self.uses[scope_id] = replace(use, block_bytes=now)
 
     def extend(self, namespace: Namespace, parent: Stretch | None, packed: bytes) -> list[Block]:
         """The blocks of packed sequence hashes that follow `parent`; blocks that don't exist yet are made."""
@@ -267,6 +265,7 @@ class Lineage:
         for scope_id in self._maybe_unused:
             if scope_id not in self._namespaces_of:
                 self.uses.pop(scope_id, None)
+                self.block_bytes.forget_scope(scope_id)
         self._maybe_unused.clear()
 
     # ---------------------------------------------------------------- names

@@ -69,10 +69,8 @@ class BlockResolver:
                     # what is left of its copies when the parent is known may else be another salt's
                     if event.salt_inherited and not event.offloaded:
                         self.awaiting.keep(event)
-                    if event.parent == 0:
-                        counters.zero_parent += len(hashes)
-                    else:
-                        counters.unknown_parent += len(hashes)
+                    counters.unknown_parent += len(hashes)
+                    counters.zero_parent += len(hashes) if event.parent == 0 else 0
                     return None
                 namespace = parent.namespace
                 above = int.from_bytes(parent.hashes[-HASH_BYTES:], "little")
@@ -84,7 +82,7 @@ class BlockResolver:
             counters.unindexable += len(hashes)
             return None
         if event.block_bytes:
-            lineage.record_block_bytes(namespace, event.block_bytes)
+            lineage.tell_block_bytes(namespace, event.tier, event.block_bytes)
         return Place(namespace, parent, packed)
 
     def _locate_sequence_hashes(self, event: EngineStored) -> Place | None:

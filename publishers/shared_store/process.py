@@ -20,17 +20,21 @@ from nats.errors import Error as NatsError
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import notices_to_store, writer_of
 from kvatlas.errors import InvalidValue, WireError
+from kvatlas.fleet.records import EngineKind
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.settings import PublishSettings
-from kvatlas_publishers.engine_events import EngineBatch, EngineHash
+from kvatlas_publishers.engine_events import EngineBatch, EngineHash, EngineRemoved
+from kvatlas_publishers.feed.continuity import Continuity
+from kvatlas_publishers.feed.dead_letters import DeadLetters
 from kvatlas_publishers.feed.lmcache_subscription import LMCacheSubscription
+from kvatlas_publishers.feed.subscriber import Feed, FeedSettings
 from kvatlas_publishers.ledger.connectors.connector_blocks import TICKS_TO_LIVE
 from kvatlas_publishers.ledger.connectors.shared_store_notice import StoredInStore, decode
 from kvatlas_publishers.ledger.ledger import Ledger
 from kvatlas_publishers.publisher import STORE_TTL_S, Publisher
 from kvatlas_publishers.saved_state import SavedState, StateFile
 from kvatlas_publishers.settings import PublisherSettings
-from kvatlas_publishers.shared_store.receiver import adapters_gone, events_of
+from kvatlas_publishers.shared_store.receiver import adapters_gone, events_of, objects_of
 
 SAVE_EVERY_S = 60.0
 CLEAR_LOOK_S = 1.0
@@ -48,13 +52,15 @@ class SharedStore:
         self._lmcache_endpoint = settings.lmcache_endpoint
         self._lmcache_model = settings.lmcache_model or settings.model_id
         self._lmcache: LMCacheSubscription | None = None
+        self._master_endpoint = settings.mooncake_endpoint
+        self._master: Feed | None = None
         self._state_file = StateFile(settings.state_dir, self.worker_id) if settings.state_dir else None
         if self._state_file is not None:
             self._state_file.check_writable()
         self._log = RateLimitedLog(log, f"store {self.worker_id}: ")
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Load what was saved."""
+        """Load what was saved. Raises Unreachable if the master's endpoint can't be used."""
         ledger, incarnation = self._load()
         self._client, self._context = client, context
         self._publisher = publisher = Publisher(
@@ -74,8 +80,24 @@ class SharedStore:
                 on_batch=publisher.record,
             )
 
+        if self._master_endpoint is not None:
+            self._master = Feed(
+                FeedSettings(EngineKind.STORE, self._master_endpoint),
+                self.worker_id,
+                Continuity(can_replay=False),
+                publisher.counters,
+                publisher.diagnoses,
+                DeadLetters(None, self.worker_id),
+                context,
+                on_batch=self._on_master,
+                on_empty=publisher.start_over,
+            )
+            self._master.open()
+
     def close(self) -> None:
-        """Nothing is open."""
+        if self._master is not None:
+            self._master.close()
+            self._master = None
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
         """Publish until cancelled; after `open`."""
@@ -89,6 +111,8 @@ class SharedStore:
                 async with anyio.create_task_group() as tasks:
                     if self._lmcache is not None:
                         tasks.start_soon(self._lmcache.run, self._context)
+                    if self._master is not None:
+                        tasks.start_soon(self._master.run)
                     if self._state_file is not None:
                         tasks.start_soon(self._save_regularly, self._state_file)
                     ready(publisher)
@@ -122,6 +146,14 @@ class SharedStore:
             self._drop_saved(f"worker {writer} says that blocks are gone")
         if events:
             publisher.record(EngineBatch(events))
+
+    def _on_master(self, batch: EngineBatch) -> None:
+        """Mooncake's master says what it stored and evicted, whoever wrote it."""
+        publisher = self._publisher
+        batch = objects_of(batch, publisher.ledger.settings)
+        if any(isinstance(event, EngineRemoved) and event.hashes for event in batch.events):
+            self._drop_saved("Mooncake's master says that blocks are gone")
+        publisher.record(batch)
 
     def _on_start_over(self) -> None:
         self._drop_saved("all known blocks were dropped")

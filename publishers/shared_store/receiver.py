@@ -4,13 +4,22 @@ A block is named by its scope and its sequence hash, whoever wrote it: writers o
 other engines. What is of another model, or of a tenant that is not the store's, is refused, and so are blocks of another size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import WireError
 from kvatlas.identity import Scope
-from kvatlas_publishers.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvatlas_publishers.engine_events import (
+    EngineBatch,
+    EngineCleared,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+)
+from kvatlas_publishers.engines.mooncake import ObjectName
 from kvatlas_publishers.ledger.connectors.shared_store_notice import (
     AdapterGone,
     GoneFromStore,
@@ -35,6 +44,31 @@ def events_of(notice: StoreNotice, settings: LedgerSettings, *, uses_keys: bool)
     for change in notice.changes:
         events += _events(change, notice.block_size, settings)
     return events
+
+
+def objects_of(batch: EngineBatch, settings: LedgerSettings) -> EngineBatch:
+    """A batch of Mooncake's master as one of the store's own ledger. Objects of another model or tenant are left out."""
+    events: list[EngineEvent] = []
+    skipped = list(batch.skipped)
+    for event in batch.events:
+        if isinstance(event, EngineStored | EngineRemoved):
+            names = list(_objects(event.hashes, settings))
+            if len(names) < len(event.hashes):
+                skipped.append(f"{len(event.hashes) - len(names)} objects of another model or tenant than the store's")
+            event = replace(event, hashes=names)
+        events.append(event)
+    return replace(batch, events=events, skipped=skipped)
+
+
+def _objects(packed: Iterable[EngineHash], settings: LedgerSettings) -> Iterator[bytes]:
+    for one in packed:
+        name = ObjectName.unpack(one) if isinstance(one, bytes) else None
+        if name is None or name.model not in ("", settings.model_id):
+            continue
+        tenant_id = name.tenant if name.tenant and settings.salt_is_tenant else settings.tenant_id
+        if name.tenant in ("", tenant_id):
+            scope = Scope(settings.model_id, settings.tokenizer_id, name.adapter or None, tenant_id)
+            yield scope.scope_id + name.hash
 
 
 def adapters_gone(notice: StoreNotice) -> list[str]:

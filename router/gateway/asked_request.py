@@ -13,7 +13,7 @@ from kvatlas_router.gateway.picker import Renaming, RequestHead
 from kvatlas_router.proxy.engine_call import INFERENCE, EngineCall, read_call
 from kvatlas_router.proxy.json_body import UnreadableBody
 from kvatlas_router.tokens.text_request import parse_object
-from router_client.pricing.transfer_protocol import replace_fields
+from router_client.pricing.transfer_protocol import NotForClients, replace_fields
 
 _ADMINISTRATION = re.compile(
     r"/(?:v1/)?(?:(?:un)?load_lora_adapter|(?:un)?load_lora_adapter_from_tensors|sleep|wake_up|is_.*|collective_rpc|abort.*|"
@@ -73,15 +73,21 @@ async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
     """What a path that is none of engines' gets is not theirs to read: it passes as it is."""
     if _ADMINISTRATION.fullmatch(head.path) or "//" in head.path or "/.." in head.path or "/./" in head.path:
         raise AdministrationPath(f"{head.path[:200]} is not passed on to engines")
-    if body and (encoding := head.first(b"content-encoding")) not in (None, "identity"):
-        raise UnreadableBody(f"content-encoding is {encoding!r:.80}; expected none: engines read no compressed bodies")
     kind = head.first(b"content-type") or ""
     try:
+        if body and (encoding := head.first(b"content-encoding")) not in (None, "identity"):
+            raise UnreadableBody(
+                f"content-encoding is {encoding!r:.80}; expected none: engines read no compressed bodies"
+            )
         return await read_call(head.method, head.path, head.query, kind, body or b"")
     except UnreadableBody:
         if head.path in INFERENCE and body:
             raise
         return EngineCall(None, body or b"", len(body or b""))
+    except NotForClients:
+        raise
+    except InvalidValue:  # it has no prompt: the engine says so to the client
+        return await read_call(head.method, "", head.query, kind, body or b"")
 
 
 def _model_of(call: EngineCall) -> str:

@@ -14,7 +14,7 @@ makes an engine alive, in any state, however long one request waits there. Statu
   have no request without a byte beside them: BEGUN.
 - **Clients that left** before the first byte are evidence that an engine had work. LEAST_LEFT of them since the last progress
   make it suspected, which costs it nothing but a probe. They never stall it by themselves: without a request that waits, only
-  an unanswered probe does.
+  a probe does that is not answered for twice as long.
 - **A probe** has the time between suspicion and stall, from when it was sent. While an engine is stalled one probe is out at a
   time, PROBE_EVERY_S apart.
 - **An engine that can't be probed** (it refuses the probe itself) stalls only by a request that waits there; it is tried with
@@ -23,7 +23,7 @@ makes an engine alive, in any state, however long one request waits there. Statu
 - After CUT_S in which it was stalled its other answers are given up too (`is_lost`).
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -131,6 +131,14 @@ class EngineProgress:
             self._trial, self._trial_at = None, now + TRIAL_EVERY_S
         self._rest_if_idle()
 
+    def renew(self, bounds: Mapping[Hashable, Bounds]) -> None:
+        """More is known of how long these requests may take, from now on."""
+        self._deadlines = None
+        for key, work in self._work.items():
+            work.bounds = bounds.get(key, work.bounds)
+            if not work.began:
+                self._count(work.bounds, max(self._quiet_since or work.sent, work.sent))
+
     def leave(self, key: Hashable, now: float) -> None:
         """Its client left."""
         work = self._work.get(key)
@@ -217,10 +225,6 @@ class EngineProgress:
         """Is it stalled for so long that nothing there will be answered?"""
         return self.stalled_at is not None and now - self.stalled_at >= CUT_S
 
-    @property
-    def has_work(self) -> bool:
-        return self._quiet_since is not None
-
     def quiet_s(self, now: float) -> float:
         """How long it has work and makes no progress."""
         return 0.0 if self._quiet_since is None else max(0.0, now - self._quiet_since)
@@ -257,8 +261,9 @@ class EngineProgress:
 
     def _is_sure(self, seconds: float, now: float) -> bool:
         """Was no probe answered for so long? Without a probe: does a request wait there for too long itself?"""
+        waiting = [work for work in self._work.values() if not work.began]
         if self.may_be_probed:
+            seconds = seconds if self._work else 2 * seconds
             return self._doubted_at is not None and now - self._doubted_at >= seconds
         since = self._quiet_since or 0.0
-        waiting = [work for work in self._work.values() if not work.began]
         return any(now >= max(since, work.sent) + work.bounds.stall_s for work in waiting)

@@ -66,10 +66,11 @@ class ExpectedTimes:
     _longest_s: float = 0.0
     _longest_at: float = 0.0
 
-    def add(self, kind: str, predicted_s: float | None, measured_s: float) -> None:
-        """The first byte of an answer was there after this time."""
+    def add(self, kind: str, predicted_s: float | None, measured_s: float) -> bool:
+        """The first byte of an answer was there after this time. True if the kind's times are known from now on."""
         ratio = self._ratios.setdefault(kind, _Ratio())
         ratio.add(math.log(max(measured_s, 1e-4) / _bounded(predicted_s)))
+        return ratio.answers == ENOUGH
 
     def add_silence(self, seconds: float, now: float) -> None:
         """An engine with work was silent for so long, and then made progress."""

@@ -14,6 +14,8 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES
+from kvatlas.telemetry import export_metrics
+from kvatlas.telemetry.metric_export import MetricSource
 from kvatlas_router.progress.engine_progress import EngineProgress, Probe, State
 from kvatlas_router.progress.expected_times import ExpectedTimes
 from kvatlas_router.progress.watched_try import SentTry, WatchedTry
@@ -43,15 +45,21 @@ class ProgressCounters:
 
 @dataclass(slots=True)
 class _Engine:
-    """`reported`: as stalled, at `stalled_at`. `seen`: what its fleet record said last of its progress."""
+    """`series`: of its metric. `reported`: as stalled, at `stalled_at`. `seen`: what its fleet record said last."""
 
     pool_id: str
     progress: EngineProgress = field(default_factory=EngineProgress)
     tries: dict[int, WatchedTry] = field(default_factory=dict)
     probe: "asyncio.Task[None] | None" = None
+    series: MetricSource | None = None
     reported: bool = False
     stalled_at: float = 0.0
     seen: object = None
+
+    @property
+    def stalled(self) -> int:
+        """For metrics."""
+        return int(self.reported)
 
 
 class ProgressMonitor:
@@ -81,6 +89,8 @@ class ProgressMonitor:
         for probe in probes:
             probe.cancel()
         await asyncio.gather(*probes, return_exceptions=True)
+        for worker_id in list(self._engines):
+            self._forget(worker_id)
 
     # ------------------------------------------------------------ requests
 
@@ -102,7 +112,7 @@ class ProgressMonitor:
         watched = WatchedTry(self, sent, task)
         if sent.computes:
             now = self._clock()
-            engine = self._engines.setdefault(sent.worker_id, _Engine(sent.pool_id))
+            engine = self._engine(sent)
             engine.tries[id(watched)] = watched
             bounds = self._times_of(sent.pool_id).bounds(sent.kind, sent.predicted_s, now)
             engine.progress.send(id(watched), bounds, now)
@@ -117,8 +127,17 @@ class ProgressMonitor:
         if not engine.progress.is_stalled:
             times.add_silence(engine.progress.quiet_s(now), now)
         first_s = engine.progress.receive(id(watched), now)
-        if first_s is not None:
-            times.add(sent.kind, sent.predicted_s, first_s)
+        if first_s is not None and times.add(sent.kind, sent.predicted_s, first_s):
+            self._renew_bounds(sent.pool_id, times, now)
+
+    def _renew_bounds(self, pool_id: str, times: ExpectedTimes, now: float) -> None:
+        """Of what was sent before anything was known."""
+        for engine in self._engines.values():
+            if engine.pool_id == pool_id:
+                tries = {key: watched.sent for key, watched in engine.tries.items()}
+                engine.progress.renew(
+                    {key: times.bounds(sent.kind, sent.predicted_s, now) for key, sent in tries.items()}
+                )
 
     def close(self, watched: WatchedTry, *, left: bool) -> None:
         """It is over; see `WatchedTry.end` and `WatchedTry.leave`."""
@@ -148,11 +167,6 @@ class ProgressMonitor:
             pool_id = self._engines[worker_id].pool_id
             found[pool_id] = (*found.get(pool_id, ()), worker_id)
         return found
-
-    @property
-    def stalled_workers(self) -> int:
-        """How many these are."""
-        return len(self.stalled())
 
     def findings(self) -> list[str]:
         """A line for each of them: what is wrong, and what to do."""
@@ -186,8 +200,8 @@ class ProgressMonitor:
         self._report(worker_id, engine, now)
         if progress.is_stalled:
             self._move(worker_id, engine, now)
-        elif not progress.has_work and not engine.reported and not engine.tries:
-            del self._engines[worker_id]
+        if self._records and record is None and not engine.tries:
+            self._forget(worker_id)
 
     def _report(self, worker_id: str, engine: _Engine, now: float) -> None:
         is_stalled = engine.progress.is_stalled
@@ -206,8 +220,6 @@ class ProgressMonitor:
             engine.reported = False
             self.counters.returns += 1
             _log.info("worker %s: makes progress again after %.1f s", worker_id, now - engine.stalled_at)
-        elif is_stalled and self._records and worker_id not in self._records and not engine.tries:
-            del self._engines[worker_id]  # it left the fleet
 
     def _move(self, worker_id: str, engine: _Engine, now: float) -> None:
         alive = frozenset(
@@ -252,6 +264,21 @@ class ProgressMonitor:
             if record is not None and engine.seen not in (None, seen):
                 engine.progress.observe(now - _age_s(record), now)
             engine.seen = seen
+
+    def _engine(self, sent: SentTry) -> _Engine:
+        engine = self._engines.get(sent.worker_id)
+        if engine is None:
+            engine = self._engines[sent.worker_id] = _Engine(sent.pool_id)
+            engine.series = export_metrics("stalled", engine, {"worker": sent.worker_id})
+        return engine
+
+    def _forget(self, worker_id: str) -> None:
+        """It left the fleet, or this router ends."""
+        engine = self._engines.pop(worker_id)
+        if engine.series is not None:
+            engine.series.close()
+        if engine.probe is not None:
+            engine.probe.cancel()
 
     def _times_of(self, pool_id: str) -> ExpectedTimes:
         return self._times.setdefault(pool_id, ExpectedTimes())

@@ -12,6 +12,7 @@
     catalogue.py        which models the fleet serves, under which names, on which workers
     exchange.py         one request: its prompt, a booked worker; another worker while nothing was sent to the client yet
     answer_relay.py     one try on one worker: the request sent, its answer passed on
+    predicted_try.py    what a try is expected to take
     client_request.py   the client's side: its request, answers and errors to it, and its line in the access log
     error_events.py     how a stream that has begun reports an error, in the words of its protocol
     answer_usage.py     usage and times of an answer
@@ -19,6 +20,6 @@
     request_trace.py    continues the caller's trace
     counters.py         counters
 
-The engine's side is in `upstream`; which workers are left alone in `outliers`. Nothing is sent to a
+The engine's side is in `upstream`; which workers are left alone in `outliers` and `progress`. Nothing is sent to a
 client before the first content of a good answer is there, but comments: until then a request may go to another worker.
 """

@@ -185,6 +185,9 @@ class _ForEngines:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         path, query = scope["path"], scope["query_string"]
+        if _may_be_another(path):
+            await send_error(send, ErrorKind.NO_PATH, f"{path[:200]}: expected a path without empty or dotted parts")
+            return
         try:
             _check_headers(request)
             body = await request.body()
@@ -197,6 +200,11 @@ class _ForEngines:
         for_engine = EngineRequest(scope["method"], scope["raw_path"].decode("ascii"), query, call.body)
         headers = plain_json_type(scope["headers"])
         await self._exchange.run(ClientRequest(call.text, call.model, call.letters, for_engine, headers, receive, send))
+
+
+def _may_be_another(path: str) -> bool:
+    """Clients and gateways on the way to an engine may shorten such a path, to one that is not allowed."""
+    return bool({"", ".", ".."} & set(path.split("/")[1:]))
 
 
 def _check_headers(request: Request) -> None:

@@ -143,7 +143,6 @@ async def open_request_router(
         progress.start()
         stack.push_async_callback(progress.stop)
         stack.enter_context(export_metrics("progress", progress.counters))
-        stack.enter_context(export_metrics("stalled", progress))
         yield RequestRouter(client, reader, catalogue, tokens, outliers, progress, short_calls, addresses, fleet, index)
 
 

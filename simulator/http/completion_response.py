@@ -163,6 +163,9 @@ class CompletionResponse(Response):
 
     def _events(self, token: GeneratedToken, answer: "Answer", *, begins: bool, first: bool) -> Iterator[bytes]:
         """For one token. `begins`: it is the answer's first. `first`: it is its choice's first."""
+        if first:
+            for opening in self._opening(token.choice):
+                yield server_sent_event(self._response_body([opening], None, self.chunk_object_name))
         choice = self._choice(token.choice, [token.token_id], token.finish_reason, streamed=True)
         if self._body.return_token_ids and first:
             choice["prompt_token_ids"] = list(self._request.prompt)
@@ -194,6 +197,10 @@ class CompletionResponse(Response):
     def _content(self, text: str, *, streamed: bool) -> dict[str, Any]:
         """The field of a choice that holds the text."""
         return {"text": text}
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        """What a stream says of a choice before its first token."""
+        return []
 
     def _choice(
         self, index: int, token_ids: list[int], finish_reason: str | None, *, streamed: bool = False
@@ -230,7 +237,12 @@ class ChatResponse(CompletionResponse):
     chunk_object_name = "chat.completion.chunk"
 
     def _content(self, text: str, *, streamed: bool) -> dict[str, Any]:
-        return {"delta" if streamed else "message": {"role": "assistant", "content": text}}
+        return {"delta": {"content": text}} if streamed else {"message": {"role": "assistant", "content": text}}
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        """vLLM and SGLang name the role in a chunk of its own, without text."""
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
 
 @dataclass(slots=True)
@@ -276,5 +288,5 @@ def server_sent_event(body: dict[str, Any], name: str | None = None) -> bytes:
 
 
 def _error_body(status: int, message: str) -> dict[str, Any]:
-    kinds = {404: "NotFoundError", 503: "ServiceUnavailableError"}
+    kinds = {404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
     return {"message": message, "type": kinds.get(status, "BadRequestError"), "param": None, "code": status}

@@ -201,8 +201,8 @@ class EngineApi:
         return JSONResponse({"version": VLLM_VERSION})
 
     async def _kv_event_sources(self, _: Request) -> Response:
-        """Where the KV events are, in vLLM's format."""
-        return JSONResponse([] if self._event_source is None else [self._event_source])
+        """Where the KV events of each rank are, in vLLM's format."""
+        return JSONResponse({} if self._event_source is None else {"0": self._event_source})
 
     async def _kv_blocks(self, _: Request) -> Response:
         """What the cache holds, in the terms of `kvatlas export`."""

@@ -143,4 +143,4 @@ def to_engine_event(event: KVEvent, groups: Sequence[CacheGroup], block_tokens: 
         )
     if isinstance(event, BlockRemoved):
         return EngineRemoved((event.block_hash,), _TIER_OF[event.medium], event.group)
-    return EngineCleared()
+    return EngineCleared((Tier.HBM,))

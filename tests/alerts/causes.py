@@ -208,6 +208,14 @@ async def engine_answers_500(fleet: Fleet) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def engine_hangs(fleet: Fleet) -> AsyncIterator[None]:
+    async with odd_engine_joins(fleet, alone=False) as odd:
+        odd.hangs, fleet.fresh = True, True
+        yield
+        fleet.fresh = False
+
+
+@asynccontextmanager
 async def engine_reports_wrong_cached_tokens(fleet: Fleet) -> AsyncIterator[None]:
     async with odd_engine_joins(fleet, alone=True) as odd:
         odd.cached_tokens = 64
@@ -271,6 +279,7 @@ CAUSES: Mapping[str, tuple[Cause, set[str]]] = {
     "engines_die": (engines_die, {"KvatlasRequestsFail", "KvatlasNoWorkers", "KvatlasPickerRefuses"}),
     "engine_is_full": (engine_is_full, {"KvatlasRequestsWait"}),
     "engine_answers_500": (engine_answers_500, {"KvatlasWorkersEjected"}),
+    "engine_hangs": (engine_hangs, {"KvatlasEngineStalled"}),
     "engine_reports_wrong_cached_tokens": (engine_reports_wrong_cached_tokens, {"KvatlasPredictionsWrong"}),
     "engine_reports_no_cached_tokens": (engine_reports_no_cached_tokens, {"KvatlasCachedTokensNotReported"}),
     "engine_counts_other_tokens": (engine_counts_other_tokens, {"KvatlasTokenizerWrong"}),

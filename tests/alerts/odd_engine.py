@@ -14,7 +14,7 @@ from typing import Any
 class OddEngine:
     """How it behaves from now on. `status`: of its completions. `cached_tokens`: what it reports; None: nothing.
     `more_tokens`: how many more prompt tokens it reports than there are. `tokenize_s`: how long /tokenize takes. `full`: it
-    reports that no block of its cache is free."""
+    reports that no block of its cache is free. `hangs`: it computes nothing, and answers its status page."""
 
     url: str
     status: int = 200
@@ -22,10 +22,12 @@ class OddEngine:
     more_tokens: int = 0
     tokenize_s: float = 0.0
     full: bool = False
+    hangs: bool = False
 
     def behave(self) -> None:
         """Like any engine again."""
         self.status, self.cached_tokens, self.more_tokens, self.tokenize_s, self.full = 200, 0, 0, 0.0, False
+        self.hangs = False
 
     @property
     def metrics(self) -> str:
@@ -57,6 +59,9 @@ def odd_engine() -> Iterator[OddEngine]:
             if self.path == "/tokenize":
                 time.sleep(engine.tokenize_s)
                 self._answer(200, json.dumps({"count": len(tokens), "max_model_len": 1 << 20, "tokens": tokens}))
+            elif engine.hangs:
+                while engine.hangs:
+                    time.sleep(0.1)
             elif engine.status != 200:
                 self._answer(engine.status, json.dumps({"error": {"message": "odd"}}))
             else:

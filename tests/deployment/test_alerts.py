@@ -101,6 +101,7 @@ CAUSES: Mapping[str, Mapping[str, str | None]] = {
     "KvatlasDecisionsSlow": {'kvatlas_router_decision_duration_seconds_bucket{le="0.0078125"}': "0x90"},
     "KvatlasNoWorkers": {'kvatlas_router_decisions_total{outcome="no_workers"}': "0+10x90"},
     "KvatlasRequestsFail": {'kvatlas_proxy_ends_total{end="gave_up"}': "0+60x90"},
+    "KvatlasEngineStalled": {'kvatlas_progress_stalled{worker="w0"}': "1x90"},
     "KvatlasWorkersEjected": {"kvatlas_outliers_ejected": "1x90"},
     "KvatlasRequestsWait": {"kvatlas_proxy_waiting": "7x90"},
     "KvatlasPredictionsWrong": {'kvatlas_tokens_cached_total{outcome="newer"}': "0+200x90"},

@@ -3,7 +3,7 @@
 from kvatlas.bus import wire
 from kvatlas.bus.partition_batch import PartitionBatch
 from kvatlas.bus.subjects import partition_of
-from kvatlas.fleet.records import EngineKind, EngineState, FleetRecord, Liveness
+from kvatlas.fleet.records import EngineState, FleetRecord, Liveness
 from kvatlas.identity import shard_of
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas_publishers.counters import PublisherCounters
@@ -32,7 +32,7 @@ class SocketlessWorker:
         return FleetRecord(endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE)
 
     async def take(self, payload: bytes) -> None:
-        self.changelog.record(decode_batch(EngineKind.VLLM, payload))
+        self.changelog.record(decode_batch(self.settings.engine, payload))
         self._now_us += 1_000_000
         self.changelog.publish(self.changelog.fold(), self._now_us, 0.0)
         await self.send()

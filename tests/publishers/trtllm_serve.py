@@ -7,9 +7,10 @@ oldest records are dropped, ids that count from 0 in each process, hashes that c
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
+from time import sleep
 from typing import Any
 
 from kvatlas_publishers.engines.tensorrt_llm import plain_block_hash
@@ -29,6 +30,8 @@ class TrtllmServe:
         self.url = ""
         self.drains = 0
         self.status = 200
+        self.streams: str | None = None
+        """Content type of an answer that streams; None: it does not."""
         self.restart()
 
     def restart(self, *windows: int) -> None:
@@ -111,10 +114,25 @@ def serving(engine: TrtllmServe) -> Iterator[TrtllmServe]:
         def do_POST(self) -> None:
             if self.path != "/kv_cache_events":
                 self._answer(404, b'{"detail":"Not Found"}')
+            elif engine.streams is not None:
+                self._stream(engine.streams)
             elif engine.status != 200:
                 self._answer(engine.status, b"event_buffer_max_size is 0")
             else:
                 self._answer(200, engine.drain())
+
+        def _stream(self, kind: str) -> None:
+            """Events one after the other, in an answer that does not end while the reader stays."""
+            self.send_response(200)
+            if kind:
+                self.send_header("Content-Type", kind)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            record = b'data: {"event_id": 1}\n\n' if kind else b'{"event_id": 1}\n'
+            with suppress(ConnectionError):
+                for _ in range(1_000):
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(record), record))
+                    sleep(0.01)
 
         def _answer(self, status: int, body: bytes) -> None:
             self.send_response(status)

@@ -4,7 +4,8 @@ removals.
 - LMCache stores and removes chunks of several blocks under one hash. A chunk is cut at the engine's block size; its last block
   has the chunk's hash, so that the next chunk finds its parent, the others have names made of it. They come and go together.
 - A shared store (Mooncake's, a file system's) evicts what others stored too, and says so to nobody. Its blocks are left out, or
-  held for a time after they were last stored.
+  held for a time after they were last stored. So are chunks of LMCache until one's removal was told: its server may have no
+  event stream.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,14 +36,17 @@ class ConnectorBlocks:
         self._counters = counters
         self._held = held
         self._keep = keep
+        self._removes_chunks = False
+        """Has the engine told the removal of a block in the CPU tier?"""
         self._tick = 0
         self._stored_at: dict[_Copy, int] = {}
         """Blocks whose removals are not told, and the tick at which each was last stored."""
 
     def stored(self, event: EngineStored, block_size: int | None) -> Sequence[EngineStored]:
         """The event as the ledger folds it; none if its blocks are left out."""
+        is_chunk = block_size is not None and event.block_size > block_size
         event = cut_chunks(event, block_size)
-        if event.removal_told:
+        if event.removal_told and (event.chunk_removal_told or self._removes_chunks or not is_chunk):
             return (event,)
         if not self._keep:
             self._counters.removal_untold += len(event.hashes)
@@ -63,6 +67,7 @@ class ConnectorBlocks:
 
     def removed(self, event: EngineRemoved) -> EngineRemoved:
         """The event with all blocks of the chunks that it names."""
+        self._removes_chunks = self._removes_chunks or event.tier is Tier.CPU_DRAM
         names = list(self._with_parts(event))
         for name in names:
             self._stored_at.pop((event.tier, event.group, name), None)

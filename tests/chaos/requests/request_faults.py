@@ -73,6 +73,13 @@ ERROR_EVENT = b"data: " + json.dumps(ERROR).encode() + b"\n\n"
 COMMENT = b": keep-alive\n\n"
 PART = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
 
+
+async def hang(_: Request) -> Response:
+    """No byte: its device hangs, and its HTTP server does not notice."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 FAULTS: dict[str, Answer] = {
     "500": status(500),
     "429": status(429),
@@ -85,10 +92,14 @@ FAULTS: dict[str, Answer] = {
     "says an error in JSON": says(),
     "says an error late": says(PART, ERROR_EVENT, b"data: [DONE]\n\n"),
     "dies behind a comment": die_behind_a_comment,
+    "hangs": hang,
+    "busy": slow,
 }
 STREAMED = frozenset({"dies", "says an error", "says an error late", "dies behind a comment"})
 BREAKS = frozenset({"dies", "says an error late"})
 """Behind the first content: then no other engine can be tried."""
+WITHOUT_HEALTH = {"busy"}
+"""Their status pages wait behind what they compute."""
 
 
 @dataclass(slots=True)
@@ -153,8 +164,8 @@ async def drive(clients: Sequence[httpx.AsyncClient], asked: "Counter[str]", bad
     return figures
 
 
-async def run(store: Store, redis_url: str, bad: Answer, *, streamed: bool) -> Figures:
-    """With four engines, of which the first is the bad one."""
+async def run(store: Store, redis_url: str, bad: Answer, *, streamed: bool, healthy: bool = True) -> Figures:
+    """With four engines, of which the first is the bad one. `healthy`: it answers its status page."""
     asked: Counter[str] = Counter()
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(store, {}))
@@ -165,7 +176,7 @@ async def run(store: Store, redis_url: str, bad: Answer, *, streamed: bool) -> F
                 asked[worker_id] += 1
                 return await (bad if number == 0 else well)(request)
 
-            engine = await stack.enter_async_context(faulty_engine(answer))
+            engine = await stack.enter_async_context(faulty_engine(answer, healthy=healthy or number > 0))
             await fleet.report(worker_id, engine.url)
         clients = [
             await stack.enter_async_context(running_proxy(redis_url, learn=False, access_log=False)) for _ in range(2)

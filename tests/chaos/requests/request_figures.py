@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvatlas.embedded import valkey_server
 from kvatlas.store.connection import open_store
-from tests.chaos.requests.request_faults import FAULTS, REQUESTS, STREAMED, run
+from tests.chaos.requests.request_faults import FAULTS, REQUESTS, STREAMED, WITHOUT_HEALTH, run
 from tests.chaos.requests.rolled_routers import ROUTERS, RouterProcess, roll
 from tests.router.proxy.faulty_engine import well
 
@@ -31,7 +31,7 @@ async def print_request_figures(folder: Path, log: Callable[[str], None]) -> boo
         lost = 0
         for name, fault in FAULTS.items():
             await store.client.flushall()
-            figures = await run(store, server.url, fault, streamed=name in STREAMED)
+            figures = await run(store, server.url, fault, streamed=name in STREAMED, healthy=name not in WITHOUT_HEALTH)
             lost += len(figures.lost)
             added_ms = (figures.longest_s - usual) * 1_000
             shares = f"{figures.share_before:.0%} | {figures.share_after:.0%}"

@@ -95,11 +95,11 @@ async def test_what_was_never_taken_in_is_not_called_evicted(installation: Insta
 
         async def said() -> str:
             asked = read_request(str(file))
-            findings = await follow_request(nats, redis, asked, None, DEFAULT_TENANT, 0.05, lambda _: None)
+            findings = await follow_request(nats, redis, asked, None, DEFAULT_TENANT, 1.5, lambda _: None)
             lines = [one.line for one in findings if one.check == "request.worker"]
             return lines[0] if lines and "never stored" in lines[0] else ""
 
-        assert "evicted" not in await until(said, what="its publisher answers")
+        assert "evicted" not in await until(said, what="its publisher is heard")
 
 
 @pytest.mark.anyio

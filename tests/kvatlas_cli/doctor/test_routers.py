@@ -36,6 +36,15 @@ async def test_what_routers_find_wrong_is_a_finding(installation: Installation) 
     assert bad.level is Level.WARNING and "2 of 3 prompts differ" in bad.line and "--tokenizer engine" in bad.advice
 
 
+async def test_a_stalled_worker_is_named_with_the_routers_that_found_it(installation: Installation) -> None:
+    await open_redis_index(installation.store, writer=True)
+    await installation.write_records(fleet_record("w"), fleet_record("v"))
+    for router_id, stalled in (("r1", ("w",)), ("r2", ("w",)), ("r3", ())):
+        await write_answer_report(installation.store, router_id, POOL, AnswerReport(stalled=stalled))
+    (found,) = await installation.findings("routers.progress")
+    assert found.level is Level.ERROR and "worker w is stalled" in found.line and "router r1, r2" in found.line
+
+
 async def test_counts_of_routers_are_bounded_and_expire(fresh_store: str) -> None:
     async with connected_store(fresh_store, wait=False) as store:
         for number, keep_us in ((1, 40_000_000), (2, 20_000_000), (3, 60_000_000)):

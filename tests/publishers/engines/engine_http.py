@@ -1,5 +1,6 @@
 """An engine's HTTP side: a real server whose pages a test sets."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,10 +13,12 @@ from tests.certificates import IssuedFiles
 
 @dataclass
 class EngineHttp:
-    """What it answers now: (status, body) by path; others are 404. `key`: without it every call is refused."""
+    """What it answers now: (status, body) by path; others are 404. Those of `late` it does not answer yet. `key`: without it
+    every call is refused."""
 
     server: ThreadingHTTPServer
     pages: dict[str, tuple[int, str]] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
     key: str = ""
     scheme: str = "http"
 
@@ -34,6 +37,8 @@ def engine_http(files: IssuedFiles | None = None) -> Iterator[EngineHttp]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            while self.path in served.late:
+                time.sleep(0.01)
             status, body = served.pages.get(self.path, (404, ""))
             if served.key and self.headers["authorization"] != f"Bearer {served.key}":
                 status, body = 401, ""

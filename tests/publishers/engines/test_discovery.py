@@ -90,34 +90,43 @@ async def test_an_engine_with_a_private_certificate_is_discovered(tmp_path: Path
 
 
 def test_vllm_ranks_have_the_listed_sources_or_the_usual_ports() -> None:
-    sources = [
-        {"data_parallel_rank": 1, "endpoint": "tcp://10.0.0.2:7001", "replay_endpoint": None, "topic": "kv"},
-        {"data_parallel_rank": 0, "endpoint": "tcp://*:7000", "replay_endpoint": "tcp://*:7100", "topic": "kv"},
-    ]
-    expected = [
+    listed = {
+        "1": {
+            "enable_kv_cache_events": True,
+            "endpoint": "tcp://10.0.0.2:7001",
+            "replay_endpoint": None,
+            "topic": "kv",
+        },
+        "0": {
+            "enable_kv_cache_events": True,
+            "endpoint": "tcp://*:7000",
+            "replay_endpoint": "tcp://*:7100",
+            "topic": "kv",
+        },
+    }
+    offer = vllm_offer(listed, PAGE, "m", "host")
+    assert offer.block_size == 32
+    assert offer.sources == [
         EventSource("tcp://host:7000", "tcp://host:7100", "kv", 0),
         EventSource("tcp://10.0.0.2:7001", None, "kv", 1),
     ]
-    for listed in (sources, {"sources": sources}):
-        offer = vllm_offer(listed, PAGE, "m", "host")
-        assert offer.sources == expected and offer.block_size == 32
     assert vllm_offer(None, PAGE, "m", "host").sources == [
         EventSource("tcp://host:5557", "tcp://host:5558", "", 0),
         EventSource("tcp://host:5558", "tcp://host:5559", "", 1),
     ]
     assert vllm_offer(None, "", "m", "host").sources == [EventSource("tcp://host:5557", "tcp://host:5558")]
-    assert vllm_offer([], PAGE, "m", "host").sources == []
+    assert vllm_offer({}, PAGE, "m", "host").sources == []
 
 
 def test_prefix_caching_that_is_off_gets_a_note() -> None:
-    (note,) = vllm_offer([], PAGE.replace('"True"', '"False"'), "m", "host").notes
+    (note,) = vllm_offer({}, PAGE.replace('"True"', '"False"'), "m", "host").notes
     assert "prefix caching is off" in note
 
 
 def test_sglang_sources_come_from_its_server_arguments() -> None:
     config = {"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}
     info: dict[str, Any] = {"page_size": 64, "kv_events_config": json.dumps(config), "dp_size": 1}
-    offer = sglang_offer({**info, "speculative_algorithm": "EAGLE3"}, "m", "10.1.1.1")
+    offer = sglang_offer({**info, "speculative_algorithm": "FROZEN_KV_MTP"}, "m", "10.1.1.1")
     assert offer.sources == [EventSource("tcp://10.1.1.1:5557", "tcp://10.1.1.1:5657", "kv")]
     assert (offer.block_size, offer.eagle) == (64, True)
     ranks = sglang_offer({**info, "dp_size": 2}, "m", "h").sources

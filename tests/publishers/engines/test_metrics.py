@@ -189,3 +189,21 @@ def test_sglangs_cache_in_the_hosts_memory_is_counted() -> None:
     page += "sglang:hicache_host_total_tokens 4000\nsglang:hicache_host_used_tokens 640\n"
     load = read_metrics(page, LoadContext("w", EngineKind.SGLANG, block_size=64, token_bytes=10), 1).load
     assert (load.cpu_capacity_bytes, load.cpu_used_bytes) == (40_000, 6_400)
+
+
+@pytest.mark.parametrize(
+    ("kind", "moved"),
+    [
+        (EngineKind.VLLM, "vllm:iteration_tokens_total_count"),
+        (EngineKind.VLLM, "vllm:generation_tokens_total"),
+        (EngineKind.SGLANG, "sglang:generation_tokens_total"),
+        (EngineKind.SGLANG, "sglang:num_requests_total"),
+    ],
+)
+def test_what_an_engine_computes_moves_one_number(kind: EngineKind, moved: str) -> None:
+    def computed(page: str) -> int:
+        return read_metrics(page, LoadContext("w", kind), 1).load.computed
+
+    assert computed("") == 0
+    assert computed(f"{moved} 8\n") > computed(f"{moved} 7\n") > 0
+    assert computed("vllm:num_requests_waiting 9\nsglang:num_queue_reqs 9\n") == 0

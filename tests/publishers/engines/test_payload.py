@@ -1,5 +1,7 @@
 """Wire facts of the engines' feeds, and how unexpected bytes are treated."""
 
+import hashlib
+import struct
 from typing import Any
 
 import msgpack
@@ -11,7 +13,7 @@ from kvatlas.errors import EngineEventError
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
 from kvatlas_publishers.engine_events import EngineCleared, EngineDropped, EngineRemoved, EngineStored
-from kvatlas_publishers.engines import MAX_PAYLOAD_BYTES, decode_batch
+from kvatlas_publishers.engines import MAX_PAYLOAD_BYTES, decode_batch, vllm
 from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 
 BOTH = [EngineKind.VLLM, EngineKind.SGLANG]
@@ -58,7 +60,7 @@ def test_the_outer_batch_may_be_a_map() -> None:
 
 def test_an_array_event_of_vllm_0_9_has_no_medium() -> None:
     event = only(["BlockStored", [1, 2], 9, [1, 2, 3, 4], 2, None])
-    assert event == EngineStored([1, 2], 9, [1, 2, 3, 4], 2, Tier.HBM)
+    assert event == EngineStored([1, 2], 9, [1, 2, 3, 4], 2, Tier.HBM, untold_keys=vllm.UNTOLD_KEYS)
     assert only(["BlockRemoved", [1]]) == EngineRemoved([1], Tier.HBM)
 
 
@@ -102,8 +104,8 @@ def test_an_array_event_of_vllm_0_23_has_all_its_fields() -> None:
 
 
 def test_a_map_event_leaves_defaults_out_and_may_have_more_fields() -> None:
-    event = only(stored(session_id="s", lookahead_token_ids=[[3], [5]], ownership="x"))
-    assert event == EngineStored([1, 2], None, [1, 2, 3, 4], 2, lookahead_tokens=1, lookahead=(5,))
+    event = only(stored(parent_block_hash=9, session_id="s", lookahead_token_ids=[[3], [5]], ownership="x"))
+    assert event == EngineStored([1, 2], 9, [1, 2, 3, 4], 2, lookahead_tokens=1, lookahead=(5,))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_an_event_whose_medium_is_no_text_is_skipped(kind: EngineKind, medium: o
 
 
 def test_vllm_clears_the_device_tier_and_sglang_all_tiers() -> None:
-    assert only({"type": "AllBlocksCleared"}) == EngineCleared((Tier.HBM,))
+    assert only({"type": "AllBlocksCleared"}) == EngineCleared((Tier.HBM, Tier.CPU_DRAM))
     assert set(only({"type": "AllBlocksCleared"}, kind=EngineKind.SGLANG).tiers) == set(Tier)
 
 
@@ -204,9 +206,50 @@ def test_an_offload_placeholder_has_no_tokens() -> None:
     assert event.token_ids == [] and event.tier is Tier.CPU_DRAM
 
 
-def test_eagle_pairs_become_the_prompts_own_tokens() -> None:
+def test_eagle_pairs_become_the_prompts_own_tokens_and_the_one_behind_them() -> None:
     pairs = [[10, 11], [11, 12], [12, 13], [13, 14]]
-    assert only(stored(token_ids=pairs), kind=EngineKind.SGLANG).token_ids == [10, 11, 12, 13]
+    event = only(stored(token_ids=pairs), kind=EngineKind.SGLANG)
+    assert (event.token_ids, event.lookahead_tokens, list(event.lookahead)) == ([10, 11, 12, 13], 1, [14])
+
+
+def test_pairs_that_do_not_follow_each_other_are_refused() -> None:
+    skipped = batch(stored(token_ids=[[10, 11], [12, 13], [13, 14], [14, 15]]), kind=EngineKind.SGLANG).skipped
+    assert "don't follow each other" in skipped[0]
+
+
+def sglang_page(hash_of_page: int, parent: int | None = None, *more: Any) -> list[Any]:
+    return ["BlockStored", [hash_of_page], parent, [1, 2, 3, 4], 4, None, *more]
+
+
+def test_sglang_before_0_5_6_is_recognised_by_the_hashes_of_its_roots() -> None:
+    digest = hashlib.sha256(struct.pack("<4I", 1, 2, 3, 4)).digest()
+    chained = int.from_bytes(digest[:8], "big", signed=True)
+    no_page = hash(())
+
+    def located(*fields: Any) -> bool:
+        return bool(only(sglang_page(*fields), kind=EngineKind.SGLANG).located)
+
+    assert located(chained) and located(7, chained)
+    assert not located(hash((1, 2, 3, 4))) and not located(7, no_page)
+    assert located(7, None, "GPU"), "0.5.9 and later name a medium"
+
+
+def test_sglang_0_5_18_has_the_salt_in_the_metadata() -> None:
+    event = only(sglang_page(7, None, "GPU", {"cache_salt": "acme"}), kind=EngineKind.SGLANG)
+    assert event.salt == "acme"
+
+
+def test_what_events_do_not_show_is_named() -> None:
+    assert "extra keys" in only(stored(), kind=EngineKind.SGLANG).untold_keys
+    assert "before 0.17" in only(["BlockStored", [7], None, [1, 2, 3, 4], 4, None, "GPU", None]).untold_keys
+    assert not only(["BlockStored", [7], None, [1, 2, 3, 4], 4, None, "GPU", None, None]).untold_keys
+    assert not only(stored()).untold_keys
+
+
+def test_only_an_event_from_the_first_block_on_may_be_a_full_report() -> None:
+    assert only(stored(parent_block_hash=None)).maybe_again
+    assert not only(stored(parent_block_hash=5)).maybe_again
+    assert not only(["BlockStored", [7], None, [1, 2, 3, 4], 4, None, "GPU"]).maybe_again
 
 
 def test_sglang_has_the_salt_in_every_event() -> None:
@@ -423,3 +466,43 @@ def test_a_leaf_of_a_million_tokens_is_removed_in_one_event() -> None:
 def test_an_engine_kind_without_a_zmq_feed_is_refused() -> None:
     with pytest.raises(EngineEventError, match="lmcache"):
         decode_batch(EngineKind.LMCACHE, b"")
+
+
+REMAINING = bytes.fromhex(
+    "93cb3ff80000000000009185a474797065ac426c6f636b52656d6f766564ac626c6f636b5f686173686573930b0c0da66d656469756da3"
+    "475055a967726f75705f69647800b572656d61696e696e675f636f70795f636f756e74739301000000"
+)
+"""As proposed for versions of vLLM after 0.33: of the first block one copy is left."""
+
+
+def test_a_removal_with_counts_takes_only_blocks_of_which_no_copy_is_left() -> None:
+    decoded = decode_batch(EngineKind.VLLM, REMAINING)
+    assert decoded.events == [EngineRemoved([12, 13], last=True)]
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_the_last_copy_takes_the_block_whatever_was_counted(copies: int) -> None:
+    ledger = Ledger(LedgerSettings("m", "m", block_size=2))
+    for _ in range(copies):
+        ledger.fold(batch(stored()))
+    for left in range(copies - 1, -1, -1):
+        removed = {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU", "remaining_copy_counts": [left]}
+        ledger.fold(batch(removed))
+        assert ledger.digest.blocks == (2 if left else 1)
+    ledger.fold(batch(stored()))
+    assert ledger.digest.blocks == 2
+
+
+@pytest.mark.parametrize("counts", [[1, 0], "x", [-1], [None]])
+def test_counts_that_fit_no_hashes_drop_the_blocks_named(counts: Any) -> None:
+    removed = {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU", "remaining_copy_counts": counts}
+    decoded = batch(removed)
+    assert (decoded.events, decoded.lost, len(decoded.skipped)) == ([EngineDropped([2], None)], False, 1)
+
+
+def test_a_version_that_tells_removals_with_the_last_copy_only_is_read_with_set_semantics() -> None:
+    ledger = Ledger(LedgerSettings("m", "m", block_size=2, set_semantics=True))
+    for _ in range(3):
+        ledger.fold(batch(stored()))
+    ledger.fold(batch({"type": "BlockRemoved", "block_hashes": [2, 1], "medium": "GPU"}))
+    assert ledger.digest.blocks == 0

@@ -59,6 +59,28 @@ async def test_one_unanswered_poll_is_forgiven(engine: EngineHttp) -> None:
     assert poller.state.value == "down"
 
 
+async def test_a_health_page_that_waits_behind_a_prompt_takes_no_engine_down(
+    engine: EngineHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvatlas_publishers.engines.poller.ANSWER_S", 0.3)
+    engine.pages = {"/health": (200, ""), "/metrics": (200, "vllm:num_requests_running 1\n")}
+    poller = make_poller(engine)
+    engine.late = {"/health"}
+    await poller.poll_once()
+    assert poller.state.value == "down"  # it never was up
+    engine.late = set()
+    await poller.poll_once()
+    engine.late = {"/health"}
+    for _ in range(FAILURES_TO_DOWN + 1):
+        await poller.poll_once()
+        assert poller.state is EngineState.UP
+    engine.late = {"/health", "/metrics"}
+    for _ in range(FAILURES_TO_DOWN):
+        await poller.poll_once()
+    assert poller.state.value == "down"
+    engine.late = set()
+
+
 @pytest.mark.parametrize(
     ("metric", "calls"),
     [("sglang:swa_token_usage", 1), ("sglang:mamba_available_tokens", 1), ("sglang:token_usage", 0)],

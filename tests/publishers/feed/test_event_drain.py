@@ -168,3 +168,29 @@ async def test_two_readers_never_get_the_same_record(engine: TrtllmServe) -> Non
     async with httpx.AsyncClient() as client:
         answers = [(await client.post(f"{engine.url}/kv_cache_events")).json() for _ in range(2)]
     assert [[record["event_id"] for record in answer] for answer in answers] == [[0, 1], []]
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream", "application/x-ndjson", ""])
+async def test_an_api_that_streams_its_events_is_named(
+    nats_client: Client, nats_url: str, engine: TrtllmServe, kind: str
+) -> None:
+    engine.streams = kind
+    async with publishing(engine, nats_url) as publisher:
+        [found] = await until(lambda: publisher.diagnoses.current, what="it is named")
+        assert found.name == "feed" and "an API that streams its events is not read" in found.seen
+        engine.streams = None
+        engine.store(PROMPT)
+        await holds(publisher, 4)
+        await until(lambda: not publisher.diagnoses.current, what="nothing is wrong any more")
+
+
+async def test_block_hashes_of_another_algorithm_are_named(
+    nats_client: Client, nats_url: str, engine: TrtllmServe
+) -> None:
+    async with publishing(engine, nats_url) as publisher:
+        for at in range(10):
+            block = {"block_hash": at, "cache_level": 0, "tokens": [{"token_id": 1, "token_extra_id": 0}] * BLOCK}
+            engine.put({"type": "stored", "parent_hash": None, "blocks": [block]}, hash_algo="v2_sha256")
+        [found] = await until(lambda: publisher.diagnoses.current, what="it is named")
+        assert "their block hashes are v2_sha256" in found.seen and "use_kv_cache_manager_v2" in found.cure
+        assert await until(lambda: publisher.gauges().left_out >= 0.9, what="an alert can see it")

@@ -55,3 +55,10 @@ def test_a_missing_connection_is_suspicious_only_while_something_answers(watch: 
     assert seen(watch, Connection.AWAY, up=True).endswith("no event socket")
     watch.record_connect()
     assert not seen(watch, up=True)
+
+
+def test_the_cure_names_the_node_of_a_further_rank() -> None:
+    for rank, there in ((None, False), (0, False), (3, True)):
+        suspicion = SocketWatch("tcp://node:5560", None, "", rank).suspicion(Connection.AWAY, engine_up=True, now_s=0.0)
+        assert suspicion is not None
+        assert suspicion.cure.startswith("if rank 3 runs on another node, its event socket is there") is there

@@ -1,5 +1,6 @@
 """The feed: what replay brings back, whose turn it is, and a feed that stays away."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -18,9 +19,12 @@ from kvatlas_publishers.feed.continuity import Continuity
 from kvatlas_publishers.feed.dead_letters import DeadLetters
 from kvatlas_publishers.feed.subscriber import BATCHES_AT_ONCE, Feed, FeedSettings
 from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
+from tests.publishers.engines.engine_http import engine_http
 from tests.publishers.fake_engine import FakeEngine, recording
-from tests.publishers.sidecars import assert_published, ledger_of, sidecar
+from tests.publishers.sidecars import assert_published, ledger_of, settings, sidecar
 
 pytestmark = pytest.mark.anyio
 
@@ -152,3 +156,33 @@ async def test_a_feed_that_stays_away_while_the_engine_is_up_drops_everything_he
         known_to_be_up = True
         await until(lambda: not ledger.announced_blocks, what="nothing is announced")
         tasks.cancel_scope.cancel()
+
+
+async def test_an_engine_that_lists_another_port_after_its_restart_is_followed(
+    nats_client: Client, nats_url: str
+) -> None:
+    """As with tcp://*:0 in vLLM."""
+    _, payloads = recording("vllm-0.33.0")
+    with engine_http() as http:
+
+        def list_sources(engine: FakeEngine) -> None:
+            source = {"data_parallel_rank": 0, "endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint}
+            http.pages |= {"/health": (200, ""), "/kv_event_sources": (200, json.dumps([source]))}
+
+        async with anyio.create_task_group() as tasks:
+            async with FakeEngine() as engine:
+                list_sources(engine)
+                started: list[Publisher] = []
+                wanted = settings(engine, nats_url, engine_url=http.url)
+                tasks.start_soon(run_sidecar, wanted, started.extend)
+                await until(lambda: started, what="the sidecar is ready")
+                publisher = started[0]
+                await engine.send(*payloads[:50])
+                await until(lambda: publisher.counters.engine_batches == 50, what="its batches are taken")
+            async with FakeEngine() as engine:
+                list_sources(engine)
+                await engine.subscribed()
+                await engine.send(*payloads[60:120])
+                await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads[60:120]))
+                assert publisher.counters.feed_restarts == 1
+            tasks.cancel_scope.cancel()

@@ -98,7 +98,7 @@ def test_cleared_comes_first_if_nothing_announced_remains() -> None:
 def test_a_clear_of_the_device_leaves_the_host_tier() -> None:
     one = ledger()
     fold(one, store([1, 2]), store([1], tier=Tier.CPU_DRAM))
-    assert fold(one, EngineCleared()) == [
+    assert fold(one, EngineCleared((Tier.HBM,))) == [
         Removed(SCOPE_ID, Tier.HBM, hashes(0, 1)),
         Removed(SCOPE_ID, Tier.HBM, hashes(1, 2)),
     ]

@@ -8,6 +8,7 @@ from time import time
 from typing import Any
 
 import anyio
+import msgpack
 import pytest
 from nats.aio.client import Client
 
@@ -32,6 +33,7 @@ from kvatlas_publishers.settings import PublisherSettings
 from kvatlas_publishers.shared_store import process
 from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
+from tests.publishers.fake_engine import FakeEngine
 from tests.publishers.lmcache_server import LMCacheServer
 from tests.publishers.published_stream import read_stream
 
@@ -227,3 +229,30 @@ async def test_a_writers_publisher_tells_the_store_and_claims_nothing_itself(
         assert writer.ledger.announced_blocks == 0 and writer.ledger.counters.removal_untold == 0
         writer.clear()
         await holds(store, 0)
+
+
+async def test_what_mooncakes_master_evicts_is_gone_before_its_time(
+    nats_client: Client, nats_url: str, told: Told
+) -> None:
+    """Its objects are named by sequence hashes; engines' publishers say which blocks these are."""
+
+    def event(kind: str, *blocks: int, **changed: Any) -> dict[str, Any]:
+        hashes = [int.from_bytes(CHAIN[8 * at : 8 * at + 8], "little") for at in blocks]
+        return {"event_type": kind, "tenant_id": "default", "medium": "cpu", "seq_hashes": hashes, **changed}
+
+    def batch(*events: dict[str, Any]) -> bytes:
+        return msgpack.packb([1_790_000_000_000, list(events), 0])
+
+    async with FakeEngine() as master, shared_store(nats_url, mooncake_endpoint=master.endpoint) as publisher:
+        await master.subscribed()
+        await told(chain(8))
+        await holds(publisher, 8)
+        await master.send(batch(event("removed", 7), event("removed", 6, model_name="another")))
+        await holds(publisher, 7)
+        await master.send(batch(event("stored", 7), event("removed", 7, tenant_id="acme")))
+        await holds(publisher, 8)
+        await master.send(batch(event("removed", 3)))
+        await holds(publisher, 3)  # nothing counts behind a hole
+        master.next_seq += 1
+        await master.send(batch(event("stored", 3)))
+        await holds(publisher, 0)  # the master has no replay: what it evicted meanwhile is not known

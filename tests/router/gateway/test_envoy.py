@@ -292,8 +292,8 @@ async def test_requests_without_a_prompt_go_to_some_engine(gateway: Gateway, pic
         answer = await client.post("/v1/completions", **wrong)
         assert answer.status_code in (400, 404) and answer.json()["error"]["message"]
     await gateway.nothing_is_booked()
-    assert (picker.counters.answered, picker.counters.failed) == (2, 4)
-    assert (picker.counters.by_load, picker.counters.by_prompt) == (5, 1)
+    assert (picker.counters.answered, picker.counters.failed, picker.counters.refused) == (2, 3, 1)
+    assert (picker.counters.by_load, picker.counters.by_prompt) == (4, 1)
 
 
 async def test_nobody_and_too_much_are_answered_by_the_picker(

@@ -32,6 +32,7 @@ from tests.router.gateway.gateway import (
     until_health_is,
     worker_of,
 )
+from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL
 from tests.router.proxy.faulty_engine import faulty_engine, well
 
@@ -269,3 +270,26 @@ async def test_a_trace_goes_on_through_the_picker_to_the_engine(
             return own is not None and own.context is not None and f"{own.context.span_id:016x}" == span_id
 
         await until(is_exported, what="the picker's span is exported")
+
+
+async def test_an_engine_that_hangs_gets_no_requests_until_it_computes_again(
+    envoy: EnvoyProcess, store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_bounds(monkeypatch, unknown_s=1)
+    async with (
+        running_gateway(envoy, store, {"w1": {}, "w2": {}}) as gateway,
+        running_picker(valkey_url, port=envoy.ports.picker) as picker,
+    ):
+        client, stalled_by_pool = gateway["whole"], picker.client.answers.stalled_by_pool
+        await gateway.fleet.holds("w1", PROMPT)
+        assert worker_of(await client.post("/v1/completions", json=ASK)) == "w1"
+        await gateway.fleet.clients["w1"].post("/hang")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(
+                partial(client.post, "/v1/completions", json=ASK)
+            )  # it waits at the engine: that is Envoy's
+            await until(lambda: list(stalled_by_pool().values()) == [("w1",)], what="it is found")
+            for _ in range(4):
+                assert worker_of(await client.post("/v1/completions", json=ASK)) == "w2"
+            await gateway.fleet.clients["w1"].post("/resume")
+            await until(lambda: not stalled_by_pool(), what="it is back")

@@ -142,6 +142,14 @@ def test_an_engine_that_fails_every_probe_stalls() -> None:
     assert seen.wait(5) is State.STALLED
 
 
+def test_what_is_learned_meanwhile_counts_for_what_waits() -> None:
+    seen = Seen()
+    seen.engine.send("a", Bounds(15.0, 30.0), seen.now)
+    seen.wait(3)
+    seen.engine.renew({"a": BOUNDS})
+    assert seen.wait(0.2) is State.SUSPECTED
+
+
 def test_a_pause_of_the_router_is_no_silence_of_the_engine() -> None:
     seen = Seen()
     seen.engine.send("a", BOUNDS, seen.now)

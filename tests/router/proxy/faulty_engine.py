@@ -39,7 +39,8 @@ class FaultyEngine:
 
 
 @asynccontextmanager
-async def faulty_engine(answer: Answer) -> AsyncIterator[FaultyEngine]:
+async def faulty_engine(answer: Answer, *, healthy: bool = True) -> AsyncIterator[FaultyEngine]:
+    """`healthy`: does it answer its status page?"""
     engine = FaultyEngine(answer)
 
     async def post(request: Request) -> Response:
@@ -56,6 +57,8 @@ async def faulty_engine(answer: Answer) -> AsyncIterator[FaultyEngine]:
         return JSONResponse({"object": "list", "data": cards})
 
     async def health(_: Request) -> Response:
+        if not healthy:
+            await anyio.sleep_forever()
         return Response()
 
     application = Starlette(

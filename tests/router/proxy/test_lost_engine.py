@@ -7,6 +7,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from kvatlas.store.connection import Store
+from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, read_cut, silent_engine
 from tests.router.proxy.test_proxy import PROMPT, decision, status
@@ -80,8 +81,7 @@ async def test_the_beginning_of_an_event_that_may_be_a_usage_is_not_sent(store: 
 async def test_an_engine_that_hangs_is_noticed(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, first: bytes
 ) -> None:
-    monkeypatch.setattr("kvatlas_router.proxy_service.PATIENCE_S", 0.1)
-    monkeypatch.setattr("kvatlas_router.upstream.engine_watch.PROBE_S", 0.1)
+    shorten_bounds(monkeypatch)
     async with (
         silent_engine(first) as silent,
         running_fleet(store, {"w2": {}}, {"w1": {"url": silent.url}}) as fleet,
@@ -90,7 +90,7 @@ async def test_an_engine_that_hangs_is_noticed(
         await fleet.holds("w1", PROMPT)
         body = {"model": MODEL, "prompt": PROMPT, "stream": True, "max_tokens": 2}
         answer = await client.post("/v1/completions", json=body)
-        assert answer.status_code == 200 and len(silent.heads) == 1
+        assert answer.status_code == 200
         if first:
             assert "the engine hangs in mid-answer" in answer.text
         else:

@@ -130,6 +130,7 @@ async def test_inference_calls_of_every_engine_go_to_workers_of_their_model(stor
 
 async def test_further_paths_can_be_allowed(store: Store, valkey_url: str) -> None:
     allowed = "/v1/new/thing,/v1/responses/*,/redirected"
+    dotted = "/v1/responses/%2e%2e/%2e%2e/pause", "/v1/responses//x", "/v1/responses/%2e/x"
     async with one_engine(store, valkey_url, allow_path=allowed) as (_, client):
         answer = await client.post("/v1/new/thing", json={"model": MODEL, "x": 1})
         assert answer.json() == {"path": "/v1/new/thing", "method": "POST", "body": {"model": MODEL, "x": 1}}
@@ -137,7 +138,8 @@ async def test_further_paths_can_be_allowed(store: Store, valkey_url: str) -> No
         assert answer.json()["method"] == "DELETE"
         answer = await client.post(f"/redirected?model={MODEL}")
         assert (answer.status_code, answer.headers["location"]) == (307, "/other")
-        assert (await client.post("/v1/new/thing/else", json={"model": MODEL})).status_code == 404
+        for path in ("/v1/new/thing/else", *dotted):
+            assert (await client.post(path, json={"model": MODEL})).status_code == 404, path
 
 
 async def test_errors_are_those_of_the_official_client(store: Store, valkey_url: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvatlas.embedded.free_port import free_port
 from kvatlas.fleet.records import EngineKind, Role
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope, pool_id
@@ -111,7 +112,13 @@ async def test_a_server_that_needs_a_token_keeps_its_page_from_others(
 ) -> None:
     token = tmp_path / "token"
     token.write_text("secret-token\n")
-    async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url, http_token_file=token) as client:
+    port = free_port()
+    async with (
+        running_fleet(store, {"w1": {}}),
+        running_proxy(valkey_url, control_token_file=token, control_port=port) as tenants,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+    ):
         assert (await client.get("/")).status_code == 401
         shown = await client.get("/", headers={"authorization": "Bearer secret-token"})
         assert shown.status_code == 200 and "secret-token" not in shown.text
+        assert (await tenants.get("/")).status_code == 404

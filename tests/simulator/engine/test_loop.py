@@ -69,3 +69,22 @@ async def test_a_stopping_engine_ends_open_answers() -> None:
             tasks.cancel_scope.cancel()
             with anyio.CancelScope(shield=True), pytest.raises(anyio.EndOfStream):
                 await tokens.receive()
+
+
+async def test_a_hung_engine_takes_requests_and_computes_nothing_until_it_goes_on() -> None:
+    sink = RecordingSink()
+    engine = make_loop(sink)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.run)
+        engine.hang()
+        with engine.generate(GenerationRequest("left", (1, 2, 3), 5)):
+            await anyio.wait_all_tasks_blocked()
+        before = engine.load
+        with engine.generate(GenerationRequest("waits", (1, 2, 3, 4, 5), 1)) as tokens:
+            await anyio.wait_all_tasks_blocked()
+            assert sink.batches == [] and tokens.statistics().current_buffer_used == 0
+            assert engine.load.generation_tokens_total == before.generation_tokens_total
+            engine.resume()
+            assert (await tokens.receive()).finish_reason == "length"
+        tasks.cancel_scope.cancel()
+    assert engine.core.cache.available_blocks == 64

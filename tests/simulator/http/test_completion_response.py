@@ -86,7 +86,11 @@ async def test_a_chat_is_answered_with_a_message_and_counts_the_tokens_of_its_te
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         lines = (await client.post("/v1/chat/completions", json=body)).text.strip().split("\n\n")
         *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-        assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == choice["message"]["content"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert deltas[0] == {"role": "assistant", "content": ""} and all(
+            list(delta) == ["content"] for delta in deltas[1:]
+        )
+        assert "".join(delta["content"] for delta in deltas) == choice["message"]["content"]
         assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
         assert last["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 

@@ -44,14 +44,15 @@ async def test_tokenize_returns_the_tokens_of_a_prompt_or_a_chat() -> None:
 
 async def test_version_and_event_sources_are_reported() -> None:
     async with running_engine() as (addresses, client):
-        assert (await client.get("/kv_event_sources")).json() == [
-            {
-                "data_parallel_rank": 0,
+        assert (await client.get("/kv_event_sources")).json() == {
+            "0": {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
                 "endpoint": addresses.endpoint,
                 "replay_endpoint": addresses.replay_endpoint,
                 "topic": "",
             }
-        ]
+        }
         assert (await client.get("/version")).json() == {"version": "0.33.0"}
 
 

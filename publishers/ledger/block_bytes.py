@@ -1,0 +1,57 @@
+"""How many bytes of KV cache a block has: the one place that says it, by scope and tier. What the index, heartbeats, loads and
+prices say of bytes is read from here.
+
+Of several sources the first that knows counts:
+
+    the engine's events    of the scope and tier, else of the scope's device tier, else of its other tiers
+    the settings           --block-bytes, or a model's configuration
+    the engine's metrics
+"""
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas_publishers.ledger.settings import LedgerSettings
+
+
+class BlockBytes:
+    """Of one engine. 0: unknown."""
+
+    def __init__(self, settings: LedgerSettings) -> None:
+        self._settings = settings
+        self._by_scope: dict[bytes, dict[Tier, int]] = {}
+        self._lately: dict[Tier, int] = {}
+        self._metrics = 0
+
+    def tell(self, scope_id: bytes, tier: Tier, block_bytes: int) -> bool:
+        """An event says it. True if it said otherwise, or nothing, before."""
+        of_scope = self._by_scope.setdefault(scope_id, {})
+        before, of_scope[tier] = of_scope.get(tier), block_bytes
+        self._lately[tier] = block_bytes
+        return before != block_bytes
+
+    def tell_metrics(self, block_bytes: int) -> None:
+        """The engine's metrics say it."""
+        self._metrics = block_bytes
+
+    def forget_scope(self, scope_id: bytes) -> None:
+        """The scope has no blocks any more."""
+        self._by_scope.pop(scope_id, None)
+
+    def told(self, scope_id: bytes) -> int:
+        """What events said of the scope."""
+        return _first(self._by_scope.get(scope_id, {}), Tier.HBM)
+
+    def of(self, scope_id: bytes, block_size: int | None, tier: Tier = Tier.HBM) -> int:
+        """Of a block of the scope in a tier."""
+        return _first(self._by_scope.get(scope_id, {}), tier) or self._untold(block_size)
+
+    def of_worker(self, block_size: int | None, tier: Tier = Tier.HBM) -> int:
+        """Of the worker's blocks in a tier, whatever their scope: a model's are alike."""
+        return _first(self._lately, tier) or self._untold(block_size)
+
+    def _untold(self, block_size: int | None) -> int:
+        return self._settings.block_bytes_of(block_size) or self._metrics
+
+
+def _first(by_tier: dict[Tier, int], tier: Tier) -> int:
+    """Of the tier, else of the device's, else of any."""
+    return by_tier.get(tier) or by_tier.get(Tier.HBM) or next(iter(by_tier.values()), 0)

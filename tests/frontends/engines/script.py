@@ -1,0 +1,43 @@
+"""What a stub answers: a fixed text, or what the prompt's last `[[say TEXT]]` asks for. `[[slow N]]` waits N seconds before
+each token; `[[fail]]` makes the engine fail.
+
+It runs in the engines' own environments and needs nothing of this project.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+ANSWER = "The worker that holds the most blocks of this prefix answers."
+_SAY = re.compile(r"\[\[say (.*?)\]\]", re.S)
+_SLOW = re.compile(r"\[\[slow ([0-9.]+)\]\]")
+_FAIL = re.compile(r"\[\[fail\]\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """`token_ids`, without the end token; `slow_s`: seconds before each of them."""
+
+    token_ids: tuple[int, ...]
+    slow_s: float = 0.0
+    fails: bool = False
+
+
+class Scripts:
+    """Reads prompts with the model's own tokenizer."""
+
+    def __init__(self, model: str) -> None:
+        self._tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+        self.end = int(self._tokenizer.token_to_id("<|im_end|>") or 0)
+
+    def of(self, prompt: list[int]) -> Script:
+        text = self._tokenizer.decode(prompt, skip_special_tokens=False)
+        said, slow = _SAY.findall(text), _SLOW.findall(text)
+        answer = self._tokenizer.encode(said[-1] if said else ANSWER, add_special_tokens=False).ids
+        return Script(tuple(answer), float(slow[-1]) if slow else 0.0, bool(_FAIL.search(text)))
+
+    def id_of(self, text: str) -> int | None:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids[0] if len(ids) == 1 else None

@@ -1,0 +1,55 @@
+"""`up` and doctor before the engines' own servers, and the index of what these really hold."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+
+from tests.end_to_end.processes import ROOT, environment
+from tests.eventually import until_sync
+from tests.frontends.bodies import asks
+from tests.frontends.fleet import BLOCK_SIZE, Fleet
+
+
+def _kvatlas(fleet: Fleet, *words: str) -> Any:
+    command = [sys.executable, "-m", "kvatlas_cli.main", *words, "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(**fleet.variables), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return json.loads(done.stdout)
+
+
+def test_up_found_the_events_of_every_engine(fleet: Fleet, router: httpx.Client) -> None:
+    for model in fleet.engines:
+        assert router.post("/v1/chat/completions", json={"model": model, **asks()}).status_code == 200
+
+    def held() -> bool:
+        workers = _kvatlas(fleet, "workers")
+        assert sorted(one["kind"] for one in workers) == ["sglang", "vllm", "vllm"]
+        return {one["kind"] for one in workers if one["blocks"]} == {"sglang", "vllm"}
+
+    until_sync(held, what="an engine of each kind is known to hold blocks")
+
+
+def test_doctor_finds_no_fault(fleet: Fleet, router: httpx.Client) -> None:
+    levels = {one["level"] for one in _kvatlas(fleet, "doctor")}
+    assert levels <= {"ok", "info"}
+
+
+def test_a_prefix_goes_to_the_engine_that_holds_it(fleet: Fleet, router: httpx.Client) -> None:
+    """Straight to one engine: only its KV events can say that it has the prefix."""
+    for place, engine in enumerate(fleet.engines["vllm-small"]):
+        text = f"{place} is where this long prefix was computed. " * 8
+        body = {"model": "vllm-small", **asks(text)}
+        assert httpx.post(f"{engine.url}/v1/chat/completions", json=body, trust_env=False).status_code == 200
+        worker = engine.url.removeprefix("http://").replace(".", "-").replace(":", "-")
+
+        def chosen(body: Any = body, worker: str = worker) -> bool:
+            answer = router.post("/v1/chat/completions", json=body)
+            words = answer.headers["x-kvatlas-decision"].split(";")
+            return words[0] == f'"{worker}"' and int(words[1].removeprefix("cached=")) >= 2 * BLOCK_SIZE
+
+        until_sync(chosen, deadline_s=10, what=f"the prefix of {worker} is found there")

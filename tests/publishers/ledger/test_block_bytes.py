@@ -1,0 +1,55 @@
+"""How many bytes a block has, by scope and tier, whoever says it first: one number for index, heartbeats and prices."""
+
+import pytest
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas_publishers.engine_events import EngineBatch, EngineStored
+from kvatlas_publishers.ledger.block_bytes import BlockBytes
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.settings import PublisherSettings
+
+SCOPE, OTHER = b"scope-id", b"other-id"
+
+
+def of_ledger(told: int, block_bytes: int = 0) -> Ledger:
+    ledger = Ledger(LedgerSettings("m", "m", block_bytes=block_bytes))
+    ledger.fold(EngineBatch([EngineStored([1], None, [1, 2, 3, 4], 4, block_bytes=told)]))
+    return ledger
+
+
+def test_what_heartbeats_say_is_what_the_index_has_by_whatever_way_the_size_is_known() -> None:
+    """Prices are made of the one, export and sums of the other."""
+    from_event, from_flag, from_metrics = of_ledger(4096), of_ledger(0, block_bytes=4096), of_ledger(0)
+    from_metrics.set_told_block_bytes(4096)
+    for ledger in (from_event, from_flag, from_metrics):
+        assert [use.block_bytes for use in ledger.uses.values()] == [4096]
+        endpoint = PublisherSettings(worker_id="w", model_id="m").endpoint(4, ledger.block_bytes, ledger.reuse)
+        assert endpoint.block_bytes == 4096
+
+
+def test_an_event_goes_before_the_settings_and_these_before_the_metrics() -> None:
+    assert of_ledger(4096, block_bytes=32).block_bytes == 4096
+    ledger = of_ledger(0, block_bytes=32)
+    ledger.set_told_block_bytes(7)
+    assert ledger.block_bytes == 32
+
+
+def test_another_tiers_size_is_its_own() -> None:
+    block_bytes = BlockBytes(LedgerSettings("m", "m"))
+    assert block_bytes.of(SCOPE, 4) == block_bytes.of_worker(4) == 0
+    block_bytes.tell(SCOPE, Tier.CPU_DRAM, 50)
+    assert block_bytes.of(SCOPE, 4) == 50, "better than nothing"
+    block_bytes.tell(SCOPE, Tier.HBM, 100)
+    assert (block_bytes.of(SCOPE, 4), block_bytes.of(SCOPE, 4, Tier.CPU_DRAM)) == (100, 50)
+    assert (block_bytes.of_worker(4), block_bytes.of_worker(4, Tier.CPU_DRAM)) == (100, 50)
+    assert block_bytes.of(OTHER, 4) == 0
+    block_bytes.forget_scope(SCOPE)
+    assert block_bytes.of(SCOPE, 4) == 0
+
+
+@pytest.mark.parametrize("told", [0, 4096])
+def test_a_saved_ledger_knows_what_events_said_and_not_what_settings_did(told: int) -> None:
+    saved = of_ledger(told, block_bytes=32).dump()
+    loaded = Ledger.load(saved, LedgerSettings("m", "m", block_bytes=64))
+    assert [use.block_bytes for use in loaded.uses.values()] == [told or 64]
+    assert loaded.block_bytes == (told or 64)
