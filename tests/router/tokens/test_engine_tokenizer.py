@@ -97,6 +97,31 @@ async def test_an_engine_that_does_not_render_is_asked_to_only_now_and_then(stat
     assert asked == [f"{Api.CHAT}/render", "/tokenize", "/tokenize", "/tokenize"] * 2
 
 
+async def test_engines_that_do_not_render_are_remembered_one_by_one() -> None:
+    asked: list[str] = []
+
+    def engine_that(name: str, status: int, body: dict[str, Any]) -> Any:
+        async def answer(request: Request) -> Response:
+            asked.append(name + request.url.path)
+            if request.url.path == "/tokenize":
+                return JSONResponse({"tokens": [1]})
+            return JSONResponse(body, status_code=status)
+
+        return faulty_engine(answer)
+
+    refusal = {"error": {"message": "Scale-out endpoints are disabled"}}
+    async with (
+        engine_that("plain", 403, refusal) as plain,
+        engine_that("able", 200, {"token_ids": [2]}) as able,
+        engine_client() as client,
+    ):
+        tokenizer = EngineTokenizer(client, of(plain.url, able.url))
+        for _ in range(5):
+            await tokenizer.token_ids(TextRequest(Api.CHAT, BODIES[0]))
+    render = f"{Api.CHAT}/render"
+    assert asked.count(f"plain{render}") == 1 and asked.count(f"able{render}") == 4
+
+
 async def test_an_older_sglang_needs_a_local_tokenizer() -> None:
     async def answer(_: Request) -> Response:
         return JSONResponse({"detail": "prompt: Field required"}, status_code=422)
