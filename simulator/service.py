@@ -60,6 +60,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             keep_alive_s=settings.sse_keep_alive_interval,
             faults=AnswerFaults(settings.answer_fault, settings.answer_fault_share),
             transfers=KvTransfers(engine, settings.disaggregation, TRANSFER_US_PER_TOKEN, settings.speed_up),
+            scale_out=settings.enable_scale_out,
             health_waits=settings.health_waits,
             event_source={
                 "enable_kv_cache_events": True,

@@ -26,7 +26,7 @@ class EngineSettings(ProcessSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "model port endpoint block_size num_gpu_blocks",
-        "HTTP server": "host adapters vocab_size disaggregation health_waits sse_keep_alive_interval",
+        "HTTP server": "host adapters vocab_size enable_scale_out disaggregation health_waits sse_keep_alive_interval",
         "Faults": "answer_fault answer_fault_share",
         "KV events": "replay_endpoint bind topic events buffer_steps self_describing_offload report_hits",
         "KV cache": "num_cpu_blocks eviction groups retention_interval seed",
@@ -40,6 +40,10 @@ class EngineSettings(ProcessSettings):
 
     host: Name = Field(default="127.0.0.1", description="Address of its HTTP server.")
     port: Port = Field(default=8000, description="Port of its HTTP server; 0: any free port.")
+    enable_scale_out: bool = Field(
+        default=False,
+        description="Also serve token ids and render requests (/inference/v1/generate, .../render), as vLLM with that flag.",
+    )
     endpoint: ZmqEndpoint = Field(
         default="tcp://127.0.0.1:5557", description="Where KV events are published; port 0: any free port."
     )

@@ -20,6 +20,15 @@ CONTROL_AFTER = 1_000
 """From a router's port to its operators'."""
 MOST_TOKENIZER_DEADLINE_MS = 1_000.0
 """In a burst all prompts are late together; to wait longer than this costs a client more than a miss."""
+SESSION_HEADERS = (
+    "x-session-id",
+    "x-claude-code-session-id",
+    "session-id",
+    "session_id",
+    "x-session-affinity",
+    "x-opencode-session",
+)
+"""vLLM's own, Claude Code's, Codex' (the second of older versions), OpenCode's."""
 
 
 class RoutingSettings(EngineAccessSettings, Settings):
@@ -27,8 +36,8 @@ class RoutingSettings(EngineAccessSettings, Settings):
 
     help_groups: ClassVar[HelpGroups] = {
         "Requests": "tokenizer tokenizer_deadline_ms tenant_id salt_is_tenant output_tokens ask_usage",
-        "Choice of a worker": "cost_profile rates_file learn marks follow session_ms temperature select_labels allow_workers "
-        "deny_workers engine_addresses",
+        "Choice of a worker": "cost_profile rates_file learn marks follow session_ms session_headers temperature select_labels "
+        "allow_workers deny_workers engine_addresses",
         "Index": "decision_deadline_ms read_replicas replica replica_memory_mib",
         "SLO and queue": "slo slo_ttft_ms slo_tpot_ms shed queue_requests queue_tokens queue_wait_s tenant_header "
         "priority_header",
@@ -99,6 +108,11 @@ class RoutingSettings(EngineAccessSettings, Settings):
         default=0.0,
         ge=0,
         description="Cost in milliseconds of moving a session to another worker; 0: ignore sessions.",
+    )
+    session_headers: CommaList = Field(
+        default=SESSION_HEADERS,
+        description="Request headers that name a session, separated by commas; the first that is there counts. Empty: none, "
+        "for clients that are not trusted.",
     )
     temperature: float = Field(
         default=0.0,

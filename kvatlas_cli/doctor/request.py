@@ -8,7 +8,7 @@ from typing import Any
 from kvatlas.bus.access import NatsAccess
 from kvatlas.engine_access import NO_KEY, EngineAccess
 from kvatlas.errors import InvalidValue, Unreachable
-from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet.records import EngineKind, FleetRecord
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope, scope_from_canonical
 from kvatlas.index.redis.keys import SCOPES
@@ -139,7 +139,10 @@ class RequestFollower:
         from router_client.chain_cache import ChainCache
 
         text = TextRequest.parse(Api.CHAT if _CHAT in body else Api.COMPLETIONS, dumps(body).encode())
-        urls = [one.endpoint.url for one in fleet.values() if one.routable and one.endpoint.pool_id == scope.pool_id]
+        members = [one.endpoint for one in fleet.values() if one.routable and one.endpoint.pool_id == scope.pool_id]
+        urls = [one.url for one in members]
+        if {one.kind for one in members} == {EngineKind.SGLANG}:
+            text = replace(text, kind=EngineKind.SGLANG)
 
         async def engines(_: TextRequest) -> Sequence[str]:
             return [url for url in urls if url]

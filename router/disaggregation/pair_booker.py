@@ -92,5 +92,8 @@ def _describe(members: list[FleetRecord]) -> _Prefillers:
 
 def _can_go_apart(text: TextRequest, prefillers: _Prefillers) -> bool:
     """vLLM's prefill engine drops the KV when one decode request has read it, and its partner never computes the prompt: so
-    not several answers or prompts, nor prompts' log probabilities."""
+    not several answers or prompts, nor prompts' log probabilities. Of other APIs than OpenAI's first two, whole requests go to
+    one engine."""
+    if not text.api.is_checked:
+        return False
     return prefillers.meet or (text.prompts == 1 and text.choices == 1 and not text.cache_reading.prompt_logprobs)

@@ -301,9 +301,7 @@ class FleetPicker:
                 read = await self._parts.reader.read(call.text, request_id)
         except (UnknownModel, InvalidValue):
             return self._guess(asked, workers)
-        if (session_id := head.first(b"x-session-id")) is not None:
-            read = replace(read, prompt=replace(read.prompt, session_id=session_id))
-        return _Read(read, call.text)
+        return _Read(self._parts.reader.with_session(read, head.first), call.text)
 
     def _guess(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
         """A prompt that matches nothing, for any model. Raises NoWorkers."""

@@ -20,7 +20,7 @@ def usage_fields(text: TextRequest) -> Mapping[str, Any]:
 
 def usage_of_body(body: bytes) -> Usage | None:
     """The usage in a whole answer."""
-    if b'"usage"' not in body:
+    if b'"usage"' not in body and b'"meta_info"' not in body:
         return None
     try:
         return Usage.of(json.loads(body))

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass
 
 from kvatlas.errors import Unreachable
-from kvatlas.fleet.records import EngineEndpoint, FleetRecord
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, FleetRecord
 from kvatlas.identity import DEFAULT_TENANT, Scope
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.deadline import STORE_FAILURES
@@ -63,6 +63,8 @@ class Catalogue:
         self._read: asyncio.Task[None] | None = None
         self._unfit: dict[tuple[ServedModel, str], Mapping[str, str]] = {}
         self._unfit_of: object = None
+        self._kinds: dict[str, EngineKind] = {}
+        self._kinds_of: object = None
         self._task = BackgroundTask(self._keep_asking, "kvatlas model lists")
 
     async def __aenter__(self) -> "Catalogue":
@@ -157,6 +159,17 @@ class Catalogue:
         pool_id = scope.pool_id
         records = (await self._read_records()).items()
         return {id: record for id, record in records if record.routable and record.endpoint.pool_id == pool_id}
+
+    async def kind_of(self, scope: Scope) -> EngineKind:
+        """Of the engines of a scope's pool: SGLang if all of them are; else vLLM, whose calls the others follow."""
+        records = await self._read_records()
+        if self._kinds_of is not records:
+            self._kinds_of = records
+            found: dict[str, set[EngineKind]] = {}
+            for record in records.values():
+                found.setdefault(record.endpoint.pool_id, set()).add(record.endpoint.kind)
+            self._kinds = {id: EngineKind.SGLANG for id, kinds in found.items() if kinds == {EngineKind.SGLANG}}
+        return self._kinds.get(scope.pool_id, EngineKind.VLLM)
 
     async def workers_for(self, name: str | None) -> Collection[str] | None:
         """The workers of a name's pool that serve it, also those that get no requests now; None for none, or an unknown one."""

@@ -45,7 +45,7 @@ class ErrorKind(Enum):
 class ClientRequest:
     """A request, read to its end, and the way back to its client.
 
-    `text`: as far as a router reads a chat or a completion; None for any other call, whose prompt is not read. `model`: the
+    `text`: as far as a router reads a request for tokens; None for any other call, whose prompt is not read. `model`: the
     name that it asks for. `letters`: about how long its prompt is. What was sent back so far: `status`, `events` (a stream of
     server-sent events began), `sent_events` (with data), `in_event` (a part of one), `begun_with` (the header of a decision)
     and `complete`. `decision`: of the last try, as its header says it.
@@ -82,10 +82,6 @@ class ClientRequest:
     @property
     def id(self) -> str | None:
         return self.header(b"x-request-id")
-
-    @property
-    def session_id(self) -> str | None:
-        return self.header(b"x-session-id")
 
     async def wait_until_gone(self) -> None:
         """Returns when the client disconnects, or has its whole answer."""

@@ -1,9 +1,12 @@
 """Reads from any request what a router needs to find a worker for it: the model that it names, and about how long its prompt
 is."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import parse_qs
 
+from kvatlas.errors import InvalidValue
 from kvatlas_router.proxy.form_body import find_form_model
 from kvatlas_router.proxy.json_body import read_object
 from kvatlas_router.proxy.large_body import find_model
@@ -23,9 +26,7 @@ INFERENCE = frozenset(
         "/cohere/v2/chat",
         "/detokenize",
         "/encode",
-        "/generate",
         "/generative_scoring",
-        "/inference/v1/generate",
         "/pooling",
         "/rerank",
         "/score",
@@ -40,12 +41,10 @@ INFERENCE = frozenset(
         "/v1/decisions",
         "/v1/detokenize",
         "/v1/embeddings",
-        "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/messages/render",
         "/v1/moderations",
         "/v1/rerank",
-        "/v1/responses",
         "/v1/responses/render",
         "/v1/score",
         "/v1/systemone",
@@ -60,7 +59,7 @@ one."""
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """`body`: as engines get it. `text`: a chat or a completion as far as a router reads it; None for any other call."""
+    """`body`: as engines get it. `text`: a request for tokens (`Api`) as far as a router reads it; None for any other call."""
 
     model: str | None
     body: bytes
@@ -71,8 +70,8 @@ class EngineCall:
 async def read_call(method: str, path: str, query: bytes, content_type: str, body: bytes) -> EngineCall:
     """Raises InvalidValue for a chat or a completion without a prompt, UnreadableBody, and NotForClients.
 
-    A body is read by its path, as engines do, whatever type it claims. The prompt of a large chat or completion is not read.
-    What is withheld from engines is withdrawn.
+    A body is read by its path, as engines do, whatever type it claims. The prompt of a large request is not read. What is
+    withheld from engines is withdrawn.
     """
     if path in FORMS or (path not in INFERENCE and _is_form(content_type)):
         return EngineCall(find_form_model(content_type, body) or _model_in_query(query), body)
@@ -85,14 +84,24 @@ async def read_call(method: str, path: str, query: bytes, content_type: str, bod
     withdrawn = withdraw_transfer_fields(decoded)
     body, decoded = replace_fields(decoded, body, withdrawn), {**decoded, **withdrawn}
     has_embeddings_only = decoded.get("prompt_embeds") and not decoded.get("prompt")  # vLLM's
-    if method == "POST" and path in _TEXTS and not has_embeddings_only:
-        text = TextRequest.of(Api(path), decoded)
+    reads = method == "POST" and path in _APIS and not has_embeddings_only
+    if reads and (text := _read_text(Api(path), decoded)) is not None:
         return EngineCall(text.model, body, text=text)
     named = decoded.get("model")
     return EngineCall(named if isinstance(named, str) and named else _model_in_query(query), body, letters)
 
 
-_TEXTS = frozenset(api.value for api in Api)
+_APIS = frozenset(api.value for api in Api)
+
+
+def _read_text(api: Api, decoded: Mapping[str, Any]) -> TextRequest | None:
+    """None for a body that can't be read, if its engine is to say what is wrong with it."""
+    try:
+        return TextRequest.of(api, decoded)
+    except InvalidValue:
+        if api.is_checked:
+            raise
+        return None
 
 
 def _is_form(content_type: str) -> bool:

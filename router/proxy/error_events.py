@@ -6,8 +6,7 @@ from typing import Any
 
 from kvatlas_router.tokens.text_request import Api
 
-_MESSAGES, _RESPONSES = "/v1/messages", "/v1/responses"
-_OPENAI = frozenset(api.value for api in Api)
+_OPENAI = frozenset({Api.COMPLETIONS.value, Api.CHAT.value})
 
 
 def error_event(path: str, body: Mapping[str, Any], events: int) -> bytes | None:
@@ -20,9 +19,9 @@ def error_event(path: str, body: Mapping[str, Any], events: int) -> bytes | None
     error = body["error"]
     if path in _OPENAI:
         return b"data: " + json.dumps(body).encode() + b"\n\n"
-    if path == _MESSAGES:
+    if path == Api.MESSAGES:
         named: dict[str, Any] = {"type": "error", "error": {"type": "api_error", "message": error["message"]}}
-    elif path == _RESPONSES:
+    elif path == Api.RESPONSES:
         own = {name: error.get(name) for name in ("code", "message", "param")}
         named = {"type": "error", **own, "sequence_number": events, "error": error}
     else:

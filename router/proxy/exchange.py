@@ -187,8 +187,7 @@ class Exchange:
                 await _refuse(request, span, ErrorKind.UNAVAILABLE, str(error))
                 return
             request.prompt_tokens = read.prompt.input_tokens
-            if (session_id := request.session_id) is not None:
-                read = replace(read, prompt=replace(read.prompt, session_id=session_id))
+            read = self._reader.with_session(read, request.header)
             if hints is not None:
                 request.priority = hints.priority
                 read = replace(read, prompt=hints.apply(read.prompt))

@@ -41,6 +41,7 @@ _REQUEST_OWN = {
 }
 _JSON = b"application/json"
 _JSON_TYPE = re.compile(rb"\s*application/(?:[\w.-]+\+)?json\s*", re.IGNORECASE)
+_CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _CREDENTIALS = {b"authorization", b"cookie", b"x-api-key", b"api-key"}
 _ANSWER_OWN = {*_OWN, b"content-length", b"date", b"server", DECISION_HEADER.lower().encode()}
 
@@ -48,12 +49,15 @@ _ANSWER_OWN = {*_OWN, b"content-length", b"date", b"server", DECISION_HEADER.low
 def for_engine(
     headers: Iterable[tuple[bytes, bytes]], added: Mapping[str, str], *, credentials: bool
 ) -> list[tuple[bytes, bytes]]:
-    """A request's headers as an engine gets them. `added` replace those of the same name. `credentials`: the client's too."""
+    """A request's headers as an engine gets them. `added` replace those of the same name. `credentials`: the client's too.
+
+    Control characters become spaces (RFC 9110, 5.5): HTTP clients refuse to send them.
+    """
     extra = {name.lower().encode(): value.encode() for name, value in added.items()}
     listed = list(headers)
     secret = set() if credentials else _CREDENTIALS
     left_out = _REQUEST_OWN | secret | extra.keys() | _named_by_connection(listed)
-    kept = [(name, value) for name, value in listed if name.lower() not in left_out]
+    kept = [(name, _CONTROLS.sub(b" ", value)) for name, value in listed if name.lower() not in left_out]
     # answers are read on their way, so they must not be compressed
     return [*kept, (b"accept-encoding", b"identity"), *extra.items()]
 

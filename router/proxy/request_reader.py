@@ -1,5 +1,6 @@
 """From a request's body to its prompt, in the scope of the model that it names."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvatlas.errors import InvalidValue, KvatlasError
@@ -7,7 +8,7 @@ from kvatlas.identity import Scope
 from kvatlas_router.proxy.catalogue import Catalogue
 from kvatlas_router.tokens.budget import BudgetedTokenizer
 from kvatlas_router.tokens.prompt_reader import PromptReader, PromptSettings, RequestPrompt
-from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.tokens.text_request import TextRequest, is_session_id
 from router_client.chain_cache import ChainCache
 from router_client.decision.selector import Selector
 
@@ -33,6 +34,7 @@ class RequestReader:
         """Raises UnknownModel, and InvalidValue for a request that no engine would take."""
         tenant_id = request.cache_salt if self._prompts.settings.salt_is_tenant else None
         scope = await self._scope(request.model, tenant_id)
+        request = replace(request, kind=await self._catalogue.kind_of(scope), model_id=scope.model_id)
         return await self._narrow(await self._prompts.read(request, scope, request_id), request.model)
 
     async def read_length(self, model: str | None, letters: int, request_id: str | None = None) -> RequestPrompt:
@@ -43,6 +45,12 @@ class RequestReader:
     def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
         """As `read_length`, in a scope that the caller knows."""
         return self._prompts.guess(scope, letters, request_id)
+
+    def with_session(self, read: RequestPrompt, header: Callable[[bytes], str | None]) -> RequestPrompt:
+        """In the session that the request's headers name, if they do; `header` reads them by their names in lower case."""
+        found = (header(name.encode()) for name in self._prompts.settings.session_headers)
+        session_id = next((value for value in found if is_session_id(value)), None)
+        return read if session_id is None else replace(read, prompt=replace(read.prompt, session_id=session_id))
 
     async def _scope(self, model: str | None, tenant_id: str | None) -> Scope:
         scope = await self._catalogue.scope_of(model, tenant_id)

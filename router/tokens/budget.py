@@ -63,7 +63,7 @@ class BudgetedTokenizer:
         range."""
         if (given := request.token_ids) is not None:
             self.counters.given += 1
-            return PromptTokens(_check(given))
+            return PromptTokens(_check(given), request.media)
         began = time.perf_counter_ns()
         try:
             found = await self._tokenize_in_time(request)

@@ -11,12 +11,14 @@ import jinja2.nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.errors import SettingsError
+from kvatlas.fleet.records import EngineKind
+from kvatlas_router.tokens.chat_form import template_arguments
+from kvatlas_router.tokens.template_input import MEDIA_MARK, sglang_message, sglang_tools, vllm_message, vllm_tools
 from kvatlas_router.tokens.text_request import TextRequest, is_media
 from kvatlas_router.tokens.tokenizer import CannotTokenize, Why
 
-_MEDIA_MARK = "\ue000media\ue000"
-"""Stands for an image in a rendered text."""
+_ENGINES_OWN = ("truncate_prompt_tokens", "input_ids")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -40,73 +42,62 @@ class ChatTemplate:
     def render(self, request: TextRequest) -> str:
         """The text of a chat, of one with images or other media that before the first of them. Raises CannotTokenize for other
         content, and for what the template refuses."""
-        body = request.body
-        if body.get("chat_template"):
+        body, sglang = request.body, request.kind is EngineKind.SGLANG
+        arguments = body.get("chat_template_kwargs")
+        arguments = arguments if isinstance(arguments, dict) else {}
+        if body.get("chat_template") or arguments.get("chat_template"):
             raise CannotTokenize(Why.UNSUPPORTED, "the request brings a chat template of its own")
-        tools = body.get("tools") or None
+        if (field := next((name for name in _ENGINES_OWN if body.get(name)), None)) is not None:
+            raise CannotTokenize(Why.UNSUPPORTED, f"{field} is for the engine's own tokenizer")
+        tools = sglang_tools(body) if sglang else vllm_tools(body)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             name = next(iter(self._templates))
-        messages = [_message(message, parts=self._wants_parts[name]) for message in request.messages]
+        show = sglang_message if sglang else vllm_message
+        texts = [_texts(message) for message in request.messages]
+        messages = [
+            show(message, text, parts=self._wants_parts[name])
+            for message, text in zip(request.messages, texts, strict=True)
+        ]
         goes_on = body.get("continue_final_message") is True
-        values: dict[str, Any] = {
-            **self._special,
-            "messages": messages,
-            "tools": tools,
-            "documents": body.get("documents"),
-            "add_generation_prompt": body.get("add_generation_prompt", True) is not False and not goes_on,
-        }
-        if body.get("reasoning_effort"):
-            values["reasoning_effort"] = body["reasoning_effort"]
-        arguments = body.get("chat_template_kwargs")
-        values.update(arguments if isinstance(arguments, dict) else {})
+        values: dict[str, Any] = {**self._special, "tools": tools, "documents": None}
+        if sglang:
+            if messages[-1].get("role") == "assistant":
+                raise CannotTokenize(Why.UNSUPPORTED, "SGLang goes on from the last answer in a way of its own")
+            if body.get("reasoning_effort") is not None:
+                raise CannotTokenize(Why.UNSUPPORTED, "reasoning_effort: what SGLang makes of it depends on the model")
+            values |= {**arguments, "add_generation_prompt": True}
+        else:
+            prompts = body.get("add_generation_prompt", True) is not False and not goes_on
+            values |= {**arguments, **template_arguments(body), "add_generation_prompt": prompts}
+        values["messages"] = messages
         try:
             text = self._templates[name].render(values)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise CannotTokenize(Why.FAILED, f"chat template: {' '.join(str(error).split())}") from error
         if request.media_items:
-            before, found, _ = text.partition(_MEDIA_MARK)
+            before, found, _ = text.partition(MEDIA_MARK)
             if not found:
                 raise CannotTokenize(Why.UNSUPPORTED, "chat template: the images are not in its text")
             return before
         return _up_to_final(text, messages[-1]) if goes_on else text
 
 
-def _message(message: Mapping[str, Any], *, parts: bool) -> dict[str, Any]:
-    """A message as vLLM gives it to a template: text joined by line ends, behind the images, or a list of parts in order."""
+def _texts(message: Mapping[str, Any]) -> list[str]:
     content = message.get("content")
-    texts = [content] if isinstance(content, str) else [_text(part) for part in content or ()]
-    if not parts:
-        texts.sort(key=lambda text: text is not _MEDIA_MARK)
-    shown: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
-    shown["content"] = [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
-    if isinstance(calls := message.get("tool_calls"), list):
-        shown["tool_calls"] = [_call(call) for call in calls]
-    return shown
+    return [content] if isinstance(content, str) else [_text(part) for part in content or ()]
 
 
 def _text(part: Any) -> str:
     if isinstance(part, str):
         return part
     if is_media(part):
-        return _MEDIA_MARK
+        return MEDIA_MARK
     kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
     text = part.get(_TEXT_PARTS.get(kind, "")) if isinstance(part, dict) else None
     if not isinstance(text, str):
         raise CannotTokenize(Why.UNSUPPORTED, f"a message has content of type {kind!r}; expected text")
     return text
-
-
-def _call(call: Any) -> Any:
-    """A tool call whose arguments are an object: templates print them as JSON themselves."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
-        return call
-    try:
-        decoded = json.loads(arguments) if arguments else {}
-    except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"tool call arguments are {arguments!r:.80}; expected JSON") from error
-    return {**call, "function": {**function, "arguments": decoded}}
 
 
 def _up_to_final(text: str, message: Mapping[str, Any]) -> str:

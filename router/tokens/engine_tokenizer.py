@@ -1,8 +1,8 @@
-"""The engine's own tokenizer over HTTP: vLLM's `/tokenize` (extra `router`). Exact, at the price of a round trip.
+"""The engine's own tokenizer over HTTP (extra `router`): exact, at the price of a round trip.
 
-A chat with images is asked of vLLM's `/v1/chat/completions/render` (0.33, with `--enable-scale-out`): it has the tokens
-and hashes by which the engine knows them, at the price of their processing. An engine without it gives the tokens of the
-messages before the first image. SGLang's `/tokenize` takes text only; a chat for it needs a local tokenizer.
+A conversation is asked of vLLM's `/render` (0.33, with `--enable-scale-out`), which has everything as the engine computes it,
+also the hashes by which it knows images. Of an engine without that, and of SGLang, `/tokenize` is asked: with images for the
+messages before the first of them.
 """
 
 import asyncio
@@ -12,10 +12,17 @@ from itertools import count, islice
 from math import inf
 from typing import Any
 
-from kvatlas.blocks.media import MediaItem
 from kvatlas.engine_access import KEY_CURE, REFUSED
-from kvatlas.errors import InvalidValue
-from kvatlas_router.tokens.text_request import Api, TextRequest, media_parts
+from kvatlas_router.tokens.engine_questions import (
+    RENDER_PATHS,
+    Question,
+    question_before_media,
+    read_rendered,
+    read_tokens,
+    render_question,
+    tokenize_question,
+)
+from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens, Tokens, Why
 from kvatlas_router.upstream.engine_client import EngineAway, EngineClient, Reply
 
@@ -29,20 +36,8 @@ REST_S = 5.0
 ELSEWHERE = (401, 403, 408, 429)
 """Refusals that say nothing about the request: another engine is asked, as after a server error."""
 
-_CHAT_FIELDS = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template",
-    "chat_template_kwargs",
-    "mm_processor_kwargs",
-)
-
-_RENDER = "/v1/chat/completions/render"
 _NO_RENDER = (403, 404, 405, 501)
-"""Statuses of an engine that does not render chats; it is not asked again for ASK_AGAIN_S."""
+"""Statuses of an engine that does not render requests; it is not asked again for ASK_AGAIN_S."""
 ASK_AGAIN_S = 60.0
 
 Engines = Callable[[TextRequest], Awaitable[Sequence[str]]]
@@ -68,45 +63,65 @@ class EngineTokenizer:
         """Until when engines are asked last, by URL."""
         self._answered: dict[str, float] = {}
         """When engines answered last, by URL."""
-        self._asked_in_vain: dict[str, float] = {}  # when, by the address of an engine that does not render chats
+        self._asked_in_vain: dict[str, float] = {}  # when, by the address of an engine that does not render requests
 
     async def token_ids(self, request: TextRequest) -> Tokens:
         """Raises CannotTokenize."""
         urls = [url.rstrip("/") for url in await self._engines(request)]
         if not urls:
             raise CannotTokenize(Why.FAILED, "no engine to ask for token ids")
+        question = render_question(request)
+        able = [] if question is None else self._renderers(urls)
+        if question is None or not able:
+            return await self._tokenize(request, urls)
+        if (rendered := await self._render(question, able, has_media=request.media_items > 0)) is not None:
+            return rendered
+        failed = [url for url in able if url in self._resting]
+        tokens = await self._tokenize(request, urls)
+        self._remember(failed)  # engines answer, but not that
+        return tokens
+
+    async def _tokenize(self, request: TextRequest, urls: Sequence[str]) -> Tokens:
         if request.media_items:
-            return await self._media_tokens(request, urls)
-        return _read_tokens(*await self._ask(urls, "/tokenize", _tokenize_body(request)))
+            question = question_before_media(request)
+            return PromptTokens(read_tokens(request, *_read(*await self._ask(urls, question))), cut=True)
+        return read_tokens(request, *_read(*await self._ask(urls, tokenize_question(request))))
 
-    async def _media_tokens(self, request: TextRequest, urls: Sequence[str]) -> PromptTokens:
+    async def _render(self, question: Question, urls: Sequence[str], *, has_media: bool) -> PromptTokens | None:
+        """None if no engine renders it. Images take their time."""
+        try:
+            url, answer = await self._ask(urls, question, patient=has_media)
+        except CannotTokenize:
+            return None
+        _, status, decoded = _read(url, answer)
+        tokens = read_rendered(decoded) if status == 200 else None
+        if tokens is not None and has_media and not tokens.media:
+            tokens = None
+        if status in _NO_RENDER or (status == 200 and tokens is None):
+            self._remember([url.removesuffix(question.path)])
+        return tokens
+
+    def _renderers(self, urls: Sequence[str]) -> Sequence[str]:
         now = self._clock()
-        able = [url for url in urls if now - self._asked_in_vain.get(url, -ASK_AGAIN_S) >= ASK_AGAIN_S]
-        if able:
-            url, answer = await self._ask(able, _RENDER, _render_body(request))
-            if answer.status not in _NO_RENDER:
-                return _read_rendered(url, answer)
-            self._asked_in_vain = {url: at for url, at in self._asked_in_vain.items() if now - at < ASK_AGAIN_S}
-            self._asked_in_vain[url.removesuffix(_RENDER)] = now
-        body = _tokenize_body(request)
-        messages = request.messages
-        body["messages"] = messages[: next(i for i, one in enumerate(messages) if media_parts(one.get("content")))]
-        if not body["messages"]:
-            raise CannotTokenize(Why.UNSUPPORTED, "the first message has images, and no engine renders chats")
-        body["add_generation_prompt"] = False
-        body.pop("continue_final_message", None)
-        return PromptTokens(_read_tokens(*await self._ask(urls, "/tokenize", body)), cut=True)
+        return [url for url in urls if now - self._asked_in_vain.get(url, -ASK_AGAIN_S) >= ASK_AGAIN_S]
 
-    async def _ask(self, urls: Sequence[str], path: str, body: dict[str, Any]) -> tuple[str, Reply]:
+    def _remember(self, without: Sequence[str]) -> None:
+        if without:
+            now = self._clock()
+            self._asked_in_vain = {url: at for url, at in self._asked_in_vain.items() if now - at < ASK_AGAIN_S}
+            self._asked_in_vain.update(dict.fromkeys(without, now))
+
+    async def _ask(self, urls: Sequence[str], question: Question, *, patient: bool = False) -> tuple[str, Reply]:
         """The address asked, and what it answered. Raises CannotTokenize if no engine answers."""
+        path = question.path
         left, why = list(islice(self._in_turn(urls), MOST_ASKED)), ""
-        patience_s = None if path == _RENDER else self._patience_s
+        patience_s = None if patient else self._patience_s
         asked: dict[asyncio.Task[Reply], str] = {}
         try:
             while asked or left:
                 if left:
                     engine = left.pop(0)
-                    asked[asyncio.create_task(self._client.call("POST", engine + path, body))] = engine
+                    asked[asyncio.create_task(self._client.call("POST", engine + path, question.body))] = engine
                 await self._wait(asked, patience_s if left else None)
                 for task, engine in list(asked.items()):
                     if not task.done():
@@ -162,50 +177,14 @@ def _outcome(asked: asyncio.Task[Reply], url: str) -> tuple[Reply | None, str]:
 
 def _is_answer(path: str, status: int) -> bool:
     """False for a status that says nothing about the request."""
-    if path == _RENDER and status in _NO_RENDER:
+    if path in RENDER_PATHS and status in _NO_RENDER:
         return True
     return status < 500 and status not in ELSEWHERE
 
 
-def _render_body(request: TextRequest) -> dict[str, Any]:
-    """The chat itself, without the images' tensors in the answer: `mm_payload`, before that `return_mm_kwargs`."""
-    kept = {name: value for name, value in request.body.items() if name not in ("stream", "stream_options")}
-    return {**kept, "mm_payload": "none", "return_mm_kwargs": False}
-
-
-def _tokenize_body(request: TextRequest) -> dict[str, Any]:
-    body = request.body
-    if request.api is Api.CHAT:
-        fields = {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
-    else:
-        fields = {"prompt": request.prompt, "add_special_tokens": body.get("add_special_tokens", True)}
-    return {"model": request.model, **fields} if request.model else fields
-
-
-def _read_tokens(url: str, answer: Reply) -> Sequence[int]:
-    if answer.status in (404, 405):
-        raise CannotTokenize(Why.UNSUPPORTED, f"{url}: status {answer.status}; use a local tokenizer")
+def _read(url: str, answer: Reply) -> tuple[str, int, Any]:
+    """The address, the status and the JSON; None for what is no JSON."""
     try:
-        tokens = answer.json()["tokens"] if answer.status == 200 else None
-    except (ValueError, LookupError, TypeError):
-        tokens = None
-    if not isinstance(tokens, list):
-        raise CannotTokenize(Why.FAILED, f"{url}: status {answer.status} without token ids")
-    return tokens
-
-
-def _read_rendered(url: str, answer: Reply) -> PromptTokens:
-    """From vLLM's GenerateRequest: `token_ids`, and in `features` hashes and places by modality."""
-    try:
-        rendered = answer.json() if answer.status == 200 else {}
-        tokens, features = rendered.get("token_ids"), rendered.get("features") or {}
-        media = [
-            MediaItem(name, place["offset"], place["length"])
-            for modality, names in features.get("mm_hashes", {}).items()
-            for name, place in zip(names, features["mm_placeholders"][modality], strict=True)
-        ]
-    except (ValueError, LookupError, TypeError, AttributeError, InvalidValue):
-        tokens = None
-    if not isinstance(tokens, list) or not media:
-        raise CannotTokenize(Why.FAILED, f"{url}: status {answer.status} without token ids and media hashes")
-    return PromptTokens(tokens, media)
+        return url, answer.status, answer.json()
+    except (ValueError, RecursionError):
+        return url, answer.status, None

@@ -16,8 +16,9 @@ from typing import Any, Self
 import tokenizers
 
 from kvatlas.errors import SettingsError
+from kvatlas_router.tokens.chat_form import as_chat
 from kvatlas_router.tokens.chat_template import ChatTemplate
-from kvatlas_router.tokens.text_request import Api, TextRequest
+from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens, Why
 
 MEMO_BYTES = 64 << 20
@@ -67,14 +68,16 @@ class LocalTokenizer:
     def prompt_tokens(self, request: TextRequest) -> PromptTokens:
         """As `encode`, but of a chat with images those of the text before the first."""
         asked = request.body.get("add_special_tokens")
-        if request.api is Api.COMPLETIONS:
+        if not request.api.is_conversation:
             prompt = request.prompt
+            if (added := request.adds_to_prompt) is not None:
+                raise CannotTokenize(Why.UNSUPPORTED, f"{added}: its tokens are not those of a text")
             if not isinstance(prompt, str):
                 return PromptTokens(array("I", prompt))
             return PromptTokens(self._encode(prompt, special=asked is not False))
         if self._template is None:
             raise CannotTokenize(Why.UNSUPPORTED, "the tokenizer has no chat template")
-        tokens = self._encode(self._template.render(request), special=asked is True)
+        tokens = self._encode(self._template.render(as_chat(request)), special=asked is True)
         return PromptTokens(tokens, cut=request.media_items > 0)
 
     def _encode(self, text: str, *, special: bool) -> Sequence[int]:

@@ -19,11 +19,13 @@ MEDIA_TOKENS = 1_000
 @dataclass(frozen=True, slots=True)
 class PromptSettings:
     """`output_tokens`: expected of a request that does not limit them, until answers have shown more. `salt_is_tenant`: as for
-    the publishers. `slo`: of all requests."""
+    the publishers. `slo`: of all requests. `session_headers`: those that name a session, in lower case; the first one that
+    a request has counts."""
 
     output_tokens: int = 128
     salt_is_tenant: bool = False
     slo: Slo = DEFAULT_SLO
+    session_headers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class PromptReader:
         """None and why, if they are not known."""
         if self._tokenizer is None:
             given = request.token_ids
-            return (None if given is None else PromptTokens(given)), "off"
+            return (None if given is None else PromptTokens(given, request.media)), "off"
         try:
             return await self._tokenizer.prompt_tokens(request), ""
         except CannotTokenize as error:

@@ -1,35 +1,80 @@
-"""The body of a completion or a chat, as far as a router reads it. The engine checks the rest."""
+"""The body of a request for tokens, as far as a router reads it. The engine checks the rest."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
+from kvatlas.blocks.media import MediaItem
 from kvatlas.blocks.reuse import CacheReading
 from kvatlas.errors import InvalidValue
+from kvatlas.fleet.records import EngineKind
 from kvatlas.validation import MAX_OUTPUT_TOKENS
 from router_client.prompt import OutputLimits
 
 MAX_PARSED_BYTES = 8 << 20
 """A million token ids with their commas; decoded in some 30 ms."""
 MAX_PARSED_CONTAINERS = 1 << 17
+MAX_SESSION_LETTERS = 256
+"""A longer name of a session is none: names are kept, and whoever sends them is not known."""
 
 
 class Api(StrEnum):
-    """OpenAI's calls; the value is the path."""
+    """Calls of engines whose prompts are read; the value is the path.
+
+    OpenAI's three, Anthropic's messages, SGLang's own `/generate`, and vLLM's calls with token ids.
+    """
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
+    MESSAGES = "/v1/messages"
+    RESPONSES = "/v1/responses"
+    GENERATE = "/generate"
+    TOKENS = "/inference/v1/generate"
+
+    @property
+    def is_checked(self) -> bool:
+        """Is a body that can't be read refused? The engine answers for those of the other calls, in the form of their API."""
+        return self in (Api.COMPLETIONS, Api.CHAT)
+
+    @property
+    def is_conversation(self) -> bool:
+        """Does the engine's chat template make the prompt?"""
+        return self in (Api.CHAT, Api.MESSAGES, Api.RESPONSES)
+
+
+_PROMPTS = {
+    Api.COMPLETIONS: ("prompt",),
+    Api.CHAT: ("messages",),
+    Api.MESSAGES: ("messages",),
+    Api.RESPONSES: ("input",),
+    Api.GENERATE: ("input_ids", "text"),
+    Api.TOKENS: ("token_ids",),
+}
+"""The fields that hold the prompt; the first one that is there counts."""
+_TOKENS_OR_TEXT = "a text or a list of token ids"
+_EXPECTED = {
+    Api.COMPLETIONS: _TOKENS_OR_TEXT,
+    Api.CHAT: "a list of messages",
+    Api.MESSAGES: "a list of messages",
+    Api.RESPONSES: "a text or a list of items",
+    Api.GENERATE: _TOKENS_OR_TEXT,
+    Api.TOKENS: "a list of token ids",
+}
+_LISTS = (Api.CHAT, Api.MESSAGES, Api.TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One request. `body` is its JSON, unchecked; the properties are what a router reads from it."""
+    """One request. `body` is its JSON, unchecked; the properties are what a router reads from it. `kind` and `model_id`: of the
+    engines that it is for, and of their model, because these decide how a conversation is rendered."""
 
     api: Api
     body: Mapping[str, Any]
+    kind: EngineKind = EngineKind.VLLM
+    model_id: str | None = None
 
     @classmethod
     def parse(cls, api: Api, body: bytes) -> Self:
@@ -39,25 +84,26 @@ class TextRequest:
     @classmethod
     def of(cls, api: Api, decoded: Mapping[str, Any]) -> Self:
         """As `parse`, of a body that is decoded."""
-        name = "messages" if api is Api.CHAT else "prompt"
-        if not decoded.get(name) or not isinstance(decoded[name], list if api is Api.CHAT else (str, list)):
-            raise InvalidValue(f"{name} is {decoded.get(name)!r:.80}; expected {_EXPECTED[api]}, not empty")
         request = cls(api, decoded)
-        if api is Api.COMPLETIONS:
+        name, prompt = request._named_prompt
+        if not prompt or not isinstance(prompt, list if api in _LISTS else (str, list)):
+            raise InvalidValue(f"{name} is {prompt!r:.80}; expected {_EXPECTED[api]}, not empty")
+        if not api.is_conversation:
             _ = request.prompt  # raises for anything else
         return request
 
     @property
     def session_id(self) -> str | None:
-        """The session that the request belongs to: OpenAI's `prompt_cache_key`."""
-        key = self.body.get("prompt_cache_key")
-        return key if isinstance(key, str) and key else None
+        """The session that the request belongs to: OpenAI's `prompt_cache_key`, or the `session_id` of vLLM and SGLang."""
+        keys = (self.body.get(name) for name in ("prompt_cache_key", "session_id"))
+        return next((key for key in keys if is_session_id(key)), None)
 
     @property
     def model(self) -> str | None:
-        """The name of the engine's model, or of an adapter."""
-        name = self.body.get("model")
-        return name if isinstance(name, str) and name else None
+        """The name of the engine's model, or of an adapter. `/generate` names adapters only."""
+        names = ("lora_path", "model") if self.api is Api.GENERATE else ("model",)
+        found = (self.body.get(name) for name in names)
+        return next((name for name in found if isinstance(name, str) and name), None)
 
     @property
     def streamed(self) -> bool:
@@ -65,24 +111,33 @@ class TextRequest:
 
     @property
     def wants_usage(self) -> bool:
-        """Does the client want the usage at the end of a stream?"""
+        """Does the client want the usage at the end of a stream? Only OpenAI's first two calls leave it out otherwise."""
         options = self.body.get("stream_options")
-        return isinstance(options, dict) and bool(options.get("include_usage"))
+        return not self.api.is_checked or (isinstance(options, dict) and bool(options.get("include_usage")))
+
+    @property
+    def _sampling(self) -> Mapping[str, Any]:
+        """The fields that say how tokens are drawn, and how many."""
+        if self.api not in (Api.GENERATE, Api.TOKENS):
+            return self.body
+        found = self.body.get("sampling_params")
+        return found if isinstance(found, dict) else {}
 
     @property
     def output_tokens(self) -> int | None:
         """The most tokens that the request may generate, if it says so."""
-        for name in ("max_completion_tokens", "max_tokens"):
-            if isinstance(value := self.body.get(name), int) and value > 0:
+        for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens"):
+            if type(value := self._sampling.get(name)) is int and value > 0:
                 return min(value, MAX_OUTPUT_TOKENS)
         return None
 
     @property
     def output_limits(self) -> OutputLimits:
         """What it says of its answer's length: `min_tokens` and `ignore_eos` are vLLM's and SGLang's."""
-        most, least = self.output_tokens, self.body.get("min_tokens")
-        if most is not None and self.body.get("ignore_eos") is True:
+        sampling, most = self._sampling, self.output_tokens
+        if most is not None and sampling.get("ignore_eos") is True:
             return OutputLimits(most, most)
+        least = sampling.get("min_tokens", sampling.get("min_new_tokens"))
         return OutputLimits(least if type(least) is int and least > 0 else 0, most)
 
     @property
@@ -97,64 +152,81 @@ class TextRequest:
         vLLM computes the whole prompt for `prompt_logprobs` (0 too), and for `logprobs` of a completion with `echo`; SGLang
         from `logprob_start_len` on with `return_logprob`, and the whole prompt for `logprobs` with `echo`.
         """
-        body = self.body
+        body, sampling = self.body, self._sampling
         echoes = self.api is Api.COMPLETIONS and body.get("echo") is True and body.get("logprobs") is not None
-        skip = body.get("skip_reading_prefix_cache")
+        skip = sampling.get("skip_reading_prefix_cache")
         start = body.get("logprob_start_len") if body.get("return_logprob") is True else None
         return CacheReading(
             skip=skip if isinstance(skip, bool) else None,
-            prompt_logprobs=body.get("prompt_logprobs") is not None or echoes,
+            prompt_logprobs=sampling.get("prompt_logprobs") is not None or echoes,
             logprob_start_len=start if type(start) is int and start >= 0 else 0 if echoes else -1,
         )
 
     @property
+    def _named_prompt(self) -> tuple[str, Any]:
+        names = _PROMPTS[self.api]
+        name = next((name for name in names if self.body.get(name) is not None), names[-1])
+        return name, self.body.get(name)
+
+    @property
     def prompts(self) -> int:
-        """The number of prompts of a completion; a chat has one."""
-        prompt = self.body.get("prompt")
-        nested = self.api is Api.COMPLETIONS and isinstance(prompt, list) and not isinstance(prompt[0], int)
-        return len(prompt) if nested else 1  # type: ignore[arg-type]
+        """The number of prompts; a conversation has one."""
+        _, prompt = self._named_prompt
+        nested = not self.api.is_conversation and isinstance(prompt, list) and not isinstance(prompt[0], int)
+        return len(prompt) if nested else 1
 
     @property
     def choices(self) -> int:
         """The number of answers that it asks for to each prompt."""
-        n = self.body.get("n")
+        n = self._sampling.get("n")
         return n if isinstance(n, int) and n > 1 else 1
 
     @property
     def prompt(self) -> str | Sequence[int]:
-        """A completion's first prompt: text, or token ids."""
-        prompt = self.body["prompt"]
-        first = (
-            prompt[0] if self.prompts > 1 or (isinstance(prompt, list) and not isinstance(prompt[0], int)) else prompt
-        )
-        if not isinstance(first, (str, list)):
-            raise InvalidValue(f"prompt is {first!r:.80}; expected {_EXPECTED[Api.COMPLETIONS]}")
+        """The first prompt of a request that is no conversation: text, or token ids."""
+        name, prompt = self._named_prompt
+        first = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
+        if not isinstance(first, list if self.api is Api.TOKENS else (str, list)):
+            raise InvalidValue(f"{name} is {first!r:.80}; expected {_EXPECTED[self.api]}")
         return first
 
     @property
     def token_ids(self) -> Sequence[int] | None:
-        """The prompt's token ids, if the body has them."""
-        if self.api is Api.CHAT:
+        """The prompt's token ids, if the body has them, and nothing else is part of the prompt."""
+        if self.api.is_conversation or self.adds_to_prompt is not None:
             return None
         prompt = self.prompt
         return None if isinstance(prompt, str) else prompt
 
     @property
+    def adds_to_prompt(self) -> str | None:
+        """A field by which the engine computes other tokens than those of the prompt's own field, or more; None without one."""
+        return next((name for name in _ADDITIONS.get(self.api, ()) if self.body.get(name)), None)
+
+    @property
+    def media(self) -> Sequence[MediaItem]:
+        """Images and the like among the token ids of `/inference/v1/generate`: their hashes and places in `features`. Raises
+        InvalidValue for features in another form."""
+        features = self.body.get("features") if self.api is Api.TOKENS else None
+        return read_media(features) if features else ()
+
+    @property
     def letters(self) -> int:
         """The approximate length of the text in characters; a token id counts as four."""
+        if not self.api.is_conversation:
+            prompt = self.prompt
+            return len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
         if self.api is Api.CHAT:
             return sum(_letters(message.get("content")) for message in self.messages)
-        prompt = self.prompt
-        return len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
+        return sum(_letters(self.body.get(name)) for name in ("system", "instructions", "messages", "input"))
 
     @property
     def media_items(self) -> int:
-        """The number of images and other parts of a chat that are not text."""
-        if self.api is not Api.CHAT:
+        """The number of images and other parts of a conversation that are not text."""
+        if not self.api.is_conversation:
             return 0
-        return sum(
-            media_parts(message.get("content")) for message in self.body["messages"] if isinstance(message, dict)
-        )
+        _, messages = self._named_prompt
+        return sum(media_parts(content_of(one)) for one in messages) if isinstance(messages, list) else 0
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
@@ -167,7 +239,30 @@ class TextRequest:
 
 
 _MEDIA = re.compile("image|audio|video")
-_EXPECTED = {Api.CHAT: "a list of messages", Api.COMPLETIONS: "a text or a list of token ids"}
+_ADDITIONS = {
+    Api.COMPLETIONS: ("suffix", "prompt_embeds", "truncate_prompt_tokens"),
+    Api.GENERATE: ("image_data", "video_data", "audio_data", "input_embeds", "session_params"),
+    Api.TOKENS: ("content_parts",),
+}
+_NESTED = ("text", "content", "output", "arguments", "thinking", "summary")
+_MOST_NESTED = 6
+
+
+def is_session_id(value: object) -> bool:
+    """Is it a name for a session? Not a long one, and none with control characters."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_SESSION_LETTERS and value.isprintable()
+
+
+def read_media(features: Any) -> list[MediaItem]:
+    """Hashes and places of images and the like, as vLLM's `features` have them by modality. Raises InvalidValue."""
+    try:
+        return [
+            MediaItem(name, place["offset"], place["length"])
+            for modality, names in (features.get("mm_hashes") or {}).items()
+            for name, place in zip(names, features["mm_placeholders"][modality], strict=True)
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InvalidValue(f"features are {features!r:.80}; expected hashes and places by modality") from error
 
 
 def is_large(body: bytes) -> bool:
@@ -201,15 +296,22 @@ def is_media(part: Any) -> bool:
     return isinstance(part, dict) and _MEDIA.search(str(part.get("type") or " ".join(part))) is not None
 
 
-def media_parts(content: Any) -> int:
-    """The number of them in a message's content."""
-    return sum(map(is_media, content)) if isinstance(content, list) else 0
+def media_parts(content: Any, nested: int = _MOST_NESTED) -> int:
+    """The number of them in a message's content; results of tools may hold them too."""
+    if not isinstance(content, list) or not nested:
+        return 0
+    return sum(1 if is_media(part) else media_parts(content_of(part), nested - 1) for part in content)
 
 
-def _letters(content: Any) -> int:
+def content_of(part: Any) -> Any:
+    """What a message, an item or a part holds."""
+    return part.get("content", part.get("output")) if isinstance(part, dict) else None
+
+
+def _letters(content: Any, nested: int = _MOST_NESTED) -> int:
     if isinstance(content, str):
         return len(content)
-    if not isinstance(content, list):
+    if not nested or not isinstance(content, (list, dict)):
         return 0
-    texts = (part.get("text") for part in content if isinstance(part, dict))
-    return sum(len(text) for text in texts if isinstance(text, str))
+    parts: Iterable[Any] = content if isinstance(content, list) else (content.get(name) for name in _NESTED)
+    return sum(_letters(part, nested - 1) for part in parts)

@@ -18,17 +18,37 @@ class Usage:
 
     @classmethod
     def of(cls, answer: Any) -> Self | None:
-        """From an answer, or from one event of a stream; None if it has no valid usage."""
-        usage = answer.get("usage") if isinstance(answer, Mapping) else None
+        """From an answer, or from one event of a stream; None if it has no valid usage.
+
+        Responses and Anthropic's messages say `input_tokens`, these without the cached ones; their streams have it inside of a
+        `response` or a `message`. SGLang's `/generate` has `meta_info`.
+        """
+        if not isinstance(answer, Mapping):
+            return None
+        held = (answer, answer.get("response"), answer.get("message"))
+        usage = next(
+            (found for one in held if isinstance(one, Mapping) and (found := one.get("usage") or one.get("meta_info"))),
+            None,
+        )
         if not isinstance(usage, Mapping):
             return None
-        prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        details = usage.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+        if "prompt_tokens" in usage:
+            prompt, completion, details = _read(usage, "prompt_tokens", "completion_tokens", "prompt_tokens_details")
+        else:
+            prompt, completion, details = _read(usage, "input_tokens", "output_tokens", "input_tokens_details")
+        cached = (details if isinstance(details, Mapping) else usage).get("cached_tokens")
         if not isinstance(prompt, int):
             return None
+        apart = usage.get("cache_read_input_tokens")
+        if isinstance(apart, int):
+            created = usage.get("cache_creation_input_tokens")
+            prompt, cached = prompt + apart + (created if isinstance(created, int) else 0), apart
         return cls(
             prompt,
             completion if isinstance(completion, int) else 0,
             cached if isinstance(cached, int) else None,
         )
+
+
+def _read(usage: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
+    return tuple(usage.get(name) for name in names)

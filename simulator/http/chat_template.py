@@ -5,8 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CHAT_TEMPLATE = (
+    "{% if reasoning_effort %}<|effort|>\n{{ reasoning_effort }}<|end|>\n{% endif %}"
+    "{% if documents %}<|documents|>\n{{ documents | tojson }}<|end|>\n{% endif %}"
     "{% if tools %}<|tools|>\n{{ tools | tojson }}<|end|>\n{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content or '' }}<|end|>\n{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<|call|>{{ call.function | tojson }}{% endfor %}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 """The same as `render`, as in a tokenizer's configuration; for messages whose content is text."""
@@ -17,13 +20,35 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     add_generation_prompt: bool = True,
+    reasoning_effort: str | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """The text of a conversation. The text parts of one message are joined by newlines, as in vLLM."""
-    parts = [f"<|tools|>\n{json.dumps(tools, ensure_ascii=False)}<|end|>\n"] if tools else []
+    """The text of a conversation. The text parts of one message are joined by newlines, and tools have the fields and the order
+    of vLLM's own description, as in vLLM."""
+    parts = [f"<|effort|>\n{reasoning_effort}<|end|>\n"] if reasoning_effort else []
+    parts += [f"<|documents|>\n{_to_json(documents)}<|end|>\n"] if documents else []
+    parts += [f"<|tools|>\n{_to_json([_described(tool) for tool in tools])}<|end|>\n"] if tools else []
     for message in messages:
         content = message.get("content") or ""
         text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-        parts.append(f"<|{message['role']}|>\n{text}<|end|>\n")
+        calls = "".join(f"<|call|>{_to_json(_decoded(call))}" for call in message.get("tool_calls") or ())
+        parts.append(f"<|{message['role']}|>\n{text}{calls}<|end|>\n")
     if add_generation_prompt:
         parts.append("<|assistant|>\n")
     return "".join(parts)
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    described = {name: function.get(name) for name in ("name", "description", "parameters")}
+    optional = {name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None}
+    return {"type": "function", "function": described | optional}
+
+
+def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**function, "arguments": json.loads(function.get("arguments") or "{}")}
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from kvatlas_simulator.http.kv_transfer import KvTransfers, Transfer, TransferFa
 from kvatlas_simulator.http.request_bodies import ChatRequest, CompletionRequest
 
 _STOPPING = "the engine is stopping"
+DONE = b"data: [DONE]\n\n"
 
 
 def error_response(status: int, message: str) -> JSONResponse:
@@ -97,7 +98,7 @@ class CompletionResponse(Response):
 
     async def _collect(self, tokens: MemoryObjectReceiveStream[GeneratedToken], receive: Receive) -> Response | None:
         """The response with all tokens; None if the client disconnected first."""
-        answer = _Answer.of(self._request)
+        answer = Answer.of(self._request)
         disconnected = False
 
         async def watch_client() -> None:
@@ -124,39 +125,57 @@ class CompletionResponse(Response):
             told = await self._hand_over()
         except TransferFailed as error:
             return error_response(500, str(error))
-        return JSONResponse({**self._response_body(choices, answer.usage(), self.object_name), **told})
+        return JSONResponse({**self._whole(choices, answer), **told})
 
     async def _hand_over(self) -> dict[str, Any]:
         request = self._request
         return await self._transfers.hand_over(self._transfer, request.request_id, len(request.prompt), self._address)
 
     async def _stream(self, tokens: MemoryObjectReceiveStream[GeneratedToken]) -> AsyncIterator[bytes]:
-        answer = _Answer.of(self._request)
+        answer = Answer.of(self._request)
         async for token in self._with_pauses(tokens):
             if token is None:
                 yield b": keep-alive\n\n"
                 continue
-            if not answer.token_ids[token.choice]:
-                for opening in self._opening(token.choice):
-                    yield _server_sent_event(self._response_body([opening], None, self.chunk_object_name))
-            choice = self._choice(token.choice, [token.token_id], token.finish_reason, streamed=True)
-            if self._body.return_token_ids and not answer.token_ids[token.choice]:
-                choice["prompt_token_ids"] = list(self._request.prompt)
+            first = not answer.token_ids[token.choice]
+            begins = not any(answer.token_ids)
             answer.add(token)
-            yield _server_sent_event(self._response_body([choice], None, self.chunk_object_name))
+            for event in self._events(token, answer, begins=begins, first=first):
+                yield event
             if answer.complete:
                 break
         try:
             if answer.complete:
                 await self._hand_over()
         except TransferFailed as error:
-            yield _server_sent_event({"error": _error_body(500, str(error))})
+            yield server_sent_event({"error": _error_body(500, str(error))})
             return
         if not answer.complete:
-            yield _server_sent_event({"error": _error_body(503, _STOPPING)})
-        elif self._body.include_usage:
-            yield _server_sent_event(self._response_body([], answer.usage(), self.chunk_object_name))
-        yield b"data: [DONE]\n\n"
+            yield server_sent_event({"error": _error_body(503, _STOPPING)})
+            yield DONE
+            return
+        for event in self._end_events(answer):
+            yield event
+
+    def _whole(self, choices: list[dict[str, Any]], answer: "Answer") -> dict[str, Any]:
+        """The JSON of an answer that is no stream."""
+        return self._response_body(choices, answer.usage(), self.object_name)
+
+    def _events(self, token: GeneratedToken, answer: "Answer", *, begins: bool, first: bool) -> Iterator[bytes]:
+        """For one token. `begins`: it is the answer's first. `first`: it is its choice's first."""
+        if first:
+            for opening in self._opening(token.choice):
+                yield server_sent_event(self._response_body([opening], None, self.chunk_object_name))
+        choice = self._choice(token.choice, [token.token_id], token.finish_reason, streamed=True)
+        if self._body.return_token_ids and first:
+            choice["prompt_token_ids"] = list(self._request.prompt)
+        yield server_sent_event(self._response_body([choice], None, self.chunk_object_name))
+
+    def _end_events(self, answer: "Answer") -> Iterator[bytes]:
+        """Behind the last token."""
+        if self._body.include_usage:
+            yield server_sent_event(self._response_body([], answer.usage(), self.chunk_object_name))
+        yield DONE
 
     async def _with_pauses(
         self, tokens: MemoryObjectReceiveStream[GeneratedToken]
@@ -227,7 +246,7 @@ class ChatResponse(CompletionResponse):
 
 
 @dataclass(slots=True)
-class _Answer:
+class Answer:
     """What a request has generated so far."""
 
     request: GenerationRequest
@@ -236,7 +255,7 @@ class _Answer:
     finished: int = 0
 
     @classmethod
-    def of(cls, request: GenerationRequest) -> "_Answer":
+    def of(cls, request: GenerationRequest) -> "Answer":
         return cls(request, [[] for _ in range(request.choices)])
 
     def add(self, token: GeneratedToken) -> None:
@@ -258,8 +277,14 @@ class _Answer:
         }
 
 
-def _server_sent_event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+def server_sent_event(body: dict[str, Any], name: str | None = None) -> bytes:
+    """`name`: of the event's type."""
+    return (
+        (f"event: {name}\n".encode() if name else b"")
+        + b"data: "
+        + json.dumps(body, separators=(",", ":")).encode()
+        + b"\n\n"
+    )
 
 
 def _error_body(status: int, message: str) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""The request bodies of `/v1/completions`, `/v1/chat/completions` and `/tokenize`, validated."""
+"""The request bodies of completions, chats and `/tokenize`, validated; and those of other APIs as the same."""
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvatlas.errors import InvalidValue
 from kvatlas.validation import describe_expected
+from kvatlas_router.tokens import Api, CannotTokenize, TextRequest
+from kvatlas_router.tokens.chat_form import as_chat
 from kvatlas_simulator.engine.tokenizer import encode
 from kvatlas_simulator.http.chat_template import render
 
@@ -28,12 +31,11 @@ class _Body(BaseModel, ABC):
     @classmethod
     def parse(cls, body: bytes, *, vocab_size: int) -> Self:
         """Parse and validate. Raises InvalidValue with one line that names the field, its value and what was expected."""
-        try:
-            decoded = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise InvalidValue(f"the body is not JSON: {error}") from error
-        if not isinstance(decoded, dict):
-            raise InvalidValue(f"the body is a JSON {type(decoded).__name__}; expected an object")
+        return cls.of(_decode(body), vocab_size=vocab_size)
+
+    @classmethod
+    def of(cls, decoded: Mapping[str, Any], *, vocab_size: int) -> Self:
+        """The same for the JSON object."""
         try:
             request = cls.model_validate(decoded)
         except ValidationError as error:
@@ -70,6 +72,7 @@ class _Chat(_Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("messages")
     @classmethod
@@ -86,7 +89,16 @@ class _Chat(_Body):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(encode(render(self.messages, self.tools, add_generation_prompt=self.add_generation_prompt)))
+        text = render(
+            self.messages, self.tools, add_generation_prompt=self.add_generation_prompt, **self._template_arguments
+        )
+        return tuple(encode(text))
+
+    @property
+    def _template_arguments(self) -> dict[str, Any]:
+        """What the template has besides; vLLM's `/tokenize` takes it from here only."""
+        given = self.chat_template_kwargs or {}
+        return {name: given[name] for name in ("reasoning_effort", "documents") if name in given}
 
 
 class _Generation(_Body):
@@ -115,6 +127,13 @@ class ChatRequest(_Chat, _Generation):
     """The body of `/v1/chat/completions`; messages are text, rendered with one fixed template."""
 
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    @property
+    def _template_arguments(self) -> dict[str, Any]:
+        own = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
+        return super()._template_arguments | {name: value for name, value in own.items() if value is not None}
 
     def model_post_init(self, _: Any) -> None:
         self.max_tokens = self.max_completion_tokens or self.max_tokens
@@ -134,6 +153,42 @@ def parse_tokenize(body: bytes, *, vocab_size: int) -> TokenizeTextRequest | Tok
     """Parse a body of `/tokenize`, of either kind. Raises InvalidValue."""
     kind = TokenizeChatRequest if b'"messages"' in body else TokenizeTextRequest
     return kind.parse(body, vocab_size=vocab_size)
+
+
+def parse_api(api: Api, body: bytes, *, vocab_size: int) -> CompletionRequest | ChatRequest:
+    """The body of any API's call as a completion or a chat: real engines too make a chat of conversations. Raises
+    InvalidValue."""
+    if api is Api.CHAT:
+        return ChatRequest.parse(body, vocab_size=vocab_size)
+    if api is Api.COMPLETIONS:
+        return CompletionRequest.parse(body, vocab_size=vocab_size)
+    request = TextRequest.of(api, _decode(body))
+    fields: dict[str, Any] = {
+        "model": request.model,
+        "max_tokens": request.output_tokens or 16,
+        "n": request.choices,
+        **{name: request.body[name] for name in _COMMON_FIELDS if request.body.get(name) is not None},
+    }
+    if not api.is_conversation:
+        return CompletionRequest.of({**fields, "prompt": request.prompt}, vocab_size=vocab_size)
+    try:
+        chat = as_chat(request).body
+    except CannotTokenize as error:
+        raise InvalidValue(str(error)) from error
+    return ChatRequest.of({**fields, **chat}, vocab_size=vocab_size)
+
+
+_COMMON_FIELDS = ("stream", "cache_salt", "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    try:
+        decoded = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"the body is not JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise InvalidValue(f"the body is a JSON {type(decoded).__name__}; expected an object")
+    return decoded
 
 
 def _check_encodable(text: str) -> str:

@@ -1,11 +1,13 @@
-"""The engine's HTTP API, as vLLM's API server: health, version, metrics, models, completions, chats, tokens, event sources,
-cache reset and sleep. `/kv_blocks`, `/kv_transfer`, `/hang` and `/resume` are the simulator's own: a hung engine answers its
-status pages and takes requests, and computes nothing.
+"""The engine's HTTP API, as vLLM's API server: health, version, metrics, models, the APIs for tokens, their rendering, event
+sources, cache reset and sleep; and SGLang's `/generate`. `/kv_blocks`, `/kv_transfer`, `/hang` and `/resume` are the
+simulator's own: a hung engine answers its status pages and takes requests, and computes nothing.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,15 +16,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvatlas.errors import InvalidValue
+from kvatlas_router.tokens import Api
 from kvatlas_simulator.engine.loop import EngineLoop
 from kvatlas_simulator.http.answer_faults import AnswerFault, AnswerFaults, faulty_response
-from kvatlas_simulator.http.completion_response import ChatResponse, CompletionResponse, error_response
+from kvatlas_simulator.http.completion_response import error_response
 from kvatlas_simulator.http.kv_transfer import Disaggregation, KvTransfers
 from kvatlas_simulator.http.metrics import CONTENT_TYPE, EngineMetrics
-from kvatlas_simulator.http.request_bodies import ChatRequest, CompletionRequest, parse_tokenize
+from kvatlas_simulator.http.other_answers import RESPONSES
+from kvatlas_simulator.http.request_bodies import parse_api, parse_tokenize
 
 VLLM_VERSION = "0.33.0"
 """The vLLM version whose protocols the engine speaks."""
+
+_RENDERED = (Api.COMPLETIONS, Api.CHAT, Api.MESSAGES, Api.RESPONSES)
 
 
 class _UnknownModel(InvalidValue):
@@ -45,11 +51,12 @@ class EngineApi:
         health_waits: bool = False,
         keep_alive_s: float = 0.0,
         faults: AnswerFaults | None = None,
+        scale_out: bool = True,
     ) -> None:
         """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's
         `/kv_event_sources` describes them; None without events. `transfers`: to and from other engines; None: it has none.
         `health_waits`: `/health` answers behind what is computed. `keep_alive_s`: see `CompletionResponse`. `faults`: of its
-        answers."""
+        answers. `scale_out`: vLLM's calls with token ids, and what renders requests to them; False: it refuses them."""
         self._health_waits = health_waits
         self._page = b""
         self._engine = engine
@@ -61,6 +68,8 @@ class EngineApi:
         self._transfers = transfers or KvTransfers(engine, Disaggregation.NONE, 0, 1)
         self._keep_alive_s = keep_alive_s
         self._faults = faults or AnswerFaults()
+        self._apis = [api for api in Api if scale_out or api is not Api.TOKENS]
+        self._rendered = [api for api in _RENDERED if scale_out]
         self._started_at = time.time()
         self._metrics = EngineMetrics(engine, model=model, started_at=self._started_at)
 
@@ -70,8 +79,8 @@ class EngineApi:
                 Route("/health", self._health),
                 Route("/metrics", self._metrics_page),
                 Route("/v1/models", self._models),
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
+                *(Route(api, partial(self._generate, api), methods=["POST"]) for api in self._apis),
+                *(Route(f"{api}/render", partial(self._render, api), methods=["POST"]) for api in self._rendered),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/version", self._version),
                 Route("/kv_event_sources", self._kv_event_sources),
@@ -134,24 +143,13 @@ class EngineApi:
             "permission": [],
         }
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionRequest, CompletionResponse)
-
-    async def _chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, ChatRequest, ChatResponse)
-
-    async def _generate(
-        self,
-        request: Request,
-        body_type: type[CompletionRequest | ChatRequest],
-        response_type: type[CompletionResponse],
-    ) -> Response:
+    async def _generate(self, api: Api, request: Request) -> Response:
         try:
-            body = body_type.parse(await request.body(), vocab_size=self._vocab_size)
+            body = parse_api(api, await request.body(), vocab_size=self._vocab_size)
             model, adapter = self._resolve_model(body.model)
         except InvalidValue as error:
             return _invalid(error)
-        response = response_type(
+        response = RESPONSES[api](
             self._engine,
             body,
             model=model,
@@ -162,6 +160,24 @@ class EngineApi:
         if (fault := self._faults.draw()) is not AnswerFault.NONE:
             return faulty_response(fault, response.first_part(), streamed=body.stream)
         return response
+
+    async def _render(self, api: Api, request: Request) -> Response:
+        """What the engine would compute, as vLLM's `GenerateRequest`; of completions a list of them."""
+        try:
+            body = parse_api(api, await request.body(), vocab_size=self._vocab_size)
+            model, _ = self._resolve_model(body.model)
+        except InvalidValue as error:
+            return _invalid(error)
+        rendered = {
+            "request_id": f"render-{uuid4().hex}",
+            "token_ids": list(body.token_ids),
+            "features": None,
+            "sampling_params": {"max_tokens": body.max_tokens, "n": body.n},
+            "model": model,
+            "stream": body.stream,
+            "cache_salt": body.cache_salt,
+        }
+        return JSONResponse([rendered] if api is Api.COMPLETIONS else rendered)
 
     async def _tokenize(self, request: Request) -> Response:
         try:

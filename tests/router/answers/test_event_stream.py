@@ -217,6 +217,10 @@ CHUNK = {"id": "c", "object": "chat.completion.chunk", "model": "m"}
         ({**CHUNK, "choices": [{"index": 0, "delta": {"role": "assistant", "content": None}}]}, 0),
         ({**CHUNK, "choices": [{"index": 0, "delta": {"content": "Hi"}, "finish_reason": None}]}, 1),
         ({**CHUNK, "choices": [{"index": 0, "delta": {"content": '"'}}]}, 1),
+        ({"type": "response.created", "response": {"output": [], "text": {"format": {}}}}, 0),
+        ({"type": "response.output_text.delta", "delta": "Hi"}, 1),
+        ({"type": "content_block_start", "content_block": {"type": "text", "text": ""}}, 0),
+        ({"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "Hm"}}, 1),
         ({**CHUNK, "choices": [{"index": 0, "delta": {"content": None, "reasoning_content": "Hm"}}]}, 1),
         ({**CHUNK, "choices": [{"index": 0, "delta": {"reasoning": "Hm"}}]}, 1),
         (

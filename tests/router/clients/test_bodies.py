@@ -101,11 +101,12 @@ def test_what_is_withheld_is_withheld_on_every_path_in_every_place(
     inside = ({}, {"vllm_xargs": field}, {"sampling_params": {"extra_args": field}}, {"sampling_params": [field]})[
         place
     ]
-    for prompt in (CHAT, {"model": MODEL, "prompt": "Hi"}, {"model": MODEL, "input": "Hi"}, {"text": "Hi"}):
+    for prompt in (CHAT, *({"model": MODEL, word: "Hi"} for word in ("prompt", "input", "text")), {"token_ids": [1]}):
         raw = json.dumps({**prompt, **(inside or field)})
         raw = raw.replace(name, f"\\u{ord(name[0]):04x}{name[1:]}") if escaped else raw
         try:
-            assert SECRET.encode() not in read(path, raw.encode()).body
+            call = read(path, raw.encode())
+            assert SECRET.encode() not in call.body and (call.text is None or SECRET not in json.dumps(call.text.body))
         except InvalidValue:
             assert path in ("/v1/completions", CHAT_PATH)
         for encoding in ("utf-8", "utf-16", "utf-8-sig"):

@@ -18,8 +18,10 @@ from kvatlas.fleet.records import Role
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store
 from kvatlas_router.gateway.service import RunningPicker
+from kvatlas_router.tokens import Api
 from kvatlas_simulator.http.chat_template import render
 from tests.eventually import until
+from tests.router.apis import TURNS, body_of
 from tests.router.disaggregation.test_proxy_pairs import BODY as PAIR_BODY
 from tests.router.disaggregation.test_proxy_pairs import BUSY, part
 from tests.router.gateway.echo_engine import echo_engine
@@ -78,6 +80,27 @@ async def test_a_chat_is_tokenized_and_goes_to_the_worker_that_holds_it(
         await gateway.nothing_is_booked()
         answers = picker.client.answers.counts
         assert (answers.prompts_equal, answers.prompts_differ) == (4, 0)
+
+
+@pytest.mark.parametrize("api", Api)
+async def test_every_api_goes_to_the_worker_that_holds_its_prompt(
+    envoy: EnvoyProcess, store: Store, valkey_url: str, api: Api
+) -> None:
+    engine = {"enable_scale_out": True, "num_gpu_blocks": 1_024}
+    async with (
+        running_gateway(envoy, store, {"w1": engine, "w2": engine}) as gateway,
+        running_picker(valkey_url, port=envoy.ports.picker, tokenizer_deadline_ms=20_000) as picker,
+    ):
+        for worker_id in ("w2", "w1"):
+            turns = [*TURNS[:1], ("user", worker_id)]
+            body = body_of(api, turns)
+            text = render([{"role": role, "content": text} for role, text in turns])
+            await gateway.fleet.holds(worker_id, list(text.encode()))
+            answer = await gateway["whole"].post(api, json=body)
+            assert answer.status_code == 200 and worker_of(answer) == worker_id
+        await gateway.nothing_is_booked()
+        answers = picker.client.answers.counts
+        assert (answers.prompts_equal, answers.prompts_differ, picker.counters.by_prompt) == (2, 0, 2)
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 
 from kvatlas.errors import Unreachable
-from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet.records import EngineKind, FleetRecord
 from kvatlas_router.proxy.catalogue import FLEET_AGE_S, Catalogue
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, SCOPE, record
@@ -64,3 +64,16 @@ async def test_a_model_is_not_called_unknown_before_the_fleet_was_read() -> None
         assert await catalogue.scope_of(MODEL) == SCOPE
         fleet.records, fleet.now_s = None, fleet.now_s + 2 * FLEET_AGE_S
         assert await catalogue.scope_of(MODEL) == SCOPE
+
+
+async def test_a_pool_is_sglangs_only_if_all_of_its_engines_are() -> None:
+    fleet = Fleet()
+    fleet.open.set()
+    one = record("s", "http://s:1")
+    sglang = one.model_copy(update={"endpoint": one.endpoint.model_copy(update={"kind": EngineKind.SGLANG})})
+    async with engine_client() as client:
+        for records, kind in (({"s": sglang}, EngineKind.SGLANG), ({"s": sglang, **RECORDS}, EngineKind.VLLM)):
+            fleet.records = records
+            fleet.now_s += 2 * FLEET_AGE_S
+            catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
+            assert await catalogue.kind_of(SCOPE) is kind

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.fleet.records import EngineKind
 from kvatlas_router.tokens import Api, CannotTokenize, TextRequest, Why
 from kvatlas_router.tokens.chat_template import ChatTemplate
 from kvatlas_router.tokens.local_tokenizer import LocalTokenizer
@@ -84,8 +85,40 @@ def test_a_template_gets_tools_documents_and_the_requests_own_arguments() -> Non
     assert template.render(chat(messages)) == "<s>hi"
     assert template.render(chat(messages, chat_template_kwargs={"enable_thinking": True})) == "<s>think hi"
     call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
-    asked = chat([{"role": "assistant", "content": None, "tool_calls": [call]}], tools=[{"name": "wéather"}])
-    assert template.render(asked) == '[{"name": "wéather"}]Zürich'
+    asked = chat(
+        [{"role": "assistant", "content": None, "tool_calls": [call]}], tools=[{"function": {"name": "wéather"}}]
+    )
+    described = '[{"type": "function", "function": {"name": "wéather", "description": null, "parameters": null}}]'
+    assert template.render(asked) == f"{described}Zürich"
+
+
+def test_sglang_gives_its_template_what_its_chats_have() -> None:
+    source = "{{ tools | length if tools else 0 }} {% for m in messages %}{{ m.content }};{% endfor %}"
+    source += "{{ add_generation_prompt }}"
+    template = ChatTemplate({"default": source})
+    tools = [{"type": "function", "function": {"name": name}} for name in ("read", "write")]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": parts}], "tools": tools}
+
+    def rendered(**more: Any) -> str:
+        return template.render(TextRequest(Api.CHAT, {**body, **more}, EngineKind.SGLANG))
+
+    assert rendered(add_generation_prompt=False) == "2 a b;True"
+    assert rendered(tool_choice="none") == "0 a b;True"
+    assert rendered(tool_choice={"type": "function", "function": {"name": "read"}}) == "1 a b;True"
+    for more in ({"reasoning_effort": "low"}, {"messages": [{"role": "assistant", "content": "I"}]}):
+        with pytest.raises(CannotTokenize) as error:
+            rendered(**more)
+        assert error.value.why is Why.UNSUPPORTED
+
+
+def test_vllm_leaves_out_what_it_does_not_know_and_a_line_that_differs_each_time() -> None:
+    template = ChatTemplate(
+        {"default": "{% for m in messages %}{{ m.content }}|{{ m.reasoning_content }}|{% endfor %}"}
+    )
+    billing = {"role": "system", "content": "x-anthropic-billing-header: 1f\nBe brief."}
+    said = {"role": "assistant", "content": "Yes.", "reasoning": "Hm.", "reasoning_content": "Ho."}
+    assert template.render(chat([billing, said])) == "Be brief.||Yes.|Hm.|"
 
 
 @pytest.mark.parametrize("arguments", ["{", "[" * 100_000])

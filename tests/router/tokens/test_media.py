@@ -150,11 +150,13 @@ async def test_an_engine_that_does_not_is_asked_for_the_messages_before_the_firs
         {**RENDERED, "features": {"mm_hashes": [NAME], "mm_placeholders": {}}},
     ],
 )
-async def test_a_rendered_chat_of_another_form_is_one_clear_line(body: Any) -> None:
+async def test_a_rendered_chat_of_another_form_counts_as_none(body: Any) -> None:
     async with engine_client() as client:
-        with engine({RENDER: (200, body)}) as one, pytest.raises(CannotTokenize) as error:
-            await EngineTokenizer(client, of(one)).token_ids(chat(ASKED))
-        assert error.value.why is Why.FAILED and "\n" not in str(error.value) and "media hashes" in str(error.value)
+        with engine({RENDER: (200, body), TOKENIZE: (200, {"tokens": [7, 8]})}) as one:
+            tokenizer = EngineTokenizer(client, of(one))
+            for _ in range(2):
+                assert await tokenizer.token_ids(chat(ASKED)) == PromptTokens([7, 8], cut=True)
+        assert [path for path, _ in one.asked] == [RENDER, TOKENIZE, TOKENIZE]
 
 
 PARTS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}" + (

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
+from kvatlas.blocks.media import MediaItem
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
 from kvatlas_router.tokens import Api, TextRequest
+from router_client.prompt import OutputLimits
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,40 @@ def test_a_request_says_how_much_of_the_cache_it_lets_its_engine_read(
     reading = TextRequest(api, {"prompt": "a", "messages": [{}], **fields}).cache_reading
     assert reading.readable_tokens(EngineKind.VLLM) == vllm
     assert reading.readable_tokens(EngineKind.SGLANG) == sglang
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "limits"),
+    [
+        (Api.MESSAGES, {"max_tokens": 7}, OutputLimits(0, 7)),
+        (Api.RESPONSES, {"max_output_tokens": 7, "ignore_eos": True}, OutputLimits(7, 7)),
+        (Api.GENERATE, {"sampling_params": {"max_new_tokens": 7, "min_new_tokens": 3}}, OutputLimits(3, 7)),
+        (Api.TOKENS, {"sampling_params": {"max_tokens": 7, "ignore_eos": True}, "max_tokens": 9}, OutputLimits(7, 7)),
+        (Api.TOKENS, {"sampling_params": 5}, OutputLimits(0, None)),
+    ],
+)
+def test_each_api_says_in_its_own_words_how_long_its_answer_may_be(api: Api, body: Any, limits: OutputLimits) -> None:
+    assert TextRequest(api, body).output_limits == limits
+
+
+def test_token_ids_are_read_from_the_field_of_each_api() -> None:
+    features = {"mm_hashes": {"image": ["9f"]}, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}
+    given = TextRequest.of(Api.TOKENS, {"token_ids": [1, 5, 5, 2], "features": features})
+    assert (given.token_ids, given.media) == ([1, 5, 5, 2], [MediaItem("9f", 1, 2)])
+    batch = TextRequest.of(Api.GENERATE, {"input_ids": [[1, 2], [3]], "text": None, "lora_path": "sql"})
+    assert (batch.token_ids, batch.prompts, batch.model) == ([1, 2], 2, "sql")
+    assert TextRequest.of(Api.GENERATE, {"input_ids": [1], "image_data": "http://x"}).token_ids is None
+
+
+def test_the_length_of_a_conversation_counts_all_of_its_texts() -> None:
+    result = {"type": "tool_result", "content": [{"type": "text", "text": "abc"}, {"type": "image", "source": {}}]}
+    request = TextRequest(Api.MESSAGES, {"system": "ab", "messages": [{"role": "user", "content": [result]}]})
+    assert (request.letters, request.media_items) == (5, 1)
+    items = [{"role": "user", "content": "abcd"}, {"type": "function_call_output", "output": "ab"}, 5]
+    assert TextRequest(Api.RESPONSES, {"instructions": "a", "input": items}).letters == 7
+
+
+@pytest.mark.parametrize("name", ["prompt_cache_key", "session_id"])
+def test_a_session_is_named_in_the_body_but_not_by_any_text(name: str) -> None:
+    for key, session in (("s1", "s1"), ("x" * 257, None), ("a\nb", None), ("", None), (5, None)):
+        assert TextRequest(Api.RESPONSES, {name: key}).session_id == session

@@ -1,0 +1,108 @@
+"""Messages and tools as engines give them to a chat template: vLLM 0.33 (`renderers/chat_utils`) and SGLang 0.5.23
+(`entrypoints/openai/serving_chat.py`)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvatlas.errors import InvalidValue
+from kvatlas_router.tokens.tokenizer import CannotTokenize, Why
+
+MEDIA_MARK = "\ue000media\ue000"
+"""Stands for an image in a rendered text."""
+_BILLING = "x-anthropic-billing-header"
+_TOOL_FIELDS = ("name", "description", "parameters")
+_OPTIONAL_TOOL_FIELDS = ("strict", "defer_loading")
+
+
+def vllm_message(message: Mapping[str, Any], texts: Sequence[str], *, parts: bool) -> dict[str, Any]:
+    """With the fields that vLLM knows: text joined by line ends, behind the images, or (`parts`) a list of them in order."""
+    role = message.get("role")
+    if role == "system":
+        texts = [kept for text in texts if (kept := _without_billing(text)) is not None]
+    if not parts or role == "tool":
+        texts = sorted(texts, key=lambda text: text is not MEDIA_MARK)
+    listed = parts and role != "tool"
+    shown: dict[str, Any] = {"role": role, "content": _parts(texts) if listed else "\n".join(texts)}
+    if role == "assistant":
+        if calls := _calls(message):
+            shown["tool_calls"] = calls
+        if (reasoning := message.get("reasoning")) is not None:
+            shown |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if role == "tool" and "tool_call_id" in message:
+        shown["tool_call_id"] = message["tool_call_id"]
+    if role == "developer":
+        shown["tools"] = message.get("tools")
+    return shown | {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
+
+
+def sglang_message(message: Mapping[str, Any], texts: Sequence[str], *, parts: bool) -> dict[str, Any]:
+    """With all its fields: text joined by spaces, or (`parts`) a list of texts in order."""
+    shown = {name: value for name, value in message.items() if value is not None}
+    is_list = isinstance(message.get("content"), list)
+    shown["content"] = _parts(texts) if parts and is_list else " ".join(texts)
+    if calls := _calls(message):
+        shown["tool_calls"] = calls
+    return shown
+
+
+def vllm_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """With the fields and the order of vLLM's own description. Raises CannotTokenize if the engine's settings decide."""
+    if not (tools := body.get("tools")):
+        return None
+    if body.get("tool_choice") == "none":
+        raise CannotTokenize(Why.UNSUPPORTED, "tool_choice none: the engine's settings say if its tools are rendered")
+    return [_vllm_tool(tool) for tool in tools]
+
+
+def sglang_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """As the client described them: none, or the one that must be called, if `tool_choice` says so."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if not tools or choice == "none":
+        return None
+    if not isinstance(choice, dict):
+        return list(tools)
+    name = _function(choice).get("name")
+    return [tool for tool in tools if _function(tool).get("name") == name] or None
+
+
+def _vllm_tool(tool: Any) -> dict[str, Any]:
+    function = _function(tool)
+    described = {name: function.get(name) for name in _TOOL_FIELDS}
+    optional = {name: function[name] for name in _OPTIONAL_TOOL_FIELDS if function.get(name) is not None}
+    return {"type": "function", "function": described | optional}
+
+
+def _function(tool: Any) -> Mapping[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        raise InvalidValue(f"tool is {tool!r:.80}; expected one with a function")
+    return function
+
+
+def _parts(texts: Sequence[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _without_billing(text: str) -> str | None:
+    """vLLM leaves out a line that differs in each request of Claude Code; None if nothing is left."""
+    if not text.startswith(_BILLING):
+        return text
+    return text.partition("\n")[2] or None
+
+
+def _calls(message: Mapping[str, Any]) -> list[Any]:
+    calls = message.get("tool_calls")
+    return [_call(call) for call in calls] if isinstance(calls, list) else []
+
+
+def _call(call: Any) -> Any:
+    """A tool call whose arguments are an object: templates print them as JSON themselves."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        decoded = json.loads(arguments) if arguments else {}
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"tool call arguments are {arguments!r:.80}; expected JSON") from error
+    return {**call, "function": {**function, "arguments": decoded}}

@@ -1,0 +1,181 @@
+"""Answers of the other APIs, whole or as a stream, in the form of vLLM 0.33 (`/generate`: SGLang 0.5.23)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvatlas_router.tokens import Api
+from kvatlas_simulator.engine.generation_request import GeneratedToken
+from kvatlas_simulator.engine.tokenizer import decode
+from kvatlas_simulator.http.completion_response import (
+    DONE,
+    Answer,
+    ChatResponse,
+    CompletionResponse,
+    server_sent_event,
+)
+
+
+class MessagesResponse(CompletionResponse):
+    """Anthropic's message, with the cached tokens apart from the others."""
+
+    id_prefix = "msg"
+
+    def _whole(self, choices: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+        content = [{"type": "text", "text": decode(answer.token_ids[0])}]
+        return self._message(content, self._usage(answer), "max_tokens")
+
+    def _events(self, token: GeneratedToken, answer: Answer, *, begins: bool, first: bool) -> Iterator[bytes]:
+        if begins:
+            message = self._message([], {**self._usage(answer), "output_tokens": 0}, None)
+            yield _named("message_start", message=message)
+            yield _named("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        yield _named("content_block_delta", index=0, delta={"type": "text_delta", "text": decode([token.token_id])})
+
+    def _end_events(self, answer: Answer) -> Iterator[bytes]:
+        yield _named("content_block_stop", index=0)
+        delta = {"stop_reason": "max_tokens", "stop_sequence": None}
+        yield _named("message_delta", delta=delta, usage=self._usage(answer))
+        yield _named("message_stop")
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any], stop: str | None) -> dict[str, Any]:
+        return {
+            "id": self._completion_id,
+            "type": "message",
+            "role": "assistant",
+            "content": content,
+            "model": self._model,
+            "stop_reason": stop,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def _usage(self, answer: Answer) -> dict[str, Any]:
+        return {
+            "input_tokens": len(self._request.prompt) - answer.cached_tokens,
+            "output_tokens": sum(map(len, answer.token_ids)),
+            "cache_read_input_tokens": answer.cached_tokens,
+        }
+
+
+class ResponsesResponse(CompletionResponse):
+    """OpenAI's response."""
+
+    id_prefix = "resp"
+
+    def _whole(self, choices: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+        return self._response(answer, "completed")
+
+    def _events(self, token: GeneratedToken, answer: Answer, *, begins: bool, first: bool) -> Iterator[bytes]:
+        if begins:
+            yield _named("response.created", response=self._response(None, "in_progress"))
+            yield _named("response.in_progress", response=self._response(None, "in_progress"))
+            yield _named("response.output_item.added", output_index=0, item=self._item("", "in_progress"))
+        where = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        yield _named("response.output_text.delta", **where, delta=decode([token.token_id]), logprobs=[])
+
+    def _end_events(self, answer: Answer) -> Iterator[bytes]:
+        text = decode(answer.token_ids[0])
+        yield _named("response.output_item.done", output_index=0, item=self._item(text, "completed"))
+        yield _named("response.completed", response=self._response(answer, "completed"))
+
+    @property
+    def _item_id(self) -> str:
+        return self._completion_id.replace("resp", "msg", 1)
+
+    def _item(self, text: str, status: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
+        content = [part] if text else []
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _response(self, answer: Answer | None, status: str) -> dict[str, Any]:
+        usage = None
+        if answer is not None:
+            prompt, output = len(self._request.prompt), sum(map(len, answer.token_ids))
+            usage = {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+                "output_tokens": output,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + output,
+            }
+        return {
+            "id": self._completion_id,
+            "object": "response",
+            "created_at": self._created,
+            "model": self._model,
+            "status": status,
+            "output": [] if answer is None else [self._item(decode(answer.token_ids[0]), status)],
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": usage,
+        }
+
+
+class GenerateResponse(CompletionResponse):
+    """SGLang's own: each event has the whole text so far, and what is known of the request."""
+
+    id_prefix = "gen"
+
+    def _whole(self, choices: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+        return self._output(answer, "length")
+
+    def _events(self, token: GeneratedToken, answer: Answer, *, begins: bool, first: bool) -> Iterator[bytes]:
+        yield server_sent_event(self._output(answer, token.finish_reason))
+
+    def _end_events(self, answer: Answer) -> Iterator[bytes]:
+        yield DONE
+
+    def _output(self, answer: Answer, finish: str | None) -> dict[str, Any]:
+        output = answer.token_ids[0]
+        reason = None if finish is None else {"type": finish, "length": len(output)}
+        return {
+            "text": decode(output),
+            "output_ids": list(output),
+            "meta_info": {
+                "id": self._completion_id,
+                "finish_reason": reason,
+                "prompt_tokens": len(self._request.prompt),
+                "completion_tokens": len(output),
+                "cached_tokens": answer.cached_tokens,
+            },
+        }
+
+
+class TokensResponse(CompletionResponse):
+    """vLLM's answer in token ids."""
+
+    id_prefix = "generate-tokens"
+
+    def _whole(self, choices: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+        listed = [
+            {"index": i, "logprobs": None, "finish_reason": "length", "token_ids": list(ids)}
+            for i, ids in enumerate(answer.token_ids)
+        ]
+        return self._output(listed, answer.usage())
+
+    def _events(self, token: GeneratedToken, answer: Answer, *, begins: bool, first: bool) -> Iterator[bytes]:
+        choice = {"index": token.choice, "finish_reason": token.finish_reason, "token_ids": [token.token_id]}
+        yield server_sent_event(self._output([choice], None))
+
+    def _end_events(self, answer: Answer) -> Iterator[bytes]:
+        if self._body.include_usage:
+            yield server_sent_event(self._output([], answer.usage()))
+        yield DONE
+
+    def _output(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        return {"request_id": self._completion_id, "output_mode": "tokens", "choices": choices, "usage": usage}
+
+
+RESPONSES: dict[Api, type[CompletionResponse]] = {
+    Api.COMPLETIONS: CompletionResponse,
+    Api.CHAT: ChatResponse,
+    Api.MESSAGES: MessagesResponse,
+    Api.RESPONSES: ResponsesResponse,
+    Api.GENERATE: GenerateResponse,
+    Api.TOKENS: TokensResponse,
+}
+
+
+def _named(event: str, **fields: Any) -> bytes:
+    return server_sent_event({"type": event, **fields}, event)
