@@ -27,6 +27,7 @@ Decisions that the wire leaves open:
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvatlas.blocks.attention_groups import AttentionKind
@@ -93,12 +94,19 @@ def decode_batch(payload: bytes) -> EngineBatch:
 
 
 def decode_simulated_batch(payload: bytes) -> EngineBatch:
-    """One of the simulated engine. It reports each block that it drops from the CPU tier: a clear is of the device tier alone.
+    """One of the simulated engine. It reports each block that it drops from the CPU tier, so a clear is of the device tier
+    alone; and it never reports what a request finds in its cache.
 
     Raises EngineEventError, as `decode_batch` does."""
     batch = decode_batch(payload)
-    batch.events = [EngineCleared((Tier.HBM,)) if isinstance(one, EngineCleared) else one for one in batch.events]
+    batch.events = [_as_simulated(one) for one in batch.events]
     return batch
+
+
+def _as_simulated(event: EngineEvent) -> EngineEvent:
+    if isinstance(event, EngineCleared):
+        return EngineCleared((Tier.HBM,))
+    return replace(event, maybe_again=False) if isinstance(event, EngineStored) else event
 
 
 def _event(tag: str, fields: wire.Fields) -> EngineEvent:

@@ -385,7 +385,7 @@ async def _worker(
     bus, *more = await _nats_lines(stack, nats, worker_id)
     lines += more
     state_dir = folder / f"{worker_id}-state"
-    sidecar_arguments = ["publish", "--engine", "vllm", "--worker-id", worker_id, "--model-id", MODEL]
+    sidecar_arguments = ["publish", "--engine", "mock", "--worker-id", worker_id, "--model-id", MODEL]
     sidecar_arguments += ["--endpoint", f"tcp://{LOOPBACK}:{events.port}", "--engine-url", urls[worker_id]]
     sidecar_arguments += ["--replay-endpoint", f"tcp://{LOOPBACK}:{replay.port}", "--partitions", str(PARTITIONS)]
     sidecar_arguments += [

@@ -7,6 +7,7 @@ from itertools import count
 import pytest
 
 from kvatlas.blocks.external_chain import hash_text
+from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
@@ -97,7 +98,9 @@ async def test_after_each_batch_the_stores_marks_are_those_of_the_cache(
 ) -> None:
     engine = Engine(MODELS[model], interval, random.Random(f"{model} {interval}"))
     chunk = max((group.tokens for group in engine.cache.groups if group.kind.value.startswith("chunked")), default=0)
-    worker = SocketlessWorker(PublisherSettings(worker_id="w", model_id="hybrid", chunk_size=chunk), index)
+    worker = SocketlessWorker(
+        PublisherSettings(worker_id="w", model_id="hybrid", engine=EngineKind.MOCK, chunk_size=chunk), index
+    )
     await worker.send()
     seen: set[bool] = set()
     hits = 0

@@ -36,7 +36,7 @@ class Writer:
         self._told[name] = set()
         self._cached: list[tuple[list[int], set[Residence]]] = []
         self._made = 0
-        arguments = ["publish", "--engine", "vllm", "--worker-id", name, "--endpoint", engine.endpoint]
+        arguments = ["publish", "--engine", "mock", "--worker-id", name, "--endpoint", engine.endpoint]
         arguments += ["--replay-endpoint", engine.replay_endpoint, "--shared-store", STORE, *_common(fleet)]
         self.sidecar = ChildProcess(f"{name}-sidecar", arguments, "is published", fleet.folder)
 

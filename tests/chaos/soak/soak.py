@@ -67,7 +67,7 @@ async def run_soak(seconds: float, folder: Path, log: Callable[[str], None]) -> 
         engines = await stack.enter_async_context(
             child_process("tests.chaos.soak.ranks", [*map(str, (first_port, RANKS, BLOCKS, STEPS_A_SECOND, LIFE_S))])
         )
-        arguments = ["publish", "--engine", "vllm", "--worker-id", "soak", "--model-id", MODEL, "--dp-size", str(RANKS)]
+        arguments = ["publish", "--engine", "mock", "--worker-id", "soak", "--model-id", MODEL, "--dp-size", str(RANKS)]
         arguments += ["--endpoint", f"tcp://127.0.0.1:{first_port}", "--nats-url", nats.url]
         arguments += [
             "--replay-endpoint",
