@@ -204,6 +204,7 @@ LEDGER = {
         store_told="told_of_store",
         sparse="stored_in_sparse_group",
         parents_found="parent_found",
+        parent_removed="parent_removed",
         zero_parent="parent_named_zero",
     ),
     **_by(

@@ -82,7 +82,8 @@ class OpenEngine:
                 await publisher.close_gently()
 
     def take(self, payload: bytes) -> EngineBatch:
-        """Record one batch. Raises EngineEventError for what is none: it is counted, and kept as a dead letter."""
+        """Record one batch. Raises EngineEventError for what is none: it is counted, and kept as a dead letter. Nothing is
+        dropped for it: a caller that is given the error sends the batch again."""
         try:
             batch = self._batches.take(payload)
         except EngineEventError as error:
@@ -114,6 +115,7 @@ class OpenEngine:
                     why = f"line of more than {MAX_PAYLOAD_BYTES} bytes"
                     self._record_undecodable(why, rest[:READ_BYTES])
                     self._log.report("undecodable", f"skipped line {number + 1}: {why}")
+                    self._record_loss(why)
                 rest, too_long = b"", True
         if not too_long:
             self._take_line(number + 1, rest)
@@ -125,6 +127,7 @@ class OpenEngine:
             self.take(line)
         except EngineEventError as error:
             self._log.report("undecodable", f"skipped line {number}: {error}")
+            self._record_loss(str(error))
 
     # ---------------------------------------------------------------- what may have been missed
 
@@ -134,7 +137,6 @@ class OpenEngine:
         counters.feed_lost += 1
         if not self._dead_letters.keep(why, None, payload):
             counters.dead_letters_dropped += 1
-        self._record_loss(why)
 
     def _record_loss(self, why: str) -> None:
         """Blocks may be gone that are still claimed: see `kvatlas_publishers.feed.undecodable`."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from kvatlas.telemetry.distribution import Distribution
 
 
-@dataclass(slots=True)
+@dataclass
 class TokenCounters:
     """Where requests' token ids came from: plain integers since the router started.
 
@@ -20,8 +20,10 @@ class TokenCounters:
     unsupported: int = 0
     failed: int = 0
     reading_time: Distribution = field(default_factory=Distribution)
-    last_failure: str = ""
-    """Why a request had no token ids the last time that something failed."""
+
+    def __post_init__(self) -> None:
+        self.last_failure = ""
+        """Why a request had no token ids the last time that something failed."""
 
     def findings(self) -> list[str]:
         """Problems that need attention, a line each."""

@@ -56,13 +56,7 @@ class Link:
 
 SETTINGS = "workers.settings"
 LINKS = (
-    Link("port-replay", SETTINGS, "replay socket tcp://127.0.0.1:", "set --endpoint to the event socket"),
-    Link(
-        "port", SETTINGS, "the engine is up, but event socket tcp://127.0.0.1:", "or set --endpoint to its event socket"
-    ),
     Link("port-alone", SETTINGS, "does not answer: nothing is connected there", "if the engine runs"),
-    Link("http-replay", SETTINGS, "what listens there is no event socket", "set --endpoint to the event socket"),
-    Link("http", SETTINGS, "what listens there is no event socket", "set --endpoint to the event socket"),
     Link("http-alone", SETTINGS, "what listens there is no event socket", "set --endpoint to the event socket"),
     Link("topic-replay", SETTINGS, "publishes under topic '', but --topic is 'kv'", "leave --topic out"),
     Link("topic", SETTINGS, "publishes under topic '', but --topic is 'kv'", "leave --topic out"),
@@ -155,11 +149,7 @@ async def fleet() -> AsyncIterator[BrokenFleet]:
             tasks.start_soon(run_sidecar, PublishSettings.load(**given))
 
         at_http = engine.base_url.replace("http:", "tcp:")
-        start("port-replay", endpoint=f"tcp://127.0.0.1:{unused_port()}")
-        start("port", endpoint=f"tcp://127.0.0.1:{unused_port()}", replay_endpoint=None)
         start("port-alone", endpoint=f"tcp://127.0.0.1:{unused_port()}", replay_endpoint=None, engine_url=None)
-        start("http-replay", endpoint=at_http)
-        start("http", endpoint=at_http, replay_endpoint=None)
         start("http-alone", endpoint=at_http, replay_endpoint=None, engine_url=None)
         start("topic-replay", topic="kv")
         start("topic", topic="kv", replay_endpoint=None)

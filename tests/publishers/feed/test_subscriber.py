@@ -166,8 +166,13 @@ async def test_an_engine_that_lists_another_port_after_its_restart_is_followed(
     with engine_http() as http:
 
         def list_sources(engine: FakeEngine) -> None:
-            source = {"data_parallel_rank": 0, "endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint}
-            http.pages |= {"/health": (200, ""), "/kv_event_sources": (200, json.dumps([source]))}
+            source = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": engine.endpoint,
+                "replay_endpoint": engine.replay_endpoint,
+            }
+            http.pages |= {"/health": (200, ""), "/kv_event_sources": (200, json.dumps({"0": source}))}
 
         async with anyio.create_task_group() as tasks:
             async with FakeEngine() as engine:
