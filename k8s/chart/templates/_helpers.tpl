@@ -265,7 +265,7 @@ clusterIP: {{ . }}
 {{- $full := include "kvatlas.fullname" . -}}
 {{- $common := mergeOverwrite (deepCopy .Values.workloads) (omit .Values.gateway "pools") (dict "kind" "epp") -}}
 {{- range .Values.gateway.pools | default (list (dict)) }}
-{{- $suffix := .name | default "" | ternary (printf "-%s" .name) "" -}}
+{{- $suffix := empty .name | ternary "" (printf "-%s" .name) -}}
 {{- $names := dict "pool" (printf "%s%s" $full $suffix) "picker" (printf "%s-epp%s" $full $suffix) -}}
 {{- $one := mergeOverwrite (deepCopy $common) (deepCopy .) $names -}}
 {{- $_ := set $one "engineLabels" (.engineLabels | default $common.engineLabels) }}
