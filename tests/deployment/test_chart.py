@@ -121,7 +121,7 @@ def test_a_release_has_several_pools_each_with_a_picker(tmp_path: Path) -> None:
 EVERYTHING = "gateway.enabled=true,gateway.route=istio,gateway.kubernetesPool=true,monitoring.enabled=true"
 EVERYTHING += ",monitoring.rules.enabled=true,monitoring.dashboards.enabled=true,networkPolicies.enabled=true"
 EVERYTHING += ",autoscaling.enabled=true,priorityClasses.enabled=true,certificates.enabled=true"
-EVERYTHING += ",router.ingress.enabled=true,workloads.serviceAccount.create=true"
+EVERYTHING += ",collector.enabled=true,router.ingress.enabled=true,workloads.serviceAccount.create=true"
 
 
 def test_releases_share_no_name_and_no_pod() -> None:
@@ -262,6 +262,18 @@ def test_what_security_promises_is_switched_on_by_values(tmp_path: Path) -> None
         )
     secrets = {volume["secret"]["secretName"] for volume in router["volumes"] if "secret" in volume}
     assert secrets == {"kvatlas-ca", "kvatlas-router-tls", "clients", "operators", "engines", "web"}
+
+
+def test_a_collector_may_list_pods_and_nothing_else() -> None:
+    found = by_name(rendered("--set", "collector.enabled=true,collector.selector=app in (vllm\\,sglang)"))
+    assert found["Role kvatlas-collector"]["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
+    pod = pod_of(found, "kvatlas-collector")
+    (subject,) = found["RoleBinding kvatlas-collector"]["subjects"]
+    assert pod["serviceAccountName"] == subject["name"] == found["ServiceAccount kvatlas-collector"]["metadata"]["name"]
+    assert pod["automountServiceAccountToken"] is True
+    (container,) = pod["containers"]
+    assert "--selector=app in (vllm,sglang)" in container["args"]
+    assert {"secretRef": {"name": "kvatlas-publisher"}} in container["envFrom"]
 
 
 @pytest.mark.parametrize("by", ["keda", "hpa"])
@@ -410,6 +422,7 @@ MATRIX = [
     "nats.mode=none,valkey.mode=none,secrets.create=false",
     "certificates.enabled=true,tls.nats.clientCertificates=true",
     "workloads.serviceAccount.create=true,router.tls.secret=web",
+    "collector.enabled=true",
 ]
 
 
