@@ -12,7 +12,7 @@ from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import check_worker_id
 from kvatlas.store.access import CLUSTER_SCHEMES, split_urls
-from kvatlas.store.sentinels import SENTINEL_SCHEMES, SentinelUrl
+from kvatlas.store.sentinel_url import SENTINEL_SCHEMES, SentinelUrl
 from kvatlas.validation import Name as Name
 from kvatlas.validation import Text, Url
 

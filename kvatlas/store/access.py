@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from kvatlas.errors import InvalidValue
 from kvatlas.redaction import redact_url
 from kvatlas.runtime.certificate_files import RenewedContext
-from kvatlas.store.sentinels import SENTINEL_SCHEMES, SentinelUrl
+from kvatlas.store.sentinel_url import SENTINEL_SCHEMES, SentinelUrl
 
 CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 CLUSTER_PREFIXES = tuple(f"{scheme}://" for scheme in CLUSTER_SCHEMES)

@@ -33,7 +33,8 @@ from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.access import CLUSTER_SCHEMES, RedisAccess
 from kvatlas.store.read_replicas import ReadReplicas
 from kvatlas.store.redis_connections import RedisConnections
-from kvatlas.store.sentinels import SENTINEL_SCHEMES, SentinelUrl, watched_primary, with_context
+from kvatlas.store.sentinel_url import SENTINEL_SCHEMES, SentinelUrl
+from kvatlas.store.sentinels import watched_primary, with_context
 
 T = TypeVar("T")
 

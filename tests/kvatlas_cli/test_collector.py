@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import anyio
 import nats
 import pytest
+from nats.aio.msg import Msg
 
 from kvatlas.bus.subjects import ALL_ALIVE
 from kvatlas.settings import CollectSettings
@@ -34,7 +35,7 @@ async def collecting(namespace: Namespace, port: int, nats_url: str, folder: Pat
     """Yields the last heartbeat of each worker; one that is removed comes back with the next."""
     heard: dict[str, bytes] = {}
 
-    async def note(message: nats.aio.msg.Msg) -> None:
+    async def note(message: Msg) -> None:
         heard[message.subject.rpartition(".")[2]] = message.data
 
     client = await nats.connect(nats_url)

@@ -10,7 +10,7 @@ from kvatlas.errors import AccessDenied, Unreachable
 from kvatlas.redaction import redact_url
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import connected_store
-from kvatlas.store.sentinels import SentinelUrl
+from kvatlas.store.sentinel_url import SentinelUrl
 from tests.certificates import Authority
 from tests.eventually import until
 from tests.kvatlas.store.sentinel_servers import NAME, SENTINEL_PASSWORD, Files, WatchedPair, watched_pair
