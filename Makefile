@@ -22,7 +22,7 @@ QUICK := $(addprefix tests/,project $(addprefix kvatlas/,blocks bus cost fleet r
 	$(addprefix router_client/,decision learning pricing) $(addprefix router/,outliers tokens) $(addprefix simulator/,cache engine) indexer/repair)
 
 .DEFAULT_GOAL := help
-.PHONY: help lock test quick chaos clusters oracle frontends integrations demo bench bench-longer bench-peer lab lint types image push image-test wheel-test version clean
+.PHONY: help lock test quick chaos clusters oracle frontends integrations demo bench bench-longer bench-peer lab lint types release image push image-test wheel-test version clean
 
 # `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
 REGISTRY ?=
@@ -34,6 +34,8 @@ EXTRAS_kvatlas-sidecar := publisher
 EXTRAS_kvatlas-simulator := simulator
 # simulated engines need nothing that these don't; matplotlib, of the extra simulator, draws pictures alone
 DEMO_EXTRAS := embedded,publisher,indexer,router
+HELM = $(BIN)/python -m tests.deployment.tools helm
+CHART_REGISTRY ?=
 IMAGES := kvatlas kvatlas-sidecar kvatlas-simulator
 
 help: ## show this list
@@ -188,6 +190,28 @@ push: ## the images, to REGISTRY; log in to it first
 	@test -n "$(REGISTRY)" || { echo "make push needs REGISTRY=registry.example.com/team" >&2; exit 1; }
 	@set -e; $(foreach image,$(IMAGES),$(TOOL) push $(PREFIX)$(image):$(VERSION) ; )
 
+# Without docker, podman or buildah the images are left out; with CHART_REGISTRY=oci://... the chart is pushed too.
+release: $(READY) .release/.ready ## wheel, sdist, chart, bill of materials, notes and sums into dist/; images, if a builder answers
+	rm -rf dist build
+	$(BIN)/python -m pip wheel --quiet . --no-deps --no-build-isolation --wheel-dir dist
+	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('dist')" >/dev/null
+	$(HELM) package k8s/chart --destination dist
+	.release/bin/cyclonedx-py requirements locks/$(call dashed,$(EXTRAS_kvatlas)).txt --pyproject pyproject.toml \
+		--output-reproducible --output-file dist/kvatlas-$(VERSION).cdx.json
+	sed -n '/^## \($(VERSION)\|\[$(VERSION)\]\|Unreleased\)/,/^## /{/^## /!p}' CHANGELOG.md > dist/notes.md
+	@test -s dist/notes.md || { echo "CHANGELOG.md says nothing of $(VERSION)" >&2; exit 1; }
+	git rev-parse HEAD > dist/revision
+	cd dist && sha256sum * > SHA256SUMS
+	@test -z "$(TOOL)" || $(MAKE) --no-print-directory image
+	@test -n "$(TOOL)" || echo "no docker, podman or buildah that answers: images left out"
+	@test -z "$(CHART_REGISTRY)" || $(HELM) push dist/kvatlas-$(VERSION).tgz $(CHART_REGISTRY)
+
+.release/.ready: locks/tools.txt
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $<
+	@touch $@
+
 image-test: $(READY) ## build the images and run every command in them as in a pod; needs root, buildah, runc, debootstrap
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/deployment/image_checks.py
 
@@ -198,5 +222,5 @@ version:
 	@echo $(VERSION)
 
 clean: ## remove the environment and every cache
-	rm -rf .venv .lock .oracle .frontends .bench-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .lock .release .oracle .frontends .bench-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,10 @@ _WHOLE = re.compile(
     r"[a-z][a-z0-9+]*://(?:[^\s/@:]*(?::[^\s/@:]*)?@)?(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?/?"
 )
 _SCHEME = re.compile(r"[a-z][a-z0-9+]*://", re.IGNORECASE)
+_SENTINELS = re.compile(
+    r"(rediss?\+sentinel://)(?:([A-Za-z0-9_.-]{0,64}):[^\s/@?]*@)?"
+    rf"({_HOST}(?::[0-9]{{1,5}})?(?:,{_HOST}(?::[0-9]{{1,5}})?)*/[A-Za-z0-9_.-]{{1,64}}(?:/[0-9]{{0,3}})?)(\?.*)?"
+)
 _USER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -20,6 +24,9 @@ def redact_url(url: str) -> str:
     Passwords, tokens (a user without a password is one to NATS), query strings and whatever has not the form of a URL
     become ***, so mistyped URLs may be shown too.
     """
+    if found := _SENTINELS.fullmatch(url):
+        scheme, user, place, query = found.groups()
+        return f"{scheme}{'' if user is None else f'{user}:***@'}{place}{'?***' if query else ''}"
     several = [one.strip() for one in url.split(",")]
     # a comma may also be a password's: then the parts are no URLs, or some have a login and some have not
     if len({"@" in one for one in several}) == 1 and all(_WHOLE.fullmatch(one) for one in several):

@@ -15,6 +15,7 @@ COMMANDS = {
     "calibrate": "kvatlas_cli.commands.lab.calibrate:calibrate_rates",
     "indexer": "kvatlas_cli.commands.indexer:indexer",
     "publish": "kvatlas_cli.commands.publish:publish",
+    "collect": "kvatlas_cli.commands.collect:collect",
     "router": "kvatlas_cli.commands.router:router",
     "epp": "kvatlas_cli.commands.epp:epp",
     "simulate-engine": "kvatlas_cli.commands.simulate_engine:simulate_engine",
@@ -40,6 +41,7 @@ SUMMARIES = {
     "indexer": "Apply what publishers send to the index. Any number of replicas share the partitions.",
     "publish": "Follow one engine's KV events and publish what it holds to the index. "
     "SIGUSR1: routers send its workers nothing new.",
+    "collect": "Publish for every engine of a Kubernetes namespace that has a label, without a change of its pod.",
     "router": "Serve the OpenAI API and send each request to the engine on which it costs least.",
     "epp": "Choose the engine for each request of a gateway: an endpoint picker over Envoy's external processing.",
     "simulate-engine": "Run a simulated engine: a real paged KV cache behind vLLM's HTTP and event sockets, without a model.",

@@ -40,6 +40,7 @@ _EXTRA_OF_MODULE = {
 EXTRA_OF_COMMAND = {
     "indexer": "indexer",
     "publish": "publisher",
+    "collect": "publisher",
     "router": "router",
     "epp": "gateway",
     "simulate-engine": "simulator",

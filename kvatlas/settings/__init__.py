@@ -4,7 +4,7 @@
 
     process.py      what every process takes; flags and variables to settings; a mistake as one line (`SettingsError`)
     field_types.py  types of fields: URLs, ports, names, lists
-    commands.py     up, doctor, top, and questions about one block or prompt
+    commands.py     up, collect, doctor, top, and questions about one block or prompt
     engine.py       API keys of engines, and the authorities of their certificates
     http.py         limits, certificate and tokens of an HTTP server
     indexer.py, publisher.py, proxy.py, gateway.py
@@ -14,6 +14,7 @@ The command line makes its flags from these classes (`kvatlas_cli.flags`), so th
 
 from kvatlas.settings.commands import (
     BlockSettings,
+    CollectSettings,
     DoctorSettings,
     LayoutSettings,
     PromptSettings,
@@ -56,6 +57,7 @@ __all__ = [
     "ENV_PREFIX",
     "OWN",
     "BlockSettings",
+    "CollectSettings",
     "CommaList",
     "DoctorSettings",
     "GatewaySettings",

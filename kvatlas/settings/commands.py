@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator
@@ -11,11 +11,14 @@ from kvatlas.errors import SettingsError
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope, check_chain
 from kvatlas.redaction import redact_url
 from kvatlas.settings.engine import EngineAccessSettings
-from kvatlas.settings.field_types import CommaList, Name, NatsUrl, Port, RedisUrl
+from kvatlas.settings.field_types import CommaList, Name, NatsUrl, PartitionCount, Port, RedisUrl
 from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import (
     DEFAULT_NATS_URL,
     DEFAULT_REDIS_URL,
+    OWN,
+    HelpGroups,
+    NatsSettings,
     ProcessSettings,
     ServerSettings,
     Settings,
@@ -71,6 +74,22 @@ class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
             return given
         default = urlsplit(DEFAULT_NATS_URL if kind == "nats" else DEFAULT_REDIS_URL).port
         return (default or 0) if self.router else 0
+
+
+class CollectSettings(EngineAccessSettings, NatsSettings):
+    """A publisher for each engine's pod, outside the pods."""
+
+    help_groups: ClassVar[HelpGroups] = {OWN: "selector engine_port state_dir partitions"}
+
+    selector: str = Field(
+        description="Labels of the engines' pods in this pod's namespace, as kubectl's --selector takes them.",
+        min_length=1,
+    )
+    engine_port: Annotated[Port, Field(ge=1)] = Field(default=8000, description="HTTP port of each engine.")
+    state_dir: Path | None = Field(
+        default=None, description="Folder for what the engines hold; default: a temporary one."
+    )
+    partitions: PartitionCount = Field(default=64, description="Partitions of the event stream, as for the indexers.")
 
 
 class RecordSettings(ProcessSettings):

@@ -12,11 +12,12 @@ from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import check_worker_id
 from kvatlas.store.access import CLUSTER_SCHEMES, split_urls
+from kvatlas.store.sentinel_url import SENTINEL_SCHEMES, SentinelUrl
 from kvatlas.validation import Name as Name
 from kvatlas.validation import Text, Url
 
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
-REDIS_SCHEMES = ("redis", "rediss", "unix", *CLUSTER_SCHEMES)
+REDIS_SCHEMES = ("redis", "rediss", "unix", *CLUSTER_SCHEMES, *SENTINEL_SCHEMES)
 ZMQ_SCHEMES = ("tcp", "ipc", "inproc")
 HTTP_SCHEMES = ("http", "https")
 MAX_PARTITIONS = 4_096
@@ -75,6 +76,9 @@ _check_redis_url = _url_check(*REDIS_SCHEMES)
 
 def _check_redis_urls(value: str) -> str:
     """Redis' own client takes database 0 for a path that is not a number."""
+    if value.partition("://")[0] in SENTINEL_SCHEMES:
+        SentinelUrl.parse(value)
+        return value
     for one in split_urls(value):
         parts = urlsplit(_check_redis_url(one))
         if parts.scheme != "unix" and not re.fullmatch(r"/?[0-9]{0,9}", parts.path):

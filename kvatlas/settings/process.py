@@ -171,7 +171,7 @@ class Settings(ServerSettings):
     nats_url: NatsUrl = nats_url_field()
     redis_url: RedisUrl = Field(
         default=DEFAULT_REDIS_URL,
-        description="Redis or Valkey: redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://.",
+        description="Redis or Valkey: redis://, unix://, redis+cluster:// or redis+sentinel://; with TLS rediss...",
     )
 
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from kvatlas.errors import InvalidValue
 from kvatlas.redaction import redact_url
 from kvatlas.runtime.certificate_files import RenewedContext
+from kvatlas.store.sentinel_url import SENTINEL_SCHEMES, SentinelUrl
 
 CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 CLUSTER_PREFIXES = tuple(f"{scheme}://" for scheme in CLUSTER_SCHEMES)
@@ -16,10 +17,10 @@ CLUSTER_PREFIXES = tuple(f"{scheme}://" for scheme in CLUSTER_SCHEMES)
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """`url`: with user and password, if the store asks for them; of a cluster, any servers of it, separated by commas.
-    `ca_file` is trusted instead of the system's authorities; `cert_file` and `key_file` are this client's, for a store that
-    asks for certificates. They need `rediss://` or `rediss+cluster://`. `read_replicas`: overlaps are
-    read from a cluster's replicas, a few seconds old at most."""
+    """`url`: with user and password, if the store asks for them; of a cluster, any servers of it, separated by commas; with
+    Sentinel as `SentinelUrl` describes it. `ca_file` is trusted instead of the system's authorities; `cert_file` and
+    `key_file` are this client's, for a store that asks for certificates. They need a scheme that begins with `rediss`.
+    `read_replicas`: overlaps are read from a cluster's replicas, a few seconds old at most."""
 
     url: str
     ca_file: Path | None = None
@@ -43,6 +44,10 @@ class RedisAccess:
         parts = urlsplit(self.url)
         if parts.scheme == "unix":
             return {"server.address": parts.path}
+        if parts.scheme in SENTINEL_SCHEMES:
+            sentinels = SentinelUrl.parse(self.url)
+            host, number = sentinels.sentinels[0]
+            return {"server.address": host, "server.port": number, "db.namespace": str(sentinels.database)}
         try:
             port = parts.port
         except ValueError:  # connecting says so

@@ -33,6 +33,8 @@ from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.access import CLUSTER_SCHEMES, RedisAccess
 from kvatlas.store.read_replicas import ReadReplicas
 from kvatlas.store.redis_connections import RedisConnections
+from kvatlas.store.sentinel_url import SENTINEL_SCHEMES, SentinelUrl
+from kvatlas.store.sentinels import watched_primary, with_context
 
 T = TypeVar("T")
 
@@ -213,9 +215,9 @@ async def open_store(
 ) -> Store:
     """A store that has answered once; `access` may be the URL alone.
 
-    URLs: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` and `rediss+cluster://` (any nodes of a cluster,
-    separated by commas). With
-    `wait` an unreachable server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises
+    URLs: `redis://`, `rediss://`, `unix://`, `redis+cluster://` and `rediss+cluster://` (any nodes of a cluster,
+    separated by commas), `redis+sentinel://` and `rediss+sentinel://` (as `SentinelUrl` describes). With `wait` an
+    unreachable server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises
     Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials, or a file of certificates
     that can't be used; InvalidValue for any other URL.
     """
@@ -299,6 +301,15 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
                 for node in cluster.nodes_manager.startup_nodes.values():
                     node.connection_class = connections
             return cluster
+        if scheme in SENTINEL_SCHEMES:
+            return watched_primary(
+                SentinelUrl.parse(access.url),
+                access.tls_context(),
+                options,
+                socket_timeout=CALL_TIMEOUT_S,
+                socket_connect_timeout=2,
+                retry=_ONCE,
+            )
         if scheme in ("redis", "rediss", "unix"):
             client = redis.Redis.from_url(
                 access.url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2, retry=_ONCE, **options
@@ -312,22 +323,15 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
         raise InvalidValue(f"{access.name}: the URL is malformed") from error
     except OSError as error:
         raise AccessDenied(f"{access.name}: {error.filename or 'certificate'}: {error.strerror}") from error
-    raise InvalidValue(f"{access.name}; expected redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://")
+    raise InvalidValue(
+        f"{access.name}; expected redis://, rediss://, unix://, redis+cluster:// or redis+sentinel:// (with TLS rediss+...)"
+    )
 
 
 def _tls_connections(access: RedisAccess) -> type[SSLConnection] | None:
-    """Connections whose certificates are read again when they are renewed: redis-py keeps what it read first. None if the
-    settings name none."""
+    """None if the settings name no certificates."""
     context = access.tls_context()
-    if context is None:
-        return None
-
-    class RenewedConnection(SSLConnection):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.ssl_context.context = context
-
-    return RenewedConnection
+    return None if context is None else with_context(SSLConnection, context)
 
 
 def _cluster_node(url: str) -> ClusterNode:

@@ -1,6 +1,7 @@
 """A folder of secrets that only its owner reads: one file a user. What is there is kept when another user is added."""
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from secrets import token_hex
@@ -9,6 +10,8 @@ from urllib.parse import quote, unquote, urlsplit
 from kvatlas.errors import InvalidValue
 
 PASSWORD_BYTES = 24
+_NEXT_URL = re.compile(r",(?=\s*[a-z+]+://)")
+"""Sentinels are hosts of one URL, with commas between them."""
 
 
 class SecretFolder:
@@ -55,13 +58,13 @@ class SecretFolder:
 def login_url(server_url: str, user: str, password: str) -> str:
     """The URL (or several, separated by commas) with this user."""
     login = f"{quote(user, safe='')}:{quote(password, safe='')}@"
-    urls = [urlsplit(one.strip()) for one in server_url.split(",")]
+    urls = [urlsplit(one.strip()) for one in _NEXT_URL.split(server_url)]
     return ",".join(one._replace(netloc=login + one.netloc.rpartition("@")[2]).geturl() for one in urls)
 
 
 def _password_of(url: str, user: str) -> str | None:
     try:
-        parts = urlsplit(url.partition(",")[0])
+        parts = urlsplit(_NEXT_URL.split(url)[0])
         same = unquote(parts.username or "") == user
     except ValueError:
         return None

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Set
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import anyio
 import typer
 from anyio.abc import TaskStatus
 
-from kvatlas.engine_access import NO_KEY, EngineAccess
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind
 from kvatlas.fleet_store.fleet_store import FleetStore
@@ -33,6 +32,7 @@ from kvatlas.settings import (
 )
 from kvatlas.store.connection import connected_store
 from kvatlas_cli.commands.router import print_router_ready
+from kvatlas_cli.discovered_sidecars import discover_sidecars
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import print_json_line, print_notice
 from kvatlas_cli.runner import run_service
@@ -244,53 +244,6 @@ async def _start(stack: AsyncExitStack, kind: str, server: AbstractAsyncContextM
         raise SettingsError(
             f"{error}; --{kind}-port names another port, --{kind}-url joins a running server"
         ) from error
-
-
-async def discover_sidecars(
-    flags: dict[str, str], servers: dict[str, object], state_dir: Path, access: EngineAccess = NO_KEY
-) -> list[PublishSettings]:
-    """Settings of a publisher for each rank of an engine, from the flags, else discovered. Raises Unreachable.
-
-    The block size is learned from events: those of an engine with context parallelism, or with several kinds of attention, have
-    other blocks than the engine's flag says.
-    """
-    from kvatlas_publishers.engines.discovery import discover, shift_port
-
-    folder = state_dir / "publishers" / flags["worker_id"]
-    folder.mkdir(parents=True, exist_ok=True)
-    shared: dict[str, Any] = {**servers, "engine": EngineKind.VLLM, **flags, "state_dir": folder}
-    if "endpoint" in flags and "model_id" in flags:
-        return [PublishSettings.load(**shared)]
-    kind = EngineKind(flags["engine"]) if flags.get("engine") in set(EngineKind) else None
-    offer = await discover(
-        flags["engine_url"],
-        model_id=flags.get("model_id"),
-        kind=kind,
-        events="endpoint" not in flags,
-        access=access,
-        worker_id=flags["worker_id"],
-    )
-    for note in offer.notes:
-        print_notice(f"worker {flags['worker_id']}: {note}")
-    shared |= {"engine": offer.kind, "model_id": offer.model_id, "role": offer.role, "eagle": offer.eagle}
-    shared |= {"bootstrap_port": offer.bootstrap_port, **flags}
-    if "endpoint" in flags or offer.kind is EngineKind.TENSORRT_LLM:
-        return [PublishSettings.load(**shared)]
-    if not offer.sources:
-        shared = {"block_size": offer.block_size, **shared, "events": False}
-        return [PublishSettings.load(**shared, dp_rank=rank) for rank in offer.ranks]
-    found: list[PublishSettings] = []
-    for source in offer.sources:
-        back = -(source.rank or 0)  # settings have the ports of the first rank
-        replay = source.replay_endpoint
-        own = {
-            "endpoint": shift_port(source.endpoint, back),
-            "replay_endpoint": shift_port(replay, back) if replay else None,
-            "topic": source.topic,
-            "dp_rank": source.rank,
-        }
-        found.append(PublishSettings.load(**{**shared, **own, **flags}))
-    return found
 
 
 def _print_addresses(

@@ -21,7 +21,7 @@ EVERY_S = 5.0
 CALL_S = 5.0
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-_FLAGS = "--kubernetes-pool and --extension-objects"
+_NEEDS = "reading from Kubernetes needs a pod's service account"
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -38,9 +38,7 @@ class KubernetesApi:
         try:
             self._namespace = (folder / "namespace").read_text().strip()
         except OSError as error:
-            raise SettingsError(
-                f"{_FLAGS} need a pod's service account; {folder / 'namespace'}: {error.strerror}"
-            ) from error
+            raise SettingsError(f"{_NEEDS}; {folder / 'namespace'}: {error.strerror}") from error
 
     async def get_object(self, version: str, plural: str, name: str) -> Any:
         """`version`: group/version, or the version alone of the core group. Raises KvatlasError."""
@@ -72,11 +70,11 @@ async def open_kubernetes_api(folder: Path = SERVICE_ACCOUNT) -> AsyncIterator[K
     """As a pod reaches it. Raises SettingsError outside a pod."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
-        raise SettingsError(f"{_FLAGS} need a pod: KUBERNETES_SERVICE_HOST is not set")
+        raise SettingsError(f"{_NEEDS}; KUBERNETES_SERVICE_HOST is not set")
     try:
         trusted = ssl.create_default_context(cafile=str(folder / "ca.crt"))
     except OSError as error:
-        raise SettingsError(f"{_FLAGS}: {folder / 'ca.crt'} can't be read: {error.strerror}") from error
+        raise SettingsError(f"{_NEEDS}; {folder / 'ca.crt'} can't be read: {error.strerror}") from error
     url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
     async with httpx.AsyncClient(base_url=url, verify=trusted, timeout=CALL_S, trust_env=False) as client:
         yield KubernetesApi(client, folder)

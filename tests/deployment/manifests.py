@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from tests.deployment.production_servers import secrets
+from tests.deployment.secrets import secrets
 from tests.deployment.tools import ROOT, kustomized
 
-OVERLAYS = [ROOT / "k8s" / name for name in ("base", "development", "production")]
+OVERLAYS = [ROOT / "k8s" / name for name in ("base", "development")]
 ENGINES = sorted(
     path.parent for path in (ROOT / "k8s/engines").rglob("kustomization.yaml") if path.parent.name != "sidecar"
 )

@@ -25,8 +25,8 @@ from tests.deployment.manifests import (
     pods,
     secrets_and_maps,
 )
-from tests.deployment.production_servers import secrets
-from tests.deployment.test_chart import PRODUCTION, rendered
+from tests.deployment.secrets import secrets
+from tests.deployment.test_chart import EVERYTHING, PRODUCTION, SIZES, matrix, production, rendered
 from tests.deployment.tools import ROOT, kustomized
 
 CUSTOM: dict[str, type[BaseModel]] = {
@@ -37,6 +37,7 @@ CUSTOM: dict[str, type[BaseModel]] = {
     "InferencePool": gateway_resources.InferencePool,
     "Issuer": cert_manager.Issuer,
     "PodMonitor": prometheus_operator.PodMonitor,
+    "PrometheusRule": prometheus_operator.PrometheusRule,
     "ScaledObject": keda.ScaledObject,
     "ServiceMonitor": prometheus_operator.ServiceMonitor,
 }
@@ -48,7 +49,14 @@ GATEWAY = [
 ]
 API_READERS = {ROOT / "k8s/gateway" / name for name in ("extension-objects", "kubernetes-pool")}
 """Examples whose picker reads the Kubernetes API."""
-FLEETS = [ROOT / "k8s/development", ROOT / "k8s/production"]
+FLEETS = [ROOT / "k8s/development"]
+CHARTS: dict[str, list[str]] = {
+    "default": [],
+    "gateway": GATEWAY,
+    "everything": ["--set", EVERYTHING],
+    **{f"{size} engines": production(size) for size in SIZES},
+}
+"""Values, by what they are."""
 
 
 def validate(document: Object) -> None:
@@ -81,14 +89,16 @@ def test_what_kustomize_renders_is_valid(folder: Path) -> None:
         validate(document)
 
 
-@pytest.mark.parametrize("flags", [[], PRODUCTION, GATEWAY])
-def test_what_helm_renders_is_valid(flags: list[str]) -> None:
-    for document in rendered(*flags):
+@pytest.mark.parametrize("flags", [*CHARTS.values(), *matrix()], ids=str)
+def test_what_helm_renders_is_valid_and_fits_together(flags: list[str]) -> None:
+    found = rendered(*flags)
+    for document in found:
         validate(document)
+    selectors_take_something(found)
 
 
 def test_a_field_that_a_custom_resource_does_not_have_is_found() -> None:
-    (monitor,) = [one for one in kustomized(ROOT / "k8s/production") if one["kind"] == "PodMonitor"]
+    (monitor,) = [one for one in rendered(*PRODUCTION) if one["kind"] == "PodMonitor"]
     wrong = yaml.safe_load(yaml.safe_dump(dict(monitor)).replace("interval:", "intervall:"))
     with pytest.raises(AssertionError, match="does not have"):
         validate(wrong)
@@ -102,7 +112,7 @@ def test_every_file_is_part_of_something() -> None:
         files += [file for made in read.get("configMapGenerator", ()) for file in made["files"]]
         named |= {(path.parent / file).resolve() for file in files} | {path}
     kept = {path for path in (ROOT / "k8s").rglob("*") if path.suffix in (".yaml", ".conf", ".py")}
-    charts = {path for path in kept if path.is_relative_to(ROOT / "k8s/chart") and "files" not in path.parts}
+    charts = {path for path in kept if path.is_relative_to(ROOT / "k8s/chart") or path.parent == ROOT / "k8s/servers"}
     others = {ROOT / "k8s/dashboards", ROOT / "k8s/alerts"}
     assert {path for path in kept - charts - named if path.parent not in others} == set()
 
@@ -149,7 +159,10 @@ def test_containers_run_without_privileges_and_within_limits(folder: Path) -> No
 
 @pytest.mark.parametrize("folder", FLEETS, ids=name_of)
 def test_every_selector_takes_something(folder: Path) -> None:
-    found = kustomized(folder)
+    selectors_take_something(kustomized(folder))
+
+
+def selectors_take_something(found: Sequence[Object]) -> None:
     labels = template_labels(found)
     for one, pod in pods(found):
         own = one["spec"]["template"]["metadata"]["labels"]
@@ -165,17 +178,17 @@ def test_every_selector_takes_something(folder: Path) -> None:
                 assert sum(selected(spec["selector"], own) for own in labels) == 1, label_of(one)
             case "NetworkPolicy":
                 assert any(selected(spec["podSelector"], own) for own in labels), label_of(one)
-            case "ScaledObject":
+            case "ScaledObject" | "HorizontalPodAutoscaler":
                 names = {label_of(other) for other in found}
                 assert f"Deployment {spec['scaleTargetRef']['name']}" in names
 
 
-@pytest.mark.parametrize("folder", FLEETS, ids=name_of)
-def test_what_a_pod_names_exists(folder: Path) -> None:
-    found = kustomized(folder)
-    there = {one["metadata"]["name"] for one in secrets_and_maps(found)}
-    if folder.name == "production":
-        there |= set(secrets()) | {one["spec"]["secretName"] for one in found if one["kind"] == "Certificate"}
+@pytest.mark.parametrize(
+    "found", [kustomized(ROOT / "k8s/development"), rendered(*PRODUCTION)], ids=["development", "production"]
+)
+def test_what_a_pod_names_exists(found: Sequence[Object]) -> None:
+    there = {one["metadata"]["name"] for one in secrets_and_maps(found)} | set(secrets())
+    there |= {one["spec"]["secretName"] for one in found if one["kind"] == "Certificate"}
     classes = {one["metadata"]["name"] for one in found if one["kind"] == "PriorityClass"}
     for one, pod in pods(found):
         assert pod.get("priorityClassName") in {None, *classes}
@@ -198,48 +211,32 @@ def test_what_a_pod_names_exists(folder: Path) -> None:
                     assert secret["key"] in secrets()[secret["name"]]
 
 
-def test_every_service_of_the_production_overlay_outlives_a_drained_node() -> None:
-    found = kustomized(ROOT / "k8s/production")
+@pytest.mark.parametrize("size", SIZES)
+def test_every_service_in_production_outlives_a_drained_node(size: str) -> None:
+    found = rendered(*production(size))
     budgets = [one for one in found if one["kind"] == "PodDisruptionBudget"]
     for one, _ in pods(found):
-        if one["metadata"]["name"] == "kvatlas-valkey-keeper":
-            continue  # the cluster does without it while it moves
-        (budget,) = [
-            other
-            for other in budgets
-            if selected(other["spec"]["selector"], one["spec"]["template"]["metadata"]["labels"])
-        ]
+        own = one["spec"]["template"]["metadata"]["labels"]
+        (budget,) = [other for other in budgets if selected(other["spec"]["selector"], own)]
         assert budget["spec"]["maxUnavailable"] == 1
         scaled = [other for other in found if label_of(other) == f"ScaledObject {one['metadata']['name']}"]
         replicas = scaled[0]["spec"]["minReplicaCount"] if scaled else one["spec"]["replicas"]
         assert replicas >= 2
 
 
-def test_every_port_that_a_peer_needs_is_open_to_it_and_no_other() -> None:
-    found = kustomized(ROOT / "k8s/production")
+def test_a_policy_opens_only_ports_that_are_listened_on() -> None:
+    found = rendered("--set", EVERYTHING)
     policies = {one["metadata"]["name"]: one["spec"] for one in found if one["kind"] == "NetworkPolicy"}
     for one, pod in pods(found):
+        if one["metadata"]["name"] in ("kvatlas-engine", "kvatlas-collector"):
+            continue  # engines are somebody else's; a collector is only scraped
         own = one["spec"]["template"]["metadata"]["labels"]
         (policy,) = [spec for spec in policies.values() if selected(spec["podSelector"], own)]
         listened = {port["containerPort"] for container in containers(pod) for port in container.get("ports", ())}
-        opened = {port["port"] for rule in policy.get("ingress", ()) for port in rule["ports"]}
-        assert opened <= listened, label_of(one)
-    clients = {"kvatlas-nats": 4222, "kvatlas-valkey": 6379}
-    for server, port in clients.items():
-        peers = [
-            peer for rule in policies[server]["ingress"] if {"port": port} in rule["ports"] for peer in rule["from"]
-        ]
-        labels = template_labels(found)
-        users = {
-            own["app.kubernetes.io/name"] for own in labels for peer in peers if selected(peer["podSelector"], own)
-        }
-        assert "kvatlas-indexer" in users and ("kvatlas-router" in users) == (server == "kvatlas-valkey")
+        assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} <= listened, label_of(one)
     engine = template_labels(kustomized(ROOT / "k8s/engines/vllm"))[0]
-    assert any(
-        selected(peer["podSelector"], engine) and peer["namespaceSelector"] == {}
-        for peer in policies["kvatlas-nats"]["ingress"][0]["from"]
-        if "namespaceSelector" in peer
-    )
+    peers = policies["kvatlas-nats"]["ingress"][0]["from"]
+    assert any(selected(peer["podSelector"], engine) and peer.get("namespaceSelector") == {} for peer in peers)
 
 
 def test_the_store_keeps_what_it_is_given() -> None:
@@ -250,7 +247,7 @@ def test_the_store_keeps_what_it_is_given() -> None:
     directives = dict(zip(words[1::2], words[2::2], strict=True))
     assert directives["--maxmemory-policy"] == "noeviction"
     assert directives["--hash-max-listpack-entries"] == "128"
-    lines = (ROOT / "k8s/chart/files/valkey.conf").read_text().splitlines()
+    lines = yaml.safe_load((ROOT / "k8s/servers/values.yaml").read_text())["valkey"]["valkeyConfig"].splitlines()
     assert {"maxmemory-policy noeviction", "hash-max-listpack-entries 128"} <= set(lines)
 
 

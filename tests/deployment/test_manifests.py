@@ -36,7 +36,7 @@ from tests.deployment.manifests import (
     name_of,
     pods,
 )
-from tests.deployment.production_servers import FILES
+from tests.deployment.test_chart import PRODUCTION, rendered
 from tests.deployment.test_kubernetes import FLEETS, selected
 from tests.deployment.tools import ROOT, kustomized
 from tests.eventually import until_sync
@@ -203,27 +203,6 @@ def test_server_addresses_are_those_of_the_services(folder: Path) -> None:
         assert url.port in services[url.hostname or ""]
 
 
-def test_configuration_files_name_the_pods_that_there_are() -> None:
-    found = {label_of(one): one for one in kustomized(ROOT / "k8s/production")}
-    nats, valkey = found["StatefulSet kvatlas-nats"], found["StatefulSet kvatlas-valkey"]
-    routes = set(re.findall(r"@(kvatlas-nats-\d)\.kvatlas-nats:6222", (FILES / "nats.conf").read_text()))
-    assert routes == {f"kvatlas-nats-{index}" for index in range(nats["spec"]["replicas"])}
-    keeper = found["Deployment kvatlas-valkey-keeper"]["spec"]["template"]["spec"]["containers"][0]
-    assert keeper["args"][1:] == [
-        f"kvatlas-valkey-{index}.kvatlas-valkey.$(POD_NAMESPACE).svc:6379"
-        for index in range(valkey["spec"]["replicas"])
-    ]
-    script = keeper["command"][1].rpartition("/")[2]
-    text = (FILES / script).read_text()
-    assert '"--primaries"' in text and "VALKEY_CREDENTIALS" in text
-    (certificate,) = [one for name, one in found.items() if name == "Certificate kvatlas-valkey"]
-    assert "*.kvatlas-valkey.kvatlas.svc" in certificate["spec"]["dnsNames"]
-    announced = valkey["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert "$(POD_NAME).kvatlas-valkey.$(POD_NAMESPACE).svc" in announced
-    nats_names = next(one for name, one in found.items() if name == "Certificate kvatlas-nats")["spec"]["dnsNames"]
-    assert {"kvatlas-nats", "*.kvatlas-nats"} <= set(nats_names)
-
-
 @pytest.fixture(scope="module")
 def metrics() -> Iterator[str]:
     """The pages to scrape of an indexer and a router, started with the ConfigMap's variables."""
@@ -263,7 +242,7 @@ def test_metrics_that_scale_the_fleet_are_told(metrics: str) -> None:
     told = set(re.findall(r"^# TYPE (\w+) ", metrics, re.MULTILINE))
     queries = [
         trigger["metadata"]["query"]
-        for one in kustomized(ROOT / "k8s/production")
+        for one in rendered(*PRODUCTION)
         if one["kind"] == "ScaledObject"
         for trigger in one["spec"]["triggers"]
         if trigger["type"] == "prometheus"
@@ -274,7 +253,7 @@ def test_metrics_that_scale_the_fleet_are_told(metrics: str) -> None:
 
 
 def test_what_is_scraped_is_served() -> None:
-    found = kustomized(ROOT / "k8s/production")
+    found = rendered(*PRODUCTION)
     services = [one for one in found if one["kind"] == "Service"]
     (monitor,) = [one["spec"] for one in found if one["kind"] == "ServiceMonitor"]
     taken = [one for one in services if selected(monitor["selector"], one["metadata"]["labels"])]

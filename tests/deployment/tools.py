@@ -68,3 +68,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 def kustomized(folder: Path) -> tuple[dict[str, Any], ...]:
     """What `kubectl apply --kustomize` would send."""
     return tuple(objects(run("kubectl", "kustomize", str(folder))))
+
+
+if __name__ == "__main__":  # `python -m tests.deployment.tools helm package ...`
+    print(run(sys.argv[1], *sys.argv[2:]), end="")

@@ -23,8 +23,8 @@ SERVERS = 3
 
 @asynccontextmanager
 async def nats_cluster(folder: Path) -> AsyncIterator[list[EmbeddedServer]]:
-    """Connected servers with a leader for their streams. They don't tell clients of each other: clients are told all
-    addresses, as in `k8s/chart/files/nats.conf`."""
+    """Connected servers with a leader for their streams. They don't tell clients of each other: clients know all
+    addresses, as with the official chart (`noAdvertise`)."""
     ports = [free_port() for _ in range(SERVERS)]
     routes = [f"nats://{LOOPBACK}:{port}" for port in ports]
     async with AsyncExitStack() as stack:

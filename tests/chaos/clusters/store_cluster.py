@@ -21,7 +21,7 @@ from tests.eventually import until
 
 PRIMARIES = 3
 SETTINGS = {"cluster-require-full-coverage": "no", "repl-diskless-sync-delay": "0", **SLOW_LOG}
-"""A shard without a primary does not stop the others, as in `k8s/chart/files/valkey.conf`."""
+"""A shard without a primary does not stop the others."""
 KEYS_AT_ONCE = 2
 MIGRATE_MS = 5_000
 BUS_OFFSET = 10_000

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas.settings import UpSettings
-from kvatlas_cli.commands.up import discover_sidecars
+from kvatlas_cli.discovered_sidecars import discover_sidecars
 from tests.publishers.engines.engine_http import engine_http
 from tests.simulator.running_engine import running_engine
 
