@@ -101,16 +101,17 @@ class Catalogue:
         return self._unfit[key]
 
     async def engines_of(self, request: TextRequest) -> Sequence[str]:
-        """Base URLs of the engines that serve a request's model now."""
+        """Base URLs of the engines that serve a request's model now, and may see its tenant's prompts."""
         served = await self._find(request.model)
         if served is None:
             return ()
         unfit = await self.unfit_for(request.model)
+        tenant_id = request.tenant_id or self._tenant_id
         records = (await self._read_records()).items()
         urls = {
             r.endpoint.url
             for id, r in records
-            if r.routable and r.endpoint.model_id == served.model_id and id not in unfit
+            if r.routable and r.endpoint.model_id == served.model_id and id not in unfit and r.may_see(tenant_id)
         }
         return sorted(urls - {""})
 

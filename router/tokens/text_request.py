@@ -26,10 +26,12 @@ class Api(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One request. `body` is its JSON, unchecked; the properties are what a router reads from it."""
+    """One request. `body` is its JSON, unchecked; the properties are what a router reads from it. `tenant_id`: only engines
+    that may see this tenant's prompts tokenize it; None: not known yet."""
 
     api: Api
     body: Mapping[str, Any]
+    tenant_id: str | None = None
 
     @classmethod
     def parse(cls, api: Api, body: bytes) -> Self:
