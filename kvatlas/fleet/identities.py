@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from kvatlas.addresses import AddressList, host_and_port
 from kvatlas.errors import InvalidValue, SettingsError
 from kvatlas.fleet.records import EngineEndpoint
+from kvatlas.fleet.tenants import include
 from kvatlas.identity import Scope, check_worker_id
 from kvatlas.validation import MAX_TENANTS, Text, describe_mistake, matches
 
@@ -103,7 +104,7 @@ class Identities:
         refusal = f"worker {worker_id}: publisher {user} may not speak for"
         if not matches(scope.model_id, identity.models):
             raise InvalidValue(f"{refusal} model {scope.model_id!r:.80}")
-        if not matches(scope.tenant_id, identity.tenants):
+        if not include(identity.tenants, scope.tenant_id):
             log.debug("%s tenant %.80r", refusal, scope.tenant_id)
             raise TenantRefused(f"{refusal} its tenant", scope.tenant_id)
 

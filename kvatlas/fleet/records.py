@@ -9,6 +9,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 
 from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
+from kvatlas.fleet.tenants import include
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, check_worker_id, pool_id
 from kvatlas.incarnation import check_incarnation
 from kvatlas.msgpack_input import unpack
@@ -29,7 +30,6 @@ from kvatlas.validation import (
     Text,
     Url,
     describe_mistake,
-    matches,
 )
 
 WorkerId = Annotated[str, AfterValidator(check_worker_id)]
@@ -332,7 +332,7 @@ class FleetRecord(WireRecord):
 
     def may_see(self, tenant_id: str) -> bool:
         """May the worker get this tenant's prompts?"""
-        return not self.tenants or matches(tenant_id, self.tenants)
+        return not self.tenants or include(self.tenants, tenant_id)
 
 
 def to_jsonable(record: WireRecord) -> dict[str, Any]:

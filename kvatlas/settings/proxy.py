@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from kvatlas.addresses import is_loopback
+from kvatlas.errors import SettingsError
 from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.runtime.http_access import HttpAccess
 from kvatlas.settings.engine import EngineAccessSettings
@@ -145,7 +146,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url host port tokenizer replica",
         "Engines": "max_attempts disaggregate credentials_to",
-        "Clients": "allow_path request_hints cors_origins held_s held_requests access_log record",
+        "Clients": "clients_file decision_header allow_path request_hints cors_origins held_s held_requests access_log record",
         "Operators": "control_host control_port control_token_file",
         "HTTP server": "drain_s grace_s",
     }
@@ -178,6 +179,16 @@ class ProxySettings(RoutingSettings, HttpSettings):
     )
     record: bool = Field(
         default=False, description="Let `kvatlas record` follow requests: hashes, sizes and times at /kvatlas/requests."
+    )
+    clients_file: Path | None = Field(
+        default=None,
+        description="TOML file of the clients that may use this router: their keys, certificates or tokens prove tenants, "
+        "and limits are counted by them. Default: anybody may, and there is one tenant.",
+    )
+    decision_header: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Explain the choice in a header of each answer. auto: to keys that may see it; without --clients-file on "
+        "loopback.",
     )
     allow_path: PathList = Field(
         default=(),
@@ -213,12 +224,14 @@ class ProxySettings(RoutingSettings, HttpSettings):
         """See `HttpSettings.load`. The file of operators' tokens must be readable too."""
         settings = super().load(**flags)
         _ = settings.control_http  # raises
+        if settings.clients_file is not None and settings.http_token_file is not None:
+            raise SettingsError("--clients-file and --http-token-file are both given; expected one of them")
         return settings
 
     @property
     def control_is_apart(self) -> bool:
         """Are operators' calls on a port of their own? On loopback that would keep out nobody."""
-        given = (self.control_port, self.control_token_file, self.http_token_file)
+        given = (self.control_port, self.control_token_file, self.http_token_file, self.clients_file)
         return any(one is not None for one in given) or not is_loopback(self.host)
 
     @property

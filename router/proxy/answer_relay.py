@@ -189,6 +189,7 @@ class AnswerRelay:
 
     async def _finish(self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None) -> None:
         self._counters.request_time.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
+        request.count_usage(usage)
         text = request.text
         if text is None:  # its prompt was not read: nothing can be compared or learned
             await choice.done()

@@ -18,9 +18,9 @@ from kvatlas.fleet.records import (
     Liveness,
     Role,
 )
+from kvatlas.fleet.tenants import include
 from kvatlas.reservations.likeness import likeness_of
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, limit_of
-from kvatlas.validation import matches
 
 MOST_SKIPPED = 64
 MOST_TENANTS = 256
@@ -240,7 +240,7 @@ class Pool:
 
     def of_tenant(self, tenant_id: str) -> "Pool":
         """The pool without the workers that may not get this tenant's prompts; worked out once for each tenant."""
-        if all(matches(tenant_id, tenants) for tenants in self.tenants):
+        if all(include(tenants, tenant_id) for tenants in self.tenants):
             return self
         if (known := self.by_tenant.get(tenant_id)) is not None:
             return known

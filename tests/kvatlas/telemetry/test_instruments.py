@@ -57,6 +57,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("proxy", ProxyCounters()),
         ("gateway_load", GatewayGauges(1, 2)),
         ("http", HttpCounters()),
+        ("tenancy", TenancyCounters()),
         ("gateway", GatewayCounters()),
         ("tokens", TokenCounters()),
         ("index_replica", ReplicaCounters()),
