@@ -39,6 +39,8 @@ from kvatlas_router.tenancy.caller import Caller, Limits
 
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _HEADER = re.compile(r"[a-z0-9-]{1,64}")
+_UNREADABLE = "\ufffd"
+"""Stands for bytes of a header that are no UTF-8."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -61,7 +63,9 @@ def _check_addresses(value: tuple[str, ...]) -> tuple[str, ...]:
 
 def is_tenant_name(text: str) -> bool:
     """May a tenant be called so?"""
-    return 0 < len(text.encode()) <= MAX_NAME_BYTES and PART_MARK not in text and text.isprintable()
+    if not text.isprintable() or PART_MARK in text or _UNREADABLE in text:  # a surrogate is not printable
+        return False
+    return 0 < len(text.encode()) <= MAX_NAME_BYTES
 
 
 Tenant = Annotated[str, AfterValidator(_check_tenant)]
