@@ -27,7 +27,7 @@ class RoutingSettings(EngineAccessSettings, Settings):
     """How a process that gets requests reads and routes them."""
 
     help_groups: ClassVar[HelpGroups] = {
-        "Requests": "tokenizer tokenizer_deadline_ms tenant_id salt_is_tenant output_tokens ask_usage",
+        "Requests": "tokenizer tokenizer_deadline_ms tenant_id salt_is_tenant output_tokens ask_usage decision_header",
         "Choice of a worker": "cost_profile rates_file learn marks follow session_ms temperature select_labels allow_workers "
         "deny_workers engine_addresses",
         "Index": "decision_deadline_ms read_replicas replica replica_memory_mib",
@@ -35,6 +35,7 @@ class RoutingSettings(EngineAccessSettings, Settings):
         "priority_header",
     }
 
+    host: Name = Field(default="127.0.0.1", description="Address to listen on.")
     tokenizer: Name = Field(
         default="engine",
         description="Source of a request's token ids: `engine` asks an engine's /tokenize; `none` routes by load alone; "
@@ -125,9 +126,19 @@ class RoutingSettings(EngineAccessSettings, Settings):
         default="",
         description="Request header with the priority in the queue, a number: lower is earlier. Trusted likewise.",
     )
+    decision_header: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Explain the choice in a header of each answer. auto: to keys that may see it; without --clients-file on "
+        "loopback.",
+    )
     ask_usage: bool = Field(
         default=True, description="Request usage for streams too, and strip it if the client did not ask for it."
     )
+
+    @property
+    def shows_decisions(self) -> bool:
+        """Do answers to clients that prove nothing have the decision header?"""
+        return self.decision_header == "always" or (self.decision_header == "auto" and is_loopback(self.host))
 
     @property
     def most_tokenizer_deadline_ms(self) -> float:
@@ -146,7 +157,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url host port tokenizer replica",
         "Engines": "max_attempts disaggregate credentials_to",
-        "Clients": "clients_file decision_header allow_path request_hints cors_origins held_s held_requests access_log record",
+        "Clients": "clients_file allow_path request_hints cors_origins held_s held_requests access_log record",
         "Operators": "control_host control_port control_token_file",
         "HTTP server": "drain_s grace_s",
     }
@@ -184,11 +195,6 @@ class ProxySettings(RoutingSettings, HttpSettings):
         default=None,
         description="TOML file of the clients that may use this router: their keys, certificates or tokens prove tenants, "
         "and limits are counted by them. Default: anybody may, and there is one tenant.",
-    )
-    decision_header: Literal["auto", "always", "never"] = Field(
-        default="auto",
-        description="Explain the choice in a header of each answer. auto: to keys that may see it; without --clients-file on "
-        "loopback.",
     )
     allow_path: PathList = Field(
         default=(),
