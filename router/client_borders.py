@@ -1,7 +1,8 @@
 """What clients have to prove, and what answers say to them: the settings of one router, in the application's words."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from typing import Any
 
 from starlette.types import Scope
 
@@ -12,6 +13,7 @@ from kvatlas_router.tenancy.counters import TenancyCounters
 from kvatlas_router.tenancy.proof import Proof
 from kvatlas_router.tenant_gate import permit_of
 
+MOST_NAMED = 100
 OPERATORS_TENANT = b"x-kvatlas-tenant"
 """Header of operators' calls: the tenant of a request that another program sends."""
 
@@ -29,6 +31,11 @@ class ClientBorders:
     near: bool = True
     operators_prove: bool = False
     counters: TenancyCounters = field(default_factory=TenancyCounters)
+
+    def status(self, tenant_id: str) -> dict[str, Any]:
+        """For operators: what is proven here, and how often. `tenant_id`: of a router with one tenant."""
+        named = [tenant_id] if self.proof is None else list(self.proof.clients.tenants)
+        return {"proven": self.proof is not None, "tenants": named[:MOST_NAMED], **asdict(self.counters)}
 
     def shows_decision(self, caller: Caller) -> bool:
         """Do this caller's answers have the decision header?"""

@@ -99,7 +99,7 @@ class ProxyApplication:
             Route("/readyz", self._ready),
             Route("/version", self._version),
         ]
-        borders = borders or ClientBorders()
+        self._borders = borders = borders or ClientBorders()
         for_engines = _ForEngines(exchange, borders)
         for_operators = [
             Route("/kvatlas/route", _with_json_errors(route_api.route, borders), methods=["POST"]),
@@ -179,6 +179,7 @@ class ProxyApplication:
                 "answers": asdict(client.answers.counts),
                 "replica": client.replica_status,
                 "certificates": certificates_in_use(),
+                "tenancy": self._borders.status(self._parts.catalogue.tenant_id),
                 "findings": [*findings, *progress.findings(), *client.answers.findings(), *tokens.findings()],
             }
         )
