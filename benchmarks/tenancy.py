@@ -1,5 +1,5 @@
-"""The proof of a request's tenant, by what proves it: a key, a certificate, a front's address, a JWT seen before and a new one; and
-the whole gate in front of the proxy, with limits."""
+"""The proof of a request's tenant, by what proves it: a key, a certificate, a front's address, a JWT seen before and a new one;
+and the whole gate in front of the proxy, with limits."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`kvatlas auth`: users of NATS and of the store, with their passwords, permissions and identities, as files; keys of clients."""
+"""`kvatlas auth`: users of NATS and of the store, with their passwords, permissions and identities; keys of clients."""
 
 import json
 import os
