@@ -25,18 +25,18 @@ class SenderTrust:
     tenant_metadata: tuple[str, str] | None = field(default=None)
 
     @classmethod
-    def of(cls, headers: tuple[str, ...], tenant_from: str) -> Self:
-        """`tenant_from`: `header:NAME`, `metadata:NAMESPACE/KEY`, or ''. Raises InvalidValue."""
+    def of(cls, headers: tuple[str, ...], source: str) -> Self:
+        """`source`: of the tenant, `header:NAME`, `metadata:NAMESPACE/KEY`, or ''. Raises InvalidValue."""
         trusted = frozenset(name.lower().encode() for name in headers)
-        kind, _, where = tenant_from.partition(":")
+        kind, _, where = source.partition(":")
         namespace, _, key = where.rpartition("/")
-        if not tenant_from:
+        if not source:
             return cls(trusted)
         if kind == "header" and where:
             return cls(trusted, where.lower().encode())
         if kind == "metadata" and namespace and key:
             return cls(trusted, tenant_metadata=(namespace, key))
-        raise InvalidValue(f"{tenant_from!r:.80}; expected header:NAME or metadata:NAMESPACE/KEY")
+        raise InvalidValue(f"{source!r:.80}; expected header:NAME or metadata:NAMESPACE/KEY")
 
     def header(self, head: RequestHead, name: bytes) -> str | None:
         """A header's value, if the gateway sets it."""

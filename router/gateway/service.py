@@ -175,5 +175,5 @@ def settings_trust(settings: GatewaySettings) -> SenderTrust:
     except InvalidValue as error:
         raise SettingsError(f"--tenant-from is {error}") from None
     if not settings.tenant_from:
-        _log.info("one tenant, %s: the gateway names none (--tenant-from)", settings.tenant_id)
+        _log.info("one tenant, that of --tenant-id: the gateway names none (--tenant-from)")
     return trust

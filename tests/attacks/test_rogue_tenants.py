@@ -23,7 +23,7 @@ from tests.attacks.guarded_router import (
     router_process,
     tenants_fleet,
 )
-from tests.router.proxy.engines import MODEL
+from tests.router.proxy.engines import MODEL, running_fleet
 
 pytestmark = pytest.mark.anyio
 DECISION = "x-kvatlas-decision"
@@ -216,3 +216,46 @@ async def test_a_file_of_clients_is_read_again_and_a_bad_one_changes_nothing(
             while await status(OTHER) != 401:
                 await anyio.sleep(0.1)
         assert await status(ACME) == 200
+
+
+async def test_salts_keep_tenants_apart_on_a_shared_engine(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    """Neither the engine's own count of cached tokens nor its time says what another tenant asked."""
+    async with (
+        running_fleet(store, {"shared": {}}),
+        guarded_router(valkey_url, tmp_path, None, "--salt-is-tenant") as router,
+        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+    ):
+
+        async def cached(key: str, path: str = COMPLETIONS, **more: object) -> int:
+            answer = await client.post(path, json=completion(**more), headers=bearer(key))
+            assert answer.status_code == 200, answer.text
+            details = answer.json()["usage"].get("prompt_tokens_details") or {}
+            return details.get("cached_tokens") or 0
+
+        assert await cached(ACME) == 0
+        assert await cached(ACME) > 100
+        assert await cached(OTHER) == 0
+        for salt in ("acme", "acme/", "/acme", "../acme", ""):
+            assert await cached(OTHER, cache_salt=salt, user=salt) in (0, *([] if salt else [await cached(OTHER)]))
+        assert await cached(ACME) > 100
+
+
+async def test_requests_in_flight_are_bounded_and_come_back(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    clients = clients_text(other="requests_in_flight = 2")
+    async with (
+        running_fleet(store, {"slow": {"decode_us_per_step": 50_000}}),
+        guarded_router(valkey_url, tmp_path, clients) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+    ):
+        answers: list[int] = []
+
+        async def ask() -> None:
+            body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 20}
+            answers.append((await client.post(COMPLETIONS, json=body, headers=bearer(OTHER))).status_code)
+
+        for _ in range(2):
+            answers.clear()
+            async with anyio.create_task_group() as tasks:
+                for _ in range(6):
+                    tasks.start_soon(ask)
+            assert answers.count(200) >= 2 and answers.count(200) + answers.count(429) == 6
