@@ -221,7 +221,7 @@ async def test_a_file_of_clients_is_read_again_and_a_bad_one_changes_nothing(
 async def test_salts_keep_tenants_apart_on_a_shared_engine(store: Store, valkey_url: str, tmp_path: Path) -> None:
     """Neither the engine's own count of cached tokens nor its time says what another tenant asked."""
     async with (
-        running_fleet(store, {"shared": {}}),
+        running_fleet(store, {"shared": {"num_gpu_blocks": 4_096}}),
         guarded_router(valkey_url, tmp_path, None, "--salt-is-tenant") as router,
         httpx.AsyncClient(base_url=router.url, timeout=60) as client,
     ):
@@ -243,7 +243,7 @@ async def test_salts_keep_tenants_apart_on_a_shared_engine(store: Store, valkey_
 async def test_requests_in_flight_are_bounded_and_come_back(store: Store, valkey_url: str, tmp_path: Path) -> None:
     clients = clients_text(other="requests_in_flight = 2")
     async with (
-        running_fleet(store, {"slow": {"decode_us_per_step": 50_000}}),
+        running_fleet(store, {"slow": {"decode_step_us": 50_000}}),
         guarded_router(valkey_url, tmp_path, clients) as router,
         httpx.AsyncClient(base_url=router.url, timeout=60) as client,
     ):
