@@ -154,9 +154,11 @@ class FleetPicker:
             self._counters.refused += 1
             return Refusal(ErrorKind.INVALID, str(error), None)
         candidates = self._candidates_of(head)
+        if asked.caller.is_proven:  # no identity says whose prompts a pod without a publisher may see
+            candidates = candidates._replace(unpublished=())
         if asked.objects is not None and not candidates.unpublished:
             try:
-                holder = await self._holders.find(asked.objects, candidates.workers)
+                holder = await self._holders.find(asked.objects, candidates.workers, asked.caller.tenant_id)
             except (ObjectUnknown, InvalidValue, Unreachable) as error:
                 self._counters.refused += 1
                 return _object_refusal(error)

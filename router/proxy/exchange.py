@@ -208,7 +208,8 @@ class Exchange:
         """Raises UnknownModel, InvalidValue, Unreachable, and ObjectUnknown."""
         holder = None
         if request.objects is not None:
-            holder = await self._objects.find(request.objects, await self._catalogue.workers_for(request.model))
+            workers = await self._catalogue.workers_for(request.model)
+            holder = await self._objects.find(request.objects, workers, request.caller.tenant_id)
         if holder is None:
             return await self._read_prompt(request)
         if request.model is None:

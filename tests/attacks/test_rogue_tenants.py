@@ -23,7 +23,9 @@ from tests.attacks.guarded_router import (
     router_process,
     tenants_fleet,
 )
+from tests.router.engine_objects.test_object_holders import keeper
 from tests.router.proxy.engines import MODEL, running_fleet
+from tests.router.proxy.faulty_engine import faulty_engine
 
 pytestmark = pytest.mark.anyio
 DECISION = "x-kvatlas-decision"
@@ -259,3 +261,28 @@ async def test_requests_in_flight_are_bounded_and_come_back(store: Store, valkey
                 for _ in range(6):
                     tasks.start_soon(ask)
             assert answers.count(200) >= 2 and answers.count(200) + answers.count(429) == 6
+
+
+async def test_what_an_engine_keeps_is_its_tenants_alone(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    """A response's id that leaked is of no use to another tenant, even if one engine keeps all."""
+    async with (
+        faulty_engine(keeper("w1")) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        guarded_router(valkey_url, tmp_path) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+    ):
+        asked = {"model": MODEL, "input": "Hi"}
+        made = (await client.post("/v1/responses", json=asked, headers=bearer(ACME))).json()["id"]
+        follow = {**asked, "previous_response_id": made}
+        assert (await client.post("/v1/responses", json=follow, headers=bearer(ACME))).status_code == 200
+        assert (await client.get(f"/v1/responses/{made}", headers=bearer(WATCHER))).status_code == 200
+        for method, path, body in (
+            ("GET", f"/v1/responses/{made}", None),
+            ("DELETE", f"/v1/responses/{made}", None),
+            ("POST", f"/v1/responses/{made}/cancel", {}),
+            ("POST", "/v1/responses", follow),
+            ("GET", f"/v1/responses/acme%2F{made}", None),
+        ):
+            answer = await client.request(method, path, json=body, headers=bearer(OTHER))
+            assert answer.status_code == 404, (method, path, answer.text)
+        assert (await client.get("/v1/files", headers=bearer(OTHER))).status_code == 400
