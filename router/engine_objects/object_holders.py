@@ -75,8 +75,8 @@ class ObjectHolders:
         return None
 
     async def record(self, ids: Iterable[str], worker_id: str, tenant_id: str | None = None) -> None:
-        """The worker's engine keeps these objects, of this tenant. Waits for the store, but not for long: the object's next use may come to
-        another router."""
+        """The worker's engine keeps these objects, of this tenant. Waits for the store, but not for long: the object's next use
+        may come to another router."""
         keys = [_key_of(id, tenant_id) for id in ids]
         new = {key: worker_id for key in keys if self._known.get(key) != worker_id}
         if not new:
