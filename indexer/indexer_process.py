@@ -14,7 +14,7 @@ from nats.aio.client import Client
 from kvatlas.bus.admission import PoisonMessage, PoisonReason
 from kvatlas.bus.subjects import events_subject
 from kvatlas.bus.wire import WORKER_ID, RawMessage
-from kvatlas.fleet.identities import load_identities
+from kvatlas.fleet.identities import Identities, load_identities
 from kvatlas.fleet.records import Liveness
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import shard_of
@@ -64,8 +64,13 @@ class Replica:
         self._publishers = publishers
         self._stream = stream
         self._doubt = DoubtJudge()
-        vouches = self._identities.vouches if self._identities is not None else None
-        self._detector = FailureDetector(settings.retire_after_s, vouches=vouches, describe_doubt=self._describe_doubt)
+        identities = self._identities or Identities({})
+        self._detector = FailureDetector(
+            settings.retire_after_s,
+            vouches=identities.vouches,
+            tenants_of=identities.tenants_of,
+            describe_doubt=self._describe_doubt,
+        )
         self._grants = GrantBudget()
         self._dead_letters = DeadLetters(
             client, counters, replicas=settings.stream_replicas, storage=settings.stream_storage

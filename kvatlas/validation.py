@@ -4,6 +4,8 @@ What computes with these values relies on their bounds: products of two of them 
 keeps in 32 bits fits there.
 """
 
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -24,6 +26,8 @@ MAX_LOOKAHEAD = 64
 """Tokens behind a block that its hash covers."""
 MAX_ITEMS = 64
 """Labels or groups of one worker."""
+MAX_TENANTS = 1_024
+"""Names of tenants in one identity."""
 
 Positive = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
@@ -109,3 +113,9 @@ def _unquoted(names: str) -> str:
 def _plain(number: float) -> str:
     """A limit without a zero fraction: pydantic reports the limits of floats as floats."""
     return str(int(number)) if number == int(number) else str(number)
+
+
+@lru_cache(maxsize=16_384)
+def matches(value: str, patterns: tuple[str, ...]) -> bool:
+    """Is it one of these names? A `*` in one stands for any text."""
+    return any(fnmatchcase(value, pattern) for pattern in patterns)

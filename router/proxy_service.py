@@ -16,6 +16,7 @@ from kvatlas.addresses import is_loopback
 from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
+from kvatlas_router.client_borders import ClientBorders
 from kvatlas_router.disaggregation.pair_booker import PairBooker
 from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.held_bookings import HeldBookings
@@ -27,6 +28,7 @@ from kvatlas_router.proxy.request_router import build_admission, open_request_ro
 from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
+from kvatlas_router.tenancy.proof import Proof
 from kvatlas_router.upstream.engine_client import EngineClient
 
 CLOSE_S = 5.0
@@ -125,6 +127,8 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         held = HeldBookings(parts.client, counters, held_s=settings.held_s, most_of_client=settings.held_requests)
         stack.push_async_callback(held.close)
         stack.enter_context(export_metrics("proxy", counters))
+        borders = _borders(settings)
+        stack.enter_context(export_metrics("tenancy", borders.counters))
         route_api = RouteApi(held, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed)
         await parts.warm_up()
         pairs = PairBooker(parts.client, parts.catalogue.records, apart=settings.disaggregate)
@@ -139,8 +143,28 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             cors_origins=settings.cors_origins,
             allow_paths=settings.allow_path,
             apart=settings.control_is_apart,
+            borders=borders,
             feed=parts.client.feed if settings.record else None,
         )
     finally:
         with anyio.move_on_after(CLOSE_S, shield=True):
             await stack.aclose()
+
+
+def _borders(settings: ProxySettings) -> ClientBorders:
+    """Raises SettingsError for a file of clients that can't be used."""
+    proof = Proof(settings.clients_file) if settings.clients_file is not None else None
+    if proof is not None:
+        _log.info("clients prove their tenants: %d clients and issuers in --clients-file", proof.clients.size)
+    else:
+        _log.info("one tenant, that of --tenant-id: no client proves another one (--clients-file)")
+        if settings.salt_is_tenant:
+            _log.warning("--salt-is-tenant without --clients-file: whoever knows a cache salt is its tenant")
+    decisions = {"auto": None, "always": True, "never": False}[settings.decision_header]
+    return ClientBorders(
+        proof,
+        settings.salt_is_tenant,
+        decisions,
+        near=is_loopback(settings.host),
+        operators_prove=settings.control_is_apart and bool(settings.control_http.tokens),
+    )

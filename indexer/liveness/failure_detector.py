@@ -60,11 +60,13 @@ class FailureDetector:
         retire_after_s: float = RETIRE_AFTER_S,
         *,
         vouches: Callable[[str], bool] | None = None,
+        tenants_of: Callable[[str], tuple[str, ...]] = lambda _: (),
         describe_doubt: Callable[[str], str] = lambda _: "",
     ) -> None:
-        """`vouches`: was this worker's address compared with its publisher's identity? `describe_doubt`: why the index may be
-        wrong about a worker, for people."""
+        """`vouches`: was this worker's address compared with its publisher's identity? `tenants_of`: whose prompts a worker may
+        get, as that identity says. `describe_doubt`: why the index may be wrong about a worker, for people."""
         self._vouches = vouches
+        self._tenants_of = tenants_of
         self._describe_doubt = describe_doubt
         self._retire_after_s = retire_after_s
         self._workers: dict[str, _Worker] = {}
@@ -219,6 +221,7 @@ class FailureDetector:
             load_age_us=worker.load_age_us,
             trace=notes.trace,
             vouched=self._vouches is not None and self._vouches(worker_id),
+            tenants=self._tenants_of(worker_id),
             applied_us=notes.applied_us,
             doubt=self._describe_doubt(worker_id),
             repair=notes.repair,

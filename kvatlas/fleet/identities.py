@@ -8,8 +8,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +17,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from kvatlas.addresses import AddressList, host_and_port
 from kvatlas.errors import InvalidValue, SettingsError
 from kvatlas.fleet.records import EngineEndpoint
+from kvatlas.fleet.tenants import include
 from kvatlas.identity import Scope, check_worker_id
-from kvatlas.validation import describe_mistake
+from kvatlas.validation import MAX_TENANTS, Text, describe_mistake, matches
 
 log = logging.getLogger("kvatlas.identities")
 
@@ -55,7 +54,7 @@ class Identity(BaseModel):
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     workers: tuple[str, ...] = Field(min_length=1)
-    tenants: tuple[str, ...] = (ANY,)
+    tenants: tuple[Text, ...] = Field(default=(ANY,), max_length=MAX_TENANTS)
     models: tuple[str, ...] = (ANY,)
     addresses: Annotated[tuple[str, ...], AfterValidator(_check_addresses)] = ()
 
@@ -103,9 +102,9 @@ class Identities:
         """Raises InvalidValue, one line, if the publisher may not speak for the scope: TenantRefused for its tenant."""
         user, identity = self._of(worker_id)
         refusal = f"worker {worker_id}: publisher {user} may not speak for"
-        if not _matches(scope.model_id, identity.models):
+        if not matches(scope.model_id, identity.models):
             raise InvalidValue(f"{refusal} model {scope.model_id!r:.80}")
-        if not _matches(scope.tenant_id, identity.tenants):
+        if not include(identity.tenants, scope.tenant_id):
             log.debug("%s tenant %.80r", refusal, scope.tenant_id)
             raise TenantRefused(f"{refusal} its tenant", scope.tenant_id)
 
@@ -124,6 +123,12 @@ class Identities:
         """Does an identity name the addresses that the worker may have?"""
         user = self._user_of.get(worker_id, self._others)
         return user is not None and bool(self.by_user[user].addresses)
+
+    def tenants_of(self, worker_id: str) -> tuple[str, ...]:
+        """Whose prompts the worker may get (`FleetRecord.tenants`)."""
+        user = self._user_of.get(worker_id, self._others)
+        tenants = () if user is None else self.by_user[user].tenants
+        return () if ANY in tenants else tenants
 
     def _of(self, worker_id: str) -> tuple[str, Identity]:
         user = self._user_of.get(worker_id, self._others)
@@ -156,11 +161,6 @@ def parse_identities(found: object) -> Identities:
             where = ".".join(str(part) for part in ("publishers", user, *first["loc"]))
             raise InvalidValue(describe_mistake(where, first)) from error
     return Identities(by_user)
-
-
-@lru_cache(maxsize=16_384)
-def _matches(value: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(value, pattern) for pattern in patterns)
 
 
 def _expand(text: str) -> Iterator[str]:

@@ -9,11 +9,13 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 
 from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
+from kvatlas.fleet.tenants import include
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, check_worker_id, pool_id
 from kvatlas.incarnation import check_incarnation
 from kvatlas.msgpack_input import unpack
 from kvatlas.validation import (
     MAX_ITEMS,
+    MAX_TENANTS,
     AckedSeq,
     BlockBytes,
     BlockTokens,
@@ -304,8 +306,9 @@ class FleetRecord(WireRecord):
     `heard_us`: when its last heartbeat arrived. `load_age_us`: the age of the load sample at that time, by the worker's own
     clock; None: not reported. `trace`: the W3C traceparent of the last applied batch that came from an engine's batch, if
     publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer compared the address with what the worker's
-    publisher may advertise. For people: `applied_us`: when messages of it were last applied, 0 if that is not known; `doubt`:
-    why the index may be wrong about it now, in a few words, empty if it is not in doubt; `repair`: the last one.
+    publisher may advertise. `tenants`: those whose prompts the worker may get, as its publisher's identity says: names, `*` in
+    them for any text; empty: all. For people: `applied_us`: when messages of it were last applied, 0 if that is not known;
+    `doubt`: why the index may be wrong about it now, in a few words, empty if it is not in doubt; `repair`: the last one.
     """
 
     endpoint: EngineEndpoint
@@ -317,6 +320,7 @@ class FleetRecord(WireRecord):
     load_age_us: Count | None = None
     trace: Text | None = None
     vouched: bool = False
+    tenants: tuple[Text, ...] = Field(default=(), max_length=MAX_TENANTS)
     applied_us: Count = 0
     doubt: Text = ""
     repair: Repair | None = None
@@ -325,6 +329,10 @@ class FleetRecord(WireRecord):
     def routable(self) -> bool:
         """True if routers may send requests to it."""
         return not self.endpoint.is_store and self.liveness is Liveness.ALIVE and self.state is EngineState.UP
+
+    def may_see(self, tenant_id: str) -> bool:
+        """May the worker get this tenant's prompts?"""
+        return not self.tenants or include(self.tenants, tenant_id)
 
 
 def to_jsonable(record: WireRecord) -> dict[str, Any]:

@@ -38,6 +38,7 @@ def likeness_of(record: FleetRecord) -> bytes:
         endpoint.events,
         cache_blocks,
         *endpoint.stores,  # without any, the same as in versions that know none
+        *([record.tenants] if record.tenants else []),  # likewise
     )
 
 

@@ -7,6 +7,7 @@ closed socket resets the connection, and takes the answer away.
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import h11
@@ -18,6 +19,8 @@ from kvatlas.runtime.http_access import PROBES, HttpAccess
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
+CERTIFICATE = "kvatlas.certificate"
+"""In the scope of a request: the names of its client's certificate, a frozenset."""
 BODY_GRACE_S = 10.0
 LEAST_BYTES_PER_S = 2_048
 """A body comes at least this fast, after the grace."""
@@ -60,6 +63,10 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if (
+            names := _certificate_names(transport.get_extra_info("peercert"))
+        ) and self._access.client_ca_file is not None:
+            self.app = _WithCertificate(self.app, names)
         place = self._shares.open(self, self.client[0] if self.client else None)
         if place is not Place.FULL:
             self._counters.too_many += 1
@@ -199,6 +206,27 @@ class BoundedProtocol(H11Protocol):
             headers.append((b"retry-after", b"1"))
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
+
+
+def _certificate_names(certificate: Mapping[str, Any] | None) -> frozenset[str]:
+    """Of a certificate that was checked: its URIs and DNS names; its common name if it has none (RFC 9525)."""
+    if not certificate:
+        return frozenset()
+    names = {value for kind, value in certificate.get("subjectAltName", ()) if kind in ("URI", "DNS")}
+    if not names:
+        names = {value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"}
+    return frozenset(names)
+
+
+class _WithCertificate:
+    """The application on a connection whose client showed a certificate: its names are in the scope (`CERTIFICATE`)."""
+
+    def __init__(self, application: Any, names: frozenset[str]) -> None:
+        self._application: ASGIApp = application
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._application({**scope, CERTIFICATE: self._names}, receive, send)
 
 
 class _ProbesOnly:

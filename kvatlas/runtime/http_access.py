@@ -19,7 +19,8 @@ class HttpAccess:
     `header_s` and `body_s`: seconds that a client has to send a request's headers, and then its body. `idle_s`: how long an
     idle connection stays open; longer than clients and balancers keep one (httpx 5 s, aiohttp 15, Go and Envoy's gateways 90,
     OkHttp 300, Google's balancers 600), or a request is sent on one that is just being closed. `address_connections`: of one
-    client address; None: three quarters of all.
+    client address; None: three quarters of all. `client_ca_file`: what the certificate of a client is checked against, if it
+    shows one.
     """
 
     body_bytes: int = 64 << 20
@@ -31,6 +32,7 @@ class HttpAccess:
     cert_file: Path | None = None
     key_file: Path | None = None
     tokens: Sequence[bytes] = ()
+    client_ca_file: Path | None = None
 
     @property
     def address_share(self) -> int:
@@ -42,7 +44,7 @@ class HttpAccess:
         SettingsError for files that are no certificate and its key."""
         if self.cert_file is None:
             return None
-        files = [file for file in (self.cert_file, self.key_file) if file is not None]
+        files = [file for file in (self.cert_file, self.key_file, self.client_ca_file) if file is not None]
         return RenewedContext("HTTP server", self._build, files)
 
     def _build(self) -> ssl.SSLContext:
@@ -54,4 +56,11 @@ class HttpAccess:
         except OSError as error:  # ssl.SSLError is one
             files = f"--http-cert-file {str(self.cert_file)!r} and --http-key-file {str(self.key_file)!r}"
             raise SettingsError(f"{files} are no certificate and its key: {error.strerror or error}") from None
+        if self.client_ca_file is not None:
+            context.verify_mode = ssl.CERT_OPTIONAL  # probes and holders of keys show none
+            try:
+                context.load_verify_locations(self.client_ca_file)
+            except OSError as error:
+                file = f"--http-client-ca-file {str(self.client_ca_file)!r}"
+                raise SettingsError(f"{file} has no certificates: {error.strerror or error}") from None
         return context

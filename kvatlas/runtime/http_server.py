@@ -11,7 +11,7 @@ from functools import partial
 import anyio
 import uvicorn
 from anyio.abc import TaskStatus
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.bounded_protocol import MOST_HEADER_BYTES, BoundedProtocol
@@ -63,7 +63,7 @@ def listen(host: str, port: int, what: str, access: HttpAccess | None = None) ->
 
 
 async def serve(
-    application: Starlette,
+    application: ASGIApp,
     listener: Listener,
     *,
     grace_s: int = 1,
@@ -83,6 +83,7 @@ async def serve(
         ws="none",
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # a client's address is its connection's, whatever X-Forwarded-For says
         lifespan="off",
         timeout_graceful_shutdown=grace_s,
         timeout_keep_alive=access.idle_s,

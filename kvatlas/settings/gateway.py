@@ -17,14 +17,24 @@ class GatewaySettings(RoutingSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url port tokenizer kubernetes_pool pods",
-        "Gateway": "pool_name extension_objects fallbacks prefill_header response_mode pick_deadline_ms "
-        "max_body_mib conformance",
+        "Gateway": "tenant_from trusted_headers pool_name extension_objects fallbacks prefill_header response_mode "
+        "pick_deadline_ms max_body_mib conformance",
         "Server": "host health_port plaintext tls_certificate tls_key processes share_port drain_s grace_s",
     }
 
     tenant_header: str = Field(
         default="x-gateway-inference-fairness-id",
-        description="Request header that names the tenant, for a fair queue. Trusted: the gateway must set it.",
+        description="Request header that names the tenant, for a fair queue; heeded if it is one of --trusted-headers.",
+    )
+    trusted_headers: CommaList = Field(
+        default=(),
+        description="Headers that the gateway sets itself, whatever its clients send, separated by commas. Fairness ids, "
+        "objectives and priorities in other headers are ignored. Default: none.",
+    )
+    tenant_from: str = Field(
+        default="",
+        description="Where the gateway says whose request it is: header:NAME, which it sets itself, or metadata:NAMESPACE/KEY, "
+        "which its own filters set. Default: there is one tenant.",
     )
     host: Name = Field(default="127.0.0.1", description="Address to listen on.")
     port: Port = Field(default=9002, description="Port that the gateway asks; 0: any free one.")

@@ -19,7 +19,7 @@ class HttpSettings(ProcessSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         "HTTP server": "http_body_bytes http_body_s http_keep_alive_s http_connections http_address_connections "
-        "http_cert_file http_key_file http_token_file",
+        "http_cert_file http_key_file http_client_ca_file http_token_file",
     }
 
     http_body_bytes: Positive = Field(
@@ -43,6 +43,10 @@ class HttpSettings(ProcessSettings):
     )
     http_cert_file: Path | None = Field(default=None, description="Certificate of the HTTP server; default: no TLS.")
     http_key_file: Path | None = Field(default=None, description="Key of that certificate.")
+    http_client_ca_file: Path | None = Field(
+        default=None,
+        description="Certificates that clients' own are checked against; a client may show one. Default: none is asked for.",
+    )
     http_token_file: Path | None = Field(
         default=None,
         description="File with the bearer tokens that requests may have, one a line; probes need none. Default: no "
@@ -55,6 +59,8 @@ class HttpSettings(ProcessSettings):
         settings = super().load(**flags)
         if (settings.http_cert_file is None) != (settings.http_key_file is None):
             raise SettingsError("--http-cert-file and --http-key-file belong together; expected both")
+        if settings.http_client_ca_file is not None and settings.http_cert_file is None:
+            raise SettingsError("--http-client-ca-file needs TLS; expected --http-cert-file and --http-key-file too")
         _ = settings.http  # raises
         return settings
 
@@ -69,6 +75,7 @@ class HttpSettings(ProcessSettings):
             address_connections=self.http_address_connections,
             cert_file=self.http_cert_file,
             key_file=self.http_key_file,
+            client_ca_file=self.http_client_ca_file,
             tokens=read_tokens(self.http_token_file, "--http-token-file") if self.http_token_file is not None else (),
         )
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from kvatlas.addresses import is_loopback
+from kvatlas.errors import SettingsError
 from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.runtime.http_access import HttpAccess
 from kvatlas.settings.engine import EngineAccessSettings
@@ -35,7 +36,7 @@ class RoutingSettings(EngineAccessSettings, Settings):
     """How a process that gets requests reads and routes them."""
 
     help_groups: ClassVar[HelpGroups] = {
-        "Requests": "tokenizer tokenizer_deadline_ms tenant_id salt_is_tenant output_tokens ask_usage",
+        "Requests": "tokenizer tokenizer_deadline_ms tenant_id salt_is_tenant output_tokens ask_usage decision_header",
         "Choice of a worker": "cost_profile rates_file learn marks follow session_ms session_headers temperature select_labels "
         "allow_workers deny_workers engine_addresses",
         "Index": "decision_deadline_ms read_replicas replica replica_memory_mib",
@@ -43,6 +44,7 @@ class RoutingSettings(EngineAccessSettings, Settings):
         "priority_header",
     }
 
+    host: Name = Field(default="127.0.0.1", description="Address to listen on.")
     tokenizer: Name = Field(
         default="engine",
         description="Source of a request's token ids: `engine` asks an engine's /tokenize; `none` routes by load alone; "
@@ -138,9 +140,19 @@ class RoutingSettings(EngineAccessSettings, Settings):
         default="",
         description="Request header with the priority in the queue, a number: lower is earlier. Trusted likewise.",
     )
+    decision_header: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Explain the choice in a header of each answer. auto: to keys that may see it; without --clients-file on "
+        "loopback.",
+    )
     ask_usage: bool = Field(
         default=True, description="Request usage for streams too, and strip it if the client did not ask for it."
     )
+
+    @property
+    def shows_decisions(self) -> bool:
+        """Do answers to clients that prove nothing have the decision header?"""
+        return self.decision_header == "always" or (self.decision_header == "auto" and is_loopback(self.host))
 
     @property
     def most_tokenizer_deadline_ms(self) -> float:
@@ -159,7 +171,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url host port tokenizer replica",
         "Engines": "max_attempts disaggregate credentials_to",
-        "Clients": "allow_path request_hints cors_origins held_s held_requests access_log record",
+        "Clients": "clients_file allow_path request_hints cors_origins held_s held_requests access_log record",
         "Operators": "control_host control_port control_token_file",
         "HTTP server": "drain_s grace_s",
     }
@@ -192,6 +204,11 @@ class ProxySettings(RoutingSettings, HttpSettings):
     )
     record: bool = Field(
         default=False, description="Let `kvatlas record` follow requests: hashes, sizes and times at /kvatlas/requests."
+    )
+    clients_file: Path | None = Field(
+        default=None,
+        description="TOML file of the clients that may use this router: their keys, certificates or tokens prove tenants, "
+        "and limits are counted by them. Default: anybody may, and there is one tenant.",
     )
     allow_path: PathList = Field(
         default=(),
@@ -227,12 +244,14 @@ class ProxySettings(RoutingSettings, HttpSettings):
         """See `HttpSettings.load`. The file of operators' tokens must be readable too."""
         settings = super().load(**flags)
         _ = settings.control_http  # raises
+        if settings.clients_file is not None and settings.http_token_file is not None:
+            raise SettingsError("--clients-file and --http-token-file are both given; expected one of them")
         return settings
 
     @property
     def control_is_apart(self) -> bool:
         """Are operators' calls on a port of their own? On loopback that would keep out nobody."""
-        given = (self.control_port, self.control_token_file, self.http_token_file)
+        given = (self.control_port, self.control_token_file, self.http_token_file, self.clients_file)
         return any(one is not None for one in given) or not is_loopback(self.host)
 
     @property

@@ -709,6 +709,23 @@ HTTP = _by(
     upgrade="upgrade",
 )
 
+# ---------------------------------------------------------------- tenancy: kvatlas_router.tenancy.counters.TenancyCounters
+
+TENANCY_REQUESTS = _counter(
+    "tenancy.requests", "{request}", "Requests to a router with a file of clients, by what they prove and their limits"
+)
+
+TENANCY = _by(
+    TENANCY_REQUESTS,
+    "outcome",
+    proven="proven",
+    unproven="unproven",
+    foreign="foreign_tenant",
+    over_requests="over_requests",
+    over_tokens="over_tokens",
+    too_long="too_long",
+)
+
 # ---------------------------------------------------------------- by OpenTelemetry's conventions for all kinds of systems
 
 DB_TIME = Instrument(
@@ -771,6 +788,7 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "stalled": STALLED,
     "tokens": TOKENS,
     "answers": ANSWERS,
+    "tenancy": TENANCY,
     "http": HTTP,
     "http_request": HTTP_REQUEST,
     "store_call": STORE_CALL,

@@ -1,10 +1,12 @@
-"""`kvatlas auth`: users of NATS and of the store, with their passwords, permissions and identities, as files."""
+"""`kvatlas auth`: users of NATS and of the store, with their passwords, permissions and identities; keys of clients."""
 
 import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Annotated
 
 import typer
@@ -15,6 +17,8 @@ from kvatlas.settings.process import DEFAULT_NATS_URL, DEFAULT_REDIS_URL
 from kvatlas_cli.auth.nats_users import EVERY_PUBLISHER, Method, inbox_of, nats_permissions, render_nats_users
 from kvatlas_cli.auth.redis_users import redis_users, render_acl_file
 from kvatlas_cli.auth.secret_files import SecretFolder
+
+KEY_BYTES = 32
 
 auth = typer.Typer(help="Write users of NATS and of Redis, and what each may do.")
 
@@ -72,6 +76,19 @@ def redis(
     written = {"users.acl": "aclfile in the server's configuration"}
     written |= {f"{user}.redis-url": f"--redis-url-file FILE, for {_USED_BY[user]}" for user in users}
     _print(folder, written)
+
+
+@auth.command("key")
+def key(
+    name: Annotated[str, typer.Argument(help="The client's name, for logs and limits.")],
+    tenant: Annotated[str, typer.Option(help="The tenant whose prompts it sends; default: its name.")] = "",
+) -> None:
+    """Make a key for a client of the router, and print what the router's --clients-file needs: the key's hash."""
+    made = f"kva-{token_urlsafe(KEY_BYTES)}"
+    print(f"# the client's key, shown only now: {made}")
+    print(f"[clients.{name}]")
+    print(f'keys = ["sha256:{sha256(made.encode()).hexdigest()}"]')
+    print(f"tenants = [{json.dumps(tenant or name)}]")
 
 
 _USED_BY = {

@@ -72,15 +72,16 @@ class Admission:
         text: TextRequest | None,
         header: Callable[[bytes], str | None],
         *,
+        tenant_id: str | None = None,
         priority: int | None = None,
     ) -> Booked:
         """The first worker, or pair, for a request, whose headers `header` reads by their names in lower case. `text`: None for
-        a request whose prompt is not read. `priority`: instead of its header's.
+        a request whose prompt is not read. `tenant_id`: proven, instead of its header's. `priority`: likewise.
 
         Raises NoWorkers, EnginesRest, Unreachable, QueueFull and RequestShed.
         """
         if self._queue.settings.requests:
-            choice = await self._book_in_turn(prompt, text, header, priority)
+            choice = await self._book_in_turn(prompt, text, header, tenant_id, priority)
         else:
             choice = await self.book(prompt, text)
         if self._settings.shed and choice.advice is Advice.SHED:
@@ -112,6 +113,7 @@ class Admission:
         prompt: Prompt,
         text: TextRequest | None,
         header: Callable[[bytes], str | None],
+        tenant_id: str | None,
         priority: int | None,
     ) -> Booked:
         waited = False
@@ -130,7 +132,7 @@ class Admission:
             return None
 
         named = self._settings.tenant_header
-        tenant = header(named.encode()) if named else None
+        tenant = tenant_id or (header(named.encode()) if named else None)
         choice: Booked = await self._queue.admit(
             prompt.scope.pool_id,
             book,

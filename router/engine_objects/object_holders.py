@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet.tenants import PART_MARK
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES
@@ -34,8 +35,11 @@ class ObjectHolders:
         self._records = records
         self._known: OrderedDict[str, str] = OrderedDict()
 
-    async def find(self, use: ObjectUse, workers: Iterable[str] | None = None) -> FleetRecord | None:
+    async def find(
+        self, use: ObjectUse, workers: Iterable[str] | None = None, tenant_id: str | None = None
+    ) -> FleetRecord | None:
         """The worker that a request must go to; None: any. `workers`: those that it may go to; None: all.
+        `tenant_id`: proven: it reaches its own objects alone; None: there is one tenant.
 
         Raises ObjectUnknown if no worker that is here is known to have what it names, InvalidValue if one request names objects
         of several, or lists those of all, and Unreachable if the holder can't take requests now, or is not known because the
@@ -45,13 +49,15 @@ class ObjectHolders:
             return None
         records = await self._records()
         among = [id for id in (records if workers is None else workers) if id in records]
-        if len(among) == 1:
+        if use.lists and tenant_id is not None:
+            raise InvalidValue("this lists what an engine keeps of all tenants; ask for an object by its id")
+        if len(among) == 1 and tenant_id is None:
             return records[among[0]]
         if use.lists:
             raise InvalidValue(
                 f"this lists what one engine keeps, and there are {len(among)}; ask for an object by its id"
             )
-        holders = {await self._holder(id): id for id in use.ids}
+        holders = {await self._holder(id, tenant_id): id for id in use.ids}
         if len(holders) > 1:
             where = ", ".join(f"{id[:80]} on {worker_id}" for worker_id, id in holders.items())
             raise InvalidValue(f"no engine has all that the request names: {where}")
@@ -68,10 +74,11 @@ class ObjectHolders:
             return record
         return None
 
-    async def record(self, ids: Iterable[str], worker_id: str) -> None:
-        """The worker's engine keeps these objects. Waits for the store, but not for long: the object's next use may come to
-        another router."""
-        new = {id: worker_id for id in ids if self._known.get(id) != worker_id}
+    async def record(self, ids: Iterable[str], worker_id: str, tenant_id: str | None = None) -> None:
+        """The worker's engine keeps these objects, of this tenant. Waits for the store, but not for long: the object's next use
+        may come to another router."""
+        keys = [_key_of(id, tenant_id) for id in ids]
+        new = {key: worker_id for key in keys if self._known.get(key) != worker_id}
         if not new:
             return
         self._remember(new)
@@ -83,17 +90,18 @@ class ObjectHolders:
                 "other routers don't know yet that worker %s has %s: %s", worker_id, next(iter(new)), reason(error)
             )
 
-    async def _holder(self, id: str) -> str:
-        if (known := self._known.get(id)) is not None:
+    async def _holder(self, id: str, tenant_id: str | None) -> str:
+        key = _key_of(id, tenant_id)
+        if (known := self._known.get(key)) is not None:
             return known
         try:
             async with asyncio.timeout(CALL_S):
-                found = await self._fleet.find_object(id)
+                found = await self._fleet.find_object(key)
         except STORE_FAILURES as error:
             raise Unreachable(f"{id[:80]}: which engine has it is not known now ({reason(error)})") from error
         if found is None:
             raise ObjectUnknown(f"{id[:80]}: no engine is known to have it; it stays on the engine that made it")
-        self._remember({id: found})
+        self._remember({key: found})
         return found
 
     def _remember(self, new: Mapping[str, str]) -> None:
@@ -102,6 +110,11 @@ class ObjectHolders:
             self._known.move_to_end(id)
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
+
+
+def _key_of(id: str, tenant_id: str | None) -> str:
+    """A tenant's name has no slash, so no id of one tenant is another's."""
+    return id if tenant_id is None else f"{tenant_id}{PART_MARK}{id}"
 
 
 def only_for(prompt: Prompt, holder: FleetRecord) -> Prompt:

@@ -10,8 +10,10 @@ from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.gateway.extension_objects import OBJECTIVE_HEADERS, PoolObjects
 from kvatlas_router.gateway.field_metrics import RequestLabels
 from kvatlas_router.gateway.picker import Renaming, RequestHead
+from kvatlas_router.gateway.sender import SenderTrust
 from kvatlas_router.proxy.engine_call import INFERENCE, EngineCall, read_call
 from kvatlas_router.proxy.json_body import UnreadableBody
+from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tokens.text_request import parse_object
 from router_client.pricing.transfer_protocol import NotForClients, replace_fields
 
@@ -32,7 +34,8 @@ class AdministrationPath(InvalidValue):
 @dataclass(frozen=True, slots=True)
 class AskedRequest:
     """`changed`: the body for the engine, if it is not the client's. `renaming`: it names another model than the client's.
-    `priority`: of its objective, as queues have it: lower is earlier; None: it has none."""
+    `priority`: of its objective, as queues have it: lower is earlier; None: it has none. `caller`: who
+    sent it, as the gateway says."""
 
     head: RequestHead
     call: EngineCall
@@ -40,6 +43,7 @@ class AskedRequest:
     labels: RequestLabels
     renaming: Renaming | None = None
     priority: int | None = None
+    caller: Caller = ANYBODY
 
     @property
     def objects(self) -> ObjectUse | None:
@@ -47,9 +51,20 @@ class AskedRequest:
         return ObjectUse.of(self.head.method, self.head.path, self.call.body)
 
     @classmethod
-    async def read(cls, head: RequestHead, body: bytes | None, objects: PoolObjects, tenant_header: str) -> Self:
-        """Raises AdministrationPath, and InvalidValue for a body that engines must not get. `body` None: it was not waited
-        for."""
+    async def read(
+        cls,
+        head: RequestHead,
+        body: bytes | None,
+        objects: PoolObjects,
+        trust: SenderTrust,
+        *,
+        fairness_header: str = "",
+        salts: bool = False,
+    ) -> Self:
+        """Raises AdministrationPath, and InvalidValue for a body that engines must not get, SenderUnknown among them.
+        `body` None: it was not waited for. `trust`: what the gateway says itself. `salts`: each tenant's requests get a cache
+        salt of its own."""
+        caller = trust.caller(head)
         call = await _read_call(head, body)
         model = _model_of(call)
         renaming = None
@@ -61,12 +76,15 @@ class AskedRequest:
         ):
             renaming = Renaming(target, model)
             call = await _read_call(head, renamed)
-        objective = next((name for header in OBJECTIVE_HEADERS if (name := head.first(header)) is not None), None)
+        if salts and caller.is_proven and body:
+            call = call.salted(head.path, caller.salted)
+        objective = next((name for one in OBJECTIVE_HEADERS if (name := trust.header(head, one)) is not None), None)
         importance = 0 if objective is None else objects.priorities.get(objective, 0)
-        tenant = (head.first(tenant_header.encode()) or "") if tenant_header else ""
+        tenant = caller.tenant_id or (trust.header(head, fairness_header.encode()) if fairness_header else None) or ""
         labels = RequestLabels(model, _model_of(call), tenant, importance)
         changed = call.body if body is not None and call.body != body else None
-        return cls(head, call, changed, labels, renaming, None if objective is None else -importance)
+        priority = None if objective is None else -importance
+        return cls(head, call, changed, labels, renaming, priority, caller)
 
 
 async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:

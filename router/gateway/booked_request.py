@@ -108,6 +108,7 @@ class BookedRequest:
         self.labels = asked.labels
         self.objects = asked.objects
         self.renaming = asked.renaming
+        self._tenant_id = asked.caller.tenant_id
         self.answer_headers = answer_headers
         self._booked = booked
         self._parts = parts
@@ -158,7 +159,7 @@ class BookedRequest:
 
     async def keep(self, ids: Sequence[str]) -> None:
         """See `PickedRequest`."""
-        await self._parts.holders.record(ids, self._booked.choice.worker_id)
+        await self._parts.holders.record(ids, self._booked.choice.worker_id, self._tenant_id)
 
     async def fail(self, error: EngineError | None = None) -> None:
         """See `PickedRequest`."""

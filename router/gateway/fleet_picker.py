@@ -8,7 +8,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
@@ -26,6 +26,7 @@ from kvatlas_router.gateway.counters import GatewayCounters
 from kvatlas_router.gateway.extension_objects import ExtensionObjects
 from kvatlas_router.gateway.picker import Destination, PickedRequest, Refusal, RequestHead
 from kvatlas_router.gateway.pool_pods import PoolPods
+from kvatlas_router.gateway.sender import SenderTrust, SenderUnknown
 from kvatlas_router.gateway.unpublished_pods import UnpublishedPods
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.proxy.answer_usage import usage_fields
@@ -51,13 +52,17 @@ _log = logging.getLogger("kvatlas_router.gateway")
 @dataclass(frozen=True, slots=True)
 class FleetPickerSettings:
     """`fallbacks`: further endpoints for the gateway's retries. `ask_usage`: let streams report their usage to the picker.
-    `tenant_header`: in lower case. `prefill_header`: tells an engine's sidecar the prefill worker's endpoint; '' if there is
-    none."""
+    `tenant_header`: of fairness, in lower case. `prefill_header`: tells an engine's sidecar the prefill worker's endpoint; ''
+    if there is none. `trust`: what the gateway says of senders. `salts`: each tenant's requests get a cache salt of its own.
+    `decisions`: explain the choice in a header of the answer."""
 
     fallbacks: int = 0
     ask_usage: bool = True
     tenant_header: str = ""
     prefill_header: str = ""
+    trust: SenderTrust = field(default_factory=SenderTrust)
+    salts: bool = False
+    decisions: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,17 @@ class FleetPicker:
         except Unreachable as error:  # nothing was ever read
             failure = str(error)
         try:
-            asked = await AskedRequest.read(head, body, self._objects.current, self._settings.tenant_header)
+            asked = await AskedRequest.read(
+                head,
+                body,
+                self._objects.current,
+                self._settings.trust,
+                fairness_header=self._settings.tenant_header,
+                salts=self._settings.salts,
+            )
+        except SenderUnknown as error:
+            self._counters.refused += 1
+            return Refusal(ErrorKind.FOREIGN, str(error), None)
         except AdministrationPath as error:
             self._counters.refused += 1
             return Refusal(ErrorKind.NO_PATH, str(error), None)
@@ -139,9 +154,11 @@ class FleetPicker:
             self._counters.refused += 1
             return Refusal(ErrorKind.INVALID, str(error), None)
         candidates = self._candidates_of(head)
+        if asked.caller.is_proven:  # no identity says whose prompts a pod without a publisher may see
+            candidates = candidates._replace(unpublished=())
         if asked.objects is not None and not candidates.unpublished:
             try:
-                holder = await self._holders.find(asked.objects, candidates.workers)
+                holder = await self._holders.find(asked.objects, candidates.workers, asked.caller.tenant_id)
             except (ObjectUnknown, InvalidValue, Unreachable) as error:
                 self._counters.refused += 1
                 return _object_refusal(error)
@@ -236,7 +253,7 @@ class FleetPicker:
             text,
             self._booked_parts,
             asked=asked,
-            answer_headers={name.decode(): value.decode()},
+            answer_headers={name.decode(): value.decode()} if self._settings.decisions else {},
             hides_usage=hides_usage,
         )
 
@@ -251,7 +268,13 @@ class FleetPicker:
 
     async def _admit(self, read: _Read, asked: AskedRequest, workers: frozenset[str] | None) -> BookedPrompt:
         among = _among(read.prompt.prompt, workers)
-        choice = await self._admission.admit(among, read.text, asked.head.first, priority=asked.priority)
+        choice = await self._admission.admit(
+            among,
+            read.text,
+            lambda name: self._settings.trust.header(asked.head, name),
+            tenant_id=asked.caller.tenant_id,
+            priority=asked.priority,
+        )
         return BookedPrompt(among, choice)
 
     def _endpoints(self, choice: Booked) -> Sequence[str]:
@@ -296,19 +319,19 @@ class FleetPicker:
         request_id = head.first(b"x-request-id")
         try:
             if call.text is None:
-                read = await self._parts.reader.read_length(call.model, call.letters, request_id)
+                read = await self._parts.reader.read_length(call.model, call.letters, request_id, asked.caller)
             else:
-                read = await self._parts.reader.read(call.text, request_id)
+                read = await self._parts.reader.read(call.text, request_id, asked.caller)
         except (UnknownModel, InvalidValue):
             return self._guess(asked, workers)
         return _Read(self._parts.reader.with_session(read, head.first), call.text)
 
     def _guess(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
         """A prompt that matches nothing, for any model. Raises NoWorkers."""
-        scope = self._any_scope(workers)
+        scope = self._any_scope(workers, asked.caller.tenant_id)
         return _Read(self._parts.reader.guess(scope, asked.call.letters, asked.head.first(b"x-request-id")), None)
 
-    def _any_scope(self, workers: frozenset[str] | None) -> Scope:
+    def _any_scope(self, workers: frozenset[str] | None, tenant_id: str | None) -> Scope:
         """Of one of the workers that may be chosen, drawn. Raises NoWorkers."""
         ids = self._addresses.endpoints if workers is None else workers
         routable = [self._records[worker_id].endpoint for worker_id in ids if self._records[worker_id].routable]
@@ -316,7 +339,7 @@ class FleetPicker:
             raise NoWorkers(f"none of {len(ids)} workers can take requests now")
         pools = Counter((endpoint.model_id, endpoint.tokenizer_id) for endpoint in routable)
         ((model_id, tokenizer_id),) = random.choices(list(pools), list(pools.values()))
-        return Scope(model_id, tokenizer_id)
+        return Scope(model_id, tokenizer_id, None, tenant_id or self._parts.catalogue.tenant_id)
 
 
 def _object_refusal(error: KvatlasError) -> Refusal:

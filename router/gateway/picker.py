@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from google.protobuf.struct_pb2 import Struct
+
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.gateway.ext_proc.messages import first_value
@@ -20,11 +22,13 @@ from router_client.learning.usage import Usage
 class RequestHead:
     """A request's headers, pseudo headers (`:method`, `:path`) among them, with names in lower case.
 
-    `subset`: the only endpoints (ip:port) that may be chosen, as the gateway says; None: it leaves that to the picker.
+    `metadata`: Envoy's dynamic metadata by namespace, which only the gateway's own filters set. `subset`: the only endpoints
+    (ip:port) that may be chosen, as the gateway says; None: it leaves that to the picker.
     """
 
     headers: RawHeaders
     subset: tuple[str, ...] | None = None
+    metadata: Mapping[str, Struct] = field(default_factory=dict)
 
     def first(self, name: bytes) -> str | None:
         """The first value of a header that is not empty."""

@@ -21,6 +21,7 @@ from kvatlas_router.gateway.fleet_picker import FleetPicker, FleetPickerSettings
 from kvatlas_router.gateway.kubernetes_api import KubernetesApi, open_kubernetes_api
 from kvatlas_router.gateway.pool_pods import KubernetesPool, PodList, PoolPods
 from kvatlas_router.gateway.processor import Processor, ProcessorSettings
+from kvatlas_router.gateway.sender import SenderTrust
 from kvatlas_router.gateway.server import Addresses, GatewayServer
 from kvatlas_router.proxy.catalogue import Catalogue
 from kvatlas_router.proxy.request_router import build_admission, open_request_router
@@ -73,7 +74,14 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
             export_metrics("gateway_load", lambda: GatewayGauges(counters.in_flight, admission.waiting))
         )
         headers = settings.tenant_header.lower(), settings.prefill_header.lower()
-        choosing = FleetPickerSettings(settings.fallbacks, settings.ask_usage, *headers)
+        choosing = FleetPickerSettings(
+            settings.fallbacks,
+            settings.ask_usage,
+            *headers,
+            trust=settings_trust(settings),
+            salts=settings.salt_is_tenant,
+            decisions=settings.shows_decisions,
+        )
         picker = FleetPicker(parts, admission, pods, objects, counters, choosing)
         stack.push_async_callback(picker.close)
         server = _server(settings, picker, counters, credentials)
@@ -158,3 +166,14 @@ def _credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:
     if settings.tls_certificate is not None and settings.tls_key is not None:
         return from_files(settings.tls_certificate, settings.tls_key)
     return self_signed()
+
+
+def settings_trust(settings: GatewaySettings) -> SenderTrust:
+    """Raises SettingsError."""
+    try:
+        trust = SenderTrust.of(settings.trusted_headers, settings.tenant_from)
+    except InvalidValue as error:
+        raise SettingsError(f"--tenant-from is {error}") from None
+    if not settings.tenant_from:
+        _log.info("one tenant, that of --tenant-id: the gateway names none (--tenant-from)")
+    return trust

@@ -135,7 +135,9 @@ class AnswerRelay:
             if request.for_engine.method == "POST" and (error := EngineError.of_body(answer.body)) is not None:
                 raise error_refusal(choice.url, error, answer)
             if request.objects is not None:
-                await self._objects.record(request.objects.made_by(answer.body), choice.worker_id)
+                await self._objects.record(
+                    request.objects.made_by(answer.body), choice.worker_id, request.caller.tenant_id
+                )
             return OpenedAnswer(answer)
         if not answer.events:
             return OpenedAnswer(answer)
@@ -145,7 +147,7 @@ class AnswerRelay:
             passed = self._read(answer, stream, chunk)
             if stream.begun:
                 if stream.response_id is not None and request.objects is not None and request.objects.kept:
-                    await self._objects.record((stream.response_id,), choice.worker_id)
+                    await self._objects.record((stream.response_id,), choice.worker_id, request.caller.tenant_id)
                 return OpenedAnswer(answer, stream, chunks, passed)
             if stream.error is not None:
                 break
@@ -189,6 +191,7 @@ class AnswerRelay:
 
     async def _finish(self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None) -> None:
         self._counters.request_time.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
+        request.count_usage(usage)
         text = request.text
         if text is None:  # its prompt was not read: nothing can be compared or learned
             await choice.done()

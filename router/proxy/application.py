@@ -23,7 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.runtime.certificate_files import certificates_in_use
@@ -32,6 +32,7 @@ from kvatlas.status_page.server import StatusPage
 from kvatlas.telemetry.distribution import counters_to_jsonable
 from kvatlas.version import own_version
 from kvatlas_router.admission.admission import RequestShed
+from kvatlas_router.client_borders import ClientBorders, caller_of
 from kvatlas_router.engine_objects.object_use import OBJECT_ROUTES
 from kvatlas_router.held_bookings import HeldBookings, TooManyHeld
 from kvatlas_router.outliers.avoidance import EnginesRest
@@ -45,6 +46,7 @@ from kvatlas_router.proxy.request_reader import UnknownModel
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.proxy.request_trace import describe_answer, request_span
 from kvatlas_router.proxy.route_api import RouteApi
+from kvatlas_router.tenant_gate import TenantGate, permit_of
 from kvatlas_router.upstream.engine_answer import EngineRequest
 from router_client.errors import NoWorkers
 from router_client.request_feed import RequestFeed
@@ -69,11 +71,12 @@ class ProxyApplication:
         cors_origins: Sequence[str] = (),
         allow_paths: Sequence[str] = (),
         apart: bool = False,
+        borders: ClientBorders | None = None,
         feed: RequestFeed | None = None,
     ) -> None:
         """`page`: for people. `cors_origins`: origins of pages that may use the proxy; `*` stands for all. `allow_paths`: go to
         engines with any method; one that ends with `*` stands for all that begin so. `apart`: what is for operators is served
-        by `control` alone. `feed`: follows answered requests."""
+        by `control` alone. `borders`: what clients have to prove and what they see. `feed`: follows answered requests."""
         self.draining = False
         self._parts = parts
         self._is_warm = False
@@ -96,27 +99,30 @@ class ProxyApplication:
             Route("/readyz", self._ready),
             Route("/version", self._version),
         ]
+        self._borders = borders = borders or ClientBorders()
+        for_engines = _ForEngines(exchange, borders)
         for_operators = [
-            Route("/kvatlas/route", _with_json_errors(route_api.route), methods=["POST"]),
-            Route("/kvatlas/done", _with_json_errors(route_api.done), methods=["POST"]),
+            Route("/kvatlas/route", _with_json_errors(route_api.route, borders), methods=["POST"]),
+            Route("/kvatlas/done", _with_json_errors(route_api.done, borders), methods=["POST"]),
             *([Route("/kvatlas/requests", self._requests)] if feed is not None else []),
             METRICS_ROUTE,
             Route("/status", self._status),
             *page.routes,
         ]
-        self.asgi = Starlette(
+        own = Starlette(
             routes=[
                 Route("/v1/models", _with_json_errors(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", _with_json_errors(self._model), methods=["GET"]),
                 *probes,
                 *([] if apart else for_operators),
-                *(Route(path, _ForEngines(exchange), methods=["POST"]) for path in sorted(INFERENCE)),
-                *(Route(path, _ForEngines(exchange)) for path in OBJECT_ROUTES),
-                *(Route(_pattern(path), _ForEngines(exchange)) for path in allow_paths),
+                *(Route(path, for_engines, methods=["POST"]) for path in sorted(INFERENCE)),
+                *(Route(path, for_engines) for path in OBJECT_ROUTES),
+                *(Route(_pattern(path), for_engines) for path in allow_paths),
             ],
             middleware=middleware if cors_origins else [],
             exception_handlers={HTTPException: _http_error},
         )
+        self.asgi: ASGIApp = TenantGate(own, borders.proof, borders.counters) if borders.proof is not None else own
         handlers = {HTTPException: _http_error}
         self.control = Starlette(routes=[*probes, *for_operators], exception_handlers=handlers) if apart else None
 
@@ -139,12 +145,14 @@ class ProxyApplication:
         assert self.feed is not None
         return StreamingResponse(self.feed.follow(), media_type="application/jsonl")
 
-    async def _models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": list(await self._parts.catalogue.cards())})
+    async def _models(self, request: Request) -> Response:
+        caller = caller_of(request.scope)
+        cards = [card for card in await self._parts.catalogue.cards() if caller.may_use(card["id"])]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        card = await self._parts.catalogue.card(name)
+        card = await self._parts.catalogue.card(name) if caller_of(request.scope).may_use(name) else None
         if card is None:
             raise UnknownModel(f"the model {name[:200]!r} does not exist; /v1/models lists those that do")
         return JSONResponse(card)
@@ -171,6 +179,7 @@ class ProxyApplication:
                 "answers": asdict(client.answers.counts),
                 "replica": client.replica_status,
                 "certificates": certificates_in_use(),
+                "tenancy": self._borders.status(self._parts.catalogue.tenant_id),
                 "findings": [*findings, *progress.findings(), *client.answers.findings(), *tokens.findings()],
             }
         )
@@ -179,8 +188,9 @@ class ProxyApplication:
 class _ForEngines:
     """Every call that is not the proxy's own, as an ASGI application: its answer is passed on while it comes."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, borders: ClientBorders) -> None:
         self._exchange = exchange
+        self._borders = borders
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -192,6 +202,9 @@ class _ForEngines:
             _check_headers(request)
             body = await request.body()
             call = await read_call(scope["method"], path, query, request.headers.get("content-type", ""), body)
+            caller = caller_of(scope)
+            if self._borders.salts and caller.is_proven:
+                call = call.salted(path, caller.salted)
         except InvalidValue as error:
             await send_error(send, ErrorKind.INVALID, str(error))
             return
@@ -199,7 +212,10 @@ class _ForEngines:
             return
         for_engine = EngineRequest(scope["method"], scope["raw_path"].decode("ascii"), query, call.body)
         headers = plain_json_type(scope["headers"])
-        await self._exchange.run(ClientRequest(call.text, call.model, call.letters, for_engine, headers, receive, send))
+        asked = ClientRequest(call.text, call.model, call.letters, for_engine, headers, receive, send)
+        asked.permit, asked.priority = permit_of(scope), caller.priority
+        asked.shows_decision = self._borders.shows_decision(caller)
+        await self._exchange.run(asked)
 
 
 def _may_be_another(path: str) -> bool:
@@ -221,9 +237,11 @@ def _pattern(path: str) -> str:
     return path.removesuffix("*") + "{rest:path}" if path.endswith("*") else path
 
 
-def _with_json_errors(handle: Callable[..., Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """A handler whose errors become JSON, one line each. A POST's handler gets the body's JSON object and the client's address,
-    and gives a JSON object back."""
+def _with_json_errors(
+    handle: Callable[..., Awaitable[Any]], borders: ClientBorders | None = None
+) -> Callable[[Request], Awaitable[Response]]:
+    """A handler whose errors become JSON, one line each. A POST's handler gets the body's JSON object and who asks, and gives a
+    JSON object back."""
 
     async def handled(request: Request) -> Response:
         with request_span(request.url.path, request.headers.raw, method=request.method) as span:
@@ -234,9 +252,9 @@ def _with_json_errors(handle: Callable[..., Awaitable[Any]]) -> Callable[[Reques
     async def answer(request: Request) -> Response:
         retry_after_s = 1
         try:
-            if request.method == "POST":
-                client = request.client.host if request.client else ""
-                return JSONResponse(await handle(read_object(await request.body())[0], client))
+            if request.method == "POST" and borders is not None:
+                asks = borders.caller_of_operator(request.scope)
+                return JSONResponse(await handle(read_object(await request.body())[0], asks))
             response: Response = await handle(request)
             return response
         except ClientDisconnect:

@@ -53,9 +53,9 @@ class Catalogue:
         tenant_id: str = DEFAULT_TENANT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller keeps the client, and closes it."""
+        """`tenant_id`: of requests that prove none. The caller keeps the client, and closes it."""
         self._fleet = fleet
-        self._tenant_id = tenant_id
+        self.tenant_id = tenant_id
         self._clock = clock
         self._lists = ModelLists(client, clock)
         self._last = LastKnownRecords(clock)
@@ -85,7 +85,7 @@ class Catalogue:
         served = await self._find(name)
         if served is None:
             return None
-        return Scope(served.model_id, served.tokenizer_id, served.adapter_id, tenant_id or self._tenant_id)
+        return Scope(served.model_id, served.tokenizer_id, served.adapter_id, tenant_id or self.tenant_id)
 
     async def unfit_for(self, name: str | None) -> Mapping[str, str]:
         """The workers of a name's pool that don't serve it, each with the reason; empty if none is known to serve it."""
@@ -103,16 +103,17 @@ class Catalogue:
         return self._unfit[key]
 
     async def engines_of(self, request: TextRequest) -> Sequence[str]:
-        """Base URLs of the engines that serve a request's model now."""
+        """Base URLs of the engines that serve a request's model now, and may see its tenant's prompts."""
         served = await self._find(request.model)
         if served is None:
             return ()
         unfit = await self.unfit_for(request.model)
+        tenant_id = request.tenant_id or self.tenant_id
         records = (await self._read_records()).items()
         urls = {
             r.endpoint.url
             for id, r in records
-            if r.routable and r.endpoint.model_id == served.model_id and id not in unfit
+            if r.routable and r.endpoint.model_id == served.model_id and id not in unfit and r.may_see(tenant_id)
         }
         return sorted(urls - {""})
 

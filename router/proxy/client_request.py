@@ -16,8 +16,12 @@ from kvatlas_router.answers.event_parser import can_be_read
 from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.proxy.error_events import error_event
 from kvatlas_router.proxy.headers import RawHeaders, for_client
+from kvatlas_router.tenancy.caller import ANYBODY, Caller
+from kvatlas_router.tenancy.limits import Permit
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.engine_answer import EngineRequest, StreamedAnswer, WholeAnswer
+from router_client.learning.usage import Usage
+from router_client.prompt import Prompt
 
 _access_log = logging.getLogger("router_client.access")
 
@@ -26,6 +30,8 @@ class ErrorKind(Enum):
     """Errors that the proxy itself answers with, in the words of OpenAI's API: status, type and code."""
 
     INVALID = 400, "invalid_request_error", None
+    UNPROVEN = 401, "invalid_request_error", "invalid_api_key"
+    FOREIGN = 403, "invalid_request_error", "tenant_not_allowed"
     NO_MODEL = 404, "invalid_request_error", "model_not_found"
     NO_PATH = 404, "invalid_request_error", "unknown_url"
     NO_OBJECT = 404, "invalid_request_error", "not_found"
@@ -50,7 +56,9 @@ class ClientRequest:
     server-sent events began), `sent_events` (with data), `in_event` (a part of one), `begun_with` (the header of a decision)
     and `complete`. `decision`: of the last try, as its header says it.
     `priority`: in the queue, as it says itself; None: it does not. `prompt_tokens`: of its prompt, or a guess; 0 until it is
-    read. `span`: the router's own. `objects`: those that engines keep, and that it names or makes.
+    read. `span`: the router's own. `objects`: those that engines keep, and that it names or makes. `permit`: of
+    its client, if clients prove who they are. `shows_decision`: to the client, in a header. `failure`: why the router could not
+    answer.
     """
 
     text: TextRequest | None
@@ -74,10 +82,18 @@ class ClientRequest:
     priority: int | None = None
     prompt_tokens: int = 0
     span: Span = INVALID_SPAN
+    permit: Permit | None = None
+    shows_decision: bool = True
+    failure: str = ""
 
     def __post_init__(self) -> None:
         sent = self.for_engine
         self.objects = ObjectUse.of(sent.method, sent.path, sent.body)
+
+    @property
+    def caller(self) -> Caller:
+        """Who sent it."""
+        return ANYBODY if self.permit is None else self.permit.caller
 
     @property
     def id(self) -> str | None:
@@ -104,9 +120,9 @@ class ClientRequest:
         connection alive, the new decision is a comment of the stream."""
         before, self.begun_with = self.begun_with, header
         if self.status is None:
-            headers = [*for_client(answer.headers), header]
+            headers = [*for_client(answer.headers), *self._shown(header)]
             await self.send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        elif before != header:
+        elif before != header and self.shows_decision:
             await self.send_part(b": " + header[0] + b": " + header[1] + b"\n\n")
 
     async def send_part(self, body: bytes) -> None:
@@ -116,7 +132,7 @@ class ClientRequest:
     async def answer_whole(self, answer: WholeAnswer, header: tuple[bytes, bytes]) -> None:
         """A whole answer of an engine; in a stream that has begun its error."""
         if self.status is None:
-            await send_answer(self.send, answer, (header,))
+            await send_answer(self.send, answer, self._shown(header))
             return
         said = EngineError.of_body(answer.body)
         await self.break_off(ErrorKind.BAD_GATEWAY, f"status {answer.status}" if said is None else said.line)
@@ -124,6 +140,7 @@ class ClientRequest:
     async def refuse(self, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
         """An error of the router's own."""
         if self.status is None:
+            line = self._told(kind, line)
             await send_error(self.send, kind, line, param=param, retry_after_s=retry_after_s)
         else:
             await self.break_off(kind, line)
@@ -133,12 +150,22 @@ class ClientRequest:
         event is whole. The server cuts the connection of any other answer that is not complete."""
         if self.complete:
             return
+        line = self._told(kind, line)
         if self.status is None:
             await send_error(self.send, kind, line)
             return
         event = error_event(self.for_engine.path, error_body(kind, line), self.sent_events) if self.events else None
         if event is not None and not self.in_event:
             await self.send({"type": "http.response.body", "body": event})
+
+    def _shown(self, header: tuple[bytes, bytes]) -> RawHeaders:
+        return (header,) if self.shows_decision else ()
+
+    def _told(self, kind: ErrorKind, line: str) -> str:
+        """Names and addresses of workers are not for tenants."""
+        self.failure = line
+        hidden = kind.status >= 500 and self.caller.is_proven and not self.shows_decision
+        return "no engine can answer this request now; try again later" if hidden else line
 
     def log(self, *, gone: bool) -> None:
         """`POST /v1/completions 200, first byte 12.3 ms, 250.1 ms, 4096 bytes; model m; "w1";cached=512;...`"""
@@ -156,8 +183,29 @@ class ClientRequest:
             (now - self.began_ns) / 1e6,
             self.sent_bytes,
             None if self.model is None else self.model[:200],
-            self.decision or "no worker",
+            self.decision or self.failure or "no worker",
         )
+
+    def trusted_header(self, name: bytes) -> str | None:
+        """As `header`, if its sender may say that: anybody without a file of clients, else a gateway in front."""
+        caller = self.caller
+        return self.header(name) if caller.is_front or not caller.is_proven else None
+
+    def take_tokens(self, prompt: Prompt) -> None:
+        """Count its prompt and the answer that is expected. Raises OverLimit."""
+        if self.permit is not None:
+            limits = prompt.output_limits
+            output = prompt.output_tokens if limits is None else limits.clamp(prompt.output_tokens)
+            self.permit.take_tokens(prompt.input_tokens + output * self._answers, time.monotonic())
+
+    def count_usage(self, usage: Usage | None) -> None:
+        """Count what its engine reports instead."""
+        if self.permit is not None and usage is not None:
+            self.permit.correct(usage.prompt_tokens + usage.completion_tokens)
+
+    @property
+    def _answers(self) -> int:
+        return 1 if self.text is None else max(1, self.text.choices * self.text.prompts)
 
     def header(self, name: bytes) -> str | None:
         """The value of a header, given in lower case; None if it is absent or empty."""

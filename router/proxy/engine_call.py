@@ -1,8 +1,8 @@
 """Reads from any request what a router needs to find a worker for it: the model that it names, and about how long its prompt
 is."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -65,6 +65,21 @@ class EngineCall:
     body: bytes
     letters: int = 0
     text: TextRequest | None = None
+
+    def salted(self, path: str, salt_of: Callable[[str | None], str | None]) -> "EngineCall":
+        """With the cache salt that its client's tenant has. Raises InvalidValue for a body that can't be given one."""
+        if path in FORMS or not self.body:
+            return self
+        if is_large(self.body):
+            raise InvalidValue(
+                f"the body has {len(self.body)} bytes; expected fewer, or tenants' caches could not be kept apart"
+            )
+        decoded = self.text.body if self.text is not None else read_object(self.body)[0]
+        own = decoded.get("cache_salt")
+        fields = {"cache_salt": salt_of(own if isinstance(own, str) and own else None)}
+        body = replace_fields(decoded, self.body, fields)
+        text = None if self.text is None else replace(self.text, body={**decoded, **fields})
+        return replace(self, body=body, text=text)
 
 
 async def read_call(method: str, path: str, query: bytes, content_type: str, body: bytes) -> EngineCall:

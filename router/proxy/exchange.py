@@ -34,6 +34,7 @@ from kvatlas_router.proxy.engine_call import INFERENCE
 from kvatlas_router.proxy.headers import decision_header
 from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
 from kvatlas_router.proxy.request_trace import describe_answer, describe_try, request_span
+from kvatlas_router.tenancy.limits import OverLimit
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.upstream.engine_answer import EngineRefused, EngineStalled, WholeAnswer
 from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
@@ -172,7 +173,7 @@ class Exchange:
         with request_span(sent.path, request.headers, method=sent.method, model=request.model) as span:
             request.span = span
             try:
-                hints = RequestHintHeaders.read(request.headers) if self._settings.request_hints else None
+                hints = RequestHintHeaders.read(request.headers) if self._heeds_hints(request) else None
                 read = await self._read(request)
             except UnknownModel as error:
                 await _refuse(request, span, ErrorKind.NO_MODEL, str(error), param="model")
@@ -187,21 +188,33 @@ class Exchange:
                 await _refuse(request, span, ErrorKind.UNAVAILABLE, str(error))
                 return
             request.prompt_tokens = read.prompt.input_tokens
+            try:
+                request.take_tokens(read.prompt)
+            except OverLimit as error:
+                describe_answer(span, ErrorKind.BUSY.status, None)
+                await request.refuse(ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s)
+                return
             read = self._reader.with_session(read, request.header)
             if hints is not None:
-                request.priority = hints.priority
+                request.priority = hints.priority if request.priority is None else request.priority
                 read = replace(read, prompt=hints.apply(read.prompt))
             await self._try_workers(request, read, span)
+
+    def _heeds_hints(self, request: ClientRequest) -> bool:
+        return self._settings.request_hints and (request.caller.is_front or not request.caller.is_proven)
 
     async def _read(self, request: ClientRequest) -> RequestPrompt:
         """Raises UnknownModel, InvalidValue, Unreachable, and ObjectUnknown."""
         holder = None
         if request.objects is not None:
-            holder = await self._objects.find(request.objects, await self._catalogue.workers_for(request.model))
+            workers = await self._catalogue.workers_for(request.model)
+            holder = await self._objects.find(request.objects, workers, request.caller.tenant_id)
         if holder is None:
             return await self._read_prompt(request)
         if request.model is None:
             scope = Scope(holder.endpoint.model_id, holder.endpoint.tokenizer_id)
+            if request.caller.tenant_id is not None:
+                scope = replace(scope, tenant_id=request.caller.tenant_id)
             read = self._reader.guess(scope, request.letters, request.id)
         else:
             read = await self._read_prompt(request)
@@ -209,9 +222,9 @@ class Exchange:
 
     async def _read_prompt(self, request: ClientRequest) -> RequestPrompt:
         if request.text is None:
-            return await self._reader.read_length(request.model, request.letters, request.id)
+            return await self._reader.read_length(request.model, request.letters, request.id, request.caller)
         with step_span("read prompt") as span:
-            read = await self._reader.read(request.text, request.id)
+            read = await self._reader.read(request.text, request.id, request.caller)
             if span.is_recording():
                 span.set_attribute("kvatlas.prompt_tokens", read.prompt.input_tokens)
                 span.set_attribute("kvatlas.untokenized", read.untokenized)
@@ -410,7 +423,13 @@ class Exchange:
         """A worker that was not tried yet. Leaving the block ends the booking, unless it is ended already."""
         prompt = read.prompt
         if attempts.number == 1:
-            choice = await self._admission.admit(prompt, request.text, request.header, priority=request.priority)
+            choice = await self._admission.admit(
+                prompt,
+                request.text,
+                request.trusted_header,
+                tenant_id=request.caller.tenant_id,
+                priority=request.priority,
+            )
         else:
             choice = await self._admission.book(prompt, request.text, attempts.tried, apart=attempts.apart)
         try:

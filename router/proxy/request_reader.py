@@ -6,6 +6,7 @@ from dataclasses import replace
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.identity import Scope
 from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tokens.budget import BudgetedTokenizer
 from kvatlas_router.tokens.prompt_reader import PromptReader, PromptSettings, RequestPrompt
 from kvatlas_router.tokens.text_request import TextRequest, is_session_id
@@ -30,16 +31,26 @@ class RequestReader:
         self._catalogue = catalogue
         self._prompts = PromptReader(tokenizer, memory, settings)
 
-    async def read(self, request: TextRequest, request_id: str | None = None) -> RequestPrompt:
-        """Raises UnknownModel, and InvalidValue for a request that no engine would take."""
-        tenant_id = request.cache_salt if self._prompts.settings.salt_is_tenant else None
-        scope = await self._scope(request.model, tenant_id)
+    @property
+    def salt_is_tenant(self) -> bool:
+        """Do cache salts name tenants?"""
+        return self._prompts.settings.salt_is_tenant
+
+    async def read(
+        self, request: TextRequest, request_id: str | None = None, caller: Caller = ANYBODY
+    ) -> RequestPrompt:
+        """Raises UnknownModel, and InvalidValue for a request that no engine would take. With `salt_is_tenant` the salt of a
+        proven caller's request begins with its tenant already (`Caller.salted`)."""
+        salt = request.cache_salt if self._prompts.settings.salt_is_tenant else None
+        scope = await self._scope(request.model, salt or caller.tenant_id, caller)
         request = replace(request, kind=await self._catalogue.kind_of(scope), model_id=scope.model_id)
         return await self._narrow(await self._prompts.read(request, scope, request_id), request.model)
 
-    async def read_length(self, model: str | None, letters: int, request_id: str | None = None) -> RequestPrompt:
+    async def read_length(
+        self, model: str | None, letters: int, request_id: str | None = None, caller: Caller = ANYBODY
+    ) -> RequestPrompt:
         """For a request whose prompt is not read: it matches nothing, and its length is a guess. Raises UnknownModel."""
-        read = self._prompts.guess(await self._scope(model, None), letters, request_id)
+        read = self._prompts.guess(await self._scope(model, caller.tenant_id, caller), letters, request_id)
         return await self._narrow(read, model)
 
     def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
@@ -52,8 +63,10 @@ class RequestReader:
         session_id = next((value for value in found if is_session_id(value)), None)
         return read if session_id is None else replace(read, prompt=replace(read.prompt, session_id=session_id))
 
-    async def _scope(self, model: str | None, tenant_id: str | None) -> Scope:
+    async def _scope(self, model: str | None, tenant_id: str | None, caller: Caller) -> Scope:
         scope = await self._catalogue.scope_of(model, tenant_id)
+        if scope is not None and not caller.may_use(model or scope.adapter_id or scope.model_id):
+            model, scope = model or scope.model_id, None  # as if it did not exist
         if scope is None:
             if model is None:
                 raise InvalidValue("model is missing, and the fleet serves more than one; expected one of /v1/models")

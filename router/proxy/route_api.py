@@ -16,6 +16,7 @@ from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.proxy.catalogue import Catalogue
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
+from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_router.upstream.status import Verdict, judge
@@ -53,13 +54,13 @@ class RouteApi:
         self._counters = counters
         self._shed = shed
 
-    async def route(self, body: dict[str, Any], client: str) -> Mapping[str, Any]:
+    async def route(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
         """Choose and book a worker for a request that the caller sends.
 
         The body is an OpenAI request (with `messages` or `prompt`), or the hints of `kvatlas.request.RequestHints`.
-        `client`: who asks: it holds a bounded number of bookings. `avoid`: workers that are no candidates. `pd`: true, to get
-        the prefill worker too, if that is another one. Raises InvalidValue, UnknownModel, NoWorkers, EnginesRest, RequestShed,
-        TooManyHeld and Unreachable.
+        `caller`: who asks: it holds a bounded number of bookings, and its tenant is the request's. `avoid`: workers that are no
+        candidates. `pd`: true, to get the prefill worker too, if that is another one. Raises InvalidValue, UnknownModel,
+        NoWorkers, EnginesRest, RequestShed, TooManyHeld and Unreachable.
         """
         pd = body.pop("pd", False)
         if not isinstance(pd, bool):
@@ -67,9 +68,11 @@ class RouteApi:
         avoid = body.pop("avoid", [])
         if not isinstance(avoid, list) or not all(isinstance(one, str) for one in avoid):
             raise InvalidValue(f"avoid is {avoid!r:.80}; expected a list of worker ids")
-        read = await self._read(body)
+        read = await self._read(body, caller)
         held_id, choice = await self._avoidance.choose(
-            read.prompt, frozenset(avoid), lambda avoided: self._held.book(read.prompt, avoided, pd=pd, client=client)
+            read.prompt,
+            frozenset(avoid),
+            lambda avoided: self._held.book(read.prompt, avoided, pd=pd, client=caller.name),
         )
         if self._shed and choice.advice is Advice.SHED:
             self._held.end(held_id, None, well=False)
@@ -78,7 +81,7 @@ class RouteApi:
         self._outliers.record_sent(read.prompt.scope.pool_id, choice.worker_id)
         return _choice_json(held_id, choice, read)
 
-    async def done(self, body: dict[str, Any], _: str) -> Mapping[str, Any]:
+    async def done(self, body: dict[str, Any], _: Caller) -> Mapping[str, Any]:
         """`id`: from `/kvatlas/route`. `phase`: `first_token` or `done` (default). `usage`: from the engine's answer.
         `status`: the answer's HTTP status, 200 by default; 0 without an answer. `failed`: true if the request failed in
         another way. `timings`: the measured `ttft_us` and `tpot_us` (the median). Raises InvalidValue, and Unreachable for
@@ -115,10 +118,13 @@ class RouteApi:
         else:
             self._outliers.record_unknown(booking.pool_id, booking.worker_id)
 
-    async def _read(self, body: dict[str, Any]) -> RequestPrompt:
+    async def _read(self, body: dict[str, Any], caller: Caller) -> RequestPrompt:
+        claimed = body.pop("tenant_id", None)
+        if claimed is not None and claimed != (caller.tenant_id or self._catalogue.tenant_id):
+            raise InvalidValue("tenant_id names another tenant than the caller's; a body proves none")
         for api, name in ((Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt")):
             if name in body:
-                return await self._reader.read(TextRequest.of(api, body))
+                return await self._reader.read(TextRequest.of(api, self._salted(body, caller)), None, caller)
         hashes = body.get("block_hashes")
         if isinstance(hashes, list) and len(hashes) > MAX_HASHES:
             raise InvalidValue(
@@ -126,21 +132,30 @@ class RouteApi:
             )
         # in a thread, which lets others go on every 5 ms
         hints = await asyncio.to_thread(RequestHints.parse, body)
-        scope = await self._catalogue.scope_of(hints.model_id)
+        scope = await self._catalogue.scope_of(hints.model_id, caller.tenant_id)
         if scope is None and hints.model_id is None:
             raise InvalidValue("model_id is missing; the fleet serves more than one model, or none")
-        prompt = await asyncio.to_thread(Prompt.of_hints, hints, _fallbacks(hints, scope))
+        prompt = await asyncio.to_thread(
+            Prompt.of_hints, hints, _fallbacks(hints, scope, caller.tenant_id or self._catalogue.tenant_id)
+        )
         if scope is None and not await self._catalogue.knows_pool(prompt.scope):
             raise UnknownModel(
                 f"no worker serves model {prompt.scope.model_id[:200]!r} with tokenizer {prompt.scope.tokenizer_id[:200]!r}"
             )
         return RequestPrompt(prompt, prompt.input_tokens)
 
+    def _salted(self, body: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        """With the salt that the caller's tenant has, as the request has to be sent."""
+        if not caller.is_proven or not self._reader.salt_is_tenant:
+            return body
+        own = body.get("cache_salt")
+        return {**body, "cache_salt": caller.salted(own if isinstance(own, str) and own else None)}
 
-def _fallbacks(hints: RequestHints, scope: Scope | None) -> Fallbacks:
+
+def _fallbacks(hints: RequestHints, scope: Scope | None, tenant_id: str) -> Fallbacks:
     """The model's name is enough: its tokenizer, and whether it is an adapter, follow from the fleet."""
     if scope is None:
-        return Fallbacks()
+        return Fallbacks(tenant_id=tenant_id)
     return Fallbacks(scope.model_id, scope.tokenizer_id, scope.adapter_id, scope.tenant_id)
 
 

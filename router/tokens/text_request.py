@@ -69,12 +69,14 @@ _LISTS = (Api.CHAT, Api.MESSAGES, Api.TOKENS)
 @dataclass(frozen=True, slots=True)
 class TextRequest:
     """One request. `body` is its JSON, unchecked; the properties are what a router reads from it. `kind` and `model_id`: of the
-    engines that it is for, and of their model, because these decide how a conversation is rendered."""
+    engines that it is for, and of their model, because these decide how a conversation is rendered. `tenant_id`: only engines
+    that may see this tenant's prompts tokenize it; None: not known yet."""
 
     api: Api
     body: Mapping[str, Any]
     kind: EngineKind = EngineKind.VLLM
     model_id: str | None = None
+    tenant_id: str | None = None
 
     @classmethod
     def parse(cls, api: Api, body: bytes) -> Self:

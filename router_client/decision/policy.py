@@ -32,7 +32,9 @@ class RoutingPolicy:
         self._seed = settings.seed.to_bytes(8, "little", signed=True) if settings.seed else b""
 
     def narrow(self, pool: Pool, prompt: Prompt, avoid: Collection[str] = ()) -> Pool:
-        """The pool without the workers that the caller avoids, or that a selector leaves out."""
+        """The pool without the workers that may not see the prompt's tenant, that the caller avoids, or that a selector leaves
+        out."""
+        pool = pool.of_tenant(prompt.scope.tenant_id)
         if avoid:
             pool = pool.without(avoid)
         for select in (self._settings.select, prompt.select):

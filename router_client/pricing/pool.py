@@ -18,10 +18,13 @@ from kvatlas.fleet.records import (
     Liveness,
     Role,
 )
+from kvatlas.fleet.tenants import include
 from kvatlas.reservations.likeness import likeness_of
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, limit_of
 
 MOST_SKIPPED = 64
+MOST_TENANTS = 256
+"""For this many a pool remembers which of its workers they may use."""
 
 
 class WorkerRules(Protocol):
@@ -111,6 +114,7 @@ class Pool:
     `profile`: the prices now. `loads`: as reported in this reading. `groups` has all candidates, and besides them up to
     MOST_SKIPPED that a caller does not want (`skipped`); it is empty if they are more. `chains`: those that workers' blocks
     are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced blocks.
+    `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it (`of_tenant`).
     """
 
     records: Mapping[str, FleetRecord]
@@ -129,6 +133,8 @@ class Pool:
     skipped: frozenset[str] = frozenset()
     usual_block_size: int | None = None
     chains: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    tenants: frozenset[tuple[str, ...]] = frozenset()
+    by_tenant: dict[str, "Pool"] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -182,6 +188,7 @@ class Pool:
             _groups_of(whole_candidates),
             usual_block_size=_usual_block_size(whole_candidates),
             chains={chain: frozenset(sizes) for chain, sizes in chains.items()},
+            tenants=frozenset(record.tenants for record in records.values() if record.tenants),
         )
 
     def read_again(self, records: Mapping[str, FleetRecord]) -> "Pool | None":
@@ -194,7 +201,7 @@ class Pool:
             known = before.get(id)
             if known is not record and (known is None or not _differs_in_load_only(known, record)):
                 return None
-        return replace(self, records=records, loads=ReportedLoads(records))
+        return replace(self, records=records, loads=ReportedLoads(records), by_tenant={})
 
     @property
     def left_out_of_pairs(self) -> Mapping[str, str]:
@@ -231,6 +238,26 @@ class Pool:
             usual_block_size=_usual_block_size(candidates),
         )
 
+    def of_tenant(self, tenant_id: str) -> "Pool":
+        """The pool without the workers that may not get this tenant's prompts; worked out once for each tenant."""
+        if all(include(tenants, tenant_id) for tenants in self.tenants):
+            return self
+        if (known := self.by_tenant.get(tenant_id)) is not None:
+            return known
+
+        def why_not(worker: EngineEndpoint) -> str | None:
+            return (
+                None if self.records[worker.id].may_see(tenant_id) else "its identity may not see this tenant's prompts"
+            )
+
+        # look-alikes have the same tenants: whole groups are left out, and nothing has to be skipped in the others
+        groups = tuple(group for group in self.groups if self.records[group.example.id].may_see(tenant_id))
+        found = replace(self.narrow(why_not), groups=groups, skipped=self.skipped)
+        if len(self.by_tenant) >= MOST_TENANTS:
+            self.by_tenant.clear()
+        self.by_tenant[tenant_id] = found
+        return found
+
     def without(self, avoid: Collection[str]) -> "Pool":
         """The pool without these workers."""
         return self.narrow(lambda endpoint: "the caller avoids it" if endpoint.id in avoid else None)
@@ -263,7 +290,7 @@ def _build_candidates(
 
 def _differs_in_load_only(before: FleetRecord, now: FleetRecord) -> bool:
     """Is all the same that `Pool.of` reads?"""
-    if before.state is not now.state or before.liveness is not now.liveness:
+    if before.state is not now.state or before.liveness is not now.liveness or before.tenants != now.tenants:
         return False
     if vars(before.endpoint) != vars(now.endpoint):  # what == does, twice as fast
         return False

@@ -105,6 +105,26 @@ async def test_what_an_identity_does_not_allow_never_reaches_routers(
     assert [one for one in caplog.records if TENANT in one.getMessage() and one.levelno > logging.DEBUG] == []
 
 
+async def test_routers_learn_whose_prompts_a_worker_may_get(
+    nats_client: Client, nats: EmbeddedServer, valkey: EmbeddedServer, identities: Path
+) -> None:
+    endpoint = EngineEndpoint(
+        id="rogue",
+        kind=EngineKind.VLLM,
+        model_id="model",
+        tokenizer_id="tokenizer",
+        tenant_id="acme",
+        base_url="http://10.1.2.3:8000",
+    )
+    beat = heartbeat(BusPublisher(nats_client, "rogue")).model_copy(update={"endpoint": endpoint})
+    async with running_replica(nats.url, valkey.url, identities=identities):
+        await nats_client.publish(alive_subject("rogue"), beat.pack())
+        store = await open_store(valkey.url, wait=False)
+        fleet = await until(lambda: FleetStore(store).all(), what="the worker is known")
+        assert fleet["rogue"].may_see("acme") and not fleet["rogue"].may_see("default")
+        await store.close()
+
+
 def test_the_tenant_of_a_refusal_is_named_at_debug_only(identities: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with pytest.raises(TenantRefused) as refused:

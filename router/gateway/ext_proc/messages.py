@@ -63,6 +63,21 @@ def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
     return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
 
 
+def metadata_text(metadata: Mapping[str, Struct], namespace: str, key: str) -> str | None:
+    """A text in a namespace of dynamic metadata; a key with dots leads into structures. None if there is none."""
+    if namespace not in metadata:
+        return None
+    *outer, last = key.split(".")
+    fields = metadata[namespace].fields
+    for name in outer:
+        if name not in fields or fields[name].WhichOneof("kind") != "struct_value":
+            return None
+        fields = fields[name].struct_value.fields
+    if last not in fields or fields[last].WhichOneof("kind") != "string_value":
+        return None
+    return fields[last].string_value
+
+
 def read_served(message: ProcessingRequest) -> str | None:
     """The endpoint that answered, as the gateway says with the answer's headers; None if it doesn't."""
     metadata = message.metadata_context.filter_metadata

@@ -170,7 +170,7 @@ class StreamState:
         self.request_mode, self.answer_mode = protocol.request_body_mode, protocol.response_body_mode
         over = message.request_headers.end_of_stream
         headers = read_headers(message.request_headers.headers)
-        self._head = RequestHead(headers, read_subset(message))
+        self._head = RequestHead(headers, read_subset(message), message.metadata_context.filter_metadata)
         self._request = _Phase.WAITING
         self._kept_ends = over
         if over or self.request_mode not in (BUFFERED, FULL_DUPLEX_STREAMED) or not self.wants_body(self._head):

@@ -22,6 +22,7 @@ from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
 from kvatlas_publishers.ledger.counters import LedgerCounters
 from kvatlas_router.gateway.counters import GatewayCounters, GatewayGauges
 from kvatlas_router.proxy.counters import ProxyCounters
+from kvatlas_router.tenancy.counters import TenancyCounters
 from kvatlas_router.tokens import TokenCounters
 from router_client import RouterCounters
 from tests.kvatlas.telemetry.test_metric_export import read
@@ -57,6 +58,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("proxy", ProxyCounters()),
         ("gateway_load", GatewayGauges(1, 2)),
         ("http", HttpCounters()),
+        ("tenancy", TenancyCounters()),
         ("gateway", GatewayCounters()),
         ("tokens", TokenCounters()),
         ("index_replica", ReplicaCounters()),

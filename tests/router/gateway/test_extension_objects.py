@@ -13,9 +13,13 @@ from kvatlas_router.gateway.asked_request import AskedRequest
 from kvatlas_router.gateway.extension_objects import ExtensionObjects, PoolObjects
 from kvatlas_router.gateway.kubernetes_api import open_kubernetes_api
 from kvatlas_router.gateway.picker import Renaming, RequestHead
+from kvatlas_router.gateway.sender import SenderTrust
 from tests.router.gateway.kubernetes import Namespace
 
 pytestmark = pytest.mark.anyio
+
+
+TRUST = SenderTrust.of(("X-Gateway-Inference-Objective", "x-llm-d-inference-objective"), "")
 
 
 def objective(name: str, priority: int | None, pool: str = "pool") -> dict[str, Any]:
@@ -78,20 +82,22 @@ def test_what_can_not_be_read_is_named_and_left_out() -> None:
 async def test_an_objectives_higher_priority_is_earlier_in_line(
     header: str, name: str | None, priority: int | None
 ) -> None:
-    asked = await AskedRequest.read(head(**({header: name} if name else {})), b"{}", OBJECTS, "")
+    asked = await AskedRequest.read(head(**({header: name} if name else {})), b"{}", OBJECTS, TRUST)
+    untrusted = await AskedRequest.read(head(**({header: name} if name else {})), b"{}", OBJECTS, SenderTrust())
+    assert untrusted.priority is None, "a client says so itself"
     assert asked.priority == priority
     assert asked.labels.priority == -(priority or 0)
 
 
 async def test_a_rewritten_request_names_the_engines_model_and_nothing_else_changes() -> None:
     given = {"model": "any", "prompt": "é\u2028", "max_tokens": 3, "stream": True}
-    asked = await AskedRequest.read(head(), json.dumps(given).encode(), OBJECTS, "")
+    asked = await AskedRequest.read(head(), json.dumps(given).encode(), OBJECTS, SenderTrust())
     assert asked.renaming == Renaming("default", "any") and asked.changed is not None
     assert json.loads(asked.changed) == {**given, "model": "default"}
     assert asked.call.text is not None and asked.call.text.model == "default"
     assert (asked.labels.model, asked.labels.target) == ("any", "default")
     untouched = b'{"model":  "any", "prompt": [1]}'
-    assert (await AskedRequest.read(head(), untouched, PoolObjects(), "")).changed is None
+    assert (await AskedRequest.read(head(), untouched, PoolObjects(), SenderTrust())).changed is None
 
 
 @pytest.mark.parametrize("space", ["", " "])

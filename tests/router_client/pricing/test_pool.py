@@ -61,3 +61,21 @@ def test_another_load_is_no_reason_to_work_out_the_pool_again(before: Mapping[st
     again = known.read_again(after)
     assert again is not None and again.candidates is known.candidates and again.groups is known.groups
     assert again == Pool.of(after)
+
+
+@given(
+    st.lists(st.sampled_from(((), ("acme",), ("a*", "b"), ("other",))), min_size=1, max_size=9),
+    st.sampled_from(("acme", "acme/salt", "b", "default", "other", "")),
+)
+def test_a_tenant_has_the_workers_that_may_see_it(tenants: list[tuple[str, ...]], tenant_id: str) -> None:
+    """And their groups of look-alikes, whole."""
+    workers = pool(*(worker(f"w{number}").model_copy(update={"tenants": of}) for number, of in enumerate(tenants)))
+    allowed = {id for id, record in workers.items() if record.may_see(tenant_id)}
+    whole = Pool.of(workers)
+    found = whole.of_tenant(tenant_id)
+    assert {candidate.id for candidate in found.candidates} == allowed == set(found.candidate_of)
+    assert {id for group in found.groups for id in (*group.ids, *group.odd)} == allowed
+    assert not found.skipped and set(found.left_out) == set(workers) - allowed
+    assert found is whole or found is whole.of_tenant(tenant_id)
+    again = whole.read_again({id: record.model_copy(update={"heard_us": 9}) for id, record in workers.items()})
+    assert again is not None and {candidate.id for candidate in again.of_tenant(tenant_id).candidates} == allowed

@@ -1,0 +1,17 @@
+"""The counters of tenancy."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class TenancyCounters:
+    """Plain integers since the router started. Requests: `proven`, `unproven` (refused, as they showed nothing that counts),
+    `foreign` (refused, as they named a tenant that is not theirs), `over_requests`, `over_tokens` (refused by a limit) and
+    `too_long` (by the client's own limit of bodies)."""
+
+    proven: int = 0
+    unproven: int = 0
+    foreign: int = 0
+    over_requests: int = 0
+    over_tokens: int = 0
+    too_long: int = 0

@@ -1,0 +1,117 @@
+"""An issuer's public keys (a JWKS, RFC 7517, or one key in PEM), from a file or an address; read again when they change."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import jwt
+
+from kvatlas.errors import InvalidValue
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas_router.tenancy.refusals import KeysUnknown
+
+AGE_S = 300.0
+"""How soon keys are read again: a key that was withdrawn counts so long."""
+ASK_AGAIN_S = 10.0
+"""How soon, if a token names a key that is not known, or the keys could not be read."""
+READ_S = 5.0
+MOST_BYTES = 1 << 20
+
+_log = logging.getLogger("kvatlas_router.tenancy")
+
+
+class IssuerKeys:
+    """`of` is cheap while the keys are known. Safe to share between tasks of one event loop."""
+
+    def __init__(
+        self, name: str, file: Path | None, url: str | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`name`: the issuer's, for the log. One of `file` and `url` is given."""
+        self.version = 0
+        """Changes whenever the keys do."""
+        self._name = name
+        self._file = file
+        self._url = url
+        self._clock = clock
+        self._keys: Mapping[str, Any] = {}
+        self._source = b""
+        self._read_at: float | None = None
+        self._read: asyncio.Task[None] | None = None
+        self._refusals = RateLimitedLog(_log)
+
+    async def of(self, key_id: str | None) -> Any:
+        """The key of this id, or the only one; None if there is none. Raises KeysUnknown."""
+        age_s = None if self._read_at is None else self._clock() - self._read_at
+        found = self._find(key_id)
+        if self._keys and age_s is not None and age_s >= AGE_S:
+            self._start()  # those that are known go on meanwhile
+        elif age_s is None or (found is None and age_s >= ASK_AGAIN_S):
+            await asyncio.shield(self._start())
+            found = self._find(key_id)
+        if not self._keys:
+            raise KeysUnknown(f"the keys of issuer {self._name} can't be read now")
+        return found
+
+    def _find(self, key_id: str | None) -> Any:
+        if key_id is None and len(self._keys) == 1:
+            return next(iter(self._keys.values()))
+        return self._keys.get(key_id or "", self._keys.get("") if len(self._keys) == 1 else None)
+
+    def _start(self) -> asyncio.Task[None]:
+        if self._read is None or self._read.done():
+            self._read = asyncio.ensure_future(self._read_again())
+        return self._read
+
+    async def _read_again(self) -> None:
+        try:
+            source = await asyncio.to_thread(self._file.read_bytes) if self._file is not None else await self._fetch()
+            if source != self._source:
+                self._keys = parse_keys(source)
+                self._source = source
+                self.version += 1
+        except (OSError, TimeoutError, aiohttp.ClientError, InvalidValue) as error:
+            self._refusals.report(self._name, f"keys of issuer {self._name} not read ({error}); those before are used")
+        self._read_at = self._clock()
+
+    async def _fetch(self) -> bytes:
+        assert self._url is not None
+        timeout = aiohttp.ClientTimeout(total=READ_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(self._url, allow_redirects=False) as answer,
+        ):
+            if answer.status != 200:
+                raise InvalidValue(f"status {answer.status}")
+            body = await answer.content.read(MOST_BYTES)
+            while more := await answer.content.read(MOST_BYTES):
+                body += more
+                if len(body) > MOST_BYTES:
+                    raise InvalidValue(f"more than {MOST_BYTES} bytes")
+            return body
+
+
+def parse_keys(source: bytes) -> Mapping[str, Any]:
+    """By key id: those of a JWKS that sign, or '' for a key in PEM. Raises InvalidValue if there is none."""
+    if source.lstrip().startswith(b"-----BEGIN "):
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+        try:
+            return {"": load_pem_public_key(source)}
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise InvalidValue(f"no public key in PEM: {error!s:.80}") from None
+    try:
+        found = jwt.PyJWKSet.from_dict(json.loads(source))
+    except (ValueError, AttributeError, TypeError, jwt.PyJWTError) as error:
+        raise InvalidValue(f"no JWKS: {error!s:.80}") from None
+    keys = {
+        one.key_id or "": one.key for one in found.keys if one.public_key_use in (None, "sig") and one.key_type != "oct"
+    }
+    if not keys:
+        raise InvalidValue("a JWKS without a public key")
+    return keys

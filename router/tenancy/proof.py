@@ -1,0 +1,147 @@
+"""From what a request shows to its caller: a key, a client certificate, the address of a trusted front, a JWT."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.validation import matches
+from kvatlas_router.tenancy.caller import Caller
+from kvatlas_router.tenancy.clients_file import Client, Clients, is_tenant_name
+from kvatlas_router.tenancy.refusals import ForeignTenant, Unproven
+
+if TYPE_CHECKING:
+    from kvatlas_router.tenancy.issuer import IssuedTokens
+
+LOOK_S = 1.0
+"""How often, at most, the file is looked at."""
+MOST_CALLERS = 100_000
+_KEY_HEADERS = (b"x-api-key", b"api-key")
+"""As Anthropic's and Azure's clients send a key."""
+_NOTHING = "no key; expected `Authorization: Bearer KEY`"
+
+_log = logging.getLogger("kvatlas_router.tenancy")
+
+
+class Proof:
+    """The clients of one file, read again when it changes; a file that can't be read leaves those before in use."""
+
+    def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises SettingsError for a file that can't be used."""
+        self._file = file
+        self._clock = clock
+        self._looked_at = clock()
+        self._stamp = _stamp(file)
+        try:
+            self.clients = Clients.read(file)
+        except (OSError, InvalidValue) as error:
+            raise SettingsError(f"--clients-file is {str(file)!r}: {_reason(error)}") from None
+        self._tokens = _issued_tokens(self.clients)
+        self._callers: dict[tuple[str, str], Caller] = {}
+
+    async def prove(self, headers: Iterable[tuple[bytes, bytes]], address: str, certificate: frozenset[str]) -> Caller:
+        """Who sends it. `headers`: names in lower case. `certificate`: the names of the client's, if it showed a valid one.
+
+        Raises Unproven, ForeignTenant, and KeysUnknown.
+        """
+        self._look()
+        shown, named = self._read_headers(headers)
+        name = self._find(shown, address, certificate)
+        if name is not None:
+            return self._caller(name, self.clients.clients[name], named)
+        token = next((one for one in shown if one.count(b".") == 2), None)
+        if self._tokens is None or token is None:
+            raise Unproven(_NOTHING if not shown else "the key is not known here")
+        caller = await self._tokens.prove(token)
+        if named and named != [caller.tenant_id]:
+            raise ForeignTenant("the header names another tenant than the token")
+        return caller
+
+    def _read_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[list[bytes], list[str]]:
+        """The keys and tokens that it shows, and the tenants that it names."""
+        shown: list[bytes] = []
+        named: list[str] = []
+        for name, value in headers:
+            if name == b"authorization":
+                scheme, _, token = value.partition(b" ")
+                if scheme.lower() == b"bearer":
+                    shown.append(token.strip())
+            elif name in _KEY_HEADERS:
+                shown.append(value.strip())
+            elif name == self.clients.tenant_header:
+                named.append(value.decode("utf-8", "replace").strip())
+        return shown, named
+
+    def _find(self, shown: list[bytes], address: str, certificate: frozenset[str]) -> str | None:
+        clients = self.clients
+        by_key = (clients.by_hash.get(hash_of(key)) for key in shown)
+        by_certificate = (clients.by_certificate.get(one) for one in sorted(certificate))
+        if (found := next((name for name in chain(by_key, by_certificate) if name is not None), None)) is not None:
+            return found
+        return next((name for addresses, name in clients.fronts if addresses.allows(address, 0)), None)
+
+    def _caller(self, name: str, client: Client, named: list[str]) -> Caller:
+        if len(named) > 1:
+            raise ForeignTenant("the header of the tenant is given more than once; expected one")
+        if client.front and not named:
+            raise Unproven("the gateway in front named no tenant for this request")
+        tenant_id = named[0] if named else client.tenants[0]
+        if (known := self._callers.get((name, tenant_id))) is not None:
+            return known
+        if not is_tenant_name(tenant_id) or not (
+            matches(tenant_id, client.tenants) if client.front else tenant_id in client.tenants
+        ):
+            raise ForeignTenant("this client may not speak for the tenant that the header names")
+        by = f"{name}/{tenant_id}" if client.front else name
+        caller = client.caller(by, tenant_id, is_front=client.front)
+        if len(self._callers) >= MOST_CALLERS:
+            self._callers.clear()
+        self._callers[name, tenant_id] = caller
+        return caller
+
+    def _look(self) -> None:
+        now = self._clock()
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        stamp = _stamp(self._file)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            clients = Clients.read(self._file)
+        except (OSError, InvalidValue) as error:
+            _log.warning("%s can't be used (%s); the clients before are used", self._file, _reason(error))
+            return
+        self.clients, self._callers, self._tokens = clients, {}, _issued_tokens(clients)
+        _log.info("%s read again: %d clients, %d issuers", self._file, len(clients.clients), len(clients.issuers))
+
+
+def _issued_tokens(clients: Clients) -> "IssuedTokens | None":
+    if not clients.issuers:
+        return None
+    from kvatlas_router.tenancy.issuer import IssuedTokens  # PyJWT and its cryptography take 50 ms to import
+
+    return IssuedTokens(clients.issuers)
+
+
+def hash_of(key: bytes) -> str:
+    """As the file has it. A key is random, and long: it needs no slow hash."""
+    return f"sha256:{sha256(key).hexdigest()}"
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    """Changes whenever the file does."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_ino
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,111 @@
+"""In front of the proxy's application: a request passes if its tenant is proven, and within its client's limits.
+
+What passes has its `Permit` in the scope (`permit_of`), and answers say what is left of the limits (`x-ratelimit-*`).
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvatlas.runtime.bounded_protocol import CERTIFICATE
+from kvatlas.runtime.http_access import PROBES
+from kvatlas.runtime.http_border import BodyTooLong
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas_router.proxy.client_request import ErrorKind, send_error
+from kvatlas_router.tenancy.counters import TenancyCounters
+from kvatlas_router.tenancy.limits import ClientLimits, OverLimit, Permit
+from kvatlas_router.tenancy.proof import Proof
+from kvatlas_router.tenancy.refusals import ForeignTenant, KeysUnknown, Unproven
+
+_OPEN = PROBES | {"/version"}
+
+_log = logging.getLogger("kvatlas_router.tenancy")
+
+
+class TenantGate:
+    """An ASGI application in front of another one."""
+
+    def __init__(
+        self,
+        application: ASGIApp,
+        proof: Proof,
+        counters: TenancyCounters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._application = application
+        self._proof = proof
+        self._limits = ClientLimits(counters)
+        self._counters = counters
+        self._clock = clock
+        self._refusals = RateLimitedLog(_log)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in _OPEN or scope["method"] == "OPTIONS":  # browsers send no key with OPTIONS
+            await self._application(scope, receive, send)
+            return
+        address = scope["client"][0] if scope["client"] else ""
+        try:
+            caller = await self._proof.prove(scope["headers"], address, scope.get(CERTIFICATE, frozenset()))
+        except Unproven as error:
+            self._counters.unproven += 1
+            self._refusals.report("unproven", f"request of {address} refused: {error}")
+            await send_error(send, ErrorKind.UNPROVEN, str(error), added=((b"www-authenticate", b"Bearer"),))
+            return
+        except ForeignTenant as error:
+            self._counters.foreign += 1
+            self._refusals.report("foreign", f"request of {address} refused: {error}")
+            await send_error(send, ErrorKind.FOREIGN, str(error))
+            return
+        except KeysUnknown as error:
+            await send_error(send, ErrorKind.UNAVAILABLE, str(error))
+            return
+        self._counters.proven += 1
+        try:
+            permit = self._limits.admit(caller, self._clock())
+        except OverLimit as error:
+            self._counters.over_requests += 1
+            headers = self._limits.headers(caller, self._clock())
+            await send_error(send, ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s, added=headers)
+            return
+        try:
+            scope["kvatlas.permit"] = permit
+            bounded = self._bounded(scope, permit, receive)
+            await self._application(scope, bounded, self._with_headers(permit, send))
+        finally:
+            permit.end()
+
+    def _with_headers(self, permit: Permit, send: Send) -> Send:
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start" and (added := permit.headers(self._clock())):
+                kept = [one for one in message["headers"] if not one[0].lower().startswith(b"x-ratelimit-")]
+                message = {**message, "headers": [*kept, *added]}
+            await send(message)
+
+        return sent
+
+    def _bounded(self, scope: Scope, permit: Permit, receive: Receive) -> Receive:
+        """`receive`, which raises BodyTooLong."""
+        limit = permit.caller.limits.body_bytes
+        if limit is None:
+            return receive
+        announced = next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            if announced <= limit:
+                message = await receive()
+                received += len(message.get("body", b""))
+                if received <= limit:
+                    return message
+            self._counters.too_long += 1
+            raise BodyTooLong(str(announced) if announced else f"more than {limit}", limit)
+
+        return bounded
+
+
+def permit_of(scope: Scope) -> Permit | None:
+    """What the gate gave a request; None: this router has no file of clients."""
+    return scope.get("kvatlas.permit")

@@ -1,0 +1,1 @@
+from tests.router.conftest import *  # noqa: F403

@@ -1,0 +1,118 @@
+"""A fleet that several tenants use, and `kvatlas router` processes in front of it: with everything switched on, and with the
+defaults."""
+
+import asyncio
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.identity import Scope
+from kvatlas.store.connection import Store
+from kvatlas_router.tenancy.proof import hash_of
+from tests.end_to_end.processes import environment, line_with
+from tests.router.proxy.engines import MODEL, Fleet, record, running_fleet
+
+ACMES_PROMPT = list(range(1_000, 1_200))
+"""Cached, for tenant acme, on the worker that anybody may use."""
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ACME, OTHER, WATCHER, OPERATOR = "acme-key", "other-key", "watcher-key", "operator-token"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def hints(**more: object) -> dict[str, object]:
+    return {"model_id": MODEL, "token_ids": ACMES_PROMPT, **more}
+
+
+def completion(**more: object) -> dict[str, object]:
+    return {"model": MODEL, "prompt": ACMES_PROMPT, "max_tokens": 1, **more}
+
+
+def clients_text(more: str = "", *, other: str = "") -> str:
+    """A file of clients: two tenants, and one more key of acme that may see decisions."""
+    return textwrap.dedent(f"""
+        [clients.acme]
+        keys = ["{hash_of(ACME.encode())}"]
+        tenants = ["acme", "acme-test"]
+        [clients.other]
+        keys = ["{hash_of(OTHER.encode())}"]
+        tenants = ["other"]
+        {other}
+        [clients.watcher]
+        keys = ["{hash_of(WATCHER.encode())}"]
+        tenants = ["acme"]
+        decisions = true
+        """) + textwrap.dedent(more)
+
+
+@dataclass(slots=True)
+class Recorder:
+    """An engine that answers nothing and remembers all that it was sent."""
+
+    url: str = ""
+    received: bytes = b""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65_536):
+            self.received += data
+            writer.write(b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            break
+        writer.close()
+
+
+@asynccontextmanager
+async def tenants_fleet(store: Store) -> AsyncIterator[tuple[Fleet, Recorder]]:
+    """A worker for anybody, which holds a prompt of acme's, and one whose identity names tenant acme alone."""
+    recorder = Recorder()
+    server = await asyncio.start_server(recorder.serve, "127.0.0.1", 0)
+    recorder.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, running_fleet(store, {"any": {}}) as fleet:
+        await fleet.holds("any", ACMES_PROMPT, Scope(MODEL, MODEL, None, "acme"))
+        acmes = record("acmes", recorder.url).model_copy(update={"tenants": ("acme",)})
+        await FleetStore(store).write({"acmes": acmes})
+        yield fleet, recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A router. `control`: its port for operators, the same one unless that is apart."""
+
+    url: str
+    control: str
+
+
+@asynccontextmanager
+async def router_process(redis_url: str, *flags: str, host: str = "127.0.0.1") -> AsyncIterator[Process]:
+    words = ["router", "--redis-url", redis_url, "--host", host, "--port", "0", "--tokenizer", "engine", *flags]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment()
+    )
+    try:
+        apart = any(flag in flags for flag in ("--clients-file", "--control-port")) or host != "127.0.0.1"
+        control = (await line_with("for operators", process.stderr)).split()[-1] if apart else ""
+        said = await line_with("router at", process.stderr)
+        url = next(word for word in said.split() if word.startswith(("http://", "https://"))).rstrip(";")
+        url = url.replace("0.0.0.0", "127.0.0.1")
+        yield Process(url, control or url)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def guarded_router(
+    redis_url: str, folder: Path, clients: str | None = None, *flags: str
+) -> AsyncIterator[Process]:
+    """Everything switched on: a file of clients, and a port for operators with a token."""
+    (folder / "clients.toml").write_text(clients_text() if clients is None else clients)
+    (folder / "operators").write_text(OPERATOR + "\n")
+    given = ("--clients-file", str(folder / "clients.toml"), "--control-token-file", str(folder / "operators"))
+    async with router_process(redis_url, *given, "--control-port", "0", *flags) as process:
+        yield process

@@ -1,0 +1,288 @@
+"""What a client tries against other tenants, with its expected refusal."""
+
+from collections.abc import Awaitable
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from kvatlas.store.connection import Store
+from tests.attacks.guarded_router import (
+    ACME,
+    CHAT,
+    COMPLETIONS,
+    OPERATOR,
+    OTHER,
+    WATCHER,
+    bearer,
+    clients_text,
+    completion,
+    guarded_router,
+    hints,
+    router_process,
+    tenants_fleet,
+)
+from tests.router.engine_objects.test_object_holders import keeper
+from tests.router.proxy.engines import MODEL, running_fleet
+from tests.router.proxy.faulty_engine import faulty_engine
+
+pytestmark = pytest.mark.anyio
+DECISION = "x-kvatlas-decision"
+
+
+async def test_with_the_defaults_a_body_names_no_tenant(store: Store, valkey_url: str) -> None:
+    """Nobody proves anything, so there is one tenant."""
+    async with tenants_fleet(store), router_process(valkey_url) as router, httpx.AsyncClient(timeout=60) as client:
+        route = f"{router.url}/kvatlas/route"
+        claimed = await client.post(route, json=hints(tenant_id="acme"))
+        assert claimed.status_code == 400 and "another tenant" in claimed.json()["error"]["message"]
+        headed = await client.post(route, json=hints(), headers={"x-kvatlas-tenant": "acme"})
+        assert headed.status_code == 400 and "--control-token-file" in headed.json()["error"]["message"]
+        answer = await client.post(router.url + COMPLETIONS, json=completion())
+        assert answer.headers[DECISION].startswith('"any";cached=0;')
+        assert (await client.post(route, json=hints(tenant_id="default"))).json()["worker"] == "any"
+
+
+async def test_beyond_loopback_the_defaults_tell_no_decision(store: Store, valkey_url: str) -> None:
+    async with (
+        tenants_fleet(store),
+        router_process(valkey_url, "--control-port", "0", "--engine-addresses", "127.0.0.1", host="0.0.0.0") as router,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
+        for streamed in (False, True):
+            answer = await client.post(router.url + COMPLETIONS, json=completion(stream=streamed))
+            assert answer.status_code == 200 and DECISION not in answer.headers and DECISION not in answer.text
+
+
+async def test_a_tenant_is_that_of_the_key_and_sees_nothing_of_others(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    async with (
+        tenants_fleet(store),
+        guarded_router(valkey_url, tmp_path) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+    ):
+        for key in (OTHER, ACME):
+            for body in (completion(), completion(tenant_id="acme", user="acme", cache_salt="acme")):
+                answer = await client.post(COMPLETIONS, json=body, headers=bearer(key))
+                assert answer.status_code in (200, 503), answer.text
+                assert DECISION not in answer.headers
+                assert "any" not in answer.headers.values()
+        refused = {
+            "no key": {},
+            "another scheme": {"authorization": f"Basic {ACME}"},
+            "a wrong key": bearer("acme-kez"),
+            "the hash of a key": bearer("sha256:" + "0" * 64),
+            "a front's address that is claimed": {"x-forwarded-for": "10.9.9.9", "x-kvatlas-tenant": "acme"},
+        }
+        for act, headers in refused.items():
+            for path in (COMPLETIONS, CHAT, "/v1/models", "/v1/responses", "/"):
+                answer = await client.request(
+                    "GET" if path == "/v1/models" else "POST", path, headers=headers, json=completion()
+                )
+                assert answer.status_code == 401, (act, path)
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        for headers in (
+            {**bearer(OTHER), "x-kvatlas-tenant": "acme"},
+            {**bearer(ACME), "x-kvatlas-tenant": "other"},
+        ):
+            answer = await client.post(COMPLETIONS, json=completion(), headers=headers)
+            assert answer.status_code == 403 and answer.json()["error"]["code"] == "tenant_not_allowed"
+        twice = [*bearer(ACME).items(), ("x-kvatlas-tenant", "acme"), ("x-kvatlas-tenant", "acme-test")]
+        assert (await client.post(COMPLETIONS, json=completion(), headers=twice)).status_code == 403
+        for probe in ("/health", "/ready"):
+            assert (await client.get(probe)).status_code == 200
+
+
+async def test_a_key_that_may_sees_the_decision_for_its_own_tenant(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    async with (
+        tenants_fleet(store),
+        guarded_router(valkey_url, tmp_path) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+    ):
+        answer = await client.post(COMPLETIONS, json=completion(), headers=bearer(WATCHER))
+        assert answer.status_code == 200 and answer.headers[DECISION].startswith('"any";cached=19')
+
+
+async def test_prompts_go_only_to_workers_that_may_see_them(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    """Neither for their answers nor for their tokens; that worker's prompts of its own tenant do."""
+    for flags in ((), ("on",)):
+        async with tenants_fleet(store) as (_, recorder):
+            started = guarded_router(valkey_url, tmp_path) if flags else router_process(valkey_url)
+            async with started as router, httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+                for number in range(24):
+                    said = [{"role": "user", "content": f"secret {number}"}]
+                    body = {"model": MODEL, "messages": said, "max_tokens": 1}
+                    answer = await client.post(CHAT, json=body, headers=bearer(OTHER))
+                    assert answer.status_code == 200
+                assert b"secret" not in recorder.received
+                if flags:
+                    for number in range(8):
+                        body = {"model": MODEL, "prompt": f"acmes {number}", "max_tokens": 1}
+                        await client.post(COMPLETIONS, json=body, headers=bearer(ACME))
+                    assert b"acmes" in recorder.received
+
+
+async def test_operators_calls_need_their_token_and_take_the_tenant_from_a_header(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    async with (
+        tenants_fleet(store),
+        guarded_router(valkey_url, tmp_path) as router,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
+        acts = (
+            ("POST", "/kvatlas/route"),
+            ("POST", "/kvatlas/done"),
+            ("GET", "/status"),
+            ("GET", "/metrics"),
+            ("GET", "/"),
+        )
+        for method, path in acts:
+            for key in (ACME, WATCHER):
+                body = {"id": "x", "status": 500} if path.endswith("done") else hints()
+                sent = None if method == "GET" else body
+                assert (
+                    await client.request(method, router.url + path, json=sent, headers=bearer(key))
+                ).status_code == 404
+                answer = await client.request(method, router.control + path, json=sent, headers=bearer(key))
+                assert answer.status_code == 401
+        route = f"{router.control}/kvatlas/route"
+        claimed = await client.post(route, json=hints(tenant_id="acme"), headers=bearer(OPERATOR))
+        assert claimed.status_code == 400
+        headers = {**bearer(OPERATOR), "x-kvatlas-tenant": "acme"}
+        proven = (await client.post(route, json=hints(avoid=["acmes"]), headers=headers)).json()
+        assert proven["predicted_cached_tokens"] > 150
+        headers["x-kvatlas-tenant"] = "other"
+        assert (await client.post(route, json=hints(), headers=headers)).json()["predicted_cached_tokens"] == 0
+        for path in ("/pause", "/resume", "/is_paused", "/shutdown", "/v1/load_lora_adapter"):
+            answer = await client.post(router.url + path, json={}, headers=bearer(ACME))
+            assert answer.status_code == 404
+
+
+async def test_a_client_may_use_what_its_limits_say(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    other = "requests_per_minute = 4\ntokens_per_minute = 1000\nbody_bytes = 10000\nmodels = ['mock-*']".replace(
+        "\n", "\n        "
+    )
+    async with (
+        tenants_fleet(store),
+        guarded_router(valkey_url, tmp_path, clients_text(other=other)) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+    ):
+
+        def ask(**more: object) -> Awaitable[httpx.Response]:
+            return client.post(COMPLETIONS, json=completion(**more), headers=bearer(OTHER))
+
+        first = await ask()
+        assert first.status_code == 200
+        assert first.headers["x-ratelimit-limit-requests"] == "4"
+        assert first.headers["x-ratelimit-remaining-requests"] == "3"
+        assert first.headers["x-ratelimit-limit-tokens"] == "1000"
+        assert 790 <= int(first.headers["x-ratelimit-remaining-tokens"]) <= 900
+        long = await ask(prompt=[1] * 900)
+        assert long.status_code == 429 and int(long.headers["retry-after"]) >= 1
+        assert long.json()["error"]["type"] == "rate_limit_error"
+        body = await ask(user="x" * 20_000)
+        assert body.status_code == 413
+        missing = await ask(model="secret-model")
+        assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+        over = await ask()
+        assert over.status_code == 429 and "requests a minute" in over.json()["error"]["message"]
+        assert over.headers["x-ratelimit-remaining-requests"] == "0"
+        acmes = await client.post(COMPLETIONS, json=completion(), headers=bearer(WATCHER))
+        assert acmes.status_code == 200, "another client's limits are its own"
+
+
+async def test_a_file_of_clients_is_read_again_and_a_bad_one_changes_nothing(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    async with (
+        tenants_fleet(store),
+        guarded_router(valkey_url, tmp_path) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+    ):
+        file = tmp_path / "clients.toml"
+
+        async def status(key: str) -> int:
+            return (await client.get("/v1/models", headers=bearer(key))).status_code
+
+        file.write_text("[clients.x]\nkeys = ['in plain text']\ntenants = ['x']\n")
+        assert [await status(OTHER), await status(ACME)] == [200, 200]
+        file.write_text(clients_text().replace("[clients.other]", "[clients.nobody]").replace(OTHER, "x"))
+        file.write_text("\n".join(clients_text().split("[clients.other]")[:1]))
+        with anyio.fail_after(30):
+            while await status(OTHER) != 401:
+                await anyio.sleep(0.1)
+        assert await status(ACME) == 200
+
+
+async def test_salts_keep_tenants_apart_on_a_shared_engine(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    """Neither the engine's own count of cached tokens nor its time says what another tenant asked."""
+    async with (
+        running_fleet(store, {"shared": {"num_gpu_blocks": 4_096}}),
+        guarded_router(valkey_url, tmp_path, None, "--salt-is-tenant") as router,
+        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+    ):
+
+        async def cached(key: str, path: str = COMPLETIONS, **more: object) -> int:
+            answer = await client.post(path, json=completion(**more), headers=bearer(key))
+            assert answer.status_code == 200, answer.text
+            details = answer.json()["usage"].get("prompt_tokens_details") or {}
+            return details.get("cached_tokens") or 0
+
+        assert await cached(ACME) == 0
+        assert await cached(ACME) > 100
+        assert await cached(OTHER) == 0
+        for salt in ("acme", "acme/", "/acme", "../acme", ""):
+            assert await cached(OTHER, cache_salt=salt, user=salt) in (0, *([] if salt else [await cached(OTHER)]))
+        assert await cached(ACME) > 100
+
+
+async def test_requests_in_flight_are_bounded_and_come_back(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    clients = clients_text(other="requests_in_flight = 2")
+    async with (
+        running_fleet(store, {"slow": {"decode_step_us": 50_000}}),
+        guarded_router(valkey_url, tmp_path, clients) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+    ):
+        answers: list[int] = []
+
+        async def ask() -> None:
+            body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 20}
+            answers.append((await client.post(COMPLETIONS, json=body, headers=bearer(OTHER))).status_code)
+
+        for _ in range(2):
+            answers.clear()
+            async with anyio.create_task_group() as tasks:
+                for _ in range(6):
+                    tasks.start_soon(ask)
+            assert answers.count(200) >= 2 and answers.count(200) + answers.count(429) == 6
+
+
+async def test_what_an_engine_keeps_is_its_tenants_alone(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    """A response's id that leaked is of no use to another tenant, even if one engine keeps all."""
+    async with (
+        faulty_engine(keeper("w1")) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        guarded_router(valkey_url, tmp_path) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+    ):
+        asked = {"model": MODEL, "input": "Hi"}
+        made = (await client.post("/v1/responses", json=asked, headers=bearer(ACME))).json()["id"]
+        follow = {**asked, "previous_response_id": made}
+        assert (await client.post("/v1/responses", json=follow, headers=bearer(ACME))).status_code == 200
+        assert (await client.get(f"/v1/responses/{made}", headers=bearer(WATCHER))).status_code == 200
+        for method, path, body in (
+            ("GET", f"/v1/responses/{made}", None),
+            ("DELETE", f"/v1/responses/{made}", None),
+            ("POST", f"/v1/responses/{made}/cancel", {}),
+            ("POST", "/v1/responses", follow),
+            ("GET", f"/v1/responses/acme%2F{made}", None),
+        ):
+            answer = await client.request(method, path, json=body, headers=bearer(OTHER))
+            assert answer.status_code == 404, (method, path, answer.text)
+        assert (await client.get("/v1/files", headers=bearer(OTHER))).status_code == 400

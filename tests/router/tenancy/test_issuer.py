@@ -1,0 +1,181 @@
+"""JWTs: what counts, what does not, and whose keys."""
+
+import base64
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from kvatlas_router.tenancy.proof import Proof
+from kvatlas_router.tenancy.refusals import ForeignTenant, KeysUnknown, Unproven
+
+jwt = pytest.importorskip("jwt", reason="PyJWT is not installed")
+pytestmark = pytest.mark.anyio
+
+ISSUER = "https://login.corp"
+
+
+class Keys:
+    """An issuer's keys, served as a JWKS."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, rsa.RSAPrivateKey] = {}
+        self.asked = 0
+        self.url = ""
+
+    def add(self, key_id: str) -> None:
+        self.by_id[key_id] = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
+
+    def jwks(self) -> dict[str, Any]:
+        algorithm = jwt.algorithms.RSAAlgorithm
+        keys = [
+            {**algorithm.to_jwk(key.public_key(), as_dict=True), "kid": id, "use": "sig"}
+            for id, key in self.by_id.items()
+        ]
+        return {"keys": keys}
+
+    def sign(self, key_id: str = "a", **changed: Any) -> bytes:
+        claims = {"iss": ISSUER, "aud": "kvatlas", "exp": time.time() + 600, "tenant": "acme", **changed}
+        claims = {name: value for name, value in claims.items() if value is not None}
+        token: str = jwt.encode(claims, self.by_id[key_id], algorithm="RS256", headers={"kid": key_id})
+        return token.encode()
+
+
+@asynccontextmanager
+async def served_keys() -> AsyncIterator[Keys]:
+    keys = Keys()
+    keys.add("a")
+
+    async def answer(_: web.Request) -> web.Response:
+        keys.asked += 1
+        return web.json_response(keys.jwks())
+
+    application = web.Application()
+    application.router.add_get("/jwks", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        keys.url = f"http://127.0.0.1:{runner.addresses[0][1]}/jwks"
+        yield keys
+    finally:
+        await runner.cleanup()
+
+
+def proof_of(folder: Path, keys: str, more: str = "") -> Proof:
+    file = folder / "clients.toml"
+    file.write_text(f'[issuers.corp]\nissuer = "{ISSUER}"\naudience = "kvatlas"\n{keys}\n{more}\n')
+    return Proof(file)
+
+
+async def prove(proof: Proof, token: bytes, *named: bytes) -> str | None:
+    headers = [(b"authorization", b"Bearer " + token), *((b"x-kvatlas-tenant", one) for one in named)]
+    return (await proof.prove(headers, "127.0.0.1", frozenset())).tenant_id
+
+
+async def test_the_claim_of_a_valid_token_names_the_tenant(tmp_path: Path) -> None:
+    async with served_keys() as keys:
+        proof = proof_of(tmp_path, f'keys_url = "{keys.url}"')
+        token = keys.sign()
+        assert [await prove(proof, token) for _ in range(3)] == ["acme"] * 3
+        assert await prove(proof, token, b"acme") == "acme"
+        with pytest.raises(ForeignTenant):
+            await prove(proof, token, b"other")
+        assert await prove(proof, keys.sign(tenant="other")) == "other"
+        assert keys.asked == 1
+
+
+def _forged(header: dict[str, Any], claims: dict[str, Any], signature: bytes = b"") -> bytes:
+    parts = [json.dumps(header).encode(), json.dumps(claims).encode(), signature]
+    return b".".join(base64.urlsafe_b64encode(part).rstrip(b"=") for part in parts)
+
+
+async def test_no_other_token_counts(tmp_path: Path) -> None:
+    async with served_keys() as keys:
+        proof = proof_of(tmp_path, f'keys_url = "{keys.url}"', 'tenants = ["acme", "o*"]')
+        public = keys.by_id["a"].public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        claims = {"iss": ISSUER, "aud": "kvatlas", "exp": int(time.time()) + 600, "tenant": "acme"}
+        stranger = Keys()
+        stranger.add("a")
+        head, body, signature = keys.sign().split(b".")
+        unsigned = b".".join(_forged({"alg": "HS256", "kid": "a"}, claims).split(b".")[:2])
+        by_public_key = hmac.new(public, unsigned, hashlib.sha256).digest()
+        acts = {
+            "expired": keys.sign(exp=time.time() - 60),
+            "not yet valid": keys.sign(nbf=time.time() + 600),
+            "without an end": keys.sign(exp=None),
+            "for another audience": keys.sign(aud="other"),
+            "for no audience": keys.sign(aud=None),
+            "of another issuer": keys.sign(iss="https://evil"),
+            "of no issuer": keys.sign(iss=None),
+            "without a tenant": keys.sign(tenant=None),
+            "of many tenants": keys.sign(tenant=["acme"]),
+            "of a tenant that the issuer may not name": keys.sign(tenant="widgets"),
+            "of a tenant's part": keys.sign(tenant="acme/x"),
+            "of half a letter": keys.sign(tenant="o\ud800"),
+            "signed by a stranger": stranger.sign(),
+            "signed by nobody": _forged({"alg": "none", "kid": "a"}, claims),
+            "signed with the public key as a secret": _forged({"alg": "HS256", "kid": "a"}, claims, by_public_key),
+            "with another body": head
+            + b"."
+            + _forged({}, {**claims, "tenant": "other"}).split(b".")[1]
+            + b"."
+            + signature,
+            "with another kind of key": jwt.encode(
+                claims, ec.generate_private_key(ec.SECP256R1()), algorithm="ES256", headers={"kid": "a"}
+            ).encode(),
+            "of no form": b"a.b.c",
+            "very long": b"a" * 100_000 + b".b.c",
+            "with a key address of its own": _forged(
+                {"alg": "RS256", "kid": "a", "jku": "http://127.0.0.1:1/"}, claims
+            ),
+        }
+        for act, token in acts.items():
+            with pytest.raises(Unproven):
+                print(f"a token {act}: {await prove(proof, token)}")
+        assert await prove(proof, b".".join((head, body, signature))) == "acme"
+
+
+async def test_new_keys_are_found_and_withdrawn_ones_do_not_count(tmp_path: Path) -> None:
+    async with served_keys() as keys:
+        proof = proof_of(tmp_path, f'keys_url = "{keys.url}"')
+        old = keys.sign()
+        assert await prove(proof, old) == "acme"
+        issued = proof._tokens
+        assert issued is not None
+        ((_, _, known),) = issued._issuers.values()
+        keys.by_id.clear()
+        keys.add("b")
+        now = time.monotonic()
+        known._clock = lambda: now + 20  # a key that is not known is asked for, but not at every request
+        assert await prove(proof, keys.sign("b")) == "acme"
+        with pytest.raises(Unproven):
+            await prove(proof, old)
+
+
+async def test_keys_that_were_never_read_prove_nothing(tmp_path: Path) -> None:
+    keys = Keys()
+    keys.add("a")
+    proof = proof_of(tmp_path, 'keys_url = "http://127.0.0.1:1/jwks"')
+    with pytest.raises(KeysUnknown):
+        await prove(proof, keys.sign())
+
+
+async def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
+    keys = Keys()
+    keys.add("a")
+    (tmp_path / "jwks").write_text(json.dumps(keys.jwks()))
+    assert await prove(proof_of(tmp_path, f'keys_file = "{tmp_path / "jwks"}"'), keys.sign()) == "acme"
+    pem = keys.by_id["a"].public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (tmp_path / "pem").write_bytes(pem)
+    assert await prove(proof_of(tmp_path, f'keys_file = "{tmp_path / "pem"}"'), keys.sign()) == "acme"
