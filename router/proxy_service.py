@@ -28,6 +28,7 @@ from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
 from kvatlas_router.upstream.engine_client import EngineClient
+from router_client.learning.condition import RequestEnds
 
 CLOSE_S = 5.0
 ENGINE_TIMEOUT_S = 600.0
@@ -109,6 +110,11 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         )
         engines = await stack.enter_async_context(EngineClient(parts.addresses, ENGINE_TIMEOUT_S))
         counters = ProxyCounters()
+        parts.client.condition.ends = lambda: RequestEnds(
+            counters.requests,
+            counters.gave_up + counters.shed + counters.queue_full + counters.broken,
+            counters.gone,
+        )
         objects = ObjectHolders(parts.fleet, parts.catalogue.records)
         relay = AnswerRelay(engines, parts.progress, counters, parts.addresses, objects, ask_usage=settings.ask_usage)
         exchange = Exchange(

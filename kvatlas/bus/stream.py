@@ -18,6 +18,8 @@ from kvatlas.errors import KvatlasError, Unreachable
 
 _TEMPORARILY_UNAVAILABLE = 10008
 """JetStream's error code while its servers elect a leader."""
+_NO_ROOM = {10023: "", 10028: "memory", 10047: "file"}
+"""Its codes for a stream that is larger than what is left of its storage, and which one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,10 @@ class StreamInfo:
     creation_us: int
     first_seq: int
     last_seq: int
+
+
+class StreamTooLarge(Unreachable):
+    """NATS has no room for a stream of this size. It may get it while we wait."""
 
 
 async def ensure_stream(client: Client, settings: StreamSettings) -> None:
@@ -65,6 +71,8 @@ async def ensure_stream(client: Client, settings: StreamSettings) -> None:
             await jetstream.add_stream(config)
             return
     except (APIError, NatsError, TimeoutError) as error:
+        if isinstance(error, APIError) and error.err_code in _NO_ROOM:
+            raise StreamTooLarge(_too_large_line(settings, reason(error))) from error
         kind = Unreachable if _is_temporary(error) else KvatlasError
         raise kind(f"stream {STREAM} can't be created: {reason(error)}") from error
     if found.config.subjects != [ALL_EVENTS]:
@@ -87,6 +95,14 @@ def microseconds_of(rfc3339: str) -> int:
     whole, _, fraction = rfc3339.rstrip("Z").partition(".")
     seconds = int(datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp())
     return seconds * 1_000_000 + int((fraction + "000000")[:6])
+
+
+def _too_large_line(settings: StreamSettings, said: str) -> str:
+    option = "max_file_store" if settings.storage == "file" else "max_memory_store"
+    return (
+        f"stream {STREAM} can't be created: it may take {settings.max_bytes / (1 << 20):,.0f} MiB, and JetStream has less "
+        f"{settings.storage} storage left ({said}); lower the indexers' --stream-max-bytes, or raise JetStream's {option}"
+    )
 
 
 def _is_temporary(error: BaseException) -> bool:

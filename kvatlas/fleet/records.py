@@ -241,6 +241,10 @@ def read_load(told: Mapping[str, Any], worker_id: str, sampled_us: int, locality
         raise InvalidValue(f"{where} is not known, or given by both of its names; expected {known}") from error
 
 
+LEFT_OUT = "left_out"
+"""The diagnosis of a publisher that leaves out nearly all that its engine says."""
+
+
 class Diagnosis(WireRecord):
     """A setting that contradicts what a publisher sees: its stable name, what is seen, and what to do about it."""
 

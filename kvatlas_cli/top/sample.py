@@ -14,10 +14,10 @@ from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.index import RedisIndex
 from kvatlas.predictions.accuracy import AnswerReport
 from kvatlas.predictions.store import read_answer_reports
+from kvatlas.store.clock import store_time_us
 from kvatlas.store.connection import Store
 from kvatlas_cli.doctor.heartbeats import ReceivedHeartbeat
 from kvatlas_cli.doctor.indexers import read_indexers
-from kvatlas_cli.doctor.store_facts import read_time
 
 READS_AT_ONCE = 16
 
@@ -75,7 +75,7 @@ class FleetSampler:
 
     async def read(self) -> FleetSample:
         """Raises Unreachable."""
-        store_us = await read_time(self._store)
+        store_us = await store_time_us(self._store)
         members, leases = await read_indexers(self._store, store_us, self._index.layout.number)
         records = await self._fleet.all()
         shards: Sequence[Sequence[WorkerRecord]] = [

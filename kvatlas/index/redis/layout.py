@@ -190,13 +190,22 @@ def _answering(root: Mapping[str, str]) -> int:
 
 async def check_suitable(store: Store) -> None:
     """Raises UnsuitableStore if the store would evict keys by itself, on any primary, or is a read-only replica."""
+    cure = ""
     try:
         policies = await store.read_config("maxmemory-policy")
-    except ResponseError:
-        return  # a managed service may hide CONFIG; `kvatlas doctor` reports what it could not check
+    except (
+        ResponseError
+    ):  # a managed service may hide CONFIG; INFO says it too, but of which setting it comes is theirs to show
+        found = await store.read_info("memory")
+        said = (str(one["maxmemory_policy"]) for one in found if "maxmemory_policy" in one)
+        wrong = next((policy for policy in said if policy != "noeviction"), "noeviction")
+        policies, cure = (
+            {"": wrong},
+            "; set it in the service's own settings (parameter group), since CONFIG is refused here",
+        )
     for server, policy in policies.items():
         if policy != "noeviction":
-            line = f"maxmemory-policy is {policy}; expected noeviction, since an evicted key is a wrong answer"
+            line = f"maxmemory-policy is {policy}; expected noeviction, since an evicted key is a wrong answer{cure}"
             raise UnsuitableStore(f"{store.name}: {f'{server}: ' if server else ''}{line}")
     if not store.is_cluster:
         role = await store.client.execute_command("ROLE")
