@@ -13,6 +13,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from kvatlas.addresses import is_loopback
+from kvatlas.runtime.descriptors import FEW, count_descriptors
 from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
@@ -45,6 +46,11 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
     Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
     LayoutMismatch if the store can't be used and `wait` is off.
     """
+    if (descriptors := count_descriptors()).most < FEW:
+        _log.warning(
+            "only %d file descriptors are allowed, and each request needs two: raise the limit (ulimit -n, LimitNOFILE=)",
+            descriptors.most,
+        )
     with ExitStack() as listeners:
         listener = listen(settings.host, settings.port, "the router", settings.http)
         listeners.callback(listener.close)

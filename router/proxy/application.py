@@ -171,6 +171,7 @@ class ProxyApplication:
                 "answers": asdict(client.answers.counts),
                 "replica": client.replica_status,
                 "certificates": certificates_in_use(),
+                "condition": client.condition.read().model_dump(mode="json"),
                 "findings": [*findings, *progress.findings(), *client.answers.findings(), *tokens.findings()],
             }
         )

@@ -4,11 +4,13 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import anyio
 import grpc
 import httpx
+import trustme
 
 from kvatlas.embedded import nats_server, valkey_server
 from kvatlas.embedded.async_servers import EmbeddedServer
@@ -40,6 +42,7 @@ class Fleet:
     router_url: str
     picker_port: int
     ports: list[int]
+    tls_router: ChildProcess
     fresh: bool = False
     """Do requests share no prefix, so that no engine's cache draws them?"""
 
@@ -93,6 +96,13 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
         exporter = {"OTEL_METRICS_EXPORTER": "prometheus", "OTEL_EXPORTER_PROMETHEUS_HOST": LOOPBACK}
         exporter["OTEL_EXPORTER_PROMETHEUS_PORT"] = str(ports[-1])
         picker = child("picker", "endpoint picker on", "epp", *deciding, *flags, **exporter)
+        issued = trustme.CA().issue_cert(LOOPBACK, not_after=datetime.now(UTC) + timedelta(days=10))
+        issued.private_key_pem.write_to_path(str(folder / "tls.key"))
+        issued.cert_chain_pems[0].write_to_path(str(folder / "tls.crt"))
+        ports.append(free_port())
+        tls = ["--port", "0", "--tls-cert", str(folder / "tls.crt"), "--tls-key", str(folder / "tls.key")]
+        exporter = {**exporter, "OTEL_EXPORTER_PROMETHEUS_PORT": str(ports[-1])}
+        tls_router = child("tls-router", "router at", "router", *deciding, *tls, **exporter)
         parts = [indexer, *engines, *sidecars, router, picker]
         for part in parts:
             part.start()
@@ -113,6 +123,7 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
             url,
             picker_port,
             ports,
+            tls_router,
         )
 
 
