@@ -10,7 +10,7 @@ import anyio
 from nats.errors import Error as NatsError
 
 from kvatlas.bus.connection import connect_nats
-from kvatlas.errors import KvatlasError
+from kvatlas.errors import KvatlasError, OtherFleet
 from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, FleetStore
 from kvatlas.fleet_store.trouble import clear_trouble, report_trouble
 from kvatlas.index.redis.index import open_redis_index
@@ -23,6 +23,7 @@ from kvatlas.telemetry import export_metrics
 from kvatlas_indexer import gauges
 from kvatlas_indexer.cleanup.library_expiry import LibraryExpiry
 from kvatlas_indexer.indexer_process import Replica, default_member_id
+from kvatlas_indexer.ownership.fleet_guard import FleetGuard
 from kvatlas_indexer.partition.event_stream import EventStream, stream_settings
 
 CLOSE_DEADLINE_S = 2.0
@@ -71,6 +72,8 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         member_id = settings.member_id or default_member_id()
         ensure = partial(_ensure_stream, stream, store, member_id)
         await retry_until_reachable(ensure, wait=settings.wait, on_wait=log.warning)
+        guard = FleetGuard(calls, store, member_id, settings.nats.name)
+        await retry_until_reachable(partial(_join, guard, store, member_id), wait=settings.wait, on_wait=log.warning)
         replica = Replica(settings, client, calls, index, fleet, stream, index.layout.publishers)
         counters = replica.counters
         with export_metrics("indexer", counters), export_metrics("messages_in", counters), _rare_collections():
@@ -81,6 +84,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
 
                     replica.status_url = listener.url
                     group.start_soon(serve, application(replica, index, FleetStore(store)), listener)
+                group.start_soon(guard.run)
                 group.start_soon(gauges.sample, replica, index, store)
                 libraries = [INDEX_LIBRARY, FLEET_LIBRARY, POOL_LIBRARY]
                 group.start_soon(LibraryExpiry(store, libraries, replica.counters, replica.owned).run)
@@ -95,6 +99,15 @@ async def _ensure_stream(stream: EventStream, store: Store, member_id: str) -> N
         await report_trouble(store, member_id, str(error))
         raise
     await clear_trouble(store, member_id)
+
+
+async def _join(guard: FleetGuard, store: Store, member_id: str) -> None:
+    """Make sure that store and NATS are of one fleet; the store says why, if they are not."""
+    try:
+        await guard.join()
+    except OtherFleet as error:
+        await report_trouble(store, member_id, str(error))
+        raise
 
 
 async def _close(close: Callable[[], Awaitable[object]]) -> None:

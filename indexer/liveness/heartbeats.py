@@ -212,6 +212,8 @@ class Heartbeats:
                 "invalid", f"invalid heartbeat on {msg.subject}: {error}; what publishes there, in which version?"
             )
             return
+        if beat.yielded:
+            return  # another publisher speaks for it
         if (refusal := self._refusal(beat.endpoint)) is not None:
             self._counters.heartbeats_refused += 1
             self._log.report(worker_id, f"heartbeat refused: {refusal}")

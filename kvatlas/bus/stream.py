@@ -1,7 +1,8 @@
 """The event stream: its configuration and its position."""
 
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -20,6 +21,11 @@ _TEMPORARILY_UNAVAILABLE = 10008
 """JetStream's error code while its servers elect a leader."""
 _NO_ROOM = {10023: "", 10028: "memory", 10047: "file"}
 """Its codes for a stream that is larger than what is left of its storage, and which one."""
+
+
+FLEET_METADATA = "kvatlas_fleet"
+
+_log = logging.getLogger("kvatlas.bus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,29 @@ async def ensure_stream(client: Client, settings: StreamSettings) -> None:
         raise kind(f"stream {STREAM} can't be created: {reason(error)}") from error
     if found.config.subjects != [ALL_EVENTS]:
         raise KvatlasError(f"stream {STREAM} holds subjects {found.config.subjects}; expected {[ALL_EVENTS]}")
+
+
+async def stream_fleet(client: Client) -> str | None:
+    """The fleet that the stream is of, by its metadata; None without a stream, or without metadata (NATS before 2.10, or a
+    stream made by an earlier version). Raises Unreachable."""
+    try:
+        found = await client.jetstream().stream_info(STREAM)
+    except NotFoundError:
+        return None
+    except (APIError, NatsError, TimeoutError) as error:
+        raise Unreachable(f"stream {STREAM}: {reason(error)}") from error
+    return (found.config.metadata or {}).get(FLEET_METADATA)
+
+
+async def mark_stream(client: Client, fleet_id: str) -> None:
+    """Write the fleet into the stream's metadata. A user who may not change the stream leaves it as it is."""
+    jetstream = client.jetstream()
+    try:
+        found = await jetstream.stream_info(STREAM)
+        metadata = {**(found.config.metadata or {}), FLEET_METADATA: fleet_id}
+        await jetstream.update_stream(replace(found.config, metadata=metadata))
+    except (APIError, NatsError, TimeoutError) as error:
+        _log.info("stream %s is not marked with its fleet: %s", STREAM, reason(error))
 
 
 async def stream_info(client: Client) -> StreamInfo:

@@ -11,11 +11,12 @@ from redis.exceptions import RedisError
 
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
-from kvatlas.bus.stream import StreamInfo
+from kvatlas.bus.stream import StreamInfo, stream_fleet
 from kvatlas.errors import AccessDenied, InvalidValue, KvatlasError, Unreachable
 from kvatlas.fleet.identities import Identities
 from kvatlas.fleet.records import LEFT_OUT, EngineEndpoint, FleetRecord, Liveness
 from kvatlas.fleet_store.departures import Departure
+from kvatlas.fleet_store.fleet_identity import read_store_identity
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.fleet_store.trouble import read_trouble
 from kvatlas.index.protocol import WorkerRecord
@@ -28,6 +29,7 @@ from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.doctor import clocks, indexers, pools, routers, serving, sidecars, store_facts, stream, workers
 from kvatlas_cli.doctor import store as store_checks
 from kvatlas_cli.doctor.certificates import judge_certificates, own_certificates
+from kvatlas_cli.doctor.fleets import judge_fleet
 from kvatlas_cli.doctor.heartbeats import HeartbeatListener, ReceivedHeartbeat, Told
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 
@@ -36,7 +38,10 @@ LONGEST_S = 9.0
 SETTLE_S = 6.0
 """Longest wait for what settles by itself while a fleet is rolled: another indexer takes a partition over in 5 s."""
 _POLL_S = 0.2
-_RETRIED = "the indexers try again by themselves"
+START = "indexers.start"
+_RETRIED = "the indexers start by themselves then"
+_FOLLOWS = ("nats.stream", "nats.other", "indexers.members", "indexers.leases", "workers.index", "workers.settings")
+"""What is wrong because no indexer could start."""
 _MAX_ROUND_TRIP_US = 200_000
 """The store's clock is not compared if reading it took longer."""
 
@@ -62,6 +67,7 @@ class _Bus(NamedTuple):
     listener: HeartbeatListener
     stream: StreamInfo | None
     answers: bool
+    fleet: str | None = None
 
 
 class _Fleet(NamedTuple):
@@ -135,10 +141,14 @@ async def examine(
 
 
 def _answer_first(found: Sequence[Finding]) -> list[Finding]:
-    """Whether requests are served, then the rest."""
+    """Whether requests are served, then the rest. Without what follows from an indexer that says itself why it can't start."""
+    if any(one.check == START for one in found):
+        found = [one for one in found if one.check not in _FOLLOWS or one.level is not Level.ERROR]
     answers = [one for one in found if one.check == serving.CHECK]
     if not answers:
-        first = next((one.line for one in found if one.level is Level.ERROR), "no worker is known")
+        lines = [one.line for one in found if one.level is Level.ERROR]
+        lines.sort(key=lambda line: line not in {one.line for one in found if one.check == START})
+        first = next(iter(lines), "no worker is known")
         answers = [serving.judge_unknown(first)]
     return [*answers, *(one for one in found if one.check != serving.CHECK)]
 
@@ -165,18 +175,19 @@ async def _listen(client: Client, name: str, found: list[Finding], order: _Order
     listener = HeartbeatListener()
     subscription = await listener.start(client)
     order.on_step(f"listening to heartbeats for {order.listen_s:g} s")
-    began_s, info, answers = time.monotonic(), None, True
+    began_s, info, answers, fleet = time.monotonic(), None, True, None
     try:
         found += await stream.examine_stream(client)
         info = await stream.read_identity(client)
+        fleet = await stream_fleet(client)
         found += stream.judge_refused(await stream.read_dead_letters(client), _now_us())
-    except (NatsError, TimeoutError) as error:
+    except (NatsError, TimeoutError, Unreachable) as error:
         answers = False
         line = f"JetStream does not answer: {str(error) or type(error).__name__}"
         found.append(Finding("nats.jetstream", Level.ERROR, line, "see the log of NATS"))
     await anyio.sleep(max(0.0, began_s + order.listen_s - time.monotonic()))
     await subscription.unsubscribe()  # a busy worker's next heartbeat would be ahead of what was read of the index
-    return _Bus(client, name, listener, info, answers)
+    return _Bus(client, name, listener, info, answers, fleet)
 
 
 async def _examine_store(redis: RedisAccess | str, found: list[Finding], bus: _Bus | None, order: _Order) -> None:
@@ -223,7 +234,7 @@ async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: 
     except InvalidValue as error:
         return [Finding("workers", Level.ERROR, str(error), "use the same version of kvatlas everywhere")]
     trouble = await read_trouble(store, store_us)
-    found = [Finding("nats.stream", Level.ERROR, line, _RETRIED) for line in dict.fromkeys(trouble.values())]
+    found = [Finding(START, Level.ERROR, line, _RETRIED) for line in dict.fromkeys(trouble.values())]
     if not trouble or fleet.members:
         found += indexers.judge_indexers(fleet.members, fleet.leases, layout.partitions)
     if bus is not None and bus.answers and index is not None and fleet.members:
@@ -240,6 +251,9 @@ async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: 
     )
     departures = await FleetStore(store).departures(store_us)
     found += workers.judge_missing({*fleet.records, *(heard or ())}, departures, order.expected, store_us)
+    if bus is not None:
+        found += workers.judge_duplicates(bus.listener.heard, bus.listener.yielded)
+        found += judge_fleet(await read_store_identity(store), bus.fleet, bus.name, store.name)
     if bus is not None and bus.listener.malformed:
         line = f"a heartbeat can't be decoded: {bus.listener.malformed}"
         found.append(Finding("workers.heartbeats", Level.ERROR, line, "use the same version of kvatlas everywhere"))

@@ -78,6 +78,21 @@ def judge_missing(
         yield Finding(check, Level.OK, "no worker is missing")
 
 
+def judge_duplicates(
+    heard: Mapping[str, ReceivedHeartbeat], yielded: Mapping[str, ReceivedHeartbeat]
+) -> Iterator[Finding]:
+    """Workers that two publishers speak for. `yielded`: of those that another one keeps silent."""
+    for worker_id, one in sorted(yielded.items()):
+        silent = one.heartbeat.endpoint.url or "an unknown address"
+        counts = heard[worker_id].heartbeat.endpoint.url if worker_id in heard else ""
+        line = (
+            f"{worker_id} has two publishers: that of {counts or 'an unknown address'} counts, that of {silent} is ignored, "
+            "and so is its engine"
+        )
+        advice = "give each its own --worker-id; publishers of two fleets need a NATS (or an account) each"
+        yield Finding("workers.duplicates", Level.ERROR, line, advice)
+
+
 def is_behind(heartbeat: Heartbeat, record: WorkerRecord | None) -> bool:
     """True if the index has not applied all messages of the worker that are in the stream."""
     applied = (-1, -1) if record is None else (record.incarnation, record.seq)

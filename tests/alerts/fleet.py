@@ -4,13 +4,11 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import anyio
 import grpc
 import httpx
-import trustme
 
 from kvatlas.embedded import nats_server, valkey_server
 from kvatlas.embedded.async_servers import EmbeddedServer
@@ -18,6 +16,7 @@ from kvatlas.embedded.free_port import LOOPBACK, free_port
 from kvatlas_router.gateway.ext_proc.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
 from kvatlas_router.gateway.server import SERVICE
 from tests.alerts.odd_engine import OddEngine, odd_engine
+from tests.certificates import Authority
 from tests.chaos.child_process import ChildProcess
 from tests.router.gateway.messages import answer_body, answer_headers, request_body, request_headers
 
@@ -96,11 +95,9 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
         exporter = {"OTEL_METRICS_EXPORTER": "prometheus", "OTEL_EXPORTER_PROMETHEUS_HOST": LOOPBACK}
         exporter["OTEL_EXPORTER_PROMETHEUS_PORT"] = str(ports[-1])
         picker = child("picker", "endpoint picker on", "epp", *deciding, *flags, **exporter)
-        issued = trustme.CA().issue_cert(LOOPBACK, not_after=datetime.now(UTC) + timedelta(days=10))
-        issued.private_key_pem.write_to_path(str(folder / "tls.key"))
-        issued.cert_chain_pems[0].write_to_path(str(folder / "tls.crt"))
+        issued = Authority(folder).issue(LOOPBACK, days=9)
         ports.append(free_port())
-        tls = ["--port", "0", "--tls-cert", str(folder / "tls.crt"), "--tls-key", str(folder / "tls.key")]
+        tls = ["--port", "0", "--http-cert-file", str(issued.certificate), "--http-key-file", str(issued.key)]
         exporter = {**exporter, "OTEL_EXPORTER_PROMETHEUS_PORT": str(ports[-1])}
         tls_router = child("tls-router", "router at", "router", *deciding, *tls, **exporter)
         parts = [indexer, *engines, *sidecars, router, picker]
