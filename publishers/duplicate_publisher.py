@@ -1,7 +1,7 @@
 """Two publishers of one worker: the older one yields.
 
 Both hear the worker's heartbeats. One that hears a higher incarnation than its own is the older: it publishes nothing more,
-answers no request, and its heartbeats are for people alone, until the other has been silent for longer than any heartbeat is late; then it
+answers no request, and its heartbeats are for people alone, until the other has been silent for longer than any heartbeat is
 publishes a new incarnation above the one it heard. So the index follows one of them and does not switch back and forth.
 """
 
@@ -93,8 +93,8 @@ class DuplicatePublisherWatch:
             self._changelog.yield_worker()
             self._counters.yields += 1
             log.warning(
-                "worker %s: another publisher, of the engine at %s, has a newer incarnation (%d, ours is %d); this one yields: give "
-                "each its own --worker-id",
+                "worker %s: another publisher, of the engine at %s, has a newer incarnation (%d, ours is %d); this one yields: "
+                "give each its own --worker-id",
                 self._worker_id,
                 heartbeat.endpoint.url or "an unknown address",
                 heartbeat.incarnation,
