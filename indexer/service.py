@@ -72,7 +72,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         member_id = settings.member_id or default_member_id()
         ensure = partial(_ensure_stream, stream, store, member_id)
         await retry_until_reachable(ensure, wait=settings.wait, on_wait=log.warning)
-        guard = FleetGuard(calls, store, member_id, settings.nats.name)
+        guard = FleetGuard(calls, store, member_id, settings.nats.name, settings.fleet_id)
         await retry_until_reachable(partial(_join, guard, store, member_id), wait=settings.wait, on_wait=log.warning)
         replica = Replica(settings, client, calls, index, fleet, stream, index.layout.publishers)
         counters = replica.counters

@@ -2,7 +2,8 @@
 
 Both hear the worker's heartbeats. One that hears a higher incarnation than its own is the older: it publishes nothing more,
 answers no request, and its heartbeats are for people alone, until the other has been silent for longer than any heartbeat is
-publishes a new incarnation above the one it heard. So the index follows one of them and does not switch back and forth.
+late; then it publishes a new incarnation above the one it heard. So the index follows one of them and does not switch back and
+forth.
 """
 
 import logging

@@ -24,7 +24,7 @@ from kvatlas.store.connection import Store
 
 ANSWER_S = 1.0
 CHECK_S = 15.0
-_CURE = "give each fleet a NATS (or an account) of its own, or both the same --redis-url"
+_CURE = "give each fleet a NATS (or an account) of its own, or the same --redis-url (to move a store: --fleet-id)"
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -32,7 +32,9 @@ log = logging.getLogger("kvatlas.indexer")
 class FleetGuard:
     """`join`, then `run` until cancelled."""
 
-    def __init__(self, client: Client, store: Store, member_id: str, nats_name: str) -> None:
+    def __init__(self, client: Client, store: Store, member_id: str, nats_name: str, joins: str | None = None) -> None:
+        """`joins`: the fleet that an empty store joins on purpose."""
+        self._joins = joins
         self._client = client
         self._store = store
         self._member_id = member_id
@@ -44,7 +46,8 @@ class FleetGuard:
         """Make sure that store and stream are of one fleet, and mark what is not marked yet. Raises OtherFleet."""
         ours, streams = await read_store_identity(self._store), await stream_fleet(self._client)
         wanted = streams or (ours.fleet if ours is not None else new_fleet_id())
-        if streams and (ours is None or ours.fleet != streams):
+        joins = ours is None and self._joins == streams
+        if streams and not joins and (ours is None or ours.fleet != streams):
             other = await self._ask(streams, ours)
             if (line := conflict_line(ours, streams, other, self._store.name, self._nats)) is not None:
                 raise OtherFleet(line)

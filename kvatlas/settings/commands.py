@@ -129,7 +129,7 @@ class ScopeSettings(QuerySettings):
         return Scope(self.model_id, self.tokenizer_id or self.model_id, self.adapter_id, self.tenant_id)
 
 
-class DoctorSettings(EngineAccessSettings, ScopeSettings):
+class DoctorSettings(ScopeSettings, EngineAccessSettings):
     """One examination; the scope is that of --request, if it names none itself."""
 
     identities: Path | None = Field(

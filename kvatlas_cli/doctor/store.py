@@ -28,7 +28,7 @@ _MANAGED_POLICY = (
 
 def judge_distance(round_trip_ms: float) -> Finding:
     """How far away the store is, and what that costs."""
-    line = f"a round trip to the store takes {round_trip_ms:.1f} ms from here"
+    line = f"a round trip to the store takes {round_trip_ms:.1f} ms from here at best"
     if round_trip_ms < FAR_MS:
         return Finding("store.distance", Level.OK, line)
     line += ": each choice of a router that is as far away waits for several of them, or is made by load"

@@ -76,7 +76,7 @@ async def try_fault(name: str, fault: Fault, folder: Path) -> list[str]:
                 wrong += [] if fault.page in pages else [f"no page says {fault.page!r}"]
                 wrong += [] if fault.log in fleet.log() else [f"no log says {fault.log!r}"]
             left = await until_green(fleet)
-            print(f"  after: {'green' if not left else left}; {fleet.answered} answered, {fleet.failed} not")
+            print(f"  after: {left or 'green'}; {fleet.answered} answered, {fleet.failed} not")
             wrong += [f"after: {one}" for one in left]
         group.cancel_scope.cancel()
     return [f"{name}: {one}" for one in wrong]

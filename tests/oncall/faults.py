@@ -18,7 +18,7 @@ Made = Callable[[Fleet], AbstractAsyncContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`answer`: what doctor's first line has to contain. `checks`: each check with what its line has to contain, and nothing but
+    """`answer`: what doctor's first line has to contain. `checks`: each check with what its line has to contain; nothing but
     these and `also` may be wrong. `alert`: the one that fires; `page`: what the router's or the indexer's /status has to
     contain; `log`: what some part's log has to. Empty: nothing is asked."""
 
