@@ -40,6 +40,7 @@ SETTLE_S = 6.0
 _POLL_S = 0.2
 START = "indexers.start"
 _RETRIED = "the indexers start by themselves then"
+_CAUSES = (START, "nats.reachable", "store.reachable")
 _FOLLOWS = ("nats.stream", "nats.other", "indexers.members", "indexers.leases", "workers.index", "workers.settings")
 """What is wrong because no indexer could start."""
 _MAX_ROUND_TRIP_US = 200_000
@@ -146,9 +147,9 @@ def _answer_first(found: Sequence[Finding]) -> list[Finding]:
         found = [one for one in found if one.check not in _FOLLOWS or one.level is not Level.ERROR]
     answers = [one for one in found if one.check == serving.CHECK]
     if not answers:
-        lines = [one.line for one in found if one.level is Level.ERROR]
-        lines.sort(key=lambda line: line not in {one.line for one in found if one.check == START})
-        first = next(iter(lines), "no worker is known")
+        errors = [one for one in found if one.level is Level.ERROR]
+        errors.sort(key=lambda one: one.check not in _CAUSES)
+        first = errors[0].line if errors else "no worker is known"
         answers = [serving.judge_unknown(first)]
     return [*answers, *(one for one in found if one.check != serving.CHECK)]
 
