@@ -100,9 +100,9 @@ async def managed_store_that_evicts(fleet: Fleet) -> AsyncIterator[None]:
     """Its policy changes behind a CONFIG that is refused."""
     async with Redis.from_url(fleet.store.url) as store:
         await store.config_set("maxmemory-policy", "allkeys-lru")
-        await store.execute_command("ACL", "SETUSER", "default", "-config")
+        await store.execute_command("ACL", "SETUSER", "default", "-config")  # type: ignore[no-untyped-call]
         yield
-        await store.execute_command("ACL", "SETUSER", "default", "+config")
+        await store.execute_command("ACL", "SETUSER", "default", "+config")  # type: ignore[no-untyped-call]
         await store.config_set("maxmemory-policy", "noeviction")
 
 
