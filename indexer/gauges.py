@@ -14,7 +14,9 @@ from redis.exceptions import RedisError
 from kvatlas.blocks.residency import IndexMetrics, ModelBlocks
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import Liveness
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex
+from kvatlas.store.clock import store_time_us
 from kvatlas.store.connection import Store
 from kvatlas.telemetry import MetricSource, export_metrics, metrics_enabled
 from kvatlas_indexer.indexer_process import Replica
@@ -52,7 +54,7 @@ def gauges_of(replica: Replica) -> ReplicaGauges:
         partitions_owned=len(partitions),
         messages_pending=sum(partition.pending for partition in partitions),
         workers_alive=liveness[Liveness.ALIVE],
-        workers_lost=liveness[Liveness.LOST],
+        workers_lost=replica.workers_lost,
         workers_in_doubt=len(replica.doubts),
         workers_without_room=replica.workers_without_room,
         shards_out_of_memory=replica.shards_out_of_memory,
@@ -70,10 +72,12 @@ class PartitionGauges:
 
 @dataclass(frozen=True, slots=True)
 class StoreGauges:
-    """The store that the index is in. `limit_bytes` 0: no limit."""
+    """The store that the index is in. `limit_bytes` 0: no limit. `workers_missing`: fell silent within the last hour, and are
+    not back."""
 
     used_bytes: int
     limit_bytes: int
+    workers_missing: int = 0
 
 
 async def sample(replica: Replica, index: ResidencyIndex, store: Store, sample_s: float = SAMPLE_S) -> None:
@@ -111,7 +115,9 @@ async def measure(
     of the first one, so that sums are right. The others read nothing of the store and get None."""
     if 0 not in owned:
         return None
-    return await index.metrics(), StoreGauges(*await _memory_of(store))
+    departures = await FleetStore(store).departures(await store_time_us(store))
+    missing = sum(not one.drained for one in departures.values())
+    return await index.metrics(), StoreGauges(*await _memory_of(store), missing)
 
 
 def largest_models(models: Mapping[str, ModelBlocks]) -> dict[str, ModelBlocks]:

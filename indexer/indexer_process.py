@@ -154,6 +154,11 @@ class Replica:
         return self._detector.workers
 
     @property
+    def workers_lost(self) -> int:
+        """Workers of owned partitions that fell silent, and did not say that they leave."""
+        return self._detector.lost_now
+
+    @property
     def workers_without_room(self) -> int:
         """Workers of the owned shards that are left out because the store is out of memory."""
         return self._repair.without_room

@@ -4,22 +4,26 @@ import gc
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, closing, contextmanager
+from functools import partial
 
 import anyio
 from nats.errors import Error as NatsError
 
 from kvatlas.bus.connection import connect_nats
+from kvatlas.errors import KvatlasError, OtherFleet
 from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, FleetStore
+from kvatlas.fleet_store.trouble import clear_trouble, report_trouble
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.settings import IndexerSettings
-from kvatlas.store.connection import open_store
+from kvatlas.store.connection import Store, open_store
 from kvatlas.telemetry import export_metrics
 from kvatlas_indexer import gauges
 from kvatlas_indexer.cleanup.library_expiry import LibraryExpiry
-from kvatlas_indexer.indexer_process import Replica
+from kvatlas_indexer.indexer_process import Replica, default_member_id
+from kvatlas_indexer.ownership.fleet_guard import FleetGuard
 from kvatlas_indexer.partition.event_stream import EventStream, stream_settings
 
 CLOSE_DEADLINE_S = 2.0
@@ -65,7 +69,11 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         calls = await connect_nats(settings.nats, name="kvatlas-indexer-calls", wait=settings.wait, on_wait=log.warning)
         stack.push_async_callback(_close, calls.close)
         stream = EventStream(client, stream_settings(settings))
-        await retry_until_reachable(stream.ensure, wait=settings.wait, on_wait=log.warning)
+        member_id = settings.member_id or default_member_id()
+        ensure = partial(_ensure_stream, stream, store, member_id)
+        await retry_until_reachable(ensure, wait=settings.wait, on_wait=log.warning)
+        guard = FleetGuard(calls, store, member_id, settings.nats.name, settings.fleet_id)
+        await retry_until_reachable(partial(_join, guard, store, member_id), wait=settings.wait, on_wait=log.warning)
         replica = Replica(settings, client, calls, index, fleet, stream, index.layout.publishers)
         counters = replica.counters
         with export_metrics("indexer", counters), export_metrics("messages_in", counters), _rare_collections():
@@ -76,10 +84,30 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
 
                     replica.status_url = listener.url
                     group.start_soon(serve, application(replica, index, FleetStore(store)), listener)
+                group.start_soon(guard.run)
                 group.start_soon(gauges.sample, replica, index, store)
                 libraries = [INDEX_LIBRARY, FLEET_LIBRARY, POOL_LIBRARY]
                 group.start_soon(LibraryExpiry(store, libraries, replica.counters, replica.owned).run)
                 group.start_soon(replica.run, (lambda: ready(replica)) if ready is not None else None)
+
+
+async def _ensure_stream(stream: EventStream, store: Store, member_id: str) -> None:
+    """Make the event stream if there is none; the store says why, if it can't be made."""
+    try:
+        await stream.ensure()
+    except KvatlasError as error:
+        await report_trouble(store, member_id, str(error))
+        raise
+    await clear_trouble(store, member_id)
+
+
+async def _join(guard: FleetGuard, store: Store, member_id: str) -> None:
+    """Make sure that store and NATS are of one fleet; the store says why, if they are not."""
+    try:
+        await guard.join()
+    except OtherFleet as error:
+        await report_trouble(store, member_id, str(error))
+        raise
 
 
 async def _close(close: Callable[[], Awaitable[object]]) -> None:

@@ -11,6 +11,7 @@ KvatlasError                    one clear line: what was wrong, with which value
  |- LayoutMismatch              the store's layout is of another version or has another P or S
  |   `- NoIndexYet              no indexer has created a layout yet
  |- UnsuitableStore             the store's configuration would lose data (it evicts keys, it is a read-only replica)
+ |- OtherFleet                  this store and this NATS are of two fleets
  `- NotSupported                this index was opened without a feature that the call needs
 """
 
@@ -51,6 +52,10 @@ class Unreachable(KvatlasError):
 
 class AccessDenied(Unreachable):
     """A server refuses our credentials, or its address is malformed. Waiting does not help."""
+
+
+class OtherFleet(KvatlasError):
+    """This store and this NATS are of two fleets, which would take each other's workers."""
 
 
 class LayoutMismatch(KvatlasError):

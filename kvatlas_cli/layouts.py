@@ -22,9 +22,9 @@ from kvatlas.index.redis.layout import (
     switch_layout,
 )
 from kvatlas.settings import LayoutSettings
+from kvatlas.store.clock import store_time_us
 from kvatlas.store.connection import Store
 from kvatlas_cli.doctor.indexers import read_indexers
-from kvatlas_cli.doctor.store_facts import read_time
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import count_text, print_json, print_notice, print_table
 from kvatlas_cli.runner import run_query
@@ -153,7 +153,7 @@ def _is_up_to_date(found: WorkerRecord | None, present: WorkerRecord) -> bool:
 
 
 async def _count_indexers(store: Store, number: int) -> int:
-    members, _ = await read_indexers(store, await read_time(store), number)
+    members, _ = await read_indexers(store, await store_time_us(store), number)
     return len(members)
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
+from kvatlas.runtime.descriptors import raise_limit
+from kvatlas.runtime.process_gauges import process_gauges
 from kvatlas.settings import ProcessSettings
-from kvatlas.telemetry import setup_telemetry
+from kvatlas.telemetry import export_metrics, setup_telemetry
 from kvatlas_cli.logs import log_to_stderr
 from kvatlas_cli.memory_release import releasing_memory
 
@@ -25,6 +27,7 @@ def run_service(
 
     `metrics_page`: it serves `kvatlas.telemetry.read_metrics_page`.
     """
+    raise_limit()
     with _seldom_collected(), releasing_memory():
         _run(component, settings, body, style=settings.log_format, metrics_page=metrics_page)
 
@@ -62,7 +65,7 @@ def _run(
     with closing(body):  # the body never starts if telemetry can't be set up
         telemetry = setup_telemetry(component, metrics_page=metrics_page)
         try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            with export_metrics("process", process_gauges), asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 return runner.run(_run_until_stopped(body))
         finally:
             telemetry.shutdown()

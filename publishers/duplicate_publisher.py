@@ -1,8 +1,9 @@
 """Two publishers of one worker: the older one yields.
 
 Both hear the worker's heartbeats. One that hears a higher incarnation than its own is the older: it publishes nothing more,
-answers no request and sends no heartbeats, until the other has been silent for longer than any heartbeat is late; then it
-publishes a new incarnation above the one it heard. So the index follows one of them and does not switch back and forth.
+answers no request, and its heartbeats are for people alone, until the other has been silent for longer than any heartbeat is
+late; then it publishes a new incarnation above the one it heard. So the index follows one of them and does not switch back and
+forth.
 """
 
 import logging
@@ -83,6 +84,8 @@ class DuplicatePublisherWatch:
             self._counters.heartbeats_bad += 1
             self._log.report("heartbeat", f"invalid heartbeat on {msg.subject}: {error}; what else publishes there?")
             return
+        if heartbeat.yielded:
+            return
         own = self._changelog.outbox.incarnation
         if not self._changelog.record_heartbeat(heartbeat.incarnation):
             return
@@ -91,8 +94,10 @@ class DuplicatePublisherWatch:
             self._changelog.yield_worker()
             self._counters.yields += 1
             log.warning(
-                "worker %s: another publisher has a newer incarnation (%d, ours is %d); this one yields",
+                "worker %s: another publisher, of the engine at %s, has a newer incarnation (%d, ours is %d); this one yields: "
+                "give each its own --worker-id",
                 self._worker_id,
+                heartbeat.endpoint.url or "an unknown address",
                 heartbeat.incarnation,
                 own,
             )

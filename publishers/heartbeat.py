@@ -40,7 +40,7 @@ class HeartbeatSender:
         quiet: Callable[[], bool] = lambda: False,
         every_s: float = HEARTBEAT_S,
     ) -> None:
-        """While `quiet` none is sent."""
+        """While `quiet`, another publisher speaks for the worker: heartbeats are for people alone."""
         self._client = client
         self._endpoint = endpoint
         self._outbox = outbox
@@ -66,11 +66,12 @@ class HeartbeatSender:
             version=self._version,
             served_names=tuple(facts.served_names),
             awaited_s=facts.awaited_s,
+            yielded=self._quiet(),
         )
 
     async def send(self, state: EngineState | None = None) -> None:
         """Send one now. None is sent while NATS is not connected: old heartbeats are worth nothing."""
-        if not self._client.is_connected or self._quiet():
+        if not self._client.is_connected:
             return
         with suppress(NatsError):  # the connection was lost at this moment; the next heartbeat is a second away
             await self._client.publish(alive_subject(self._outbox.worker_id), self.heartbeat(state).pack())

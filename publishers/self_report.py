@@ -7,7 +7,7 @@ from nats.aio.client import Client
 
 from kvatlas.blocks.residency import TierBlocks
 from kvatlas.blocks.tiers import Tier
-from kvatlas.fleet.records import MAX_DIAGNOSIS_TEXT, MAX_SERVED_NAMES, Diagnosis
+from kvatlas.fleet.records import LEFT_OUT, MAX_DIAGNOSIS_TEXT, MAX_SERVED_NAMES, Diagnosis
 from kvatlas.identity import MAX_NAME_BYTES
 from kvatlas.redaction import redact_url
 from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
@@ -20,7 +20,6 @@ from kvatlas_publishers.settings import PublisherSettings
 from kvatlas_publishers.stream.changelog import Changelog
 from kvatlas_publishers.stream.sender import Sender
 
-LEFT_OUT = "left_out"
 MAX_SAMPLE = 160
 _EXPLAINED = {
     Reason.OTHER_BLOCK_SIZE: ("block_size",),

@@ -13,6 +13,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from kvatlas.addresses import is_loopback
+from kvatlas.runtime.descriptors import FEW, count_descriptors
 from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
@@ -30,6 +31,7 @@ from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
 from kvatlas_router.tenancy.proof import Proof
 from kvatlas_router.upstream.engine_client import EngineClient
+from router_client.learning.condition import RequestEnds
 
 CLOSE_S = 5.0
 ENGINE_TIMEOUT_S = 600.0
@@ -46,6 +48,11 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
     Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
     LayoutMismatch if the store can't be used and `wait` is off.
     """
+    if (descriptors := count_descriptors()).most < FEW:
+        _log.warning(
+            "only %d file descriptors are allowed, and each request needs two: raise the limit (ulimit -n, LimitNOFILE=)",
+            descriptors.most,
+        )
     with ExitStack() as listeners:
         listener = listen(settings.host, settings.port, "the router", settings.http)
         listeners.callback(listener.close)
@@ -111,6 +118,11 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         )
         engines = await stack.enter_async_context(EngineClient(parts.addresses, ENGINE_TIMEOUT_S))
         counters = ProxyCounters()
+        parts.client.condition.ends = lambda: RequestEnds(
+            counters.requests,
+            counters.gave_up + counters.shed + counters.queue_full + counters.broken,
+            counters.gone,
+        )
         objects = ObjectHolders(parts.fleet, parts.catalogue.records)
         relay = AnswerRelay(engines, parts.progress, counters, parts.addresses, objects, ask_usage=settings.ask_usage)
         exchange = Exchange(

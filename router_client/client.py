@@ -38,6 +38,7 @@ from router_client.decision.index_access import open_overlap_index
 from router_client.decision.index_lookup import IndexLookup
 from router_client.fleet_cache import FleetCache, FleetReader
 from router_client.learning.bound_shares import BoundShares
+from router_client.learning.condition import ConditionMeter
 from router_client.learning.output_lengths import OutputLengths
 from router_client.learning.prediction_accuracy import AccuracyReporter, PredictionAccuracy
 from router_client.learning.rates import RateLearner
@@ -103,6 +104,9 @@ class RouterClient:
         )
         self._leases = Leases(shared, self.counters, self.settings.booking.lease_s, self.settings.router_id)
         report = None if store is None else partial(write_answer_report, store, self._leases.router_id)
+        self.condition = ConditionMeter(self.counters)
+        self.answers.condition = self.condition.read
+        self.answers.known_pools = self._fleet.known_pools
         self._accuracy_reporter = None if report is None else AccuracyReporter(self.answers, report)
         self._lookup = IndexLookup(index, self.counters, load_only=self.settings.load_only)
         self._late_calls = LateCalls()

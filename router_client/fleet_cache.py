@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Protocol
 
 from kvatlas.blocks.reuse import ReuseRules
@@ -115,6 +115,10 @@ class FleetCache:
         """The pool as it was last read, however long ago; None if it never was."""
         kept = self._kept.get(pool_id)
         return kept[1] if kept is not None else None
+
+    def known_pools(self) -> Collection[str]:
+        """Those that were ever read, with workers."""
+        return list(self._kept)
 
     async def close(self) -> None:
         """Stop reading."""

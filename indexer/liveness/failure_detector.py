@@ -205,6 +205,12 @@ class FailureDetector:
         return {worker_id: self._record(worker_id) for worker_id in lost}
 
     @property
+    def lost_now(self) -> int:
+        """Lost workers, but those that said that they leave."""
+        lost = (one for one in self._workers.values() if one.liveness is Liveness.LOST)
+        return sum(one.state is not EngineState.DRAINING for one in lost)
+
+    @property
     def workers(self) -> dict[str, Liveness]:
         """Every judged worker."""
         return {worker_id: worker.liveness for worker_id, worker in self._workers.items()}

@@ -15,7 +15,7 @@ from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.subjects import ALL_ALIVE
 from kvatlas.errors import DATA_ERRORS, InvalidValue, KvatlasError
 from kvatlas.fleet.identities import Identities
-from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Repair, read_heartbeat
+from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Liveness, Repair, read_heartbeat
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
 from kvatlas.runtime.fair_share import FairShare
@@ -74,6 +74,8 @@ class Heartbeats:
         self._adopt_at_s = clock() + ADOPT_EVERY_S
         self._ticked_s = clock()
         self._expiry = RecordExpiry(delete_record_after_s)
+        self._present: set[str] = set()
+        """Workers that are known not to be among the departed."""
 
     def adopt(self) -> None:
         """Judge also the workers of owned partitions that the fleet store knows, from the next round on, which comes at
@@ -136,6 +138,9 @@ class Heartbeats:
             self._detector.restore_changed(changed)
             raise
         self._counters.fleet_writes += len(changed)
+        back = {id for id, record in changed.items() if record.liveness is Liveness.ALIVE} - self._present
+        await self._fleet.forget_departures(back)
+        self._present |= back
         self._counters.pools_repaired = self._fleet.pools_repaired
         # a paused replica, once resumed, writes what it heard last: workers that are lost by now as alive
         await self._fleet.update_existing(self._detector.lost_records())
@@ -180,7 +185,10 @@ class Heartbeats:
         if record is not None and _unretired(record) and not await self._index.retire(worker_id, record.incarnation):
             return  # it began another incarnation meanwhile
         if retirement.pool_id is not None:
+            if (last := self._detector.lost_records().get(worker_id)) is not None:
+                await self._fleet.record_departure(last)
             await self._fleet.forget(worker_id, retirement.pool_id)
+        self._present.discard(worker_id)
         self._counters.workers_retired += 1
         log.info("worker %s: retired, no heartbeat", worker_id)
         self._owned.forget_worker(worker_id)
@@ -204,6 +212,8 @@ class Heartbeats:
                 "invalid", f"invalid heartbeat on {msg.subject}: {error}; what publishes there, in which version?"
             )
             return
+        if beat.yielded:
+            return  # another publisher speaks for it
         if (refusal := self._refusal(beat.endpoint)) is not None:
             self._counters.heartbeats_refused += 1
             self._log.report(worker_id, f"heartbeat refused: {refusal}")

@@ -13,6 +13,7 @@ from nats.js.errors import APIError, ServiceUnavailableError
 
 from kvatlas.bus.access import NatsAccess
 from kvatlas.errors import AccessDenied, Unreachable
+from kvatlas.runtime.certificate_files import CERTIFICATE_EXPIRED, describe_verification
 from kvatlas.runtime.retry import retry_until_reachable
 
 UNSUBSCRIBE_S = 1.0
@@ -39,7 +40,10 @@ async def connect_nats(
         try:
             return await _connect_once(options, name)
         except (NatsError, OSError, TimeoutError, ValueError) as error:
-            denied = isinstance(error, (ValueError, ssl.SSLError)) or "authorization" in str(error).lower()
+            expired = isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == CERTIFICATE_EXPIRED
+            denied = (isinstance(error, (ValueError, ssl.SSLError)) and not expired) or "authorization" in str(
+                error
+            ).lower()
             kind = AccessDenied if denied else Unreachable
             raise kind(f"{access.name}: {reason(error)}") from error
 
@@ -117,6 +121,8 @@ def reason(error: BaseException) -> str:
     """One line of what nats-py says."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
+    if isinstance(error, ssl.SSLCertVerificationError):  # a ValueError too
+        return describe_verification(error)
     if isinstance(error, ValueError):
         return "the URL or the credentials are malformed"
     if isinstance(error, ServiceUnavailableError) and error.err_code is None:  # no responder on its API

@@ -1,7 +1,8 @@
 """The event stream: its configuration and its position."""
 
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -18,6 +19,13 @@ from kvatlas.errors import KvatlasError, Unreachable
 
 _TEMPORARILY_UNAVAILABLE = 10008
 """JetStream's error code while its servers elect a leader."""
+_NO_ROOM = {10023: "", 10028: "memory", 10047: "file"}
+"""Its codes for a stream that is larger than what is left of its storage, and which one."""
+
+
+FLEET_METADATA = "kvatlas_fleet"
+
+_log = logging.getLogger("kvatlas.bus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,10 @@ class StreamInfo:
     creation_us: int
     first_seq: int
     last_seq: int
+
+
+class StreamTooLarge(Unreachable):
+    """NATS has no room for a stream of this size. It may get it while we wait."""
 
 
 async def ensure_stream(client: Client, settings: StreamSettings) -> None:
@@ -65,10 +77,35 @@ async def ensure_stream(client: Client, settings: StreamSettings) -> None:
             await jetstream.add_stream(config)
             return
     except (APIError, NatsError, TimeoutError) as error:
+        if isinstance(error, APIError) and error.err_code in _NO_ROOM:
+            raise StreamTooLarge(_too_large_line(settings, reason(error))) from error
         kind = Unreachable if _is_temporary(error) else KvatlasError
         raise kind(f"stream {STREAM} can't be created: {reason(error)}") from error
     if found.config.subjects != [ALL_EVENTS]:
         raise KvatlasError(f"stream {STREAM} holds subjects {found.config.subjects}; expected {[ALL_EVENTS]}")
+
+
+async def stream_fleet(client: Client) -> str | None:
+    """The fleet that the stream is of, by its metadata; None without a stream, or without metadata (NATS before 2.10, or a
+    stream made by an earlier version). Raises Unreachable."""
+    try:
+        found = await client.jetstream().stream_info(STREAM)
+    except NotFoundError:
+        return None
+    except (APIError, NatsError, TimeoutError) as error:
+        raise Unreachable(f"stream {STREAM}: {reason(error)}") from error
+    return (found.config.metadata or {}).get(FLEET_METADATA)
+
+
+async def mark_stream(client: Client, fleet_id: str) -> None:
+    """Write the fleet into the stream's metadata. A user who may not change the stream leaves it as it is."""
+    jetstream = client.jetstream()
+    try:
+        found = await jetstream.stream_info(STREAM)
+        metadata = {**(found.config.metadata or {}), FLEET_METADATA: fleet_id}
+        await jetstream.update_stream(replace(found.config, metadata=metadata))
+    except (APIError, NatsError, TimeoutError) as error:
+        _log.info("stream %s is not marked with its fleet: %s", STREAM, reason(error))
 
 
 async def stream_info(client: Client) -> StreamInfo:
@@ -87,6 +124,14 @@ def microseconds_of(rfc3339: str) -> int:
     whole, _, fraction = rfc3339.rstrip("Z").partition(".")
     seconds = int(datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp())
     return seconds * 1_000_000 + int((fraction + "000000")[:6])
+
+
+def _too_large_line(settings: StreamSettings, said: str) -> str:
+    option = "max_file_store" if settings.storage == "file" else "max_memory_store"
+    return (
+        f"stream {STREAM} can't be created: it may take {settings.max_bytes / (1 << 20):,.0f} MiB, and JetStream has less "
+        f"{settings.storage} storage left ({said}); lower the indexers' --stream-max-bytes, or raise JetStream's {option}"
+    )
 
 
 def _is_temporary(error: BaseException) -> bool:

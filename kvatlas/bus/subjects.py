@@ -13,6 +13,7 @@ ALL_EVENTS = "kvatlas.events.*.*"
 ALL_ALIVE = "kvatlas.alive.*"
 ALL_CONTROL = "kvatlas.control.*"
 ALL_GRANTS = "kvatlas.grant.*.*"
+ALL_FLEETS = "kvatlas.fleet.*"
 ALL_STORE_NOTICES = "kvatlas.store.*.*"
 DEAD_STREAM = "KVATLAS_DEAD"
 ALL_DEAD = "kvatlas.dead.*.*"
@@ -71,6 +72,11 @@ def grant_subject(worker_id: str, partitions: int) -> str:
 def grants_of_worker(worker_id: str) -> str:
     """The same in every partition, as a permission."""
     return f"kvatlas.grant.*.{check_worker_id(worker_id)}"
+
+
+def fleet_subject(fleet_id: str) -> str:
+    """Questions to the indexers of a fleet, who they are (core NATS, request and reply)."""
+    return f"kvatlas.fleet.{fleet_id}"
 
 
 def shared_store_subject(store_id: str, worker_id: str) -> str:

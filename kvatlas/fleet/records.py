@@ -243,6 +243,10 @@ def read_load(told: Mapping[str, Any], worker_id: str, sampled_us: int, locality
         raise InvalidValue(f"{where} is not known, or given by both of its names; expected {known}") from error
 
 
+LEFT_OUT = "left_out"
+"""The diagnosis of a publisher that leaves out nearly all that its engine says."""
+
+
 class Diagnosis(WireRecord):
     """A setting that contradicts what a publisher sees: its stable name, what is seen, and what to do about it."""
 
@@ -258,8 +262,9 @@ class Heartbeat(WireRecord):
     worker's last messages were lost. `load` is None if the engine does not report it.
 
     For `kvatlas doctor`: `diagnoses`; `version`, of the publisher; `served_names`, under which the engine serves its model, if
-    none of them is the endpoint's; `awaited_s`, for how long an engine has been awaited that was never up. Earlier publishers
-    send none of the last three.
+    none of them is the endpoint's; `awaited_s`, for how long an engine has been awaited that was never up; `yielded`: another
+    publisher of this worker has a newer incarnation, and this one publishes nothing: only people are told. Earlier publishers
+    send none of the last four.
     """
 
     worker_id: WorkerId
@@ -273,6 +278,7 @@ class Heartbeat(WireRecord):
     version: Text = ""
     served_names: Annotated[tuple[Text, ...], Field(max_length=MAX_SERVED_NAMES)] = ()
     awaited_s: Count | None = None
+    yielded: bool = False
 
 
 def read_heartbeat(payload: bytes, worker_id: str, now_us: int) -> Heartbeat:

@@ -4,6 +4,7 @@
     kva:{fleet}:leases    HASH  partition -> "<expiry ms> <member id>"
     (of a layout with another number than 0: kva:{fleet}:members:<number>, kva:{fleet}:leases:<number>)
     kva:{fleet}:pools     SET   pool ids
+    kva:{fleet}:departed  HASH  workers that were retired within the last hour: `kvatlas/fleet_store/departures.py`
     kva:{fleet}:objects   HASH  id of an object that an engine keeps -> worker id; kva:{fleet}:objects:older
     kva:{pool:<id>}:workers   HASH  worker id -> FleetRecord; the pool's other keys: `kvatlas/reservations/functions/_pool.lua`
 
@@ -13,11 +14,12 @@ Leases only save work; nothing that must be right depends on them.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet_store.departures import Departure, forget_departures, read_departures, record_departure
 from kvatlas.reservations.protocol import WorkerReport
 from kvatlas.reservations.redis import write_reports
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, call_pool, pool_keys
@@ -116,6 +118,18 @@ class FleetStore:
             await self._call("kvatlas_fleet_no_pool", [POOLS], [pool_id])
             if await self._count_workers(pool_id):  # another owner wrote one of its workers meanwhile
                 await self._call("kvatlas_fleet_pools", [POOLS], [pool_id])
+
+    async def record_departure(self, record: FleetRecord) -> None:
+        """Remember for an hour that this worker was retired."""
+        await record_departure(self._store, record)
+
+    async def forget_departures(self, worker_ids: Collection[str]) -> None:
+        """These workers are back."""
+        await forget_departures(self._store, worker_ids)
+
+    async def departures(self, now_us: int) -> dict[str, Departure]:
+        """Workers that were retired within the hour before this time of the store, and are not back."""
+        return await read_departures(self._store, now_us)
 
     async def pool(self, pool_id: str) -> dict[str, FleetRecord]:
         """The workers of one pool, but those with a record of an unknown form."""

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import Field
 
 from kvatlas.fleet.records import WireRecord, WorkerId
+from kvatlas.predictions.condition import RouterCondition
 from kvatlas.validation import Count, Name
 
 WRONG_SHARE = 0.05
@@ -154,17 +155,20 @@ class AnswerReport(WireRecord):
     """One router's counts of the answers in one pool, and the last prompt whose tokens differed, in words.
 
     `prompt_tokens`: of the answers that say how many were cached. `stalled`: workers that make no progress though they have
-    work. Earlier routers report neither these nor `foreign_tenants`."""
+    work. `recent`: the counts of the last minute, which alone are judged; `condition`: of the whole router. Earlier routers
+    report none of these, nor `foreign_tenants`."""
 
     counts: AnswerCounts = Field(default_factory=AnswerCounts)
     example: str = ""
     prompt_tokens: Count = 0
     foreign_tenants: tuple[ForeignTenant, ...] = Field(default=(), max_length=MAX_FOREIGN_TENANTS)
     stalled: tuple[WorkerId, ...] = Field(default=(), max_length=MAX_STALLED)
+    recent: AnswerCounts | None = None
+    condition: RouterCondition | None = None
 
     def findings(self) -> list[tuple[str, str]]:
-        """(finding, advice) of each problem, a line each."""
-        counts, found = self.counts, []
+        """(finding, advice) of each problem of the last minute, a line each."""
+        counts, found = self.recent or self.counts, []
         if counts.prompts_differ:
             total = counts.prompts_equal + counts.prompts_differ
             line = f"the tokenizer is not the engine's: {counts.prompts_differ} of {total} prompts differ"

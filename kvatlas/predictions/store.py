@@ -1,5 +1,7 @@
 """Routers' counts of answers, in the slot of the pool that they are of; `kvatlas doctor` reads them."""
 
+from typing import NamedTuple
+
 from kvatlas.predictions.accuracy import AnswerReport
 from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import Store
@@ -19,12 +21,24 @@ async def write_answer_report(store: Store, router_id: str, pool_id: str, report
     await call_pool(store, "answered", pool_id, args, keys=[answers_key(pool_id)])
 
 
-async def read_answer_reports(store: Store, pool_id: str, now_us: int) -> dict[str, AnswerReport]:
+class StoredReport(NamedTuple):
+    """A router's report, and when it was written by the store's clock."""
+
+    report: AnswerReport
+    written_us: int
+
+
+async def read_stored_reports(store: Store, pool_id: str, now_us: int) -> dict[str, StoredReport]:
     """The reports that have not expired at this time of the store's clock, by router id. Raises Unreachable, and InvalidValue
     for a report of an unknown form."""
-    reports: dict[str, AnswerReport] = {}
+    reports: dict[str, StoredReport] = {}
     for router_id, value in (await store.ask(store.client.hgetall(answers_key(pool_id)))).items():
         ends_us, _, packed = value.partition(b" ")
         if ends_us.isdigit() and int(ends_us) > now_us:
-            reports[router_id.decode()] = AnswerReport.unpack(packed)
+            reports[router_id.decode()] = StoredReport(AnswerReport.unpack(packed), int(ends_us) - KEEP_US)
     return reports
+
+
+async def read_answer_reports(store: Store, pool_id: str, now_us: int) -> dict[str, AnswerReport]:
+    """The same without their times."""
+    return {id: stored.report for id, stored in (await read_stored_reports(store, pool_id, now_us)).items()}

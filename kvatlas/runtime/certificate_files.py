@@ -18,6 +18,8 @@ from kvatlas.errors import KvatlasError
 LOOK_S = 1.0
 """How often, at most, the files are looked at."""
 DAY_S = 86_400
+CERTIFICATE_EXPIRED = 10
+"""OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED."""
 
 _log = logging.getLogger("kvatlas.certificates")
 
@@ -108,6 +110,13 @@ _in_use: WeakSet[RenewedContext] = WeakSet()
 def certificates_in_use() -> list[dict[str, Any]]:
     """Of this process: the state of each, as JSON has it."""
     return [asdict(state) for state in sorted((one.state for one in list(_in_use)), key=lambda one: one.what)]
+
+
+def describe_verification(error: ssl.SSLCertVerificationError) -> str:
+    """Why a server's certificate is not trusted, and the cure, in one line."""
+    if error.verify_code == CERTIFICATE_EXPIRED:
+        return "its certificate has expired: renew it on the server"
+    return f"its certificate is not trusted ({error.verify_message}): give its CA, and the name that it is issued for"
 
 
 def state_on_disk(what: str, file: Path) -> CertificateState:

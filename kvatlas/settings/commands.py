@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator
 
-from kvatlas.errors import SettingsError
-from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope, check_chain
+from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope, check_chain, check_worker_id
 from kvatlas.redaction import redact_url
 from kvatlas.settings.engine import EngineAccessSettings
 from kvatlas.settings.field_types import CommaList, Name, NatsUrl, PartitionCount, Port, RedisUrl
@@ -148,7 +148,7 @@ class ScopeSettings(QuerySettings):
         return Scope(self.model_id, self.tokenizer_id or self.model_id, self.adapter_id, self.tenant_id)
 
 
-class DoctorSettings(EngineAccessSettings, ScopeSettings):
+class DoctorSettings(ScopeSettings, EngineAccessSettings):
     """One examination; the scope is that of --request, if it names none itself."""
 
     identities: Path | None = Field(
@@ -162,7 +162,28 @@ class DoctorSettings(EngineAccessSettings, ScopeSettings):
         description="Status pages of publishers, indexers and routers to ask too, separated by commas: finds publishers on "
         "another NATS, and certificates that expire.",
     )
+    expected: Path | None = Field(
+        default=None,
+        description="File with the ids of all workers that should be there, a line each; default: those of the "
+        "last hour.",
+    )
     strict: bool = Field(default=False, description="Exit with 1 for warnings too.")
+
+    @property
+    def expected_workers(self) -> tuple[str, ...]:
+        """Raises SettingsError for a file that can't be read, and for what is no worker id."""
+        if self.expected is None:
+            return ()
+        try:
+            lines = [line.strip() for line in self.expected.read_text().splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(
+                f"--expected {self.expected}: {getattr(error, 'strerror', '') or 'not a text'}"
+            ) from None
+        try:
+            return tuple(check_worker_id(line) for line in lines if line and not line.startswith("#"))
+        except InvalidValue as error:
+            raise SettingsError(f"--expected {self.expected}: {error}") from None
 
 
 class TopSettings(QuerySettings):

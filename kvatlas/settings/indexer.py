@@ -1,9 +1,9 @@
 """Settings of `kvatlas indexer`."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from kvatlas.errors import SettingsError
 from kvatlas.settings.field_types import Name, PartitionCount, Port, Seconds, WorkerId
@@ -11,18 +11,25 @@ from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import COMMON, HelpGroups, Settings
 from kvatlas.validation import Positive
 
+FleetId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{12}$")]
+
 
 class IndexerSettings(Settings, HttpSettings):
     """One indexer replica."""
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "nats_url redis_url status_port identities retire_after_s",
-        "Index": "partitions shards layout side_index scrub_period_s member_id",
+        "Index": "partitions shards layout fleet_id side_index scrub_period_s member_id",
         "Event stream": "stream_replicas stream_max_bytes stream_max_age_s stream_storage",
         "HTTP server": "status_host",
     }
 
     member_id: WorkerId | None = Field(default=None, description="Name of this replica; default: host name and pid.")
+    fleet_id: FleetId | None = Field(
+        default=None,
+        description="Fleet that an empty store joins while the fleet's other indexers keep another one (to move to another "
+        "Redis; `kvatlas doctor` shows the id); default: that store is refused, since it is taken for another fleet's.",
+    )
     partitions: PartitionCount | None = Field(
         default=None,
         description="Partitions of the stream; default: those of the store's layout, 64 in an empty store.",

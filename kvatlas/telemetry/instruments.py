@@ -378,7 +378,16 @@ INDEX = {
 
 # ---------------------------------------------------------------- store: kvatlas_indexer.gauges.StoreGauges
 
-STORE = _by(STORE_MEMORY, "what", used_bytes="used", limit_bytes="limit")
+WORKERS_MISSING = _gauge(
+    "indexer.workers.missing",
+    "{worker}",
+    "Workers that fell silent within the last hour and are not back; from one replica",
+)
+
+STORE = {
+    **_by(STORE_MEMORY, "what", used_bytes="used", limit_bytes="limit"),
+    **_single(WORKERS_MISSING, "workers_missing"),
+}
 
 # ---------------------------------------------------------------- index of one replica: kvatlas.blocks.residency.IndexWork
 
@@ -725,6 +734,15 @@ TENANCY = _by(
     over_tokens="over_tokens",
     too_long="too_long",
 )
+# ---------------------------------------------------------------- process: kvatlas.runtime.process_gauges.ProcessGauges
+
+DESCRIPTORS = _gauge("process.descriptors", "{descriptor}", "File descriptors that are open, and the most that may be")
+CERTIFICATE = _gauge("process.certificate", "s", "Until the first of this process' certificates ends")
+
+PROCESS = {
+    **_by(DESCRIPTORS, "what", descriptors_open="open", descriptors_most="most"),
+    **_single(CERTIFICATE, "certificate_s"),
+}
 
 # ---------------------------------------------------------------- by OpenTelemetry's conventions for all kinds of systems
 
@@ -790,6 +808,7 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "answers": ANSWERS,
     "tenancy": TENANCY,
     "http": HTTP,
+    "process": PROCESS,
     "http_request": HTTP_REQUEST,
     "store_call": STORE_CALL,
     "messages_out": MESSAGES_OUT,

@@ -15,6 +15,7 @@ from kvatlas.bus.subjects import (
     ALL_CONTROL,
     ALL_DEAD,
     ALL_EVENTS,
+    ALL_FLEETS,
     ALL_GRANTS,
     ALL_STORE_NOTICES,
     DEAD_STREAM,
@@ -78,11 +79,12 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: 
     api = "$JS.API"
     streams = [f"{api}.STREAM.{call}.{name}" for name in (STREAM, DEAD_STREAM) for call in ("INFO", "CREATE")]
     consumers = [f"{api}.CONSUMER.{call}.{STREAM}.>" for call in ("CREATE", "DELETE", "MSG.NEXT")]
+    update = f"{api}.STREAM.UPDATE.{STREAM}"
     own_inbox = {user: f"{inbox_of(user)}.>" for user in (*identities.by_user, INDEXER, ROUTER, AUDITOR)}
     users = {
         INDEXER: Permissions(
-            publish=[ALL_CONTROL, ALL_DEAD, *streams, *consumers, own_inbox[INDEXER]],
-            subscribe=[ALL_ALIVE, ALL_GRANTS, own_inbox[INDEXER]],
+            publish=[ALL_CONTROL, ALL_DEAD, ALL_FLEETS, *streams, update, *consumers, own_inbox[INDEXER]],
+            subscribe=[ALL_ALIVE, ALL_GRANTS, ALL_FLEETS, own_inbox[INDEXER]],
             responds=True,
         ),
         AUDITOR: Permissions(

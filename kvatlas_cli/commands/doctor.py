@@ -31,7 +31,7 @@ RequestFlag = Annotated[
 
 @with_settings(DoctorSettings)
 def doctor(settings: DoctorSettings, request: RequestFlag = None, as_json: JsonFlag = False) -> None:
-    """Check servers, indexers, workers and routers; print each finding and what to do; exit code 1 if one is an error."""
+    """Would a request be served well now? Then every finding and what to do; exit code 1 if one is an error."""
     found: list[Finding] = []
     run_query("doctor", settings, _examine(settings, found) if request is None else _follow(settings, request, found))
     if as_json:
@@ -52,6 +52,7 @@ async def _examine(settings: DoctorSettings, found: list[Finding]) -> None:
             identities=identities,
             listen_s=settings.listen_s,
             status_urls=settings.status_urls,
+            expected=settings.expected_workers,
             wait=settings.wait,
             on_wait=print_notice,
             on_step=on_step,

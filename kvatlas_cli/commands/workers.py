@@ -12,6 +12,7 @@ from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import age_text, count_text, print_json, print_table
 from kvatlas_cli.runner import run_query
 from kvatlas_cli.store_connection import connect_store, open_index
+from kvatlas_cli.worker_state import state_word
 
 
 @with_settings(QuerySettings)
@@ -72,7 +73,7 @@ def _row(record: FleetRecord, held: _Held | None, now_us: int) -> tuple[str, ...
         endpoint.id,
         endpoint.kind.value,
         endpoint.model_id,
-        record.state.value,
+        state_word(record),
         record.liveness.value,
         "-" if held is None else str(held.residencies),
         _resumable_text(record, held),

@@ -1,7 +1,8 @@
 """Clock differences. Nothing that must be exact depends on clocks, but lags and ages are wrong by their difference."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
+from kvatlas.fleet.records import FleetRecord, Liveness
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 MAX_SKEW_US = 1_000_000
@@ -10,16 +11,48 @@ WRONG_US = 60_000_000
 _ADVICE = "synchronise the clocks (NTP); reported lags and ages are wrong by the difference"
 
 
-def judge_clocks(store_us: int | None, workers_us: Mapping[str, int], indexers_us: int) -> Iterator[Finding]:
-    """How far each clock is ahead of ours. `store_us` None: unknown. `indexers_us`: at least one indexer's clock is this far
-    ahead or more; 0: none is."""
+def judge_clocks(
+    store_us: int | None,
+    workers_us: Mapping[str, int],
+    indexers_us: int,
+    routers_us: Mapping[str, int] | None = None,
+) -> Iterator[Finding]:
+    """How far each clock is ahead of ours. `store_us` None: unknown. `indexers_us`: at least one indexer's clock is so far
+    ahead, or behind; 0: none is."""
     ahead = {f"worker {worker_id}": us for worker_id, us in workers_us.items()}
+    ahead |= {f"router {router_id}": us for router_id, us in (routers_us or {}).items()}
     if store_us is not None:
         ahead["the store"] = store_us
     ahead["an indexer"] = indexers_us
-    wrong = {f"{name} {us / 1e6:+.1f} s": abs(us) for name, us in ahead.items() if abs(us) > MAX_SKEW_US}
+    wrong = {f"{name} {_text(us)}": abs(us) for name, us in ahead.items() if abs(us) > MAX_SKEW_US}
     if wrong:
         level = Level.ERROR if max(wrong.values()) > WRONG_US else Level.WARNING
         yield Finding("clocks", level, f"clocks differ from this machine's: {join_names(wrong)}", _ADVICE)
     else:
         yield Finding("clocks", Level.OK, f"no clock differs from this machine's by more than {MAX_SKEW_US / 1e6:g} s")
+
+
+def indexers_ahead(records: Mapping[str, FleetRecord], heard: Collection[str], owned: bool, now_us: int) -> int:
+    """How far an indexer's clock is ahead of ours (negative: behind), by when it says that it heard live workers.
+
+    `heard`: those that we hear too, so that their records are written each second if their partitions are `owned`.
+    """
+    ages = [one.heard_us - now_us for one in records.values()]
+    ahead = max(ages, default=0)
+    if ahead > MAX_SKEW_US or not owned:
+        return max(0, ahead)
+    live = [
+        one.heard_us - now_us
+        for id, one in records.items()
+        if id in heard and one.liveness is Liveness.ALIVE and one.heard_us
+    ]
+    behind = min(live, default=0)
+    return behind if behind < -WRONG_US else 0
+
+
+def _text(us: int) -> str:
+    """`+90.0 s`, `-2.0 h`, `+1.0 d`."""
+    for unit, size in (("d", 86_400e6), ("h", 3_600e6)):
+        if abs(us) >= size:
+            return f"{us / size:+.1f} {unit}"
+    return f"{us / 1e6:+.1f} s"

@@ -1,7 +1,7 @@
 """The whole examination: checks NATS, the store and the workers, and returns every finding in order."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import anyio
@@ -11,20 +11,25 @@ from redis.exceptions import RedisError
 
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
-from kvatlas.bus.stream import StreamInfo
-from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
+from kvatlas.bus.stream import StreamInfo, stream_fleet
+from kvatlas.errors import AccessDenied, InvalidValue, KvatlasError, Unreachable
 from kvatlas.fleet.identities import Identities
-from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Liveness
+from kvatlas.fleet.records import LEFT_OUT, EngineEndpoint, FleetRecord, Liveness
+from kvatlas.fleet_store.departures import Departure
+from kvatlas.fleet_store.fleet_identity import read_store_identity
 from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.fleet_store.trouble import read_trouble
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.layout import Layout
-from kvatlas.predictions.store import read_answer_reports
+from kvatlas.predictions.store import StoredReport, read_stored_reports
 from kvatlas.store.access import RedisAccess
+from kvatlas.store.clock import store_time_us
 from kvatlas.store.connection import Store, open_store
-from kvatlas_cli.doctor import clocks, indexers, pools, routers, sidecars, store_facts, stream, workers
+from kvatlas_cli.doctor import clocks, indexers, pools, routers, serving, sidecars, store_facts, stream, workers
 from kvatlas_cli.doctor import store as store_checks
 from kvatlas_cli.doctor.certificates import judge_certificates, own_certificates
+from kvatlas_cli.doctor.fleets import judge_fleet
 from kvatlas_cli.doctor.heartbeats import HeartbeatListener, ReceivedHeartbeat, Told
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 
@@ -33,6 +38,11 @@ LONGEST_S = 9.0
 SETTLE_S = 6.0
 """Longest wait for what settles by itself while a fleet is rolled: another indexer takes a partition over in 5 s."""
 _POLL_S = 0.2
+START = "indexers.start"
+_RETRIED = "the indexers start by themselves then"
+_CAUSES = (START, "nats.reachable", "store.reachable")
+_FOLLOWS = ("nats.stream", "nats.other", "indexers.members", "indexers.leases", "workers.index", "workers.settings")
+"""What is wrong because no indexer could start."""
 _MAX_ROUND_TRIP_US = 200_000
 """The store's clock is not compared if reading it took longer."""
 
@@ -47,6 +57,7 @@ class _Order(NamedTuple):
     wait: bool
     on_wait: Told | None
     on_step: Told
+    expected: Sequence[str] = ()
 
 
 class _Bus(NamedTuple):
@@ -57,6 +68,7 @@ class _Bus(NamedTuple):
     listener: HeartbeatListener
     stream: StreamInfo | None
     answers: bool
+    fleet: str | None = None
 
 
 class _Fleet(NamedTuple):
@@ -91,18 +103,19 @@ async def examine(
     listen_s: float,
     settle_s: float = SETTLE_S,
     status_urls: Sequence[str] = (),
+    expected: Sequence[str] = (),
     wait: bool = False,
     on_wait: Told | None = None,
     on_step: Told = lambda _: None,
 ) -> list[Finding]:
-    """Run every check that is possible; the store's findings come first.
+    """Run every check that is possible. The first findings say whether requests are served; the store's come next.
 
-    `status_urls`: publishers' status pages. Without `wait` a server that does not answer is a finding, and all is done in
-    LONGEST_S, or `listen_s` if that is longer. It waits for `listen_s` of heartbeats, and up to `settle_s` for what may settle
-    by itself.
+    `status_urls`: publishers' status pages. `expected`: workers that should be there. Without `wait` a server that does not
+    answer is a finding, and all is done in LONGEST_S, or `listen_s` if that is longer. It waits for `listen_s` of heartbeats,
+    and up to `settle_s` for what may settle by itself.
     """
     ends_s = time.monotonic() + max(LONGEST_S, listen_s)
-    order = _Order(identities, listen_s, settle_s, ends_s, wait, on_wait, on_step)
+    order = _Order(identities, listen_s, settle_s, ends_s, wait, on_wait, on_step, expected)
     found: list[Finding] = []
     nats = NatsAccess(nats) if isinstance(nats, str) else nats
     on_step(f"connecting to {nats.name}")
@@ -125,35 +138,57 @@ async def examine(
     finally:
         if client is not None:
             await client.close()
-    return found
+    return _answer_first(found)
+
+
+def _answer_first(found: Sequence[Finding]) -> list[Finding]:
+    """Whether requests are served, then the rest. Without what follows from an indexer that says itself why it can't start."""
+    if any(one.check == START for one in found):
+        found = [one for one in found if one.check not in _FOLLOWS or one.level is not Level.ERROR]
+    answers = [one for one in found if one.check == serving.CHECK]
+    if not answers:
+        errors = [one for one in found if one.level is Level.ERROR]
+        errors.sort(key=lambda one: one.check not in _CAUSES)
+        first = errors[0].line if errors else "no worker is known"
+        answers = [serving.judge_unknown(first)]
+    return [*answers, *(one for one in found if one.check != serving.CHECK)]
 
 
 async def _connect_nats(nats: NatsAccess, found: list[Finding], wait: bool, on_wait: Told | None) -> Client | None:
     try:
         client = await connect_nats(nats, name="kvatlas-doctor", wait=wait, on_wait=on_wait)
     except Unreachable as error:
-        found.append(Finding("nats.reachable", Level.ERROR, str(error), "is it running, at this --nats-url?"))
+        found.append(Finding("nats.reachable", Level.ERROR, str(error), _cure_of(error, "--nats-url")))
         return None
     found.append(Finding("nats.reachable", Level.OK, f"{nats.name} answers"))
     return client
+
+
+def _cure_of(error: Unreachable, flag: str) -> str:
+    if "certificate" in str(error):
+        return "processes connect by themselves when the server has a certificate that is valid"
+    if isinstance(error, AccessDenied):
+        return f"check the credentials, and {flag}"
+    return f"is it running, at this {flag}?"
 
 
 async def _listen(client: Client, name: str, found: list[Finding], order: _Order) -> _Bus:
     listener = HeartbeatListener()
     subscription = await listener.start(client)
     order.on_step(f"listening to heartbeats for {order.listen_s:g} s")
-    began_s, info, answers = time.monotonic(), None, True
+    began_s, info, answers, fleet = time.monotonic(), None, True, None
     try:
         found += await stream.examine_stream(client)
         info = await stream.read_identity(client)
+        fleet = await stream_fleet(client)
         found += stream.judge_refused(await stream.read_dead_letters(client), _now_us())
-    except (NatsError, TimeoutError) as error:
+    except (NatsError, TimeoutError, Unreachable) as error:
         answers = False
         line = f"JetStream does not answer: {str(error) or type(error).__name__}"
         found.append(Finding("nats.jetstream", Level.ERROR, line, "see the log of NATS"))
     await anyio.sleep(max(0.0, began_s + order.listen_s - time.monotonic()))
     await subscription.unsubscribe()  # a busy worker's next heartbeat would be ahead of what was read of the index
-    return _Bus(client, name, listener, info, answers)
+    return _Bus(client, name, listener, info, answers, fleet)
 
 
 async def _examine_store(redis: RedisAccess | str, found: list[Finding], bus: _Bus | None, order: _Order) -> None:
@@ -161,10 +196,11 @@ async def _examine_store(redis: RedisAccess | str, found: list[Finding], bus: _B
     try:
         store = await open_store(redis, wait=order.wait, on_wait=order.on_wait)
     except Unreachable as error:
-        found.append(Finding("store.reachable", Level.ERROR, str(error), "is it running, at this --redis-url?"))
+        found.append(Finding("store.reachable", Level.ERROR, str(error), _cure_of(error, "--redis-url")))
         return
     try:
         found.append(Finding("store.reachable", Level.OK, f"{store.name} answers"))
+        found.append(store_checks.judge_distance(await store_facts.measure_round_trip(store)))
         servers = await store_facts.read_servers(store)
         found += store_checks.judge_servers(servers, store_checks.own_libraries())
         layout_finding, layout = await store_checks.examine_layout(store)
@@ -186,7 +222,7 @@ async def _examine_store(redis: RedisAccess | str, found: list[Finding], bus: _B
 
 async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: _Order) -> list[Finding]:
     began_us = _now_us()
-    store_us = await store_facts.read_time(store)
+    store_us = await store_time_us(store)
     store_ahead_us = store_us - _now_us() if _now_us() - began_us < _MAX_ROUND_TRIP_US else None
     heard = bus.listener.heard if bus is not None else None
     try:
@@ -198,7 +234,10 @@ async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: 
         fleet = await _read_settled(store, index, layout.partitions, heard or {}, settle_s, order.on_step)
     except InvalidValue as error:
         return [Finding("workers", Level.ERROR, str(error), "use the same version of kvatlas everywhere")]
-    found = list(indexers.judge_indexers(fleet.members, fleet.leases, layout.partitions))
+    trouble = await read_trouble(store, store_us)
+    found = [Finding(START, Level.ERROR, line, _RETRIED) for line in dict.fromkeys(trouble.values())]
+    if not trouble or fleet.members:
+        found += indexers.judge_indexers(fleet.members, fleet.leases, layout.partitions)
     if bus is not None and bus.answers and index is not None and fleet.members:
         position = await index.position(min(fleet.leases, default=0))
         found += stream.judge_identity(bus.name, bus.stream, position)
@@ -211,34 +250,118 @@ async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: 
         listened_s=order.listen_s,
         now_us=_now_us(),
     )
+    departures = await FleetStore(store).departures(store_us)
+    found += workers.judge_missing({*fleet.records, *(heard or ())}, departures, order.expected, store_us)
+    if bus is not None:
+        found += workers.judge_duplicates(bus.listener.heard, bus.listener.yielded)
+        found += judge_fleet(await read_store_identity(store), bus.fleet, bus.name, store.name)
     if bus is not None and bus.listener.malformed:
         line = f"a heartbeat can't be decoded: {bus.listener.malformed}"
         found.append(Finding("workers.heartbeats", Level.ERROR, line, "use the same version of kvatlas everywhere"))
-    found += await _examine_pools(store, fleet.records, heard or {}, store_us)
-    indexers_ahead_us = max((record.heard_us - _now_us() for record in fleet.records.values()), default=0)
+    stored = await _read_routers(store, fleet.records)
+    found += _examine_pools(fleet.records, heard or {}, stored)
+    conditions = {id: one for reports in stored.values() for id, one in routers.conditions_of(reports).items()}
+    found += routers.judge_conditions(conditions)
+    found += _judge_served(fleet, bus, layout.partitions, stored, departures)
+    owned = len(fleet.leases) == layout.partitions
     workers_ahead_us = bus.listener.ahead_us if bus is not None else {}
-    found += clocks.judge_clocks(store_ahead_us, workers_ahead_us, max(0, indexers_ahead_us))
+    found += clocks.judge_clocks(
+        store_ahead_us,
+        workers_ahead_us,
+        clocks.indexers_ahead(fleet.records, heard or {}, owned, _now_us()),
+        {
+            id: us
+            for reports in stored.values()
+            for id, us in routers.router_clocks(reports, store_ahead_us or 0).items()
+        },
+    )
     return found
 
 
-async def _examine_pools(
-    store: Store,
+async def _read_routers(store: Store, records: Mapping[str, FleetRecord]) -> dict[str, dict[str, StoredReport]]:
+    """What routers say, by pool and by router."""
+    now_us = await store_time_us(store)
+    pool_ids = dict.fromkeys(record.endpoint.pool_id for record in records.values())
+    return {pool_id: await read_stored_reports(store, pool_id, now_us) for pool_id in pool_ids}
+
+
+def _judge_served(
+    fleet: _Fleet,
+    bus: _Bus | None,
+    partitions: int,
+    stored: Mapping[str, Mapping[str, StoredReport]],
+    departures: Mapping[str, Departure],
+) -> Iterator[Finding]:
+    """Would a request be served well, for each pool?"""
+    records = fleet.records
+    heard = bus.listener.heard if bus is not None else None
+    unusable = {id: "no heartbeat" for id in records if heard is not None and id not in heard}
+    for reports in stored.values():
+        for one in reports.values():
+            unusable |= dict.fromkeys(one.report.stalled, "its engine makes no progress")
+    unindexed = {id: "it publishes no events" for id, one in records.items() if not one.endpoint.events}
+    for id, record in (fleet.index_records or {}).items():
+        if record.oom:
+            unindexed[id] = "the store is out of memory"
+        elif record.bad:
+            unindexed[id] = "its blocks wait for a snapshot"
+    unindexed |= {id: "the index is behind" for id in fleet.behind if id not in unindexed}
+    for id, received in (heard or {}).items():
+        if any(one.name == LEFT_OUT for one in received.heartbeat.diagnoses):
+            unindexed[id] = "its events are left out"
+    obstacles = []
+    if not fleet.members:
+        obstacles.append("no indexer is running")
+    elif len(fleet.leases) < partitions:
+        obstacles.append(f"{partitions - len(fleet.leases)} of {partitions} partitions have no owner")
+    if fleet.index_records is None:
+        obstacles.append("the store has no functions of the index")
+    if bus is not None and not bus.answers:
+        obstacles.append("JetStream does not answer")
+    if bus is None and all(one.heard_us < _now_us() - workers.MAX_SILENT_US for one in records.values()):
+        obstacles.append("NATS does not answer, and no indexer hears the workers")
+    pools = _by_pool(records)
+    names = {pool_id: _pool_name(some[0].endpoint) for pool_id, some in pools.items()}
+    slow = {
+        names[pool_id]: why
+        for pool_id, reports in stored.items()
+        if (why := routers.describe_slow_store(routers.conditions_of(reports))) is not None
+    }
+    yield from serving.judge_serving(
+        {names[pool_id]: some for pool_id, some in pools.items()},
+        unusable=unusable,
+        unindexed=unindexed,
+        obstacles=obstacles,
+        slow=slow,
+    )
+    known = {record.endpoint.model_id for record in records.values()}
+    for model_id in sorted({one.model_id for one in departures.values()} - known):
+        ids = [id for id, one in departures.items() if one.model_id == model_id]
+        yield serving.judge_gone(f"model {model_id}", ids)
+
+
+def _examine_pools(
     fleet: Mapping[str, FleetRecord],
     heard: Mapping[str, ReceivedHeartbeat],
-    store_us: int,
+    stored: Mapping[str, Mapping[str, StoredReport]],
 ) -> list[Finding]:
-    by_pool: dict[str, list[FleetRecord]] = {}
-    for record in fleet.values():
-        by_pool.setdefault(record.endpoint.pool_id, []).append(record)
+    by_pool = _by_pool(fleet)
     names = {pool_id: _pool_name(records[0].endpoint) for pool_id, records in by_pool.items()}
     found = list(pools.judge_pools({names[pool_id]: records for pool_id, records in by_pool.items()}))
     found += pools.judge_served_names([one.heartbeat for one in heard.values()])
     for pool_id in by_pool:
-        reports = await read_answer_reports(store, pool_id, store_us)
+        reports = {id: one.report for id, one in stored[pool_id].items()}
         found += routers.judge_answers(names[pool_id], reports)
         found += routers.judge_progress(names[pool_id], reports)
         found += routers.judge_tenants(names[pool_id], reports)
     return found
+
+
+def _by_pool(fleet: Mapping[str, FleetRecord]) -> dict[str, list[FleetRecord]]:
+    by_pool: dict[str, list[FleetRecord]] = {}
+    for record in fleet.values():
+        by_pool.setdefault(record.endpoint.pool_id, []).append(record)
+    return by_pool
 
 
 async def _read_settled(
@@ -264,7 +387,7 @@ async def _read_settled(
 
 async def _read_fleet(store: Store, index: RedisIndex | None, heard: Mapping[str, ReceivedHeartbeat]) -> _Fleet:
     number = index.layout.number if index is not None else 0
-    members, leases = await indexers.read_indexers(store, await store_facts.read_time(store), number)
+    members, leases = await indexers.read_indexers(store, await store_time_us(store), number)
     records = await FleetStore(store).all()
     if index is None:
         return _Fleet(members, leases, records, None, set())

@@ -34,8 +34,10 @@ class ReceivedHeartbeat:
 
 @dataclass(slots=True)
 class HeartbeatListener:
-    """The last heartbeat of each worker, and how far each clock is ahead by the heartbeat that was delayed least."""
+    """The last heartbeat of each worker, and how far each clock is ahead by the heartbeat that was delayed least. `yielded`: of
+    publishers that another one of the same worker keeps silent."""
 
+    yielded: dict[str, ReceivedHeartbeat] = field(default_factory=dict)
     heard: dict[str, ReceivedHeartbeat] = field(default_factory=dict)
     ahead_us: dict[str, int] = field(default_factory=dict)
     malformed: str = ""
@@ -52,6 +54,9 @@ class HeartbeatListener:
             )
             return
         now_us = time.time_ns() // 1_000
+        if heartbeat.yielded:
+            self.yielded[heartbeat.worker_id] = ReceivedHeartbeat(heartbeat, now_us)
+            return
         self.heard[heartbeat.worker_id] = ReceivedHeartbeat(heartbeat, now_us)
         if heartbeat.sent_us:
             ahead_us = heartbeat.sent_us - now_us

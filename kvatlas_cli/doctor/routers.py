@@ -1,15 +1,26 @@
-"""Routers: their counts of predicted and reported cached tokens."""
+"""Routers: their counts of predicted and reported cached tokens, and how they do."""
 
 from collections.abc import Iterator, Mapping
 
 from kvatlas.predictions.accuracy import AnswerReport
+from kvatlas.predictions.condition import RouterCondition
+from kvatlas.predictions.store import StoredReport
+from kvatlas.runtime.descriptors import FEW
 from kvatlas_cli.doctor.report import Finding, Level
+from kvatlas_cli.output import count_text
+
+FEW_LEFT = 0.8
+"""From this share of its descriptors on a router is about to have none left."""
+MANY = 0.05
+"""From this share on, refused requests, clients that gave up and late answers of the store are findings."""
+MOST_CHOICES = 0.5
+"""From this share on, choices as a rule are made without the index."""
 
 
 def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
     """`pool`: its name in a line; `reports`: by router."""
     for router_id, report in sorted(reports.items()):
-        counts, found = report.counts, report.findings()
+        counts, found = report.recent or report.counts, report.findings()
         where = f"router {router_id}, {pool}"
         for line, advice in found:
             yield Finding("routers.answers", Level.WARNING, f"{where}: {line}", advice)
@@ -18,7 +29,7 @@ def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Fi
             share = (
                 f", {counts.cached_equal / compared:.1%} with the predicted number of cached tokens" if compared else ""
             )
-            yield Finding("routers.answers", Level.OK, f"{where}: {compared:,} answers{share}")
+            yield Finding("routers.answers", Level.OK, f"{where}: {compared:,} answers lately{share}")
 
 
 def judge_progress(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
@@ -49,3 +60,55 @@ def judge_tenants(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Fi
                 f"router's --tenant-id {one.published_tenant_id}"
             )
             yield Finding("routers.tenants", Level.ERROR, line, advice)
+
+
+def conditions_of(reports: Mapping[str, StoredReport]) -> dict[str, RouterCondition]:
+    """By router: what those say that say it."""
+    return {id: one.report.condition for id, one in reports.items() if one.report.condition is not None}
+
+
+def router_clocks(reports: Mapping[str, StoredReport], store_ahead_us: int) -> dict[str, int]:
+    """How far each router's clock is ahead of ours. `store_ahead_us`: the store's, by which its report is dated."""
+    return {id: one.sent_us - reports[id].written_us + store_ahead_us for id, one in conditions_of(reports).items()}
+
+
+def describe_slow_store(conditions: Mapping[str, RouterCondition]) -> str | None:
+    """Why most choices of these routers are made without the index; None if they are not."""
+    choices = sum(one.choices for one in conditions.values())
+    open_ones = sum(one.fell_open for one in conditions.values())
+    if choices and open_ones >= MOST_CHOICES * choices:
+        return f"the store answers routers too late ({open_ones:,} of {choices:,} choices of the last minute)"
+    return None
+
+
+def judge_conditions(conditions: Mapping[str, RouterCondition]) -> Iterator[Finding]:
+    """By router. What is counted is of the last minute."""
+    for router_id, one in sorted(conditions.items()):
+        where = f"router {router_id}"
+        yield from _judge_descriptors(where, one)
+        if one.choices and one.fell_open >= MANY * one.choices:
+            line = f"{where}: {one.fell_open:,} of {one.choices:,} choices of the last minute lacked the store's help"
+            advice = "see store.distance and the store's load (SLOWLOG GET); a router's copy of the index (--replica) asks less"
+            yield Finding("routers.store", Level.WARNING, line, advice)
+        if lost := one.refused + one.no_workers:
+            share = lost / max(1, one.requests, lost)
+            line = f"{where}: no engine took {count_text(lost, 'request')} of the last minute"
+            level = Level.ERROR if share >= MANY else Level.WARNING
+            yield Finding("routers.refused", level, line, "see `serving`, engines' logs and their load")
+        if one.requests and one.gone >= MANY * one.requests:
+            line = f"{where}: {one.gone:,} of {one.requests:,} clients of the last minute gave up before the end"
+            yield Finding("routers.gone", Level.WARNING, line, "are answers slower than the clients' time limit?")
+
+
+def _judge_descriptors(where: str, one: RouterCondition) -> Iterator[Finding]:
+    check, most = "routers.descriptors", one.most_descriptors
+    advice = "raise its limit (ulimit -n, LimitNOFILE=, --ulimit nofile=): each request needs two"
+    if not most:
+        return
+    line = f"{where} has {one.descriptors:,} of at most {most:,} file descriptors open"
+    if one.descriptors >= FEW_LEFT * most:
+        yield Finding(check, Level.ERROR, f"{line}: it refuses connections when none is left", advice)
+    elif most < FEW:
+        yield Finding(check, Level.ERROR, f"{line}: too few for a router under load", advice)
+    else:
+        yield Finding(check, Level.OK, line)

@@ -15,8 +15,25 @@ from kvatlas_cli.output import count_text
 
 MIN_VERSION = 7
 MAX_LISTPACK = 128
+FAR_MS = 5.0
 FULL, FILLING = 0.9, 0.75
 """From nine tenths on the index leaves workers out (`kvatlas.index`, room)."""
+
+
+_MANAGED_POLICY = (
+    f"CONFIG is refused here, as managed services do: set {POLICY} to noeviction in the service's own settings "
+    "(ElastiCache, MemoryDB: parameter group; Memorystore: configuration; Azure: advanced settings)"
+)
+
+
+def judge_distance(round_trip_ms: float) -> Finding:
+    """How far away the store is, and what that costs."""
+    line = f"a round trip to the store takes {round_trip_ms:.1f} ms from here at best"
+    if round_trip_ms < FAR_MS:
+        return Finding("store.distance", Level.OK, line)
+    line += ": each choice of a router that is as far away waits for several of them, or is made by load"
+    advice = "run the store beside the routers, or let routers keep their own copy of the index (--replica)"
+    return Finding("store.distance", Level.WARNING, line, advice)
 
 
 def judge_servers(servers: Sequence[ServerFacts], libraries: Collection[str]) -> Iterator[Finding]:
@@ -76,11 +93,12 @@ def _judge_policy(server: ServerFacts) -> Finding:
             "store.policy",
             Level.WARNING,
             f"{server.name} does not show its {POLICY}",
-            "make sure that it is noeviction",
+            f"make sure that it is noeviction: {_MANAGED_POLICY}",
         )
     if policy != "noeviction":
         line = f"{server.name} has {POLICY} {policy}: evicted keys make the index wrong"
-        return Finding("store.policy", Level.ERROR, line, f"CONFIG SET {POLICY} noeviction")
+        advice = f"CONFIG SET {POLICY} noeviction" if server.config is not None else _MANAGED_POLICY
+        return Finding("store.policy", Level.ERROR, line, advice)
     return Finding("store.policy", Level.OK, f"{server.name} evicts nothing")
 
 
@@ -88,7 +106,10 @@ def _judge_listpack(server: ServerFacts) -> Finding:
     entries = (server.config or {}).get(LISTPACK)
     if entries is None:
         line = f"{server.name} does not show its {LISTPACK}"
-        return Finding("store.listpack", Level.INFO, line, f"make sure that it is {MAX_LISTPACK} or less")
+        advice = (
+            f"managed services: set {LISTPACK} to {MAX_LISTPACK} or less in the parameter group, if it is another there"
+        )
+        return Finding("store.listpack", Level.INFO, line, advice)
     if int(entries) > MAX_LISTPACK:
         line = f"{server.name} has {LISTPACK} {entries}: lookups in scopes with fewer blocks are slow"
         return Finding("store.listpack", Level.WARNING, line, f"CONFIG SET {LISTPACK} {MAX_LISTPACK}")

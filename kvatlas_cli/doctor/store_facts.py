@@ -1,5 +1,6 @@
 """Facts about the servers of a store: a standalone server, or every primary of a cluster."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 from redis.exceptions import NoPermissionError, ResponseError
 
 from kvatlas.errors import Unreachable
+from kvatlas.store.clock import store_time_us
 from kvatlas.store.connection import UNREACHABLE, Store, reason
 
+ROUND_TRIPS = 5
 POLICY, LISTPACK = "maxmemory-policy", "hash-max-listpack-entries"
 
 
@@ -37,14 +40,15 @@ async def read_servers(store: Store) -> list[ServerFacts]:
         raise Unreachable(f"{store.name}: {reason(error)}") from error
 
 
-async def read_time(store: Store) -> int:
-    """The store's clock in microseconds since 1970. Raises Unreachable."""
-    where = {"target_nodes": store.client.get_primaries()[0]} if store.is_cluster else {}
-    try:
-        seconds, microseconds = await store.client.execute_command("TIME", **where)
-    except UNREACHABLE as error:
-        raise Unreachable(f"{store.name}: {reason(error)}") from error
-    return int(seconds) * 1_000_000 + int(microseconds)
+async def measure_round_trip(store: Store) -> float:
+    """Milliseconds of the fastest of a few: the others waited for a busy machine. Raises Unreachable."""
+    await store_time_us(store)
+    took_ms = []
+    for _ in range(ROUND_TRIPS):
+        began_s = time.perf_counter()
+        await store_time_us(store)
+        took_ms.append((time.perf_counter() - began_s) * 1e3)
+    return min(took_ms)
 
 
 async def _read_server(store: Store, name: str, where: dict[str, Any]) -> ServerFacts:

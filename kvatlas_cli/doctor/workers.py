@@ -1,16 +1,18 @@
 """Workers: their fleet records, their heartbeats now, and the index's records of them, compared."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.identities import Identities, TenantRefused
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Heartbeat, Liveness
+from kvatlas.fleet_store.departures import Departure
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.reservations.protocol import STALE_US
 from kvatlas.version import own_version
 from kvatlas_cli.doctor.heartbeats import ReceivedHeartbeat
 from kvatlas_cli.doctor.report import Finding, Level, join_names
+from kvatlas_cli.output import count_text
 
 MAX_SILENT_US = 5_000_000
 """Without NATS, the time at which an indexer heard the last heartbeat is judged."""
@@ -45,6 +47,50 @@ def judge_workers(
     yield from _judge_load(fleet)
     yield from _judge_endpoints(fleet)
     yield from _judge_stores(fleet)
+
+
+def judge_missing(
+    fleet: Collection[str], departures: Mapping[str, Departure], expected: Collection[str], store_us: int
+) -> Iterator[Finding]:
+    """Workers that are not in the fleet: those that were retired within the hour, and those that are `expected`."""
+    check = "workers.missing"
+    gone = {id: one for id, one in departures.items() if id not in fleet}
+    silent = [id for id, one in gone.items() if not one.drained]
+    drained = [id for id in gone if id not in silent and id not in expected]
+    never = [id for id in expected if id not in fleet and id not in silent]
+    if silent:
+        since_s = (store_us - max(gone[id].at_us for id in silent)) / 1e6
+        models = join_names({gone[id].model_id for id in silent})
+        line = (
+            f"{count_text(len(silent), 'worker')} of {models} that fell silent within the last hour is missing: "
+            if len(silent) == 1
+            else f"{len(silent)} workers of {models} that fell silent within the last hour are missing: "
+        )
+        line += f"{join_names(silent)} (the last one was retired {since_s:,.0f} s ago)"
+        yield Finding(check, Level.ERROR, line, "start `kvatlas publish` there again; after an hour they are forgotten")
+    if never:
+        line = f"expected workers that are not there: {join_names(never)}"
+        yield Finding(check, Level.ERROR, line, "start their engines and `kvatlas publish`, or change --expected")
+    if drained:
+        line = f"workers that drained and left within the last hour: {join_names(drained)}"
+        yield Finding(check, Level.INFO, line, "nothing, if they were taken away on purpose")
+    if not silent and not never:
+        yield Finding(check, Level.OK, "no worker is missing")
+
+
+def judge_duplicates(
+    heard: Mapping[str, ReceivedHeartbeat], yielded: Mapping[str, ReceivedHeartbeat]
+) -> Iterator[Finding]:
+    """Workers that two publishers speak for. `yielded`: of those that another one keeps silent."""
+    for worker_id, one in sorted(yielded.items()):
+        silent = one.heartbeat.endpoint.url or "an unknown address"
+        counts = heard[worker_id].heartbeat.endpoint.url if worker_id in heard else ""
+        line = (
+            f"{worker_id} has two publishers: that of {counts or 'an unknown address'} counts, that of {silent} is ignored, "
+            "and so is its engine"
+        )
+        advice = "give each its own --worker-id; publishers of two fleets need a NATS (or an account) each"
+        yield Finding("workers.duplicates", Level.ERROR, line, advice)
 
 
 def is_behind(heartbeat: Heartbeat, record: WorkerRecord | None) -> bool:

@@ -14,29 +14,29 @@ from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.index import RedisIndex
 from kvatlas.predictions.accuracy import AnswerReport
 from kvatlas.predictions.store import read_answer_reports
+from kvatlas.store.clock import store_time_us
 from kvatlas.store.connection import Store
 from kvatlas_cli.doctor.heartbeats import ReceivedHeartbeat
 from kvatlas_cli.doctor.indexers import read_indexers
-from kvatlas_cli.doctor.store_facts import read_time
 
 READS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """One worker. `behind`: messages in the stream that the index has not applied; None: not known, or of another incarnation.
-    `owner`: the indexer that follows it; empty without one."""
+    """One worker. `blocks` None: the index has no holder of it that answers. `behind`: messages in the stream that the index
+    has not applied; None: not known, or of another incarnation. `owner`: the indexer that follows it; empty without one."""
 
     record: FleetRecord
-    blocks: Mapping[Tier, int]
+    blocks: Mapping[Tier, int] | None
     behind: int | None
     diagnoses: Sequence[Diagnosis]
     partition: int
     owner: str
 
     @property
-    def held(self) -> int:
-        return sum(self.blocks.values())
+    def held(self) -> int | None:
+        return None if self.blocks is None else sum(self.blocks.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class FleetSampler:
 
     async def read(self) -> FleetSample:
         """Raises Unreachable."""
-        store_us = await read_time(self._store)
+        store_us = await store_time_us(self._store)
         members, leases = await read_indexers(self._store, store_us, self._index.layout.number)
         records = await self._fleet.all()
         shards: Sequence[Sequence[WorkerRecord]] = [
@@ -102,12 +102,15 @@ class FleetSampler:
         now_us = time.time_ns() // 1_000
         return FleetSample(now_us, workers, members, self._index.partitions, len(leases), routers)
 
-    async def _read_blocks(self, worker_ids: Sequence[str]) -> dict[str, Mapping[Tier, int]]:
-        found: dict[str, Mapping[Tier, int]] = {}
+    async def _read_blocks(self, worker_ids: Sequence[str]) -> dict[str, Mapping[Tier, int] | None]:
+        found: dict[str, Mapping[Tier, int] | None] = {}
         for first in range(0, len(worker_ids), READS_AT_ONCE):
             some = worker_ids[first : first + READS_AT_ONCE]
             for worker_id, words in zip(some, await asyncio.gather(*map(self._index.digest, some)), strict=True):
-                digest = Digest(list(words[:WORDS])) if words is not None else Digest()
+                if words is None:
+                    found[worker_id] = None
+                    continue
+                digest = Digest(list(words[:WORDS]))
                 found[worker_id] = {tier: count for tier in Tier if (count := digest.count(tier))}
         return found
 

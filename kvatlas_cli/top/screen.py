@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvatlas.fleet.records import EngineState, Liveness
 from kvatlas.quantities import age_text, count_text
 from kvatlas_cli.output import wrap
 from kvatlas_cli.top.sample import FleetSample, RouterSample, WorkerSample
+from kvatlas_cli.worker_state import state_word
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
 
@@ -23,12 +23,7 @@ class _Column(NamedTuple):
 
 
 def _state(worker: WorkerSample) -> str:
-    record = worker.record
-    if record.liveness is Liveness.LOST:
-        return "lost"
-    if record.state is EngineState.UP and record.doubt:
-        return "in doubt"
-    return record.state.value
+    return state_word(worker.record)
 
 
 def _share(value: float | None) -> str:
@@ -68,7 +63,7 @@ def _badness(worker: WorkerSample) -> float:
 COLUMNS: Sequence[_Column] = (
     _Column("worker", 0, lambda one, _: one.record.endpoint.id, lambda one, _: 0),
     _Column("state", 8, lambda one, _: _state(one), lambda one, _: _badness(one)),
-    _Column("blocks", 9, lambda one, _: _number(one.held), lambda one, _: one.held),
+    _Column("blocks", 9, lambda one, _: _number(one.held), lambda one, _: one.held or 0),
     _Column("behind", 6, lambda one, _: _number(one.behind), lambda one, _: one.behind or 0),
     _Column("run", 4, lambda one, _: _number(_running(one)), lambda one, _: _running(one) or 0),
     _Column("wait", 4, lambda one, _: _number(_waiting(one)), lambda one, _: _waiting(one) or 0),
@@ -229,7 +224,7 @@ def _router_lines(routers: Sequence[RouterSample], before: FleetSample | None) -
 
 def _worker_lines(worker: WorkerSample, now_us: int, width: int) -> Iterator[str]:
     record, endpoint = worker.record, worker.record.endpoint
-    tiers = ", ".join(f"{count:,} {tier.label}" for tier, count in sorted(worker.blocks.items())) or "none"
+    tiers = ", ".join(f"{count:,} {tier.label}" for tier, count in sorted((worker.blocks or {}).items())) or "none"
     repair = record.repair
     load = record.load
     facts = {

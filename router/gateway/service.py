@@ -26,6 +26,7 @@ from kvatlas_router.gateway.server import Addresses, GatewayServer
 from kvatlas_router.proxy.catalogue import Catalogue
 from kvatlas_router.proxy.request_router import build_admission, open_request_router
 from router_client.client import RouterClient
+from router_client.learning.condition import RequestEnds
 from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 
 CLOSE_S = 5.0
@@ -68,6 +69,11 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
             await part.start()
             stack.push_async_callback(part.stop)
         counters = GatewayCounters()
+        parts.client.condition.ends = lambda: RequestEnds(
+            counters.by_prompt + counters.by_load + counters.unpublished,
+            counters.refused + counters.shed + counters.queue_full + counters.late,
+            counters.gone,
+        )
         stack.enter_context(export_metrics("gateway", counters))
         admission = build_admission(parts, settings, counters, apart=bool(settings.prefill_header))
         stack.enter_context(

@@ -180,6 +180,7 @@ class ProxyApplication:
                 "replica": client.replica_status,
                 "certificates": certificates_in_use(),
                 "tenancy": self._borders.status(self._parts.catalogue.tenant_id),
+                "condition": client.condition.read().model_dump(mode="json"),
                 "findings": [*findings, *progress.findings(), *client.answers.findings(), *tokens.findings()],
             }
         )

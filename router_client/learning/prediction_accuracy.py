@@ -5,8 +5,8 @@ A wrong tokenizer shows here first. `kvatlas doctor` reads the reports of all ro
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from time import monotonic
 
 from kvatlas.fleet.records import EngineEndpoint
@@ -19,6 +19,8 @@ from kvatlas.predictions.accuracy import (
     ForeignTenant,
     Prediction,
 )
+from kvatlas.predictions.condition import RouterCondition
+from kvatlas.predictions.recent_counts import RecentCounts
 from kvatlas.request import SelectionResult
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
@@ -58,6 +60,11 @@ class PredictionAccuracy:
     counts: AnswerCounts = field(default_factory=AnswerCounts)
     stalled_by_pool: Callable[[], Mapping[str, Sequence[str]]] = dict
     """Workers that a server on this library finds stalled, by pool; they go into the reports."""
+    condition: Callable[[], RouterCondition | None] = lambda: None
+    """Of the whole router; it goes into the reports."""
+    known_pools: Callable[[], Collection[str]] = tuple
+    """Pools that are reported before their first answer."""
+    _recent: dict[str, RecentCounts] = field(default_factory=dict)
     _pools: dict[str, AnswerCounts] = field(default_factory=dict)
     _examples: dict[str, str] = field(default_factory=dict)
     _prompt_tokens: dict[str, int] = field(default_factory=dict)
@@ -99,17 +106,23 @@ class PredictionAccuracy:
 
     def reports(self) -> dict[str, AnswerReport]:
         """By pool, as of now."""
-        stalled = self.stalled_by_pool()
+        stalled, condition = self.stalled_by_pool(), self.condition()
         return {
             pool_id: AnswerReport(
                 counts=self._pools.get(pool_id, AnswerCounts()),
+                recent=self._recent_counts(pool_id),
+                condition=condition,
                 example=self._examples.get(pool_id, ""),
                 prompt_tokens=self._prompt_tokens.get(pool_id, 0),
                 foreign_tenants=tuple(self._foreign_tenants(pool_id)),
                 stalled=tuple(stalled.get(pool_id, ())[:MAX_STALLED]),
             )
-            for pool_id in self._pools.keys() | stalled.keys()
+            for pool_id in self._pools.keys() | stalled.keys() | set(self.known_pools())
         }
+
+    def _recent_counts(self, pool_id: str) -> AnswerCounts:
+        counts = self._pools.get(pool_id, AnswerCounts())
+        return AnswerCounts(**self._recent.setdefault(pool_id, RecentCounts()).grown(asdict(counts)))
 
     def _foreign_tenants(self, pool_id: str) -> Iterator[ForeignTenant]:
         since_s = monotonic() - LATELY_S

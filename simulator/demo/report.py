@@ -96,7 +96,9 @@ def build_table(phases: Sequence[Phase]) -> Table:
 
 
 def _at_most(milliseconds: float | None) -> str:
-    return "-" if milliseconds is None else f"<= {milliseconds:.2g} ms"
+    if milliseconds is None:
+        return "-"
+    return f"<= {milliseconds:,.0f} ms" if milliseconds >= 10 else f"<= {milliseconds:.2g} ms"
 
 
 def save_picture(phases: Sequence[Phase], path: Path) -> None:

@@ -1,5 +1,6 @@
 """What is done to a fleet so that an alert fires, and undone."""
 
+import resource
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
@@ -250,6 +251,41 @@ async def engine_is_full(fleet: Fleet) -> AsyncIterator[None]:
         yield
 
 
+@asynccontextmanager
+async def clients_give_up(fleet: Fleet) -> AsyncIterator[None]:
+    async def leave(client: httpx.AsyncClient) -> None:
+        body = {"model": "m", "prompt": "A long story, please.", "max_tokens": 2_000, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            await anext(answer.aiter_bytes(), b"")
+
+    async def keep_leaving() -> None:
+        async with httpx.AsyncClient(base_url=fleet.router_url, trust_env=False, timeout=10) as client:
+            while True:
+                await leave(client)
+                await anyio.sleep(0.2)  # a paced load
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(keep_leaving)
+        yield
+        group.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def certificate_expires(fleet: Fleet) -> AsyncIterator[None]:
+    fleet.tls_router.start()
+    await fleet.tls_router.ready()
+    yield
+    await fleet.tls_router.stop()
+
+
+@asynccontextmanager
+async def few_descriptors(fleet: Fleet) -> AsyncIterator[None]:
+    before = resource.prlimit(fleet.router.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(fleet.router.pid, resource.RLIMIT_NOFILE, (48, before[1]))
+    yield
+    resource.prlimit(fleet.router.pid, resource.RLIMIT_NOFILE, before)
+
+
 Cause = Callable[[Fleet], AbstractAsyncContextManager[None]]
 
 CAUSES: Mapping[str, tuple[Cause, set[str]]] = {
@@ -277,7 +313,10 @@ CAUSES: Mapping[str, tuple[Cause, set[str]]] = {
     "indexer_stutters": (indexer_stutters, {"KvatlasIndexLate"}),
     "block_is_deleted": (block_is_deleted, {"KvatlasIndexDamaged"}),
     "engines_die": (engines_die, {"KvatlasRequestsFail", "KvatlasNoWorkers", "KvatlasPickerRefuses"}),
-    "engine_is_full": (engine_is_full, {"KvatlasRequestsWait"}),
+    "engine_is_full": (engine_is_full, {"KvatlasRequestsWait", "KvatlasRequestsRefused"}),
+    "clients_give_up": (clients_give_up, {"KvatlasClientsGaveUp"}),
+    "certificate_expires": (certificate_expires, {"KvatlasCertificateExpires"}),
+    "few_descriptors": (few_descriptors, {"KvatlasDescriptorsShort"}),
     "engine_answers_500": (engine_answers_500, {"KvatlasWorkersEjected"}),
     "engine_hangs": (engine_hangs, {"KvatlasEngineStalled"}),
     "engine_reports_wrong_cached_tokens": (engine_reports_wrong_cached_tokens, {"KvatlasPredictionsWrong"}),

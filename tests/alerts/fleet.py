@@ -16,6 +16,7 @@ from kvatlas.embedded.free_port import LOOPBACK, free_port
 from kvatlas_router.gateway.ext_proc.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
 from kvatlas_router.gateway.server import SERVICE
 from tests.alerts.odd_engine import OddEngine, odd_engine
+from tests.certificates import Authority
 from tests.chaos.child_process import ChildProcess
 from tests.router.gateway.messages import answer_body, answer_headers, request_body, request_headers
 
@@ -40,6 +41,7 @@ class Fleet:
     router_url: str
     picker_port: int
     ports: list[int]
+    tls_router: ChildProcess
     fresh: bool = False
     """Do requests share no prefix, so that no engine's cache draws them?"""
 
@@ -93,6 +95,11 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
         exporter = {"OTEL_METRICS_EXPORTER": "prometheus", "OTEL_EXPORTER_PROMETHEUS_HOST": LOOPBACK}
         exporter["OTEL_EXPORTER_PROMETHEUS_PORT"] = str(ports[-1])
         picker = child("picker", "endpoint picker on", "epp", *deciding, *flags, **exporter)
+        issued = Authority(folder).issue(LOOPBACK, days=9)
+        ports.append(free_port())
+        tls = ["--port", "0", "--http-cert-file", str(issued.certificate), "--http-key-file", str(issued.key)]
+        exporter = {**exporter, "OTEL_EXPORTER_PROMETHEUS_PORT": str(ports[-1])}
+        tls_router = child("tls-router", "router at", "router", *deciding, *tls, **exporter)
         parts = [indexer, *engines, *sidecars, router, picker]
         for part in parts:
             part.start()
@@ -113,6 +120,7 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
             url,
             picker_port,
             ports,
+            tls_router,
         )
 
 

@@ -7,6 +7,7 @@ from nats.aio.client import Client
 
 from kvatlas.embedded import EmbeddedServer
 from kvatlas.fleet.records import Liveness
+from kvatlas.fleet_store.fleet_identity import read_store_identity
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store, connected_store
@@ -34,13 +35,15 @@ async def test_two_stores_hold_the_same_until_the_first_is_left(
                 assert await indexed(index, *publishers) == published(*publishers)
 
         async with running_replica(nats.url, fresh_valkey, member_id="a"):
+            identity = await read_store_identity(first)
+            assert identity is not None
             for publisher in publishers:
                 await publisher.start()
                 await publisher.store_more()
             await are_exact(first)
             async with (
                 answering_requests(nats_client, publishers),
-                running_replica(nats.url, redis8_url, member_id="b", shards=2),
+                running_replica(nats.url, redis8_url, member_id="b", shards=2, fleet_id=identity.fleet),
             ):
                 await are_exact(first, second)
                 for publisher in publishers:

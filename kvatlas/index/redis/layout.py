@@ -190,13 +190,16 @@ def _answering(root: Mapping[str, str]) -> int:
 
 async def check_suitable(store: Store) -> None:
     """Raises UnsuitableStore if the store would evict keys by itself, on any primary, or is a read-only replica."""
+    cure = ""
     try:
-        policies = list((await store.read_config("maxmemory-policy")).items())
+        policies = await store.read_config("maxmemory-policy")
     except ResponseError:  # managed services refuse CONFIG; INFO says it without the server's name
-        policies = [("", one.get("maxmemory_policy", "noeviction")) for one in await store.read_info("memory")]
-    for server, policy in policies:
+        found = [one.get("maxmemory_policy", "noeviction") for one in await store.read_info("memory")]
+        policies = {"": next((policy for policy in found if policy != "noeviction"), "noeviction")}
+        cure = "; set it in the service's own settings (parameter group), since CONFIG is refused here"
+    for server, policy in policies.items():
         if policy != "noeviction":
-            line = f"maxmemory-policy is {policy}; expected noeviction, since an evicted key is a wrong answer"
+            line = f"maxmemory-policy is {policy}; expected noeviction, since an evicted key is a wrong answer{cure}"
             raise UnsuitableStore(f"{store.name}: {f'{server}: ' if server else ''}{line}")
     if not store.is_cluster:
         role = await store.client.execute_command("ROLE")

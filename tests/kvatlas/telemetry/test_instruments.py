@@ -13,6 +13,7 @@ from kvatlas.fleet.records import EngineState
 from kvatlas.index.local_copy.counters import ReplicaCounters
 from kvatlas.predictions.accuracy import AnswerCounts
 from kvatlas.runtime.http_counters import HttpCounters
+from kvatlas.runtime.process_gauges import ProcessGauges
 from kvatlas.telemetry import INSTRUMENTS, export_metrics
 from kvatlas.telemetry.instruments import TOTALS, Instrument
 from kvatlas.telemetry.metric_export import read_distributions
@@ -59,6 +60,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("gateway_load", GatewayGauges(1, 2)),
         ("http", HttpCounters()),
         ("tenancy", TenancyCounters()),
+        ("process", ProcessGauges(3, 1024, 86_400.0)),
         ("gateway", GatewayCounters()),
         ("tokens", TokenCounters()),
         ("index_replica", ReplicaCounters()),

@@ -65,16 +65,22 @@ async def test_nothing_is_wrong_while_indexers_and_workers_are_replaced(installa
 async def test_an_empty_installation_is_an_error_with_advice(installation: Installation) -> None:
     code, out = await run_doctor(installation, "--listen-s", "0.05")
     assert code == 1 and "error    store.layout" in out and "-> start `kvatlas indexer` on it" in out
-    assert out.endswith("3 errors, 0 warnings\n")
+    assert out.startswith("error    serving             would a request be served well now? No, because ")
+    assert out.endswith("4 errors, 0 warnings\n")
 
 
 async def test_an_unreachable_server_is_an_error_and_the_other_is_still_examined(installation: Installation) -> None:
     found = await examine(f"nats://{NOWHERE}", installation.valkey.url, listen_s=0.05)
     assert [one.check for one in found if one.level is Level.ERROR] == [
+        "serving",
         "store.functions",
         "store.layout",
         "nats.reachable",
     ]
     assert any(one.check == "store.policy" and one.level is Level.OK for one in found)
     found = await examine(installation.nats.url, f"redis://{NOWHERE}", listen_s=0.05)
-    assert [one.check for one in found if one.level is Level.ERROR] == ["store.reachable", "nats.stream"]
+    assert [one.check for one in found if one.level is Level.ERROR] == [
+        "serving",
+        "store.reachable",
+        "nats.stream",
+    ]

@@ -1,0 +1,136 @@
+"""Keeps two fleets apart: an indexer starts only where its store and its NATS are of one fleet (thin; `fits` judges)."""
+
+import logging
+
+import anyio
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from redis.exceptions import RedisError
+
+from kvatlas.bus.connection import unsubscribe
+from kvatlas.bus.stream import mark_stream, stream_fleet
+from kvatlas.bus.subjects import ALL_FLEETS, fleet_subject, is_inbox
+from kvatlas.errors import InvalidValue, KvatlasError, OtherFleet
+from kvatlas.fleet_store.fleet_identity import (
+    FleetIdentity,
+    new_fleet_id,
+    read_store_identity,
+    write_store_identity,
+)
+from kvatlas.fleet_store.trouble import report_trouble
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.store.connection import Store
+
+ANSWER_S = 1.0
+CHECK_S = 15.0
+_CURE = "give each fleet a NATS (or an account) of its own, or the same --redis-url (to move a store: --fleet-id)"
+
+log = logging.getLogger("kvatlas.indexer")
+
+
+class FleetGuard:
+    """`join`, then `run` until cancelled."""
+
+    def __init__(self, client: Client, store: Store, member_id: str, nats_name: str, joins: str | None = None) -> None:
+        """`joins`: the fleet that an empty store joins on purpose."""
+        self._joins = joins
+        self._client = client
+        self._store = store
+        self._member_id = member_id
+        self._nats = nats_name
+        self._log = RateLimitedLog(log)
+        self._own: FleetIdentity | None = None
+
+    async def join(self) -> FleetIdentity:
+        """Make sure that store and stream are of one fleet, and mark what is not marked yet. Raises OtherFleet."""
+        ours, streams = await read_store_identity(self._store), await stream_fleet(self._client)
+        wanted = streams or (ours.fleet if ours is not None else new_fleet_id())
+        joins = ours is None and self._joins == streams
+        if streams and not joins and (ours is None or ours.fleet != streams):
+            other = await self._ask(streams, ours)
+            if (line := conflict_line(ours, streams, other, self._store.name, self._nats)) is not None:
+                raise OtherFleet(line)
+        own = await self._take_store(wanted)
+        if not streams:
+            await mark_stream(self._client, own.fleet)
+        return own
+
+    async def _take_store(self, fleet_id: str) -> FleetIdentity:
+        own = await write_store_identity(self._store, fleet_id)
+        self._own = own.model_copy(update={"store_name": self._store.name, "member": self._member_id})
+        return self._own
+
+    async def run(self) -> None:
+        """Answer indexers that come with another store, and mark store and stream again when they have lost it."""
+        subscription = await self._client.subscribe(ALL_FLEETS, cb=self._on_question)
+        try:
+            while True:
+                await anyio.sleep(CHECK_S)
+                try:
+                    await self._check()
+                except (KvatlasError, RedisError) as error:
+                    log.debug("fleet not checked: %s", error)
+        finally:
+            await unsubscribe(subscription, self._client)
+
+    async def _check(self) -> None:
+        if (own := self._own) is None:
+            return
+        own = await self._take_store(own.fleet)  # the store may have lost all it had
+        streams = await stream_fleet(self._client)
+        if streams is None:
+            await mark_stream(self._client, own.fleet)
+        elif streams != own.fleet:
+            line = f"{self._nats} is of fleet {streams} now, and {self._store.name} of fleet {own.fleet}; {_CURE}"
+            self._log.report("fleet", line)
+            await report_trouble(self._store, self._member_id, line)
+
+    async def _ask(self, fleet_id: str, ours: FleetIdentity | None) -> FleetIdentity | None:
+        """The fleet's live indexer, if there is one."""
+        question = FleetIdentity(
+            fleet=ours.fleet if ours is not None else fleet_id,
+            store=ours.store if ours is not None else "",
+            store_name=self._store.name,
+            member=self._member_id,
+        )
+        try:
+            reply = await self._client.request(fleet_subject(fleet_id), question.pack(), timeout=ANSWER_S)
+            return FleetIdentity.unpack(reply.data)
+        except (NatsError, TimeoutError, InvalidValue):
+            return None
+
+    async def _on_question(self, msg: Msg) -> None:
+        own = self._own
+        try:
+            asking = FleetIdentity.unpack(msg.data)
+        except InvalidValue:
+            return
+        if own is None or asking.member == own.member or not is_inbox(msg.reply):
+            return
+        try:
+            stored = await read_store_identity(self._store)
+        except (KvatlasError, RedisError):
+            return
+        if stored is None or stored.store in (asking.store, "") or stored.store != own.store:
+            return  # its store, or one that has just lost all it had
+        line = (
+            f"indexer {asking.member} of another fleet, with the store {asking.store_name}, uses this NATS; it was refused: "
+            f"give its fleet a NATS (or an account) of its own, or this fleet's store, {own.store_name}"
+        )
+        self._log.report(f"fleet {asking.member}", line)
+        await self._client.publish(msg.reply, own.pack())
+
+
+def conflict_line(
+    ours: FleetIdentity | None, streams: str, other: FleetIdentity | None, store_name: str, nats_name: str
+) -> str | None:
+    """Why an indexer with this store must not use this NATS; None if it may. `ours`: the store's, None of an empty store;
+    `streams`: the fleet of the event stream; `other`: a live indexer of that fleet, whose store is another one."""
+    if other is not None:
+        kept = f"its indexer {other.member} keeps the store {other.store_name}"
+        return f"{nats_name} is of fleet {streams}: {kept}, and this one has {store_name}; {_CURE}"
+    if ours is not None and ours.fleet != streams:
+        stream = "or, if that fleet is no more, delete the stream KVATLAS_EVENTS"
+        return f"{nats_name} is of fleet {streams}, and {store_name} of fleet {ours.fleet}; {_CURE}; {stream}"
+    return None

@@ -1,0 +1,32 @@
+"""What keeps indexers from starting, as they say it themselves: people would else see only what follows from it.
+
+kva:{fleet}:trouble   HASH  member id -> "<us of the store's clock> <line>"
+"""
+
+from kvatlas.store.clock import store_time_us
+from kvatlas.store.connection import Store
+
+TROUBLE = "kva:{fleet}:trouble"
+KEEP_US = 60_000_000
+"""An indexer that still waits says it again sooner."""
+
+
+async def report_trouble(store: Store, member_id: str, line: str) -> None:
+    """This replica can't start because of this. Raises Unreachable."""
+    await store.ask(store.client.hset(TROUBLE, member_id, f"{await store_time_us(store)} {line}"))
+    await store.ask(store.client.pexpire(TROUBLE, KEEP_US // 1_000))
+
+
+async def clear_trouble(store: Store, member_id: str) -> None:
+    """It has started. Raises Unreachable."""
+    await store.ask(store.client.hdel(TROUBLE, member_id))
+
+
+async def read_trouble(store: Store, now_us: int) -> dict[str, str]:
+    """The line of each replica that can't start, at this time of the store. Raises Unreachable."""
+    found: dict[str, str] = {}
+    for member_id, value in (await store.ask(store.client.hgetall(TROUBLE))).items():
+        at_us, _, line = value.decode(errors="replace").partition(" ")
+        if at_us.isdigit() and now_us - int(at_us) < KEEP_US:
+            found[member_id.decode(errors="replace")] = line
+    return found

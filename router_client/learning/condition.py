@@ -1,0 +1,44 @@
+"""The condition of this router, for its reports: `kvatlas.predictions.condition`."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvatlas.predictions.condition import RouterCondition
+from kvatlas.predictions.recent_counts import RecentCounts
+from kvatlas.runtime.descriptors import count_descriptors
+from router_client.counters import RouterCounters
+
+
+class RequestEnds(NamedTuple):
+    """Requests that ended, since the server started: all, those that no engine took, and those whose client gave up."""
+
+    requests: int = 0
+    refused: int = 0
+    gone: int = 0
+
+
+class ConditionMeter:
+    """`ends`: of a server on this library, which sets it."""
+
+    def __init__(self, counters: RouterCounters) -> None:
+        self._counters = counters
+        self._recent = RecentCounts()
+        self.ends: Callable[[], RequestEnds] = RequestEnds
+
+    def read(self) -> RouterCondition:
+        """As of now."""
+        counters, descriptors = self._counters, count_descriptors()
+        fell_open = counters.open_index + counters.open_fleet + counters.open_booking + counters.open_connections
+        since_start = {
+            "choices": counters.routed,
+            "fell_open": fell_open,
+            "no_workers": counters.no_workers,
+            **self.ends()._asdict(),
+        }
+        return RouterCondition(
+            sent_us=time.time_ns() // 1_000,
+            descriptors=descriptors.open,
+            most_descriptors=max(0, descriptors.most),
+            **{name: max(0, value) for name, value in self._recent.grown(since_start).items()},
+        )
