@@ -20,7 +20,7 @@ from kvatlas.store.function_library import FunctionLibrary, mark_key
 
 _CALL = re.compile(r"redis\.p?call\(\s*'([A-Z]+)'")
 
-_CONNECT = ("auth", "client|setinfo", "client|setname", "hello", "ping", "select")
+_CONNECT = ("auth", "hello", "ping", "select")
 _CLUSTER = ("asking", "cluster|slots", "command", "readonly")
 """What redis-py sends to the nodes of a cluster. `command` lists the server's commands."""
 _ONE_FIELD = ("exists", "hexists", "hget", "hlen", "hmget")
