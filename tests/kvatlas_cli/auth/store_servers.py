@@ -24,9 +24,7 @@ class GuardedStore:
 
 
 @pytest.fixture(scope="module", params=["valkey", "redis8", "debian"])
-def guarded_store(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GuardedStore]:
+def guarded_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedStore]:
     binary = DEBIAN if request.param == "debian" else None
     if request.param == "redis8":
         binary = request.getfixturevalue("redis8_binary")

@@ -68,4 +68,5 @@ async def test_every_part_does_its_work_as_its_own_user(servers: GuardedServers)
         found: list[Finding] = await examine(auditor.nats, auditor.redis, listen_s=1.2)
         assert [one for one in found if one.level is Level.ERROR] == []
         assert replica.counters.heartbeats_refused == replica.counters.poison == 0
+        assert servers.store.command("ACL", "LOG") == []  # the store refused no command of any part
         tasks.cancel_scope.cancel()
