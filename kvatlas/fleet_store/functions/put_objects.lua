@@ -13,7 +13,7 @@ register('kvatlas_fleet_put_objects', function(keys, args)
     redis.call('HSET', newer, args[i], args[i + 1])
   end
   redis.call('EXPIRE', newer, args[2])
-  if redis.call('HLEN', newer) > tonumber(args[1]) then
+  if redis.call('HLEN', newer) > whole(args[1], 0) then
     redis.call('RENAME', newer, older)
   end
   return {}
