@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import time_ns
 
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
@@ -87,7 +88,7 @@ async def attacked_fleet(servers: AttackedServers) -> AsyncIterator[AttackedFlee
     honest = await connect_nats(NatsAccess(servers.nats_url("honest")), name="test", wait=False)
     try:
         async with running_replica(servers.nats_url("indexer"), servers.store_url("indexer"), **more) as replica:
-            victim = BusPublisher(honest, "victim")
+            victim = BusPublisher(honest, "victim", time_ns())
             await victim.start()
             fleet = AttackedFleet(servers, replica, victim)
             await victim.beat()

@@ -43,7 +43,6 @@ STALLS: list[Words] = [
     ("LCS", "kva:{s0}:a", "kva:{s0}:b"),
     ("BITCOUNT", "kva:{s0}:a"),
     ("DUMP", BLOCKS),
-    ("DEBUG", "SLEEP", 10),
     ("EVAL", "while true do end", 0),
     ("EVAL_RO", "while true do end", 0),
     ("CLIENT", "PAUSE", 60_000),
