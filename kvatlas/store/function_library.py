@@ -60,7 +60,7 @@ local function bounded(callback, most_args, most_bytes)
 end
 
 -- Returns an argument as a whole number between these; raises an error if it is none.
-local function whole(text, least, most)
+local function integer(text, least, most)
   local number = tonumber(text)
   if not number or number < least or number > (most or MOST_NUMBER) or number % 1 ~= 0 then
     error({ err = 'ERR argument: expected a whole number from ' .. least .. ' to ' .. (most or MOST_NUMBER) })

@@ -39,8 +39,10 @@ _ACTIVE_KEYS = "kva:{s*}:active"
 _POOL = "*"
 """Stands for every pool."""
 _READS = frozenset(
-    "exists hexists hget hgetall hlen hmget hscan info lindex scard sismember smismember time type zcount zlexcount zrangebylex "
-    "zrangebyscore zscore".split()
+    {
+        *("exists", "hexists", "hget", "hgetall", "hlen", "hmget", "hscan", "info", "lindex", "scard", "sismember"),
+        *("smismember", "time", "type", "zcount", "zlexcount", "zrangebylex", "zrangebyscore", "zscore"),
+    }
 )
 """The commands of functions that write nothing."""
 

@@ -24,9 +24,13 @@ local function register(name, callback, most_args, most_bytes)
     repair(keys, damage)
     return callback(keys, args)
   end
-  redis.register_function({ function_name = name .. TAG, callback = bounded(run, most_args, most_bytes), flags = { 'allow-oom' } })
+  redis.register_function({
+    function_name = name .. TAG, callback = bounded(run, most_args, most_bytes), flags = { 'allow-oom' },
+  })
 end
 
 local function register_read_only(name, callback, most_args, most_bytes)
-  redis.register_function({ function_name = name .. TAG, callback = bounded(callback, most_args, most_bytes), flags = { 'no-writes' } })
+  redis.register_function({
+    function_name = name .. TAG, callback = bounded(callback, most_args, most_bytes), flags = { 'no-writes' },
+  })
 end

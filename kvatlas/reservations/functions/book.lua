@@ -108,8 +108,8 @@ local function reserve(keys, id, owner, longest_us, input_tokens, state, number,
 end
 
 register('kvatlas_pool_book', function(keys, args)
-  local id, router, lease_us, longest_us = args[1], args[2], whole(args[3], 0), whole(args[4], 0)
-  local input_tokens, ask, prefill_id = whole(args[5], 0), unpack_ask(args[6]), args[7]
+  local id, router, lease_us, longest_us = args[1], args[2], integer(args[3], 0), integer(args[4], 0)
+  local input_tokens, ask, prefill_id = integer(args[5], 0), unpack_ask(args[6]), args[7]
   local now = now_us()
   local owner = renew_lease(keys, router, lease_us, now)
   purge(keys, now)

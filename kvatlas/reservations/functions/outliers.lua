@@ -29,7 +29,7 @@ end
 
 register('kvatlas_pool_outliers', function(keys, args)
   local outliers, router, now = keys[1], args[1], now_us()
-  local half_life_us, claim_us, keep_us = whole(args[2], 1), whole(args[3], 0), whole(args[4], 0)
+  local half_life_us, claim_us, keep_us = integer(args[2], 1), integer(args[3], 0), integer(args[4], 0)
   for _, change in ipairs(unpack_rows(args[5])) do
     local worker, good, bad, verdict, times, eject_us = unpack(change)
     local known = redis.call('HGET', outliers, worker)

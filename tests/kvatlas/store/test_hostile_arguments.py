@@ -122,7 +122,9 @@ def test_no_argument_makes_a_function_hold_or_fill_the_store(
     before = int(store.info("memory")["used_memory"])
     store.config_resetstat()
     try:
-        answer = store.execute_command("FCALL", function, len(keys), *keys, *args)
+        answer: object = store.execute_command(  # type: ignore[no-untyped-call]
+            "FCALL", function, len(keys), *keys, *args
+        )
     except ResponseError:
         answer = b""
     commands = store.info("commandstats")

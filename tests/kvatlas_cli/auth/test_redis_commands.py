@@ -61,8 +61,8 @@ ROUTER = {
     "mark": POINT_READS | CALL_RO | CALL | {"hgetall", "smembers", "set"},
     "of others": set[str](),
 }
-INDEXER = {name: INDEX_COMMANDS for name in KEYS} | {"of others": set()}
-AUDITOR = {name: POINT_READS | WHOLE_READS | CALL_RO for name in KEYS} | {
+INDEXER = dict.fromkeys(KEYS, INDEX_COMMANDS) | {"of others": set()}
+AUDITOR = dict.fromkeys(KEYS, POINT_READS | WHOLE_READS | CALL_RO) | {
     "fleet records": POOL_READS | WHOLE_READS | CALL_RO,
     "bookings": POOL_READS | WHOLE_READS | CALL_RO,
     "of others": set(),

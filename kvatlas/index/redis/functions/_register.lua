@@ -8,9 +8,13 @@ end
 
 -- Registers a function that also runs on a store that is out of memory: it needs next to none, or frees some.
 local function register_always(name, callback, most_args, most_bytes)
-  redis.register_function({ function_name = name .. TAG, callback = bounded(callback, most_args, most_bytes), flags = { 'allow-oom' } })
+  redis.register_function({
+    function_name = name .. TAG, callback = bounded(callback, most_args, most_bytes), flags = { 'allow-oom' },
+  })
 end
 
 local function register_read_only(name, callback, most_args, most_bytes)
-  redis.register_function({ function_name = name .. TAG, callback = bounded(callback, most_args, most_bytes), flags = { 'no-writes' } })
+  redis.register_function({
+    function_name = name .. TAG, callback = bounded(callback, most_args, most_bytes), flags = { 'no-writes' },
+  })
 end

@@ -170,7 +170,7 @@ end
 --     of the marks below that index none was looked at
 --   next: the index in ARGV 1 from which on the hashes were not looked at, so that another call has to; 0: all were
 register_read_only('kvatlas_overlap', function(keys, args)
-  local blocks, meta, packed, stride = keys[1], keys[2], args[1], whole(args[2], 0, CHUNK)
+  local blocks, meta, packed, stride = keys[1], keys[2], args[1], integer(args[2], 0, CHUNK)
   local count = math.floor(#packed / 8)
   local version = redis.call('HGET', meta, 'active') or '0'
   if count == 0 then
@@ -187,7 +187,7 @@ register_read_only('kvatlas_overlap', function(keys, args)
   end
   local reach, left = '', ''
   if args[3] ~= '' and starts[1] and redis.call('HLEN', keys[3]) > 0 then
-    local first, limit = whole(args[3], 0), whole(args[4], 0)
+    local first, limit = integer(args[3], 0), integer(args[4], 0)
     local names, belows = marked_in(values[1], keys[3]), {}
     if next_index or #names > HOLDERS then -- calls of their own do that
       for i = 1, #names do
