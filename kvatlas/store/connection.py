@@ -284,7 +284,8 @@ def _library_name(library: Any) -> str:
 
 def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
     try:
-        scheme, options = urlsplit(access.url).scheme, access.options()
+        # a driver would introduce itself with CLIENT SETINFO, which Redis 7.0 does not know and our users may not call
+        scheme, options = urlsplit(access.url).scheme, access.options() | {"driver_info": None}
         connections = _tls_connections(access)
         if scheme in CLUSTER_SCHEMES:
             first, *more = (url.replace("+cluster", "", 1) for url in access.urls)

@@ -33,13 +33,41 @@ _MARK = """
 -- mark: a process uses this library. KEYS 1 its mark; ARGV 1 s for which that counts; returns 1
 redis.register_function({
   function_name = '%s_mark' .. TAG,
-  callback = function(keys, args)
+  callback = bounded(function(keys, args)
     redis.call('SET', keys[1], '1', 'EX', args[1])
     return 1
-  end,
+  end),
   flags = { 'allow-oom' },
 })"""
 
+_BOUNDS = """
+-- Functions bound their own work: callers may send anything, and a function can't be interrupted once it has written.
+local MOST_ARGS, MOST_BYTES, MOST_NUMBER = 1024, 65536, 9007199254740991
+
+-- Returns a function that refuses more arguments, or more bytes in all of them, than it may work on. Each limit may be nil.
+local function bounded(callback, most_args, most_bytes)
+  most_args, most_bytes = most_args or MOST_ARGS, most_bytes or MOST_BYTES
+  return function(keys, args)
+    local bytes = 0
+    for i = 1, math.min(#args, most_args) do
+      bytes = bytes + #args[i]
+    end
+    if #args > most_args or bytes > most_bytes then
+      error({ err = string.format('ERR arguments of %d words or %d bytes at most', most_args, most_bytes) })
+    end
+    return callback(keys, args)
+  end
+end
+
+-- Returns an argument as a whole number between these; raises an error if it is none.
+local function integer(text, least, most)
+  local number = tonumber(text)
+  if not number or number < least or number > (most or MOST_NUMBER) or number % 1 ~= 0 then
+    error({ err = 'ERR argument: expected a whole number from ' .. least .. ' to ' .. (most or MOST_NUMBER) })
+  end
+  return number
+end
+"""
 _TOP_LEVEL = re.compile(r"^local (?:function )?(\w+(?:, \w+)*)", re.MULTILINE)
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _COMMENT = re.compile(r"--.*")
@@ -105,7 +133,7 @@ class FunctionLibrary:
             if twice := [name for name in exports if name in owners]:
                 raise ValueError(f"{self.family}: {stem}.lua has names of earlier files: {', '.join(twice)}")
             owners |= dict.fromkeys(exports, stem)
-        return "\n".join([*blocks, _MARK % self.family])
+        return "\n".join([_BOUNDS, *blocks, _MARK % self.family])
 
     @cached_property
     def commands(self) -> list[str]:

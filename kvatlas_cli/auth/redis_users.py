@@ -1,12 +1,14 @@
 """Users of the store: indexer, router and auditor, with the commands and keys that each may use (Redis 7, Valkey).
 
 A store checks the commands inside a function against the user who calls it. So each user gets the commands that its
-functions use, and only on its keys: what a router calls by itself, past the functions, is refused alike.
+functions use, and only on its keys: what a user calls by itself, past the functions, is refused alike. For the same reason
+no function is allowed by its name: the names change with every version, and would grant nothing that its commands don't.
+
+A command that reads a whole key, or as much of it as the caller asks for, is allowed only on keys that are small.
 """
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
 from hashlib import sha256
 
 from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY
@@ -16,78 +18,91 @@ from kvatlas.predictions.store import answers_key
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 from kvatlas.store.function_library import FunctionLibrary, mark_key
 
-_CALL = re.compile(r"redis\.p?call\('([A-Z]+)'")
-_CLUSTER = ("cluster|slots", "cluster|shards", "cluster|nodes", "cluster|keyslot", "time", "multi", "exec", "discard")
-_READ = "+@read +@connection -@dangerous -scan -randomkey -dbsize"
-"""What only reads, without what goes over everybody's keys."""
-_NO_WRITES = frozenset(
-    {
-        *("exists", "hexists", "hget", "hgetall", "hkeys", "hlen", "hmget", "hscan", "info", "lindex", "llen", "scard"),
-        *(
-            "sismember",
-            "smismember",
-            "smembers",
-            "srandmember",
-            "sscan",
-            "time",
-            "type",
-            "zcard",
-            "zcount",
-            "zlexcount",
-            "zrange",
-            "zrangebylex",
-            "zrangebyscore",
-            "zscore",
-        ),
-    }
-)
-_SERVER = ("info", "config|get", "function|list", "role")
+_CALL = re.compile(r"redis\.p?call\(\s*'([A-Z]+)'")
+
+_CONNECT = ("auth", "hello", "ping", "select")
+_CLUSTER = ("asking", "cluster|slots", "command", "readonly")
+"""What redis-py sends to the nodes of a cluster. `command` lists the server's commands."""
+_ONE_FIELD = ("exists", "hexists", "hget", "hlen", "hmget")
+"""Reads that take as long as the command is."""
+_SERVER = ("config|get", "function|list", "info", "role")
 """What only `doctor` and the indexers' checks need. `config|get` shows passwords that the server has in its configuration."""
-_CALLS = ("fcall", "fcall_ro")
-_LIBRARIES = ("function|load", "function|delete")
+_LIBRARIES = ("function|delete", "function|load")
+_WHOLE_INDEX = ("hgetall", "hscan", "smembers", "smismember")
+_INDEXER = ("discard", "exec", "multi", "sadd", "scard", "srandmember", "srem")
+"""What indexers send beside their functions."""
+
 _ALL_KEYS = "kva:*"
+_FLEET_KEYS = "kva:{fleet}:*"
+_ACTIVE_KEYS = "kva:{s*}:active"
+"""Worker names by holder: as many as there are workers."""
 _POOL = "*"
 """Stands for every pool."""
+_READS = frozenset(
+    {
+        *("exists", "hexists", "hget", "hgetall", "hlen", "hmget", "hscan", "info", "lindex", "scard", "sismember"),
+        *("smismember", "time", "type", "zcount", "zlexcount", "zrangebylex", "zrangebyscore", "zscore"),
+    }
+)
+"""The commands of functions that write nothing."""
 
 
-def redis_users() -> dict[str, str]:
-    """The rules of each user as an ACL file has them, without the password."""
-    fleet_key = pool_keys(_POOL)[0]  # has the fleet's records, which routers only read
+def redis_users(*, with_replicas: bool = False) -> dict[str, str]:
+    """The rules of each user as an ACL file has them, without the password. `with_replicas`: routers may copy the index."""
+    fleet_records = pool_keys(_POOL)[0]
     booked = [*pool_keys(_POOL)[1:], answers_key(_POOL), outliers_key(_POOL)]
-    every_key = fleet_key.partition("}")[0] + "}:*"
-    reads = f"%R~{_ALL_KEYS} -@all {_READ}"
+    pool = fleet_records.partition("}")[0] + "}:*"
+    everybody = [*_CONNECT, *_CLUSTER, "fcall_ro", "info", "time"]
+    whole_index = _WHOLE_INDEX if with_replicas else ()
     return {
-        "indexer": f"~{_ALL_KEYS} -@all {_READ} "
-        + _allow(
-            _CLUSTER,
+        "indexer": _rule(
+            [f"~{_ALL_KEYS}"],
+            everybody,
+            ["fcall"],
+            _ONE_FIELD,
+            _WHOLE_INDEX,
+            _INDEXER,
             _SERVER,
-            _writes(INDEX_LIBRARY, POOL_LIBRARY, FLEET_LIBRARY),
-            _CALLS,
-            ["function|load", "function|delete"],
+            _LIBRARIES,
+            _commands(INDEX_LIBRARY, POOL_LIBRARY, FLEET_LIBRARY),
         ),
         # `info` says whether a replica hears from its primary
         # a call needs the right to write all keys that it is given; what is called inside is checked by itself
-        "router": f"{reads} {_allow(_CLUSTER, ['fcall_ro', 'info'])} "
-        f"(~{every_key} -@all +fcall) ({' '.join(f'~{key}' for key in booked)} -@all {_allow(_writes(POOL_LIBRARY))}) "
-        f"(~{mark_key('*')} -@all +fcall +set)",
-        "auditor": f"{reads} {_allow(_CLUSTER, _SERVER, ['fcall_ro'])}",
+        "router": " ".join(
+            [
+                _rule([f"%R~{_ALL_KEYS}"], everybody, _ONE_FIELD, whole_index),
+                _selector([f"%R~{_FLEET_KEYS}"], ["hgetall", "smembers"]),
+                _selector([f"%R~{_ACTIVE_KEYS}"], ["hscan"]),
+                _selector([f"%R~{pool}"], _commands(POOL_LIBRARY) & _READS),
+                _selector([f"~{pool}"], ["fcall"]),
+                _selector([f"~{key}" for key in booked], _commands(POOL_LIBRARY) - _READS - {"set"}),
+                _selector([f"~{mark_key('*')}"], ["fcall", "set"]),
+            ]
+        ),
+        "auditor": _rule([f"%R~{_ALL_KEYS}"], everybody, _ONE_FIELD, _WHOLE_INDEX, _SERVER)
+        + " "
+        + _selector([f"%R~{pool}"], _commands(POOL_LIBRARY) & _READS),
     }
 
 
-def render_acl_file(passwords: Mapping[str, str]) -> str:
+def render_acl_file(passwords: Mapping[str, str], *, with_replicas: bool = False) -> str:
     """An ACL file with these users, their passwords as hashes, and no other user."""
-    rules = redis_users()
+    rules = redis_users(with_replicas=with_replicas)
     lines = ["user default off"]
     lines += [f"user {user} on #{sha256(passwords[user].encode()).hexdigest()} {rules[user]}" for user in rules]
     return "\n".join([*lines, ""])
 
 
-@cache
-def _writes(*libraries: FunctionLibrary) -> list[str]:
-    """Commands of the functions that write."""
-    called = {name.lower() for library in libraries for name in _CALL.findall(library.code)}
-    return sorted(called - _NO_WRITES)
+def _commands(*libraries: FunctionLibrary) -> set[str]:
+    """All commands of the functions."""
+    return {name.lower() for library in libraries for name in _CALL.findall(library.code)}
 
 
-def _allow(*commands: Iterable[str]) -> str:
-    return " ".join(f"+{name}" for group in commands for name in group)
+def _rule(keys: Iterable[str], *commands: Iterable[str]) -> str:
+    """A rule that allows these commands on these keys, and nothing else."""
+    allowed = sorted({name for group in commands for name in group})
+    return " ".join([*keys, "-@all", *(f"+{name}" for name in allowed)])
+
+
+def _selector(keys: Iterable[str], *commands: Iterable[str]) -> str:
+    return f"({_rule(keys, *commands)})"

@@ -68,11 +68,15 @@ def nats(
 def redis(
     out: OutFlag,
     redis_url: Annotated[str, typer.Option(help="Redis or Valkey, for the users' URLs.")] = DEFAULT_REDIS_URL,
+    with_replicas: Annotated[
+        bool, typer.Option("--with-replicas", help="Routers with --replica may copy the whole index.")
+    ] = False,
 ) -> None:
     """Write Redis users: indexer, router and auditor, as an ACL file, and the URL of each."""
     folder = SecretFolder(out)
     users = list(redis_users())
-    folder.write("users.acl", render_acl_file(folder.passwords(users, "redis-url", redis_url)))
+    passwords = folder.passwords(users, "redis-url", redis_url)
+    folder.write("users.acl", render_acl_file(passwords, with_replicas=with_replicas))
     written = {"users.acl": "aclfile in the server's configuration"}
     written |= {f"{user}.redis-url": f"--redis-url-file FILE, for {_USED_BY[user]}" for user in users}
     _print(folder, written)

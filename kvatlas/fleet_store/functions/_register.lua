@@ -2,5 +2,7 @@
 -- a full store, and it would stay full.
 
 local function register(name, callback)
-  redis.register_function({ function_name = name .. TAG, callback = callback, flags = { 'allow-oom' } })
+  redis.register_function({
+    function_name = name .. TAG, callback = bounded(callback, 8000, 1048576), flags = { 'allow-oom' },
+  })
 end

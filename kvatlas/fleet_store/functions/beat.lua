@@ -6,7 +6,7 @@
 --      2 ttl ms
 -- returns all live members
 register('kvatlas_fleet_beat', function(keys, args)
-  local members, member, ttl_ms, now, live = keys[1], args[1], tonumber(args[2]), now_ms(), {}
+  local members, member, ttl_ms, now, live = keys[1], args[1], integer(args[2], 0), now_ms(), {}
   local last = now + ttl_ms
   redis.call('HSET', members, member, string.format('%d', last))
   local flat = redis.call('HGETALL', members)

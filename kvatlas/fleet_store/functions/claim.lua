@@ -7,7 +7,7 @@
 --      3... partitions
 -- returns the partitions whose leases the member holds now
 register('kvatlas_fleet_claim', function(keys, args)
-  local leases, member, ttl_ms, now, held = keys[1], args[1], tonumber(args[2]), now_ms(), {}
+  local leases, member, ttl_ms, now, held = keys[1], args[1], integer(args[2], 0), now_ms(), {}
   local last = now + ttl_ms
   local mine = string.format(LEASE, last, member)
   for i = 3, #args do

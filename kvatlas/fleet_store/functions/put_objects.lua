@@ -1,5 +1,5 @@
--- put_objects: which worker has these objects. If there are more than `most`, they become the older ones, whose place they take:
--- never more than twice as many are kept.
+-- put_objects: which worker has these objects. If there are more than `most`, they become the older ones, whose place they
+-- take: never more than twice as many are kept.
 --
 -- KEYS 1 newer objects   HASH  object id -> worker id
 --      2 older objects   HASH  object id -> worker id
@@ -13,7 +13,7 @@ register('kvatlas_fleet_put_objects', function(keys, args)
     redis.call('HSET', newer, args[i], args[i + 1])
   end
   redis.call('EXPIRE', newer, args[2])
-  if redis.call('HLEN', newer) > tonumber(args[1]) then
+  if redis.call('HLEN', newer) > integer(args[1], 0) then
     redis.call('RENAME', newer, older)
   end
   return {}

@@ -19,6 +19,7 @@
 local CHAIN, LIMIT, LOST, QUEUED_US, RUNNING_US, KV_US, WAITING_TOKENS = 1, 2, 3, 4, 5, 6, 7
 local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, INTERFERENCE, KIND_FIELDS = 8, 9, 10, 11, 12, 13, 13
 local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3, 4, 5, 6, 6
+local MOST_ASK, MOST_OFFERS, MOST_STEPS = 262144, 4096, 16384 -- bytes, offers of an ask, and steps in all of its chains
 local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
 local function unpack_limits(limits)
@@ -34,8 +35,13 @@ end
 local function unpack_ask(packed)
   local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring =
     unpack(cmsgpack.unpack(packed))
+  local steps, rows = 0, (#offers + #look_alikes) / OFFER_FIELDS + #skipped
   for i, chain in ipairs(chains) do
+    steps = steps + #chain[2] / HASH_BYTES
     chains[i] = { step_tokens = chain[1], hashes = chain[2] }
+  end
+  if steps > MOST_STEPS or rows > MOST_OFFERS then
+    error({ err = string.format('ERR ask of %d steps and %d offers at most', MOST_STEPS, MOST_OFFERS) })
   end
   return {
     again_factor = again_factor, chains = chains, kinds = kinds, offers = offers,

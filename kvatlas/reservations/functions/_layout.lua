@@ -59,6 +59,7 @@ local CHUNK = 3500 -- unpack fails from 8,000 values up
 local CLOCK_SLACK_US = 1000000
 local STALE_US = 5000000 -- an older load sample is ignored
 local UNUSED_MS = 3600000
+local MOST_ROWS = 256 -- workers that one call reports, or changes
 local SLICE = 32 -- reservations and predictions that one call removes because they are over
 
 -- Returns the packed record of a worker about which nothing is known.
@@ -74,6 +75,15 @@ end
 -- Is this a number, neither infinite nor NaN?
 local function is_finite(value)
   return type(value) == 'number' and value - value == 0
+end
+
+-- Unpacks a list of at most MOST_ROWS lists.
+local function unpack_rows(packed, more)
+  local rows = cmsgpack.unpack(packed)
+  if type(rows) ~= 'table' or #rows > MOST_ROWS + (more or 0) then
+    error({ err = 'ERR argument: expected a list of at most ' .. MOST_ROWS .. ' rows' })
+  end
+  return rows
 end
 
 -- Unpacks a cmsgpack record. Raises that it is damaged unless its fields have these types.

@@ -11,7 +11,7 @@ local function damage_of(error)
     or string.match(text, '^%-?ERR (hash value is not.*)')
 end
 
-local function register(name, callback)
+local function register(name, callback, most_args, most_bytes)
   local function run(keys, args)
     local done, answer = pcall(callback, keys, args)
     if done then
@@ -24,9 +24,13 @@ local function register(name, callback)
     repair(keys, damage)
     return callback(keys, args)
   end
-  redis.register_function({ function_name = name .. TAG, callback = run, flags = { 'allow-oom' } })
+  redis.register_function({
+    function_name = name .. TAG, callback = bounded(run, most_args, most_bytes), flags = { 'allow-oom' },
+  })
 end
 
-local function register_read_only(name, callback)
-  redis.register_function({ function_name = name .. TAG, callback = callback, flags = { 'no-writes' } })
+local function register_read_only(name, callback, most_args, most_bytes)
+  redis.register_function({
+    function_name = name .. TAG, callback = bounded(callback, most_args, most_bytes), flags = { 'no-writes' },
+  })
 end

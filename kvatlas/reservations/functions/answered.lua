@@ -8,7 +8,7 @@
 --      4 packed report
 -- returns 0
 register('kvatlas_pool_answered', function(keys, args)
-  local answers, router, keep_us, most, report = keys[1], args[1], tonumber(args[2]), tonumber(args[3]), args[4]
+  local answers, router, keep_us, most, report = keys[1], args[1], integer(args[2], 0), integer(args[3], 0, 1024), args[4]
   local now = now_us()
   redis.call('HSET', answers, router, string.format('%d ', now + keep_us) .. report)
   redis.call('PEXPIRE', answers, string.format('%d', math.ceil(keep_us / 1000)))

@@ -5,7 +5,7 @@
 --      2 us of the lease, from now on
 -- returns 1; 0 if there was no lease, or it was over, so that the reservations made under it are gone
 register('kvatlas_pool_beat', function(keys, args)
-  local router, lease_us, now = args[1], tonumber(args[2]), now_us()
+  local router, lease_us, now = args[1], integer(args[2], 0), now_us()
   local _, lived = renew_lease(keys, router, lease_us, now)
   purge(keys, now)
   expire_without_workers(keys)

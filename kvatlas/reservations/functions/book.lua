@@ -108,8 +108,8 @@ local function reserve(keys, id, owner, longest_us, input_tokens, state, number,
 end
 
 register('kvatlas_pool_book', function(keys, args)
-  local id, router, lease_us, longest_us = args[1], args[2], tonumber(args[3]), tonumber(args[4])
-  local input_tokens, ask, prefill_id = tonumber(args[5]), unpack_ask(args[6]), args[7]
+  local id, router, lease_us, longest_us = args[1], args[2], integer(args[3], 0), integer(args[4], 0)
+  local input_tokens, ask, prefill_id = integer(args[5], 0), unpack_ask(args[6]), args[7]
   local now = now_us()
   local owner = renew_lease(keys, router, lease_us, now)
   purge(keys, now)
@@ -129,4 +129,4 @@ register('kvatlas_pool_book', function(keys, args)
   end
   expire_without_workers(keys)
   return cmsgpack.pack(answer or { -1 })
-end)
+end, 7, MOST_ASK)

@@ -23,7 +23,7 @@ local function record_first_token(keys, id, reservation, now)
 end
 
 register('kvatlas_pool_ends', function(keys, args)
-  local refused_us, now, found = tonumber(args[1]), now_us(), {}
+  local refused_us, now, found = integer(args[1], 0), now_us(), {}
   for i = 2, #args, 2 do
     local id, outcome = args[i], args[i + 1]
     local reservation, known = get_reservation(keys, id), false
@@ -42,4 +42,4 @@ register('kvatlas_pool_ends', function(keys, args)
     found[#found + 1] = known and 1 or 0
   end
   return found
-end)
+end, 129)

@@ -6,4 +6,4 @@
 register_read_only('kvatlas_pool_look', function(keys, args)
   local answer = evaluate(keys, unpack_ask(args[1]), now_us())
   return cmsgpack.pack(answer or { -1 })
-end)
+end, 1, MOST_ASK)

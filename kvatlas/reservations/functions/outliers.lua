@@ -11,6 +11,7 @@
 --      5 cmsgpack { { worker, good, bad, verdict (VERDICT), ejections that the router knew of, us to eject for }... }
 -- returns cmsgpack { { worker, good, bad, us left of its ejection (false: it is not ejected), times, prober or '' }... }
 local VERDICT = { count = 'count', eject = 'eject', readmit = 'readmit', probe = 'probe' } -- kvatlas.outliers.store.Verdict
+local MOST_OUTLIERS = 4096 -- workers of a pool that are noted; what is said of further ones is dropped
 local O_CHANGED, O_GOOD, O_BAD, O_ENDS, O_TIMES, O_PROBER, O_CLAIM_ENDS = 1, 2, 3, 4, 5, 6, 7
 
 local function fade_outlier(record, now, half_life_us)
@@ -28,21 +29,24 @@ end
 
 register('kvatlas_pool_outliers', function(keys, args)
   local outliers, router, now = keys[1], args[1], now_us()
-  local half_life_us, claim_us, keep_us = tonumber(args[2]), tonumber(args[3]), tonumber(args[4])
-  for _, change in ipairs(cmsgpack.unpack(args[5])) do
+  local half_life_us, claim_us, keep_us = integer(args[2], 1), integer(args[3], 0), integer(args[4], 0)
+  for _, change in ipairs(unpack_rows(args[5])) do
     local worker, good, bad, verdict, times, eject_us = unpack(change)
-    local record = unpack_outlier(redis.call('HGET', outliers, worker)) or { now, 0, 0, 0, 0, '', 0 }
-    fade_outlier(record, now, half_life_us)
-    record[O_GOOD], record[O_BAD] = record[O_GOOD] + good, record[O_BAD] + bad
-    if verdict == VERDICT.eject and times == record[O_TIMES] and record[O_ENDS] <= now then
-      record[O_ENDS], record[O_TIMES], record[O_PROBER], record[O_CLAIM_ENDS] = now + eject_us, times + 1, '', 0
-    elseif verdict == VERDICT.readmit then
-      record[O_GOOD], record[O_BAD], record[O_ENDS], record[O_PROBER], record[O_CLAIM_ENDS] = good, 0, 0, '', 0
-    elseif verdict == VERDICT.probe and record[O_ENDS] > 0 and record[O_ENDS] <= now and record[O_CLAIM_ENDS] <= now then
-      record[O_PROBER], record[O_CLAIM_ENDS] = router, now + claim_us
+    local known = redis.call('HGET', outliers, worker)
+    if known or redis.call('HLEN', outliers) < MOST_OUTLIERS then
+      local record = unpack_outlier(known) or { now, 0, 0, 0, 0, '', 0 }
+      fade_outlier(record, now, half_life_us)
+      record[O_GOOD], record[O_BAD] = record[O_GOOD] + good, record[O_BAD] + bad
+      if verdict == VERDICT.eject and times == record[O_TIMES] and record[O_ENDS] <= now then
+        record[O_ENDS], record[O_TIMES], record[O_PROBER], record[O_CLAIM_ENDS] = now + eject_us, times + 1, '', 0
+      elseif verdict == VERDICT.readmit then
+        record[O_GOOD], record[O_BAD], record[O_ENDS], record[O_PROBER], record[O_CLAIM_ENDS] = good, 0, 0, '', 0
+      elseif verdict == VERDICT.probe and record[O_ENDS] > 0 and record[O_ENDS] <= now and record[O_CLAIM_ENDS] <= now then
+        record[O_PROBER], record[O_CLAIM_ENDS] = router, now + claim_us
+      end
+      redis.call('HSET', outliers, worker, cmsgpack.pack(record))
+      redis.call('PEXPIRE', outliers, string.format('%d', math.ceil(keep_us / 1000)))
     end
-    redis.call('HSET', outliers, worker, cmsgpack.pack(record))
-    redis.call('PEXPIRE', outliers, string.format('%d', math.ceil(keep_us / 1000)))
   end
   local answer, flat = {}, redis.call('HGETALL', outliers)
   for i = 1, #flat, 2 do

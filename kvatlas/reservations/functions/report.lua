@@ -1,5 +1,6 @@
 -- Workers as the owner of their partition reports them.
 
+local MOST_REPORT = 1048576 -- bytes
 local COVERED_MOST = 250 -- bookings that one call counts as included in samples
 
 -- Is one incarnation lower than another one? They are 64-bit numbers, as text without leading zeros: a double would not hold
@@ -117,7 +118,7 @@ end
 register('kvatlas_pool_report', function(keys, args)
   local now, left, left_drops = now_us(), COVERED_MOST, SLICE
   purge(keys, now)
-  for _, report in ipairs(cmsgpack.unpack(args[1])) do
+  for _, report in ipairs(unpack_rows(args[1])) do
     local worker, fleet_record, incarnation, has_sample, age_us, covered_age_us, queued, running, waiting, kv,
       likeness, slots, kv_limit, not_begun = unpack(report)
     if fleet_record ~= '' then
@@ -160,4 +161,4 @@ register('kvatlas_pool_report', function(keys, args)
     redis.call('HDEL', keys[GROUPS], 'damages', 'damage')
   end
   return damages[1] and damages or {}
-end)
+end, 1, MOST_REPORT)

@@ -25,35 +25,12 @@ from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import open_store
 from kvatlas.store.function_library import mark_key
 from tests.kvatlas.reservations.asks import ask, offer
-from tests.kvatlas_cli.auth.guarded_servers import GuardedServers, write
+from tests.kvatlas_cli.auth.guarded_servers import GuardedServers
+from tests.kvatlas_cli.auth.store_servers import DEBIAN, GuardedStore
 
 pytestmark = pytest.mark.anyio
 
 POOL = pool_keys("p")
-DEBIAN = Path("/usr/bin/redis-server")
-
-
-@pytest.fixture(scope="module", params=["valkey", "redis8", "debian"])
-def store(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[ValkeyProcess, Path]]:
-    """A server with the users, and the folder with their URLs."""
-    binary = {"valkey": None, "debian": DEBIAN}.get(request.param) if request.param != "redis8" else None
-    if request.param == "redis8":
-        binary = request.getfixturevalue("redis8_binary")
-    if request.param == "debian" and not DEBIAN.exists():
-        pytest.skip("Debian's redis-server is not installed; apt-get install redis-server")
-    out = tmp_path_factory.mktemp("acl")
-    write("redis", "--out", str(out))
-    acl = out / "server.acl"
-    acl.write_text((out / "users.acl").read_text().replace("default off", "default on nopass ~* &* +@all"))
-    with ValkeyProcess(binary=binary, settings={"aclfile": str(acl)}) as server:
-        write("redis", "--out", str(out), "--redis-url", server.url)
-        yield server, out
-
-
-def url_of(store: tuple[ValkeyProcess, Path], user: str) -> str:
-    return (store[1] / f"{user}.redis-url").read_text().strip()
 
 
 @pytest.mark.parametrize("user", ["router", "auditor"])
@@ -86,16 +63,16 @@ def url_of(store: tuple[ValkeyProcess, Path], user: str) -> str:
     ids=" ".join,
 )
 def test_routers_and_auditors_may_neither_flush_nor_write_the_index(
-    store: tuple[ValkeyProcess, Path], user: str, words: list[str]
+    guarded_store: GuardedStore, user: str, words: list[str]
 ) -> None:
-    with Redis.from_url(url_of(store, user)) as client, pytest.raises(NoPermissionError):
+    with Redis.from_url(guarded_store.url(user)) as client, pytest.raises(NoPermissionError):
         client.execute_command(*words)
 
 
-async def test_commands_inside_functions_are_checked(store: tuple[ValkeyProcess, Path]) -> None:
+async def test_commands_inside_functions_are_checked(guarded_store: GuardedStore) -> None:
     """A router may call the functions of pools, but none that writes a fleet record or the index."""
-    indexer = await open_store(url_of(store, "indexer"), wait=False)
-    router = await open_store(url_of(store, "router"), wait=False)
+    indexer = await open_store(guarded_store.url("indexer"), wait=False)
+    router = await open_store(guarded_store.url("router"), wait=False)
     try:
         await open_redis_index(indexer, writer=True)
         await FleetStore(indexer).load_functions()
@@ -112,9 +89,9 @@ async def test_commands_inside_functions_are_checked(store: tuple[ValkeyProcess,
         await indexer.close()
 
 
-async def test_a_router_may_write_all_that_routers_share_and_repair_it(store: tuple[ValkeyProcess, Path]) -> None:
-    indexer = await open_store(url_of(store, "indexer"), wait=False)
-    router = await open_store(url_of(store, "router"), wait=False)
+async def test_a_router_may_write_all_that_routers_share_and_repair_it(guarded_store: GuardedStore) -> None:
+    indexer = await open_store(guarded_store.url("indexer"), wait=False)
+    router = await open_store(guarded_store.url("router"), wait=False)
     try:
         await FleetStore(indexer).load_functions()
         reservations = RedisReservations(router)
@@ -125,16 +102,16 @@ async def test_a_router_may_write_all_that_routers_share_and_repair_it(store: tu
         await reservations.report("p", {"v": WorkerReport(1)})
         evaluation = await reservations.evaluate("p", ask([offer("w"), offer("v")]))
         assert evaluation.worker_id in ("w", "v")
-        store[0].command("SET", POOL[5], "text")
+        guarded_store.server.command("SET", POOL[5], "text")
         assert await reservations.renew_lease("p", "r", 5_000_000) is False
     finally:
         await router.close()
         await indexer.close()
 
 
-async def test_a_router_waits_for_an_indexer_if_the_functions_are_gone(store: tuple[ValkeyProcess, Path]) -> None:
-    store[0].command("FUNCTION", "FLUSH")
-    router = await open_store(url_of(store, "router"), wait=False)
+async def test_a_router_waits_for_an_indexer_if_the_functions_are_gone(guarded_store: GuardedStore) -> None:
+    guarded_store.server.command("FUNCTION", "FLUSH")
+    router = await open_store(guarded_store.url("router"), wait=False)
     try:
         with pytest.raises(Unreachable, match="may not load it; start an indexer of this version"):
             await POOL_LIBRARY.call(router, "kvatlas_pool_beat", POOL, ["r", 5_000_000])
@@ -142,8 +119,8 @@ async def test_a_router_waits_for_an_indexer_if_the_functions_are_gone(store: tu
         await router.close()
 
 
-async def test_an_indexer_may_not_flush_or_read_anything_else(store: tuple[ValkeyProcess, Path]) -> None:
-    with Redis.from_url(url_of(store, "indexer")) as client:
+async def test_an_indexer_may_not_flush_or_read_anything_else(guarded_store: GuardedStore) -> None:
+    with Redis.from_url(guarded_store.url("indexer")) as client:
         for words in (
             ["FLUSHALL"],
             ["GET", "other"],

@@ -2,6 +2,7 @@
 
 local COUNTS = { 'applied', 'duplicates', 'stale', 'gaps', 'refused', 'failed_checks', 'stored', 'removed', 'bytes_written' }
 local SHARD_KEYS, GROUP_FIELDS = 11, 4
+local MOST_CALL = 4194304 -- bytes of messages in one call
 
 -- Returns what a block costs if all values are different and this long on average; 1 is the cost of a block if values are short
 -- and equal. Each different value is taken apart in Lua. The figures are measured: up to some length, taking a value apart

@@ -1,15 +1,20 @@
--- Registering functions. Their names end with the library's tag (kvatlas/store/function_library.py).
+-- Registering functions. Their names end with the library's tag (kvatlas/store/function_library.py), and what a call may
+-- bring is bounded (`bounded` there).
 
 -- Registers a function that may need memory: a store that is out of memory refuses to run it.
-local function register(name, callback)
-  redis.register_function(name .. TAG, callback)
+local function register(name, callback, most_args, most_bytes)
+  redis.register_function(name .. TAG, bounded(callback, most_args, most_bytes))
 end
 
 -- Registers a function that also runs on a store that is out of memory: it needs next to none, or frees some.
-local function register_always(name, callback)
-  redis.register_function({ function_name = name .. TAG, callback = callback, flags = { 'allow-oom' } })
+local function register_always(name, callback, most_args, most_bytes)
+  redis.register_function({
+    function_name = name .. TAG, callback = bounded(callback, most_args, most_bytes), flags = { 'allow-oom' },
+  })
 end
 
-local function register_read_only(name, callback)
-  redis.register_function({ function_name = name .. TAG, callback = callback, flags = { 'no-writes' } })
+local function register_read_only(name, callback, most_args, most_bytes)
+  redis.register_function({
+    function_name = name .. TAG, callback = bounded(callback, most_args, most_bytes), flags = { 'no-writes' },
+  })
 end

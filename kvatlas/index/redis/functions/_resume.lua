@@ -4,6 +4,7 @@ local NEAR = 2 -- segments that are looked at first: the one in which a holder's
 local HOLDERS = 64 -- one call looks at the marks of so many
 local BUDGET = 1000 -- fields and entries that one call looks at beyond the near segments
 local HEADS_A_READ = 32
+local MOST_CHAIN = 8388608 -- bytes of a chain's hashes, and of what else a call says about it
 local NOWHERE = '\0\0\0\0'
 
 local function highest_bit(word)
@@ -73,11 +74,12 @@ end
 local function begin_search(marked, key, packed, first, limit, names, belows)
   local drops, tops, n = #names > 0 and redis.call('HMGET', marked, unpack(names)) or {}, {}, 0
   local search = { key = key, packed = packed, first = first, names = names, drops = drops, tops = tops, found = {}, spent = 0 }
+  local last = math.floor(#packed / 8) - 1
   local min, byte = math.min, string.byte
   for i = 1, #names do
     if drops[i] then
       local drop = byte(drops[i], 1)
-      local top = min(belows[i], limit + drop) - first - 1
+      local top = min(belows[i] - first - 1, limit + drop - first - 1, last)
       if top >= 0 then
         n = n + 1
         names[n], drops[n], tops[n] = names[i], drop, top

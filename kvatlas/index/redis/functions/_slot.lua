@@ -33,6 +33,7 @@ local TIER_MASK = 31
 local MAX_HOLDER = 16777215
 local DIGEST_WORDS = 15
 local CHUNK = 3500 -- unpack fails from 8,000 values up, and HSET takes two for each block
+local MOST_SCOPES, MOST_LIST = 16384, 4194304 -- scopes that a call of an indexer names, and bytes of their list
 local TWO32 = 4294967296
 local SCOPE_COST = 4 -- what a scope takes of a sweep's budget
 local SCAN_COST = 8 -- what one HSCAN takes: it looks at up to ten empty buckets for each field it is asked for

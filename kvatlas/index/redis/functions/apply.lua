@@ -26,4 +26,4 @@
 --   {{weight of each scope...}} alone: nothing was applied, since the call is too large by these weights (0: not looked at)
 register('kvatlas_apply', function(keys, args)
   return apply(keys, args, false)
-end)
+end, 1, MOST_CALL)

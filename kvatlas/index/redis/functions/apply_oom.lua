@@ -2,4 +2,4 @@
 -- memory; everything else is applied.
 register_always('kvatlas_apply_oom', function(keys, args)
   return apply(keys, args, true)
-end)
+end, 1, MOST_CALL)

@@ -30,4 +30,4 @@ register_always('kvatlas_doubt', function(keys, args)
   record[BAD] = 1
   redis.call('HSET', workers, worker, cmsgpack.pack(record))
   return 1
-end)
+end, MOST_SCOPES, MOST_LIST)

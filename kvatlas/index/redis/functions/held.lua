@@ -11,4 +11,4 @@ register_read_only('kvatlas_held', function(keys, args)
     end
   end
   return held
-end)
+end, 256)

@@ -28,4 +28,4 @@ register_read_only('kvatlas_look', function(keys, args)
     flags[i - 1] = table.concat(seen)
   end
   return cmsgpack.pack({ server_id(), state, flags })
-end)
+end, MOST_LOOKED, MOST_LOOKED_BYTES)

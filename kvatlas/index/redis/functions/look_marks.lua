@@ -21,4 +21,4 @@ register_read_only('kvatlas_look_marks', function(keys, args)
     entries[i - 1] = seen
   end
   return cmsgpack.pack({ server_id(), state, entries })
-end)
+end, MOST_LOOKED, MOST_LOOKED_BYTES)

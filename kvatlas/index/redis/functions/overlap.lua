@@ -5,6 +5,7 @@
 local FIELD_BYTES = 256 -- what a field costs in addition to the bytes of its value
 local BYTES = 600000 -- after so many, the caller has to ask for the rest
 local WIDE_BYTES = 1024 -- if values are wider, fewer are probed at a time
+local WALKED = 256 -- blocks that a walk reads at a time
 local PLACES = 256 -- so many of the caller's guesses are probed at a time: twice MOST_RUNS in kvatlas/index/run_guesses.py
 
 -- Returns the blocks after `left` to be probed next, as {index...} and their number: guesses from `next_guess` on,
@@ -129,15 +130,19 @@ end
 
 -- Returns the same by reading every block.
 local function walk(blocks, packed, count)
-  local starts, values, previous = {}, {}, nil
-  for first = 0, count - 1, CHUNK do
-    local last = math.min(first + CHUNK, count) - 1
+  local starts, values, previous, bytes = {}, {}, nil, 0
+  for first = 0, count - 1, WALKED do
+    if bytes > BYTES then
+      return starts, values, first, first
+    end
+    local last = math.min(first + WALKED, count) - 1
     local found = redis.call('HMGET', blocks, unpack(split(string.sub(packed, first * 8 + 1, last * 8 + 8))))
     for i = 1, #found do
       local value = found[i]
       if not value then
         return starts, values, first + i - 1
       end
+      bytes = bytes + FIELD_BYTES + #value
       if value ~= previous then
         starts[#starts + 1], values[#values + 1] = first + i - 1, value
         previous = value
@@ -165,15 +170,15 @@ end
 --     of the marks below that index none was looked at
 --   next: the index in ARGV 1 from which on the hashes were not looked at, so that another call has to; 0: all were
 register_read_only('kvatlas_overlap', function(keys, args)
-  local blocks, meta, packed, stride = keys[1], keys[2], args[1], tonumber(args[2])
-  local count = #packed / 8
+  local blocks, meta, packed, stride = keys[1], keys[2], args[1], integer(args[2], 0, CHUNK)
+  local count = math.floor(#packed / 8)
   local version = redis.call('HGET', meta, 'active') or '0'
   if count == 0 then
     return { version, {}, {}, '', '', 0 }
   end
   local starts, values, stop, next_index
   if stride == 0 then
-    starts, values, stop = walk(blocks, packed, count)
+    starts, values, stop, next_index = walk(blocks, packed, count)
   else
     local places = math.floor(#(args[5] or '') / 4)
     local guess = places > 0 and { struct.unpack('>' .. string.rep('I4', math.min(places, CHUNK)), args[5]) } or {}
@@ -182,7 +187,7 @@ register_read_only('kvatlas_overlap', function(keys, args)
   end
   local reach, left = '', ''
   if args[3] ~= '' and starts[1] and redis.call('HLEN', keys[3]) > 0 then
-    local first, limit = tonumber(args[3]), tonumber(args[4])
+    local first, limit = integer(args[3], 0), integer(args[4], 0)
     local names, belows = marked_in(values[1], keys[3]), {}
     if next_index or #names > HOLDERS then -- calls of their own do that
       for i = 1, #names do
@@ -200,4 +205,4 @@ register_read_only('kvatlas_overlap', function(keys, args)
     starts[i] = (starts[i + 1] or stop) - starts[i]
   end
   return { version, values, starts, reach, left, next_index or 0 }
-end)
+end, 5, MOST_CHAIN)

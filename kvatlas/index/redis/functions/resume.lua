@@ -14,6 +14,6 @@ register_read_only('kvatlas_resume', function(keys, args)
     names[#names + 1] = string.sub(holders, at, at + 2)
     belows[#belows + 1] = struct.unpack('>I4', holders, at + 3)
   end
-  local reach, left = resume(keys[1], keys[2], args[1], tonumber(args[2]), tonumber(args[3]), names, belows)
+  local reach, left = resume(keys[1], keys[2], args[1], integer(args[2], 0), integer(args[3], 0), names, belows)
   return { reach, left .. string.sub(holders, 7 * HOLDERS + 1) }
-end)
+end, 4, MOST_CHAIN)

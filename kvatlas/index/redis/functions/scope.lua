@@ -14,4 +14,4 @@ register_always('kvatlas_scope', function(keys, args)
     stored[#stored + 1] = redis.call('HGET', scopes, scope_id)
   end
   return stored
-end)
+end, MOST_SCOPES, MOST_LIST)

@@ -5,6 +5,6 @@
 --      2 how many at most
 -- returns {scope id...}
 register_read_only('kvatlas_scopes_idle', function(keys, args)
-  local uses, idle_ms, most = keys[1], args[1], args[2]
+  local uses, idle_ms, most = keys[1], integer(args[1], 0), integer(args[2], 0, 1000)
   return redis.call('ZRANGEBYSCORE', uses, '-inf', string.format('%d', now_ms() - idle_ms), 'LIMIT', 0, most)
 end)

@@ -108,7 +108,7 @@ end
 --   found: 10 bytes for each entry: hash, the worker's index (from 0), flags (0 if the value is no holders value)
 --   hash: of each block that has an entry with an unknown number, or no entry at all
 register_read_only('kvatlas_scrub', function(keys, args)
-  local blocks, began_on, cursor, budget, server = keys[1], args[1], args[2], tonumber(args[3]), server_id()
+  local blocks, began_on, cursor, budget, server = keys[1], args[1], args[2], integer(args[3], 0, MOST_SCRUB), server_id()
   if began_on ~= '' and began_on ~= server then
     return cmsgpack.pack({ server })
   end
@@ -130,4 +130,4 @@ register_read_only('kvatlas_scrub', function(keys, args)
   until cursor == '0' or cost >= budget
   local strays = strays_among(seen.parted, unknown_among(k.holders, seen.others))
   return cmsgpack.pack({ server, cursor, math.ceil(cost), states, table.concat(seen.found), strays })
-end)
+end, 3 + MOST_SCRUBBED)

@@ -17,7 +17,7 @@ local MARKS_FIELD, MARKS_ENTRY = 1, 0.5 -- what a field takes of the budget, and
 --   where the cursor means nothing
 register_read_only('kvatlas_scrub_marks', function(keys, args)
   local key, holders, k = keys[1], keys[3], { workers = keys[2], marked = keys[4], steps = keys[5] }
-  local began_on, cursor, budget, server = args[1], args[2], tonumber(args[3]), server_id()
+  local began_on, cursor, budget, server = args[1], args[2], integer(args[3], 0, MOST_SCRUB), server_id()
   if began_on ~= server then
     return cmsgpack.pack({ server })
   end
@@ -58,4 +58,4 @@ register_read_only('kvatlas_scrub_marks', function(keys, args)
     end
   until cursor == '0' or cost >= budget
   return cmsgpack.pack({ server, cursor, math.ceil(cost), states, found, strays })
-end)
+end, 3 + MOST_SCRUBBED)

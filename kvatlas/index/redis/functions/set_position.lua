@@ -12,7 +12,7 @@
 -- returns {what is stored after the call, server, next cursor}; if the cursor is not 0, nothing is set yet: call again
 register_always('kvatlas_set_position', function(keys, args)
   local partitions, workers, partition, expected, new, server = keys[1], keys[2], args[1], args[2], args[3], server_id()
-  local cursor, count = args[4] == server and args[5] or '0', args[6]
+  local cursor, count = args[4] == server and args[5] or '0', integer(args[6], 1, 1000)
   local stored = redis.call('HGET', partitions, partition) or ''
   stored = string.match(stored, '^%d+ %d+$') or '' -- anything else counts as no position
   if stored ~= expected then

@@ -113,7 +113,7 @@ end
 
 register_always('kvatlas_sweep', function(keys, args)
   local retired, digests_key, held_key, server = keys[1], keys[2], keys[3], server_id()
-  local began_on, budget, cursor, scope_ids = args[1], tonumber(args[2]), args[3], split(args[4])
+  local began_on, budget, cursor, scope_ids = args[1], integer(args[2], 0, 10000), args[3], split(args[4])
   if began_on ~= '' and began_on ~= server then
     return { server }
   end

@@ -23,4 +23,4 @@ register_always('kvatlas_untouch', function(keys, args)
     redis.call('HSET', touched, holder, rest)
   end
   return 1
-end)
+end, 3, MOST_LIST)
