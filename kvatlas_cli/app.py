@@ -52,8 +52,7 @@ SUMMARIES = {
     "rates": "Show each worker's learned rates for the cost profile `engine`; the defaults if none are learned yet.",
     "layout": "List the store's layouts, switch to one that is filled beside the present one, or delete one.",
     "audit": "Compare every publisher's ledger with every block in the index; exit code 1 if they differ.",
-    "doctor": "Check servers, indexers, workers and routers; print each finding and what to do; "
-    "exit code 1 if one is an error.",
+    "doctor": "Would a request be served well now? Then every finding and what to do; exit code 1 if one is an error.",
     "top": "Show workers, lag, hit rates and routers' answers live in a terminal; elsewhere print them once.",
     "auth": "Write users of NATS and of Redis, and what each may do.",
     "overlap": "Show what each worker and shared store holds of a prompt: resident and usable blocks and tokens, by tier.",

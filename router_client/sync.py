@@ -22,6 +22,7 @@ from router_client.client import Request, RouterClient
 from router_client.counters import RouterCounters
 from router_client.decision.history import DecisionHistory
 from router_client.errors import ClientClosed
+from router_client.learning.condition import ConditionMeter
 from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
@@ -157,6 +158,11 @@ class SyncRouterClient:
     def answers(self) -> PredictionAccuracy:
         """See `RouterClient.answers`."""
         return self._client.answers
+
+    @property
+    def condition(self) -> ConditionMeter:
+        """See `RouterClient.condition`."""
+        return self._client.condition
 
     @property
     def load_only(self) -> bool:

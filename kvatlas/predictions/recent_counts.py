@@ -14,14 +14,14 @@ class RecentCounts:
     def __init__(self, window_s: float = WINDOW_S, clock: Callable[[], float] = monotonic) -> None:
         self._window_s = window_s
         self._clock = clock
-        self._kept: deque[tuple[float, Mapping[str, int]]] = deque()
+        self._kept: deque[tuple[float, Mapping[str, int]]] = deque([(clock(), {})])
 
     def grown(self, counts: Mapping[str, int]) -> dict[str, int]:
         """By how much each of these counters grew within the window, as far as they were read."""
         now = self._clock()
         while len(self._kept) > 1 and self._kept[1][0] <= now - self._window_s:
             self._kept.popleft()
-        before = self._kept[0][1] if self._kept else {}
-        if not self._kept or now - self._kept[-1][0] >= STEP_S / 2:
+        before = self._kept[0][1]
+        if now - self._kept[-1][0] >= STEP_S / 2:
             self._kept.append((now, dict(counts)))
         return {name: value - before.get(name, 0) for name, value in counts.items()}

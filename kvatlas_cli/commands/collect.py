@@ -12,8 +12,9 @@ from kvatlas_cli.runner import run_service
 
 @with_settings(CollectSettings)
 def collect(settings: CollectSettings) -> None:
-    """Publish for every engine of this pod's namespace that has the labels: no engine's pod needs a sidecar. Engines must
-    publish KV events on an address that this pod reaches; their token ids cross the network, unencrypted."""
+    """Publish for every engine of a Kubernetes namespace that has a label, without a change of its pod.
+
+    Engines must publish KV events on an address that this pod reaches; their token ids cross the network, unencrypted."""
     run_service("publisher", settings, _collect(settings))
 
 

@@ -2,7 +2,7 @@
 
     report.py       a finding: one line, its level, what to do
     examination.py  runs every check, in order
-    serving.py      would a request be served well now, for each model?
+    service_answer.py  would a request be served well now, for each model?
     fleets.py       is the store of the same fleet as the stream?
     store_facts.py  reads the store's servers          store.py  judges them
     heartbeats.py   listens to publishers

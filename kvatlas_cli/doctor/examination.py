@@ -26,7 +26,7 @@ from kvatlas.predictions.store import StoredReport, read_stored_reports
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.clock import store_time_us
 from kvatlas.store.connection import Store, open_store
-from kvatlas_cli.doctor import clocks, indexers, pools, routers, serving, sidecars, store_facts, stream, workers
+from kvatlas_cli.doctor import clocks, indexers, pools, routers, service_answer, sidecars, store_facts, stream, workers
 from kvatlas_cli.doctor import store as store_checks
 from kvatlas_cli.doctor.certificates import judge_certificates, own_certificates
 from kvatlas_cli.doctor.fleets import judge_fleet
@@ -145,13 +145,13 @@ def _answer_first(found: Sequence[Finding]) -> list[Finding]:
     """Whether requests are served, then the rest. Without what follows from an indexer that says itself why it can't start."""
     if any(one.check == START for one in found):
         found = [one for one in found if one.check not in _FOLLOWS or one.level is not Level.ERROR]
-    answers = [one for one in found if one.check == serving.CHECK]
+    answers = [one for one in found if one.check == service_answer.CHECK]
     if not answers:
         errors = [one for one in found if one.level is Level.ERROR]
         errors.sort(key=lambda one: one.check not in _CAUSES)
         first = errors[0].line if errors else "no worker is known"
-        answers = [serving.judge_unknown(first)]
-    return [*answers, *(one for one in found if one.check != serving.CHECK)]
+        answers = [service_answer.judge_unknown(first)]
+    return [*answers, *(one for one in found if one.check != service_answer.CHECK)]
 
 
 async def _connect_nats(nats: NatsAccess, found: list[Finding], wait: bool, on_wait: Told | None) -> Client | None:
@@ -327,7 +327,7 @@ def _judge_served(
         for pool_id, reports in stored.items()
         if (why := routers.describe_slow_store(routers.conditions_of(reports))) is not None
     }
-    yield from serving.judge_serving(
+    yield from service_answer.judge_serving(
         {names[pool_id]: some for pool_id, some in pools.items()},
         unusable=unusable,
         unindexed=unindexed,
@@ -337,7 +337,7 @@ def _judge_served(
     known = {record.endpoint.model_id for record in records.values()}
     for model_id in sorted({one.model_id for one in departures.values()} - known):
         ids = [id for id, one in departures.items() if one.model_id == model_id]
-        yield serving.judge_gone(f"model {model_id}", ids)
+        yield service_answer.judge_gone(f"model {model_id}", ids)
 
 
 def _examine_pools(

@@ -23,6 +23,7 @@ EXPECTED_COMMANDS = {
     "calibrate",
     "indexer",
     "publish",
+    "collect",
     "router",
     "epp",
     "simulate-engine",
@@ -40,7 +41,7 @@ EXPECTED_COMMANDS = {
     "route",
 }
 WITHOUT_SERVERS = {"demo", "replay", "record", "calibrate", "auth", "simulate-engine"}
-WITHOUT_STORE = {"publish"}
+WITHOUT_STORE = {"publish", "collect"}
 MANY_FLAGS = ("publish", "epp", "router", "indexer", "simulate-engine")
 
 

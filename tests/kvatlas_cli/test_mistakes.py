@@ -38,7 +38,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             ("workers", "--redis-url", "http://127.0.0.1"),
             2,
             "kvatlas workers: --redis-url is 'http://127.0.0.1'; expected a URL that begins with redis:// or rediss:// "
-            "or unix:// or redis+cluster:// or rediss+cluster://",
+            "or unix:// or redis+cluster:// or rediss+cluster:// or redis+sentinel:// or rediss+sentinel://",
         ),
         (
             ("indexer", "--nats-url", "127.0.0.1:4222"),

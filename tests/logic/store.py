@@ -138,6 +138,12 @@ class Fleet:
         await pause()
         self.records.pop(worker_id, None)
 
+    async def record_departure(self, *_: object) -> None:
+        await pause()
+
+    async def forget_departures(self, worker_ids: Collection[str]) -> None:
+        await pause()
+
     async def entries(self, which: Callable[[str, str], bool]) -> list[tuple[str, str, FleetRecord | None]]:
         await pause()
         named = [(worker_id, record.endpoint.pool_id, record) for worker_id, record in self.records.items()]

@@ -35,6 +35,7 @@ def library(tmp_path: Path) -> FunctionLibrary:
 
 def test_shared_files_come_first_and_then_one_file_a_command(library: FunctionLibrary) -> None:
     first, tag, *rest = filter(None, library.code.splitlines())
+    rest = rest[rest.index("local _shared") :]  # behind the file that bounds arguments
     assert first == f"#!lua name={library.name}"
     assert tag == f"local TAG = '{library.name.removeprefix('kvatlas_test')}'"
     assert rest[:4] == ["local _shared", "do", "local ANSWER = 'shared'", "_shared = { ANSWER = ANSWER }"]

@@ -2,7 +2,7 @@
 
 from kvatlas.fleet.records import EngineState, Liveness, Role
 from kvatlas_cli.doctor.report import Finding, Level
-from kvatlas_cli.doctor.serving import judge_gone, judge_serving
+from kvatlas_cli.doctor.service_answer import judge_gone, judge_serving
 from tests.kvatlas_cli.doctor.installation import fleet_record
 
 UP = [fleet_record("w1"), fleet_record("w2")]
