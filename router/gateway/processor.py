@@ -215,8 +215,6 @@ class _Stream:
     async def _end_answer(self, picked: PickedRequest) -> None:
         self._ended = True
         self._reader.end()
-        if self._reader.kept:
-            await picked.keep(self._reader.kept)
         if self._is_well and self._reader.error is not None:
             self._counters.failed += 1
             self._record_end(str(self._reader.error.status))
@@ -229,6 +227,8 @@ class _Stream:
             self._counters.failed += 1
             self._record_end(str(self._status))
             await picked.fail()
+        if self._reader.kept:  # last and shielded: the end of the stream may cancel this task
+            await asyncio.shield(picked.keep(self._reader.kept))
 
     def _record_end(self, error: str, usage: Usage | None = None) -> None:
         self._metrics.record_end(self._attributes, time.monotonic() - self._came_at, error, usage)
