@@ -16,8 +16,9 @@ Decisions that the wire leaves open:
   `reset_prefix_cache` with `reset_connector`): no event says which. So it clears both. Disks and stores keep theirs, as in the
   offloading connector (`TieringOffloadingManager.reset_cache`, 0.33).
 - A request with `kv_cache_report_mode: "full"` (0.26 and later, so maps) has what it finds in the cache reported as stored,
-  exactly as a new copy is. Such an event begins at the prompt's first block, so none that does adds a copy to a block that is
-  held. After the removal of one of two real copies the other is not claimed until a block behind it is stored.
+  exactly as a new copy is: nothing in the event tells them apart. Each counts as a copy, which is exact without such requests
+  and claims too much after evictions with them. Not counting them (`EngineStored.maybe_again`) claims too little where
+  requests that skip reading the cache compute a prefix again, as recordings show, so it is off.
 - `remaining_copy_counts` (proposed for versions after 0.33) says how many copies of each removed block are left: a block is
   held until none is. A version that tells a removal with the last copy only is read with `--set-semantics`.
 - An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
@@ -150,7 +151,6 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         offloaded=tier is not Tier.HBM,
         removal_told=_is_removal_told(fields),
         chunk_removal_told=get("medium") != "CPU" or "group_idx" in fields or "locality" in fields,
-        maybe_again=parent is None and tier is Tier.HBM and "type" in fields,
         untold_keys="" if "extra_keys" in fields or "type" in fields else UNTOLD_KEYS,
     )
 

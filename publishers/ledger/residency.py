@@ -169,8 +169,8 @@ class Residency:
             first = last
 
     def _is_counting(self, event: EngineStored) -> bool:
-        """Does each of its hashes add a copy to those that are held?"""
-        return self._counting and not event.maybe_again
+        """Does each of its hashes add a copy to those that are held? With several groups all are counted."""
+        return self._counting and not (event.maybe_again and len(self._groups.told) <= 1)
 
     def _hold_again(self, event: EngineStored) -> None:
         """A request that stores blocks in the device tier has all blocks before them there, also those that may have had
@@ -229,7 +229,7 @@ class Residency:
             owner = block_of(name)
             count = count_of(name, 0)
             counts[name] = count + 1 if counting else count or 1
-            if count and event.maybe_again and self._counting:
+            if count and self._counting and not counting:
                 self.doubtful.add(name)
             if owner is None:
                 self._lineage.add_name(name, block)

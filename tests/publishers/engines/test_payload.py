@@ -246,12 +246,6 @@ def test_what_events_do_not_show_is_named() -> None:
     assert not only(stored()).untold_keys
 
 
-def test_only_an_event_from_the_first_block_on_may_be_a_full_report() -> None:
-    assert only(stored(parent_block_hash=None)).maybe_again
-    assert not only(stored(parent_block_hash=5)).maybe_again
-    assert not only(["BlockStored", [7], None, [1, 2, 3, 4], 4, None, "GPU"]).maybe_again
-
-
 def test_sglang_has_the_salt_in_every_event() -> None:
     event = only(stored(parent_block_hash=5, cache_salt="acme", lora_name="l"), kind=EngineKind.SGLANG)
     assert (event.salt, event.adapter) == ("acme", "l")

@@ -82,7 +82,7 @@ class NaiveLedger:
             name = self.parents.get(name)
         for name in event.hashes:
             key = name, event.tier, event.group
-            if event.maybe_again and self.counts[key] and self.is_full(event.group):
+            if event.maybe_again and self.counts[key] and len(self.kinds) <= 1:
                 self.doubtful.add(name)
             else:
                 self.counts[key] += 1
