@@ -48,9 +48,8 @@ class EngineStored:
     instead of both by a publisher that computed them where the tokens are. `block_bytes`: of KV cache in a block, 0 if the
     event does not tell them. `untold_keys`: what the engine keeps blocks apart by and its events don't say, for people; empty
     if nothing. `located` False: from its hashes and parents can't be known where in a prompt the blocks are. `removes_held`:
-    the form is one of versions that may announce the removal of blocks that they still hold. `maybe_again`: it may report
-    copies that were reported before, instead of new ones. `chunk_removal_told` False: of blocks larger than the engine's, it is
-    not known if their removal is told.
+    the form is one of versions that may announce the removal of blocks that they still hold. `chunk_removal_told` False:
+    it is not known whether the removal of blocks larger than the engine's is reported.
     """
 
     hashes: Sequence[EngineHash]
@@ -76,7 +75,6 @@ class EngineStored:
     untold_keys: str = ""
     located: bool = True
     removes_held: bool = False
-    maybe_again: bool = False
     chunk_removal_told: bool = True
 
     @property

@@ -16,9 +16,8 @@ Decisions that the wire leaves open:
   `reset_prefix_cache` with `reset_connector`): no event says which. So it clears both. Disks and stores keep theirs, as in the
   offloading connector (`TieringOffloadingManager.reset_cache`, 0.33).
 - A request with `kv_cache_report_mode: "full"` (0.26 and later, so maps) has what it finds in the cache reported as stored,
-  exactly as a new copy is: nothing in the event tells them apart. Each counts as a copy, which is exact without such requests
-  and claims too much after evictions with them. Not counting them (`EngineStored.maybe_again`) claims too little where
-  requests that skip reading the cache compute a prefix again, as recordings show, so it is off.
+  exactly as a new copy is. Each counts as a copy: exact without such requests, too much after an eviction with them. Not to
+  count them would claim too little, because requests that skip the cache do compute second copies, as recordings show.
 - `remaining_copy_counts` (proposed for versions after 0.33) says how many copies of each removed block are left: a block is
   held until none is. A version that tells a removal with the last copy only is read with `--set-semantics`.
 - An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
@@ -28,7 +27,6 @@ Decisions that the wire leaves open:
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvatlas.blocks.attention_groups import AttentionKind
@@ -95,19 +93,12 @@ def decode_batch(payload: bytes) -> EngineBatch:
 
 
 def decode_simulated_batch(payload: bytes) -> EngineBatch:
-    """One of the simulated engine. It reports each block that it drops from the CPU tier, so a clear is of the device tier
-    alone; and it never reports what a request finds in its cache.
+    """One of the simulated engine. It reports each block that it drops from the CPU tier: a clear is of the device tier alone.
 
     Raises EngineEventError, as `decode_batch` does."""
     batch = decode_batch(payload)
-    batch.events = [_as_simulated(one) for one in batch.events]
+    batch.events = [EngineCleared((Tier.HBM,)) if isinstance(one, EngineCleared) else one for one in batch.events]
     return batch
-
-
-def _as_simulated(event: EngineEvent) -> EngineEvent:
-    if isinstance(event, EngineCleared):
-        return EngineCleared((Tier.HBM,))
-    return replace(event, maybe_again=False) if isinstance(event, EngineStored) else event
 
 
 def _event(tag: str, fields: wire.Fields) -> EngineEvent:

@@ -1,7 +1,7 @@
 """The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
 
     [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting, variants, groups, lookahead
-     tokens, unproven, small blocks, doubtful, untold keys]
+     tokens, unproven, small blocks, untold keys]
 
 `identity` is what the sequence hashes depend on: a ledger saved under other settings is refused. `namespaces`: [adapter,
 salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root, chain, bytes a block].
@@ -9,9 +9,9 @@ salt, packed sequence hashes, packed u32 parents: position in the namespace + 1,
 counts]. `shared`: [name, [[position of block, [[position of holding, count]]]]]. `awaiting`: [hashes, parent, packed tokens,
 adapter, salt, extra keys, lookahead, local hashes or nil, chain, packed sequence hashes]. `variants`: [hash, the parent's
 hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. `unproven`: see `Residency.unproven`; nil if the
-engine uses keys. `small blocks`: [parts of a block, [[hash, anchor, number]]], see `marks.small_blocks`.
-`doubtful`: see `Residency.doubtful`. Usable residency and
-marks are not saved: they are computed from the rest.
+engine uses keys. `small blocks`: [parts of a block, [[hash, anchor, number]]], see `marks.small_blocks`. `untold keys`: what
+the engine's events don't tell its blocks apart by; absent in states of earlier versions. Usable residency and marks are not
+saved: they are computed from the rest.
 """
 
 import sys
@@ -75,7 +75,6 @@ class SavedLedger:
     unproven: list[EngineHash] | None
     parts: int
     small_blocks: list[tuple[EngineHash, EngineHash, int]]
-    doubtful: list[EngineHash]
     untold_keys: str
 
     def restore(self, lineage: Lineage, residency: Residency, awaiting: AwaitingParent) -> None:
@@ -84,7 +83,6 @@ class SavedLedger:
         holdings = [residency.add_holding(saved.tier, saved.group) for saved in self.holdings]
         for holding, saved in zip(holdings, self.holdings, strict=True):
             holding.counts.update(saved.counts)
-        residency.doubtful.update(self.doubtful)
         blocks = self._restore_lineage(lineage, residency)
         for event in self.awaiting:
             awaiting.keep(event)
@@ -251,7 +249,6 @@ def pack(
                 groups.lookahead_tokens,
                 None if uses_keys else list(residency.unproven),
                 [small.parts, [[part, *one] for part, tied in small.tied.items() for one in tied.items()]],
-                list(residency.doubtful),
                 groups.untold_keys,
             ]
         )
@@ -266,8 +263,8 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
         if version != VERSION:
             raise InvalidValue(f"saved ledger of version {version!r:.40}; expected {VERSION}")
         _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = raw
-        variants, told, ahead, unproven, (parts, small_blocks), *doubts = engine
-        doubtful, untold_keys = doubts or ([], "")  # absent in states that an earlier version saved
+        variants, told, ahead, unproven, (parts, small_blocks), *later = engine
+        (untold_keys,) = later or ("",)
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(
@@ -309,7 +306,6 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             unproven=unproven,
             parts=parts,
             small_blocks=[(part, anchor, number) for part, anchor, number in small_blocks],
-            doubtful=doubtful,
             untold_keys=untold_keys,
         )
     except InvalidValue:

@@ -60,8 +60,6 @@ class Residency:
         self._counting = not set_semantics
         self.unproven: set[EngineHash] = set()
         """Hashes whose block an offloaded event's tokens alone say: it is another one if the engine has keys for it."""
-        self.doubtful: set[EngineHash] = set()
-        """Hashes that may have more copies in the device tier than are counted: see `EngineStored.maybe_again`."""
         self._evicted: list[EngineHash] = []
         self._shared_removals: list[tuple[EngineHash, Holding]] = []
         self._plain_removals: dict[EngineHash, None] = {}
@@ -121,11 +119,7 @@ class Residency:
 
     def plain_copies(self, name: EngineHash) -> int | None:
         """How many copies are counted of a hash that may be in a plain stretch; None if it can't be."""
-        if (
-            self._device is None
-            or name in self.doubtful
-            or any(name in one.counts for one in self._indexed if one is not self._device)
-        ):
+        if self._device is None or any(name in one.counts for one in self._indexed if one is not self._device):
             return None
         copies = self._device.counts.get(name, 0)
         return copies if copies <= 1 else None
@@ -168,34 +162,9 @@ class Residency:
             )
             first = last
 
-    def _is_counting(self, event: EngineStored) -> bool:
-        """Does each of its hashes add a copy to those that are held? With several groups all are counted."""
-        return self._counting and not (event.maybe_again and len(self._groups.told) <= 1)
-
-    def _hold_again(self, event: EngineStored) -> None:
-        """A request that stores blocks in the device tier has all blocks before them there, also those that may have had
-        another copy than the one that was removed."""
-        holding = self._by_group.get((event.tier, event.group))
-        stretch = self._lineage.known.get(event.parent) if event.parent is not None else None
-        if holding is None or not holding.indexable or holding.tier is not Tier.HBM:
-            return
-        while stretch is not None:
-            name = stretch.names[0] if stretch.names and not stretch.plain else None
-            if name in self.doubtful and name not in holding.counts and name not in self._shared_hashes:
-                self.doubtful.discard(name)
-                block = Block(stretch)
-                holding.counts[name] = 1
-                if holding.in_all(name):
-                    self._lineage.mark_held(name)
-                    block.copies += holding.unit
-                    self._lineage.changed.append(block)
-            stretch = stretch.parent
-
     def _store(self, event: EngineStored) -> None:
         if self._evicted or self._shared_removals:
             self.end_removals()
-        if self.doubtful and event.parent is not None and not event.offloaded:
-            self._hold_again(event)
         hashes, resolver = event.hashes, self._resolver
         self._counters.stored += len(hashes)
         holding = self._by_group.get((event.tier, event.group))
@@ -223,14 +192,12 @@ class Residency:
         """The store of any hashes, one after the other."""
         hashes = event.hashes
         counts, unit, changed, shared = holding.counts, holding.unit, self._lineage.changed, self._shared_hashes
-        block_of, count_of, counting = self._block_of, counts.get, self._is_counting(event)
+        block_of, count_of, counting = self._block_of, counts.get, self._counting
         alone, sparse = len(self._indexed) == 1, self.sparse
         for name, block in zip(hashes, blocks, strict=True):
             owner = block_of(name)
             count = count_of(name, 0)
-            counts[name] = count + 1 if counting else count or 1
-            if count and self._counting and not counting:
-                self.doubtful.add(name)
+            counts[name] = count + 1 if counting else 1
             if owner is None:
                 self._lineage.add_name(name, block)
                 if event.offloaded and not has_keys(event):
@@ -308,11 +275,10 @@ class Residency:
         placeholder's in any scope, else in the event's own."""
         counts, lineage, shared = holding.counts, self._lineage, self.shared
         placeholder = not event.token_ids and event.local_hashes is None
-        counting = self._is_counting(event)
         for name in event.hashes:
             owner = lineage.block(name)
             count = counts.get(name, 0)
-            counts[name] = count + 1 if counting else count or 1
+            counts[name] = count + 1 if self._counting else 1
             if owner is None:
                 continue
             block = owner if placeholder else lineage.find(name, event)
@@ -322,7 +288,7 @@ class Residency:
                 if placeholder:
                     shared.store_any(name, holding)
                 elif block is not None:
-                    shared.store(name, Block(block), holding, counting)
+                    shared.store(name, Block(block), holding, self._counting)
             elif not count and holding.in_all(name):
                 lineage.mark_held(name)
                 owner.copies += holding.unit
@@ -404,8 +370,6 @@ class Residency:
         """All copies in the tiers are gone."""
         self.end_removals()
         self._counters.cleared_events += 1
-        if Tier.HBM in event.tiers:
-            self.doubtful.clear()
         cleared = [holding for holding in self._by_group.values() if holding.tier in event.tiers]
         shared, block_of = self._shared_hashes, self._block_of
         removed = self._plain.clear() if self._device in cleared else []
@@ -476,7 +440,6 @@ class Residency:
                     self.sparse.leave(name, block)
         self.shared.forget(forgotten)
         self.unproven.difference_update(forgotten)
-        self.doubtful.difference_update(forgotten)
 
     def _leave_tier(self, name: EngineHash, holding: Holding) -> None:
         block = self._block_of(name)

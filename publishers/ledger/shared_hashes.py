@@ -81,8 +81,7 @@ class SharedHashes:
         if certain is None:
             certain = by_block[block] = CertainCopies()
             self._lineage.share_name(name, block)
-        before = certain.by_holding.get(holding, 0)
-        certain.by_holding[holding] = before + 1 if counting else before or 1
+        certain.by_holding[holding] = certain.by_holding.get(holding, 0) + 1 if counting else 1
         self.recount(name)
 
     def store_any(self, name: EngineHash, holding: Holding) -> None:

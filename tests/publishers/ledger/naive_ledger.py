@@ -35,7 +35,6 @@ class NaiveLedger:
     unresolved: list[EngineStored] = field(default_factory=list)
     kinds: dict[int, tuple[AttentionKind, int | None]] = field(default_factory=dict)
     named: set[tuple[Tier, int]] = field(default_factory=set)
-    doubtful: set[EngineHash] = field(default_factory=set)
 
     def is_full(self, group: int) -> bool:
         if not self.kinds:
@@ -49,7 +48,7 @@ class NaiveLedger:
         for event in batch.events:
             if isinstance(event, EngineStored):
                 self.named.add((event.tier, event.group))
-                self._count(event)
+                self.counts.update((name, event.tier, event.group) for name in event.hashes)
                 if self.is_full(event.group) and event.token_ids:
                     self.unresolved.append(event)
                     before = 0
@@ -68,24 +67,6 @@ class NaiveLedger:
                 for key in self.counts:
                     if key[1] in event.tiers:
                         self.counts[key] = 0
-                if Tier.HBM in event.tiers:
-                    self.doubtful.clear()
-
-    def _count(self, event: EngineStored) -> None:
-        """One copy more of each; none if the event may report copies again, until a block behind one shows that it is held."""
-        name = event.parent if event.tier is Tier.HBM and self.is_full(event.group) else None
-        while name is not None:
-            key = name, event.tier, event.group
-            if name in self.doubtful and not self.counts[key]:
-                self.doubtful.discard(name)
-                self.counts[key] = 1
-            name = self.parents.get(name)
-        for name in event.hashes:
-            key = name, event.tier, event.group
-            if event.maybe_again and self.counts[key] and len(self.kinds) <= 1:
-                self.doubtful.add(name)
-            else:
-                self.counts[key] += 1
 
     def _learn(self, event: EngineStored) -> bool:
         keys = event.extra_keys
