@@ -28,7 +28,8 @@ class EngineAccess:
 
     @classmethod
     def parse(cls, text: str, ca_file: Path | None = None) -> "EngineAccess":
-        """Of a file's text: a line is one key for all engines, or a worker and its key. Raises InvalidValue, without keys."""
+        """Read a file's text: each line is one key for all engines, or a worker and its key. Raises InvalidValue, which shows
+        no key."""
         key: str | None = None
         keys: dict[str, str] = {}
         for number, line in enumerate(text.splitlines(), 1):
@@ -61,4 +62,4 @@ class EngineAccess:
 
 
 NO_KEY = EngineAccess()
-"""Of engines that ask for none."""
+"""For engines that ask for none."""

@@ -127,7 +127,7 @@ class Collector:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """`ends`: it has been told to."""
+    """`ends`: it was asked to stop."""
 
     name: str
     address: str

@@ -15,7 +15,7 @@ OWN = ("kvatlas", "kvatlas_cli", "kvatlas_router", "router_client")
 ACCESS = "router_client.access"
 """One line for each request, however many."""
 MOST_LETTERS = 4_096
-"""Of one message."""
+"""The records of one message."""
 _WORKER = re.compile(r"worker ([A-Za-z0-9_-]{1,64}):? ")
 """How a line about one worker begins."""
 

@@ -121,7 +121,7 @@ class SelfReport:
         return DoctorFacts(found, names[:MAX_SERVED_NAMES], self._engine.awaited_s)
 
     def judge_intake(self, now_s: float) -> None:
-        """Does what the engine tells count? About once a second."""
+        """Judge whether what the engine reports counts; about once a second."""
         poller = self._engine.poller
         serving = poller.serving if poller is not None and self._settings.events else Serving()
         publishes = bool(self._ledger.digest.blocks)

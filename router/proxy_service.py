@@ -50,7 +50,8 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
     """
     if (descriptors := count_descriptors()).most < FEW:
         _log.warning(
-            "only %d file descriptors are allowed, and each request needs two: raise the limit (ulimit -n, LimitNOFILE=)",
+            "this process may open only %d file descriptors, and each request needs two: raise the limit "
+            "(ulimit -n, LimitNOFILE=)",
             descriptors.most,
         )
     with ExitStack() as listeners:
@@ -171,7 +172,10 @@ def _borders(settings: ProxySettings) -> ClientBorders:
     else:
         _log.info("one tenant, that of --tenant-id: no client proves another one (--clients-file)")
         if settings.salt_is_tenant:
-            _log.warning("--salt-is-tenant without --clients-file: whoever knows a cache salt is its tenant")
+            _log.warning(
+                "--salt-is-tenant is set without --clients-file: any client that knows a tenant's cache salt counts as that "
+                "tenant; set --clients-file"
+            )
     decisions = {"auto": None, "always": True, "never": False}[settings.decision_header]
     return ClientBorders(
         proof,

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvatlas.runtime.bounded_protocol import CERTIFICATE
 from kvatlas.runtime.http_access import PROBES
-from kvatlas.runtime.http_border import BodyTooLong
+from kvatlas.runtime.http_border import BodyTooLong, bounded_body
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.proxy.client_request import ErrorKind, send_error
 from kvatlas_router.tenancy.counters import TenancyCounters
@@ -91,19 +91,10 @@ class TenantGate:
         if limit is None:
             return receive
         announced = next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
-        received = 0
+        return bounded_body(receive, announced, limit, self._record_too_long)
 
-        async def bounded() -> Message:
-            nonlocal received
-            if announced <= limit:
-                message = await receive()
-                received += len(message.get("body", b""))
-                if received <= limit:
-                    return message
-            self._counters.too_long += 1
-            raise BodyTooLong(str(announced) if announced else f"more than {limit}", limit)
-
-        return bounded
+    def _record_too_long(self, _: BodyTooLong) -> None:
+        self._counters.too_long += 1
 
 
 def permit_of(scope: Scope) -> Permit | None:

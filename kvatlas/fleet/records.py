@@ -263,7 +263,7 @@ class Heartbeat(WireRecord):
 
     For `kvatlas doctor`: `diagnoses`; `version`, of the publisher; `served_names`, under which the engine serves its model, if
     none of them is the endpoint's; `awaited_s`, for how long an engine has been awaited that was never up; `yielded`: another
-    publisher of this worker has a newer incarnation, and this one publishes nothing: only people are told. Earlier publishers
+    publisher of this worker has a newer incarnation, and this one publishes nothing. Only people see it. Earlier publishers
     send none of the last four.
     """
 

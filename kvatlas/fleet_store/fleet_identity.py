@@ -29,7 +29,7 @@ class FleetIdentity(WireRecord):
 
 
 def new_fleet_id() -> str:
-    """Of a fleet that starts for the first time."""
+    """Make the identity of a fleet that starts for the first time."""
     return token_hex(6)
 
 

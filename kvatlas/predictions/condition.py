@@ -1,4 +1,4 @@
-"""How a router does: what it counted lately, and what may keep it from serving."""
+"""The condition of a router: its counts of the last minute, and what may keep it from serving."""
 
 from kvatlas.fleet.records import WireRecord
 from kvatlas.validation import Count

@@ -1,4 +1,4 @@
-"""How much counters grew lately: counters since the start never go back, and what was wrong once would be wrong for ever."""
+"""Growth of counters in the last minute. Counters since the start never fall, so one fault would show for ever."""
 
 from collections import deque
 from collections.abc import Callable, Mapping

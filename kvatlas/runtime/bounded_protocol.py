@@ -209,7 +209,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def _certificate_names(certificate: Mapping[str, Any] | None) -> frozenset[str]:
-    """Of a certificate that was checked: its URIs and DNS names; its common name if it has none (RFC 9525)."""
+    """The names of a verified certificate: its URIs and DNS names, or its common name if it has neither (RFC 9525)."""
     if not certificate:
         return frozenset()
     names = {value for kind, value in certificate.get("subjectAltName", ()) if kind in ("URI", "DNS")}

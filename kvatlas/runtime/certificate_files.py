@@ -37,7 +37,7 @@ class CertificateState:
 
 
 class RenewedContext(ssl.SSLContext):
-    """A context for asyncio, uvloop, and whoever else asks it for each handshake. `build` reads the files; it raises OSError or
+    """A context for asyncio, uvloop, and others that ask it at each handshake. `build` reads the files; it raises OSError or
     KvatlasError for files that can't be used."""
 
     def __new__(cls, what: str, build: Callable[[], ssl.SSLContext], files: Sequence[Path]) -> "RenewedContext":
@@ -108,7 +108,7 @@ _in_use: WeakSet[RenewedContext] = WeakSet()
 
 
 def certificates_in_use() -> list[dict[str, Any]]:
-    """Of this process: the state of each, as JSON has it."""
+    """The state of each certificate of this process, as JSON."""
     return [asdict(state) for state in sorted((one.state for one in list(_in_use)), key=lambda one: one.what)]
 
 
@@ -120,7 +120,7 @@ def describe_verification(error: ssl.SSLCertVerificationError) -> str:
 
 
 def state_on_disk(what: str, file: Path) -> CertificateState:
-    """Of a certificate that is read now."""
+    """Read a certificate now."""
     until = _end_of(file)
     days = None if until is None else (until - time.time()) / DAY_S
     return CertificateState(what, str(file), days, days)

@@ -6,6 +6,8 @@ too long, a WebSocket and, if the server has tokens, requests without one of the
 
 import hmac
 import json
+from collections.abc import Callable
+from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +25,25 @@ class BodyTooLong(HTTPException):
 
     def __init__(self, length: str, limit: int) -> None:
         super().__init__(413, f"the body has {length} bytes; expected at most {limit}")
+
+
+def bounded_body(receive: Receive, announced: int, limit: int, on_too_long: Callable[[BodyTooLong], None]) -> Receive:
+    """`receive`, which raises BodyTooLong behind `limit` bytes, at once if more are `announced` (Content-Length; 0: not known).
+    `on_too_long` is called before."""
+    received = 0
+
+    async def bounded() -> Message:
+        nonlocal received
+        if announced <= limit:
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received <= limit:
+                return message
+        error = BodyTooLong(str(announced) if announced else f"more than {limit}", limit)
+        on_too_long(error)
+        raise error
+
+    return bounded
 
 
 class HttpBorder:
@@ -52,7 +73,9 @@ class HttpBorder:
             line = "no valid token; expected `Authorization: Bearer TOKEN`"
             await self._refuse(scope, send, 401, line, (b"www-authenticate", b"Bearer"))
         else:
-            await self._application(scope, self._bounded(scope, int(length or 0), receive), send)
+            refuse = partial(self._record_too_long, scope)
+            bounded = bounded_body(receive, int(length or 0), self._access.body_bytes, refuse)
+            await self._application(scope, bounded, send)
 
     def _is_allowed(self, scope: Scope, authorization: bytes) -> bool:
         """Browsers send no token with OPTIONS."""
@@ -63,23 +86,9 @@ class HttpBorder:
         matches = [hmac.compare_digest(token.strip(), one) for one in self._access.tokens]
         return scheme.lower() == b"bearer" and any(matches)
 
-    def _bounded(self, scope: Scope, announced: int, receive: Receive) -> Receive:
-        """`receive`, which raises BodyTooLong."""
-        limit, received = self._access.body_bytes, 0
-
-        async def bounded() -> Message:
-            nonlocal received
-            if announced <= limit:
-                message = await receive()
-                received += len(message.get("body", b""))
-                if received <= limit:
-                    return message
-            self._counters.too_long += 1
-            error = BodyTooLong(str(announced) if announced else f"more than {limit}", limit)
-            self._report(scope, error.status_code, error.detail)
-            raise error
-
-        return bounded
+    def _record_too_long(self, scope: Scope, error: BodyTooLong) -> None:
+        self._counters.too_long += 1
+        self._report(scope, error.status_code, error.detail)
 
     async def _refuse(self, scope: Scope, send: Send, status: int, line: str, header: tuple[bytes, bytes]) -> None:
         self._report(scope, status, line)

@@ -208,7 +208,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
     clients_file: Path | None = Field(
         default=None,
         description="TOML file of the clients that may use this router: their keys, certificates or tokens prove tenants, "
-        "and limits are counted by them. Default: anybody may, and there is one tenant.",
+        "and limits are counted by them. Default: every client may, and there is one tenant.",
     )
     allow_path: PathList = Field(
         default=(),
@@ -250,7 +250,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
 
     @property
     def control_is_apart(self) -> bool:
-        """Are operators' calls on a port of their own? On loopback that would keep out nobody."""
+        """Do operators' calls have a port of their own? On loopback that would keep no one out."""
         given = (self.control_port, self.control_token_file, self.http_token_file, self.clients_file)
         return any(one is not None for one in given) or not is_loopback(self.host)
 

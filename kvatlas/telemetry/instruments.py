@@ -161,7 +161,7 @@ ENGINE_STATE = _gauge("publisher.engine.state", "{engine}", "1 for the state tha
 INTAKE_LEFT_OUT = _gauge(
     "publisher.left_out",
     "{share}",
-    "Share of what events told lately that could not be published; 1 too if the engine serves requests and no events come",
+    "Share of the reported blocks that could not be published; also 1 if the engine serves requests and sends no events",
 )
 OUTBOX_DEPTH = _gauge(
     "publisher.outbox.messages", "{message}", "Messages in the outbox: waiting, or sent and not acknowledged"
@@ -646,7 +646,7 @@ MOVED = _counter("progress.moved", "{request}", "Requests without a byte that le
 STALLED_NOW = _gauge("progress.stalled", "{worker}", "1 for a worker whose engine makes no progress though it has work")
 
 STALLED = _single(STALLED_NOW, "stalled")
-"""Of an engine of kvatlas_router.progress.monitor, with its worker's name."""
+"""An engine of kvatlas_router.progress.monitor, with its worker's name."""
 PROGRESS = {
     **_by(STALLS, "change", stalls="stalled", returns="returned"),
     **_single(PROGRESS_PROBES, "probes"),

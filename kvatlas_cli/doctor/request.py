@@ -221,7 +221,7 @@ class RequestFollower:
         intake, counters = status.get("intake") or {}, status.get("counters") or {}
         if left_out := intake.get("left_out"):
             reason, count = max(left_out.items(), key=lambda one: one[1])
-            return f"{never}; {count} blocks that its engine told were left out ({reason}), it may be one of them"
+            return f"{never}; {count} blocks that its engine reported were left out ({reason}); it may be one of them"
         dropped = counters.get("clears") or counters.get("feed_started_over")
         gone = counters.get("blocks_removed") or (counters.get("blocks_stored") and dropped)
         return evicted if gone else never

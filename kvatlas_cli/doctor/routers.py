@@ -29,7 +29,7 @@ def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Fi
             share = (
                 f", {counts.cached_equal / compared:.1%} with the predicted number of cached tokens" if compared else ""
             )
-            yield Finding("routers.answers", Level.OK, f"{where}: {compared:,} answers lately{share}")
+            yield Finding("routers.answers", Level.OK, f"{where}: {compared:,} answers in the last minute{share}")
 
 
 def judge_progress(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:

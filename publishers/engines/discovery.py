@@ -32,7 +32,7 @@ CONNECT_S = 1.0
 _INFO = "vllm:cache_config_info"
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]")  # noqa: S104 - what engines call their own address
 _EAGLE = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
-"""Of SGLang's speculative algorithms those that key its tree by pairs (`SpeculativeAlgorithm.is_eagle`, 0.5.6 to 0.5.23)."""
+"""SGLang's speculative algorithms that key its tree by pairs (`SpeculativeAlgorithm.is_eagle`, 0.5.6 to 0.5.23)."""
 
 
 @dataclass(frozen=True, slots=True)

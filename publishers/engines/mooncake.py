@@ -9,7 +9,7 @@ Decisions that the wire leaves open:
 - `seq_hashes` are rolling sequence hashes as here (XXH3-64); the master reads them off object keys that are one number. Other
   keys (an engine's own hashes) can't be tied to a prompt: such an event is skipped by name.
 - The master knows neither parents nor tokens, so its stored blocks are further copies of known ones. It has no replay.
-- An object that loses one of several replicas is not told as removed: a removal is one from the whole store.
+- An object that loses one of several replicas is not reported as removed: a removal is one from the whole store.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ _SEPARATOR = "\0"
 
 
 class ObjectName(NamedTuple):
-    """Whose block an object is: `model` and `adapter` empty if the event tells none; `hash`: packed sequence hash."""
+    """Whose block an object is: `model` and `adapter` are empty if the event names none; `hash`: packed sequence hash."""
 
     model: str
     adapter: str

@@ -90,7 +90,7 @@ class EnginePoller:
         self.weight_version = ""
         """Of the model's weights, as the engine said last; empty: it never did."""
         self.version = ""
-        """Of the engine, as SGLang says it; empty: not known."""
+        """The engine's version as SGLang reports it; empty: unknown."""
         self._weights_page = _WEIGHTS_PAGES.get(context.kind)
         self._url = url.rstrip("/")
         self._access = access

@@ -19,7 +19,7 @@ Decisions that the wire leaves open:
   exactly as a new copy is. Each counts as a copy: exact without such requests, too much after an eviction with them. Not to
   count them would claim too little, because requests that skip the cache do compute second copies, as recordings show.
 - `remaining_copy_counts` (proposed for versions after 0.33) says how many copies of each removed block are left: a block is
-  held until none is. A version that tells a removal with the last copy only is read with `--set-semantics`.
+  held until none is. A version that reports a removal with the last copy only is read with `--set-semantics`.
 - An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain, so all is
   an upper bound.

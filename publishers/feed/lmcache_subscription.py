@@ -69,7 +69,7 @@ class LMCacheSubscription:
         self._subscribed = False
 
     def restart(self) -> None:
-        """The ledger has dropped its chunks: all is to be told again."""
+        """The ledger has dropped its chunks: read them all again."""
         self._chunks = ChunkEvents()
         self._again = True
 

@@ -1,1 +1,1 @@
-"""How much of what an engine tells can be published, and the diagnosis if nearly nothing can."""
+"""How much of what an engine reports can be published, and the diagnosis if almost nothing can."""

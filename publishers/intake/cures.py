@@ -48,7 +48,7 @@ def _unknown_parent(where: Circumstances) -> tuple[str, str]:
 
 
 def _unreadable_events(where: Circumstances) -> tuple[str, str]:
-    why = f"events can't be read, lately: {where.sample}" if where.sample else "events can't be read"
+    why = f"events can't be read; the last: {where.sample}" if where.sample else "events can't be read"
     if where.engine is EngineKind.TENSORRT_LLM:
         return why, "start trtllm-serve with KV cache manager V1, whose block hashes are v1_block_key's"
     return why, "see which versions of the engine docs/engines.md lists; upgrade kvatlas, or set another --engine"
@@ -88,12 +88,12 @@ _TEXTS: Mapping[Reason, Callable[[Circumstances], tuple[str, str]]] = {
         "see docs/engines.md for what is left out; of images the placeholders must be token ids",
     ),
     Reason.NO_TOKENS: lambda _: (
-        "they are told by their hashes alone, and were never told with token ids",
-        "let the engine tell token ids (vLLM's connectors: self_describing_kv_events), or reset its cache",
+        "they are reported by hash only, and were never reported with token ids",
+        "make the engine report token ids (vLLM's connectors: self_describing_kv_events), or reset its cache",
     ),
     Reason.ADAPTER_UNNAMED: lambda _: (
-        "they are of adapters that the engine tells by id alone",
-        "set --adapter-ids id=name, or upgrade the engine (vLLM 0.14 and later tell names)",
+        "they belong to adapters that the engine reports by id only",
+        "set --adapter-ids id=name, or upgrade the engine (vLLM 0.14 and later report names)",
     ),
     Reason.REMOVAL_UNTOLD: lambda _: (
         "a connector stored them, and no event says when they are gone",
@@ -106,7 +106,7 @@ _TEXTS: Mapping[Reason, Callable[[Circumstances], tuple[str, str]]] = {
     Reason.UNREADABLE_EVENTS: _unreadable_events,
     Reason.UNREADABLE_PAYLOADS: lambda where: (
         f"what comes is no batch of {where.engine.value}'s events"
-        + (f", lately: {where.sample}" if where.sample else ""),
+        + (f"; the last: {where.sample}" if where.sample else ""),
         "set --endpoint to the engine's event socket, and --engine to its kind",
     ),
     Reason.IGNORED: lambda _: (

@@ -27,7 +27,7 @@ SERVED_TOKENS = 1_024
 
 
 class Reason(StrEnum):
-    """Why told blocks are left out."""
+    """Why reported blocks are left out."""
 
     UNKNOWN_PARENT = "unknown_parent"
     ZERO_PARENT = "zero_parent"
@@ -73,14 +73,14 @@ class Verdict:
 
     @property
     def share(self) -> float:
-        """Of what was told, 0 to 1; 1 if the engine serves requests and tells nothing."""
+        """The share of reported blocks that was left out, 0 to 1; 1 if the engine serves requests but reports nothing."""
         if self.reason is Reason.NO_EVENTS:
             return 1.0
         return self.left_out / self.told if self.told else 0.0
 
 
 class Intake:
-    """Of one worker: give it the counts about once a second."""
+    """Judges one worker; give it the counts about once a second."""
 
     def __init__(self) -> None:
         self._periods: deque[tuple[float, Taken]] = deque(maxlen=2)
@@ -121,7 +121,7 @@ class Intake:
         return self.verdict
 
     def _is_silent(self, taken: Taken, serving: Serving, *, publishes: bool, now_s: float) -> bool:
-        """Does the engine serve requests, while nothing is published and nothing is told?"""
+        """Does the engine serve requests while it reports nothing and nothing is published?"""
         passed_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
         if publishes or taken.told != self._told or self._served_from is None:

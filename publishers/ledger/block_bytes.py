@@ -13,7 +13,7 @@ from kvatlas_publishers.ledger.settings import LedgerSettings
 
 
 class BlockBytes:
-    """Of one engine. 0: unknown."""
+    """The block sizes of one engine; 0: unknown."""
 
     def __init__(self, settings: LedgerSettings) -> None:
         self._settings = settings
@@ -41,11 +41,11 @@ class BlockBytes:
         return _first(self._by_scope.get(scope_id, {}), Tier.HBM)
 
     def of(self, scope_id: bytes, block_size: int | None, tier: Tier = Tier.HBM) -> int:
-        """Of a block of the scope in a tier."""
+        """Bytes of a block of the scope in a tier."""
         return _first(self._by_scope.get(scope_id, {}), tier) or self._untold(block_size)
 
     def of_worker(self, block_size: int | None, tier: Tier = Tier.HBM) -> int:
-        """Of the worker's blocks in a tier, whatever their scope: a model's are alike."""
+        """Bytes of the worker's blocks in a tier; the blocks of a model are alike in all scopes."""
         return _first(self._lately, tier) or self._untold(block_size)
 
     def _untold(self, block_size: int | None) -> int:
@@ -53,5 +53,5 @@ class BlockBytes:
 
 
 def _first(by_tier: dict[Tier, int], tier: Tier) -> int:
-    """Of the tier, else of the device's, else of any."""
+    """The tier's, else the device's, else that of any tier."""
     return by_tier.get(tier) or by_tier.get(Tier.HBM) or next(iter(by_tier.values()), 0)

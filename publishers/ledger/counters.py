@@ -16,7 +16,7 @@ class LedgerCounters:
     """Stored in groups of other attention than full: of these only marks are published."""
     unknown_parent: int = 0
     zero_parent: int = 0
-    """Of those with an unknown parent: it is named 0, which some engines mean by none."""
+    """Blocks with an unknown parent that is named 0, by which some engines mean none."""
     parents_found: int = 0
     """Left out for their parent at first, and taken in once that was known."""
     unindexable: int = 0
@@ -24,7 +24,7 @@ class LedgerCounters:
     other_block_size: int = 0
     placeholder_unknown: int = 0
     other_chain: int = 0
-    """Left out: told without token ids by an engine that tells these of other blocks."""
+    """Left out: reported without token ids by an engine that reports them for other blocks."""
     adapter_unnamed: int = 0
     """Left out: of an adapter whose name neither the engine nor the settings tell."""
     engine_too_old: int = 0

@@ -102,7 +102,7 @@ class Lineage:
         return found
 
     def tell_block_bytes(self, namespace: Namespace, tier: Tier, block_bytes: int) -> None:
-        """An event tells how many bytes a block of the namespace has in the tier."""
+        """An event says how many bytes a block of the namespace has in the tier."""
         if self.block_bytes.tell(namespace.scope_id, tier, block_bytes):
             self.read_block_bytes()
 

@@ -148,7 +148,7 @@ class SharedStore:
             publisher.record(EngineBatch(events))
 
     def _on_master(self, batch: EngineBatch) -> None:
-        """Mooncake's master says what it stored and evicted, whoever wrote it."""
+        """Mooncake's master reports what it stored and evicted for all writers."""
         publisher = self._publisher
         batch = objects_of(batch, publisher.ledger.settings)
         if any(isinstance(event, EngineRemoved) and event.hashes for event in batch.events):

@@ -38,7 +38,7 @@ class EngineError:
 
     @classmethod
     def of_event(cls, type: str, data: bytes) -> Self | None:
-        """Of an event, by its type and data; None for an event that is no error."""
+        """From an event's type and data; None for an event that is no error."""
         named = type.strip().lower() == "error"
         found = cls.of_body(data)
         if found is None and named:
@@ -49,7 +49,7 @@ class EngineError:
 
     @classmethod
     def of_body(cls, body: bytes) -> Self | None:
-        """Of a JSON text; None if it is none, or no error."""
+        """From a JSON text; None if it is not JSON, or no error."""
         if not any(mark in body for mark in _MARKS):
             return None
         if body.count(_MARKS[0]) == len(_NULL.findall(body)) and _MARKS[1] not in body:

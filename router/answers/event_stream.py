@@ -10,11 +10,11 @@ from kvatlas_router.engine_objects.object_use import response_id
 from router_client.learning.usage import Usage
 
 MOST_HELD_BYTES = 16 << 10
-"""Of an event that is not complete: a longer one is not a usage alone."""
+"""Bytes of an incomplete event; a longer one is more than a usage."""
 MOST_WHOLE_BYTES = 4 << 20
-"""Of an event that is given out whole."""
+"""Bytes of an event that is passed on whole."""
 MOST_PREAMBLE_BYTES = 64 << 10
-"""Of the events before the first content."""
+"""Bytes of the events before the first content."""
 HEAD_BYTES = 4 << 10
 """The content of an event, if it has any, begins within these bytes of its data."""
 
@@ -36,7 +36,7 @@ _NULL = (b'"usage":null', b'"usage": null')
 
 
 def _type_patterns(types: str) -> tuple[re.Pattern[str], re.Pattern[bytes]]:
-    """Of an event's field `event`, and of the member `type` in its data, which may be the first one or the last."""
+    """An event's field `event`, and the member `type` of its data, which may be the first or the last one."""
     escaped = types.replace(".", r"\.")
     return re.compile(escaped), re.compile(rb'"type"\s*:\s*"(?:' + escaped.encode() + rb')"')
 

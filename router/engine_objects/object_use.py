@@ -10,13 +10,13 @@ from typing import Any
 MOST_ID = 256
 """A longer name is no engine's."""
 MOST_READ_BYTES = 1 << 20
-"""Of a body: a longer one is not decoded."""
+"""Longer bodies are not decoded."""
 
 _KINDS = ("responses", "files", "uploads", "batches", "assistants", "threads", "conversations", "vector_stores")
 OBJECT_ROUTES = tuple(f"/v1/{kind}{rest}" for kind in _KINDS for rest in ("", "/{rest:path}"))
 """Their paths, as Starlette writes them."""
 _OWN = frozenset({"render", "input_tokens", "compact"})
-"""Of `/v1/responses`: calls, no ids."""
+"""Path parts of `/v1/responses` that are calls, not ids."""
 _PATH = re.compile(rf"/v1/(?:{'|'.join(_KINDS)})(?:/([^/]+)(?:/.*)?)?/?")
 _FIELDS = (
     "previous_response_id",
@@ -57,14 +57,14 @@ class ObjectUse:
         return cls(named, lists=method == "GET" and not found[1], kept=kept)
 
     def made_by(self, body: bytes) -> tuple[str, ...]:
-        """Of a good answer: the object that it brings, and those that this one names as its results."""
+        """From a good answer: the id of its object, and of those that the object names as its results."""
         decoded = _decode(body) if self.kept else {}
         ids = [id for name, id in decoded.items() if name == "id" or name.endswith("_file_id")]
         return tuple(id for id in ids if isinstance(id, str) and 0 < len(id) <= MOST_ID)
 
 
 def response_id(event: bytes) -> str | None:
-    """Of an event that begins a stream of OpenAI's responses."""
+    """From the event that begins a stream of OpenAI's responses."""
     response = _decode(event).get("response")
     id = response.get("id") if isinstance(response, Mapping) else None
     return id if isinstance(id, str) and 0 < len(id) <= MOST_ID else None

@@ -179,7 +179,7 @@ class BookedRequest:
         self._parts.left.hold(self._booked.choice, self._end)
 
     def _end_watch(self) -> None:
-        """Of an answer whose headers alone pass through here they are its first byte."""
+        """If only an answer's headers pass through here, they count as its first byte."""
         if self._judged and not self._moved and not self._watched.began:
             self._watched.progress(b"headers")
         self._watched.end()

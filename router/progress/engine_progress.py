@@ -95,7 +95,7 @@ class EngineProgress:
         self._quiet_since: float | None = None
         """Since when it makes no progress though it has work."""
         self._deadlines: _Deadlines | None = None
-        """Of the requests that waited since then."""
+        """The requests that waited since then."""
         self._doubted_at: float | None = None
         """When the first probe was sent since the last progress."""
         self._probe_at: float | None = None

@@ -60,7 +60,7 @@ class _Ratio:
 
 @dataclass(slots=True)
 class ExpectedTimes:
-    """Of one pool, by kind of request. Times are seconds of any steady clock."""
+    """The times of one pool, by kind of request, in seconds of any steady clock."""
 
     _ratios: dict[str, _Ratio] = field(default_factory=dict)
     _longest_s: float = 0.0

@@ -131,7 +131,7 @@ class ProgressMonitor:
             self._renew_bounds(sent.pool_id, times, now)
 
     def _renew_bounds(self, pool_id: str, times: ExpectedTimes, now: float) -> None:
-        """Of what was sent before anything was known."""
+        """For requests that were sent before anything was known."""
         for engine in self._engines.values():
             if engine.pool_id == pool_id:
                 tries = {key: watched.sent for key, watched in engine.tries.items()}
@@ -210,8 +210,8 @@ class ProgressMonitor:
             self.counters.stalls += 1
             quiet_s = engine.progress.quiet_s(now)
             _log.warning(
-                "worker %s: stalled: no progress for %.1f s though it has work (%d requests), nor on a probe; it gets no new "
-                "ones, and is probed until it computes again",
+                "worker %s is stalled: no progress for %.1f s on %d requests, and none on a probe; it gets no new requests, "
+                "and is probed until it computes again",
                 worker_id,
                 quiet_s,
                 len(engine.tries),
@@ -219,7 +219,11 @@ class ProgressMonitor:
         elif engine.reported and not is_stalled:
             engine.reported = False
             self.counters.returns += 1
-            _log.info("worker %s: makes progress again after %.1f s", worker_id, now - engine.stalled_at)
+            _log.info(
+                "worker %s makes progress again after %.1f s; it gets requests again",
+                worker_id,
+                now - engine.stalled_at,
+            )
 
     def _move(self, worker_id: str, engine: _Engine, now: float) -> None:
         alive = frozenset(

@@ -43,7 +43,7 @@ class WatchedTry:
         self.began = False
         self.hangs = False
         self.status = 200
-        """Of the answer, once it is known."""
+        """The answer's status, once it is known."""
         self._monitor = monitor
         self._task = task
 
@@ -62,7 +62,7 @@ class WatchedTry:
         self._monitor.close(self, left=not self.hangs)
 
     def give_up(self) -> bool:
-        """Cancel what waits for the answer; False if nothing does. `took_cancellation` tells that from other cancellations."""
+        """Cancel what waits for the answer; False if nothing does. `took_cancellation` recognises this cancellation."""
         if self.hangs or self._task is None:
             return False
         self.hangs = True

@@ -162,7 +162,7 @@ class Catalogue:
         return {id: record for id, record in records if record.routable and record.endpoint.pool_id == pool_id}
 
     async def kind_of(self, scope: Scope) -> EngineKind:
-        """Of the engines of a scope's pool: SGLang if all of them are; else vLLM, whose calls the others follow."""
+        """The kind of the engines of a scope's pool: SGLang if all are; else vLLM, whose calls the others follow."""
         records = await self._read_records()
         if self._kinds_of is not records:
             self._kinds_of = records

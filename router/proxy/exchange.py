@@ -61,10 +61,16 @@ class ExchangeSettings:
 
 @dataclass(slots=True)
 class _Attempts:
-    """What became of one request's tries so far. `refused`: the last engine's answer that was no good one, with its header.
-    `doubted`: a worker whose refusal may be the request's own fault, and its status. `free`: the next try reached no engine
-    before. `paid`: the budget has allowed it already. `apart`: prompt and answer may be computed by two workers."""
+    """One request, in a pool, and what became of its tries so far.
 
+    `span`: the request's. `refused`: the last engine's answer that was no good one, with its header. `doubted`: a worker whose
+    refusal may be the request's own fault, and its status. `free`: the next try reached no engine before. `paid`: the budget
+    has allowed it already. `apart`: prompt and answer may be computed by two workers.
+    """
+
+    request: ClientRequest
+    pool_id: str
+    span: Span
     number: int = 0
     tried: frozenset[str] = frozenset()
     line: str = ""
@@ -232,8 +238,8 @@ class Exchange:
         return read
 
     async def _try_workers(self, request: ClientRequest, read: RequestPrompt, span: Span) -> None:
-        attempts = _Attempts()
-        budget = self._outliers.retry_budget(read.prompt.scope.pool_id)
+        attempts = _Attempts(request, read.prompt.scope.pool_id, span)
+        budget = self._outliers.retry_budget(attempts.pool_id)
         budget.record_request()
         while attempts.number < self._settings.most_attempts:
             if attempts.number and not attempts.free and not attempts.paid and not budget.take():
@@ -243,7 +249,7 @@ class Exchange:
             attempts.number += 1
             attempts.paid = False
             try:
-                if await self._try(request, read, attempts, span):
+                if await self._try(read, attempts):
                     return
             except (RequestShed, QueueFull, EnginesRest) as error:
                 if attempts.refused is not None:
@@ -268,10 +274,11 @@ class Exchange:
         self._counters.gave_up += 1
         await _refuse(request, span, ErrorKind.UNAVAILABLE, attempts.line)
 
-    async def _try(self, request: ClientRequest, read: RequestPrompt, attempts: _Attempts, span: Span) -> bool:
+    async def _try(self, read: RequestPrompt, attempts: _Attempts) -> bool:
         """One try; True if the client has its answer. Raises what booking raises."""
-        async with self._book(request, read, attempts) as choice:
-            worker_id, pool_id = choice.worker_id, read.prompt.scope.pool_id
+        request, pool_id, span = attempts.request, attempts.pool_id, attempts.span
+        async with self._book(read, attempts) as choice:
+            worker_id = choice.worker_id
             attempts.free = False
             header = decision_header(choice, read, attempt=attempts.number)
             request.decision = header[1].decode()
@@ -280,15 +287,14 @@ class Exchange:
                 self._outliers.record_sent(pool_id, one)
             opened: OpenedAnswer | None = None
             try:
-                may_move = partial(self._may_move, attempts, pool_id)
-                async with self._relay.send(request, choice, may_move) as answer:
+                async with self._relay.send(request, choice, partial(self._may_move, attempts)) as answer:
                     describe_try(span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
                     if isinstance(answer, WholeAnswer) and judge(answer.status) is not Verdict.ANSWERED:
                         raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
                     opened = await self._relay.open(request, choice, header, answer)
                     for one in unjudged:
                         self._outliers.record_good(pool_id, one)
-                    await self._blame_doubted(request, pool_id, worker_id, attempts)
+                    await self._blame_doubted(attempts, worker_id)
                     self._counters.answered += 1
                     describe_answer(span, answer.status, worker_id)
                     await self._relay.pass_on(request, choice, header, opened)
@@ -299,13 +305,15 @@ class Exchange:
                 if self._record_failed(pool_id, worker_id, error):
                     unjudged.discard(worker_id)
             except (EngineRefused, EngineUnreachable, EngineLost, PrefillFailed) as error:
+                await choice.done(status=0)
                 if isinstance(error, EngineLost) and opened is not None:
                     unjudged.discard(worker_id)
                     self._outliers.record_bad(pool_id, worker_id, str(error))
-                    await choice.done(status=0)
                     await self._relay.break_off(request, choice, error)
                     return True
-                return await self._judge_failure(request, choice, pool_id, attempts, span, error, header, unjudged)
+                by = error.worker_id if isinstance(error, PrefillFailed) else worker_id
+                unjudged.discard(by)
+                return await self._judge_failure(attempts, by, error, header)
             finally:
                 for one in unjudged:
                     self._outliers.record_unknown(pool_id, one)
@@ -313,40 +321,33 @@ class Exchange:
 
     async def _judge_failure(
         self,
-        request: ClientRequest,
-        choice: Booked,
-        pool_id: str,
         attempts: _Attempts,
-        span: Span,
+        worker_id: str,
         error: EngineRefused | EngineUnreachable | EngineLost | PrefillFailed,
         header: tuple[bytes, bytes],
-        unjudged: set[str],
     ) -> bool:
         """A try without any answer: False to try another worker, True if the client was given the refusal."""
+        own_form = False
         if isinstance(error, PrefillFailed):
             self._counters.apart_failed += 1
-            by, cause, own_form = error.worker_id, error.error, error.own_form
+            cause, own_form = error.error, error.own_form
         else:
-            by, cause, own_form = choice.worker_id, as_failure(error), False
-        unjudged.discard(by)
-        attempts.tried |= {by}
+            cause = as_failure(error)
+        attempts.tried |= {worker_id}
         attempts.apart = False
         attempts.line = str(cause)
-        await choice.done(status=0)
         if isinstance(cause, EngineRefused):
-            refused = cause.answer, header
-            attempts.refused = attempts.refused if own_form else refused
-            return await self._judge_refusal(request, pool_id, by, attempts, span, cause, header, own_form=own_form)
+            attempts.refused = attempts.refused if own_form else (cause.answer, header)
+            return await self._judge_refusal(attempts, worker_id, cause, header, own_form=own_form)
+        describe_try(attempts.span, worker_id=worker_id, attempt=attempts.number, status=None, note=str(cause))
         if isinstance(cause, EngineStalled):
-            self._outliers.record_unknown(pool_id, by)
-            _log.info("worker %s: %s; trying another", by, cause)
-            describe_try(span, worker_id=by, attempt=attempts.number, status=None, note=str(cause))
+            self._outliers.record_unknown(attempts.pool_id, worker_id)
+            _log.info("worker %s: %s; trying another", worker_id, cause)
             return False
         self._counters.unreachable += 1
         attempts.free = not cause.connected
-        self._outliers.record_bad(pool_id, by, str(cause), unreachable=True)
-        _log.warning("worker %s: %s; trying another", by, cause)
-        describe_try(span, worker_id=by, attempt=attempts.number, status=None, note=str(cause))
+        self._outliers.record_bad(attempts.pool_id, worker_id, str(cause), unreachable=True)
+        _log.warning("worker %s: %s; trying another", worker_id, cause)
         return False
 
     def _record_failed(self, pool_id: str, worker_id: str, error: EngineFailed) -> bool:
@@ -359,20 +360,17 @@ class Exchange:
         _log.warning("worker %s: %s", worker_id, error)
         return True
 
-    def _may_move(self, attempts: _Attempts, pool_id: str, others: frozenset[str]) -> bool:
+    def _may_move(self, attempts: _Attempts, others: frozenset[str]) -> bool:
         """May a request that waits at a stalled engine go to one of these? It waits on if the budget is used up."""
         if attempts.number >= self._settings.most_attempts or not others - attempts.tried:
             return False
-        attempts.paid = attempts.paid or self._outliers.retry_budget(pool_id).take()
+        attempts.paid = attempts.paid or self._outliers.retry_budget(attempts.pool_id).take()
         return attempts.paid
 
     async def _judge_refusal(
         self,
-        request: ClientRequest,
-        pool_id: str,
-        worker_id: str,
         attempts: _Attempts,
-        span: Span,
+        worker_id: str,
         refusal: EngineRefused,
         header: tuple[bytes, bytes],
         *,
@@ -380,8 +378,8 @@ class Exchange:
     ) -> bool:
         """False to try another worker; True if the client was given the refusal. `own_form`: what was refused is not what the
         client sent."""
-        answer = refusal.answer
-        verdict = self._outliers.record_status(pool_id, worker_id, answer.status, answer.headers, str(refusal))
+        request, answer = attempts.request, refusal.answer
+        verdict = self._outliers.record_status(attempts.pool_id, worker_id, answer.status, answer.headers, str(refusal))
         if verdict is Verdict.ELSEWHERE:
             self._counters.refused += 1
             return False
@@ -393,18 +391,19 @@ class Exchange:
             attempts.doubted = worker_id, answer.status
             return False
         self._counters.refused_by_engine += 1
-        describe_answer(span, answer.status, worker_id)
+        describe_answer(attempts.span, answer.status, worker_id)
         await request.answer_whole(answer, header)
         return True
 
-    async def _blame_doubted(self, request: ClientRequest, pool_id: str, worker_id: str, attempts: _Attempts) -> None:
+    async def _blame_doubted(self, attempts: _Attempts, worker_id: str) -> None:
         """A worker answers what another one refused: that was not the request's fault."""
         if attempts.doubted is None:
             return
         doubted, status = attempts.doubted
-        self._outliers.record_bad(pool_id, doubted, f"status {status} to a request that {worker_id} answers")
-        if status == 404 and request.model is not None:
-            await self._catalogue.forget_name(doubted, request.model)
+        line = f"status {status} to a request that {worker_id} answers"
+        self._outliers.record_bad(attempts.pool_id, doubted, line)
+        if status == 404 and attempts.request.model is not None:
+            await self._catalogue.forget_name(doubted, attempts.request.model)
 
     async def _hold_off(self, request: ClientRequest, span: Span, error: RequestShed | QueueFull | EnginesRest) -> None:
         kind = ErrorKind.BUSY
@@ -419,9 +418,9 @@ class Exchange:
         await request.refuse(kind, str(error), retry_after_s=error.retry_after_s)
 
     @asynccontextmanager
-    async def _book(self, request: ClientRequest, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Booked]:
+    async def _book(self, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Booked]:
         """A worker that was not tried yet. Leaving the block ends the booking, unless it is ended already."""
-        prompt = read.prompt
+        request, prompt = attempts.request, read.prompt
         if attempts.number == 1:
             choice = await self._admission.admit(
                 prompt,

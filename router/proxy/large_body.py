@@ -17,7 +17,7 @@ MAX_STEPS = 1 << 20
 """Quotes, brackets and braces of one body: some 0.5 s of work, in slices of less than a millisecond."""
 MAX_NAME_BYTES = 4_096
 MAX_DEEP_NAME_BYTES = 6 * max(map(len, WITHHELD))
-"""Of a name in an object inside the body, every letter of it escaped."""
+"""A name in an object inside the body, with every letter escaped."""
 
 _DEEP = re.compile(rb'["{}\[\]]')
 _COLON = re.compile(rb"\s*:")

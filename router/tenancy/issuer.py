@@ -15,7 +15,7 @@ from kvatlas_router.tenancy.issuer_keys import IssuerKeys
 from kvatlas_router.tenancy.refusals import Unproven
 
 ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
-"""Of public keys alone: with a secret of its own, whoever can check a token can make one."""
+"""Public keys only: with a shared secret, every party that can check a token can also make one."""
 MOST_REMEMBERED = 10_000
 MOST_TOKEN_BYTES = 16 << 10
 LEEWAY_S = 30

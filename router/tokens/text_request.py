@@ -18,7 +18,7 @@ MAX_PARSED_BYTES = 8 << 20
 """A million token ids with their commas; decoded in some 30 ms."""
 MAX_PARSED_CONTAINERS = 1 << 17
 MAX_SESSION_LETTERS = 256
-"""A longer name of a session is none: names are kept, and whoever sends them is not known."""
+"""Longer session names are ignored: names are kept, and their senders are unknown."""
 
 
 class Api(StrEnum):

@@ -61,7 +61,7 @@ class PredictionAccuracy:
     stalled_by_pool: Callable[[], Mapping[str, Sequence[str]]] = dict
     """Workers that a server on this library finds stalled, by pool; they go into the reports."""
     condition: Callable[[], RouterCondition | None] = lambda: None
-    """Of the whole router; it goes into the reports."""
+    """The condition of the whole router; it goes into the reports."""
     known_pools: Callable[[], Collection[str]] = tuple
     """Pools that are reported before their first answer."""
     _recent: dict[str, RecentCounts] = field(default_factory=dict)

@@ -224,7 +224,7 @@ def one_batch(*events: dict[str, Any]) -> bytes:
         ({"token_ids": [1 << 40] * 16}, "unindexable", "their token ids are above 32 bits"),
         ({"lora_id": 7}, "adapter_unnamed", "adapters that the engine tells by id alone"),
         ({"medium": "cpu"}, "removal_untold", "no event says when they are gone"),
-        ({"block_size": "x"}, "unreadable_events", "events can't be read, lately: BlockStored with block_size"),
+        ({"block_size": "x"}, "unreadable_events", "events can't be read; the last: BlockStored with block_size"),
     ],
 )
 async def test_a_feed_of_which_nothing_counts_is_named_with_its_reason(

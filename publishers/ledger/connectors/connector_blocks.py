@@ -37,7 +37,7 @@ class ConnectorBlocks:
         self._held = held
         self._keep = keep
         self._removes_chunks = False
-        """Has the engine told the removal of a block in the CPU tier?"""
+        """Has the engine reported the removal of a block in the CPU tier?"""
         self._tick = 0
         self._stored_at: dict[_Copy, int] = {}
         """Blocks whose removals are not told, and the tick at which each was last stored."""
