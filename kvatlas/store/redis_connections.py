@@ -183,7 +183,7 @@ class _Pipeline(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = f": {error}" if error else ""
-        self._fail(RedisConnectionError(f"Connection closed by server{reason}"))
+        self._end(RedisConnectionError(f"Connection closed by server{reason}"))
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -205,6 +205,11 @@ class _Pipeline(asyncio.Protocol):
             self._fail(RedisTimeoutError(f"No answer in {self._timeout_s:g} s"))
 
     def _fail(self, error: RedisError) -> None:
+        if self._lost is None:
+            self._end(error)
+            self._transport.abort()
+
+    def _end(self, error: RedisError) -> None:
         if self._lost is not None:
             return
         self._lost = error
@@ -217,4 +222,3 @@ class _Pipeline(asyncio.Protocol):
             if not future.done():
                 future.set_exception(error)
         self._connection._close()  # so that redis-py knows
-        self._transport.abort()

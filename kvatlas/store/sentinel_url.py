@@ -27,8 +27,10 @@ class SentinelUrl:
     @classmethod
     def parse(cls, url: str) -> "SentinelUrl":
         """Raises ValueError, whose text has no part of the URL."""
-        parts = urlsplit(url)
-        login, _, places = parts.netloc.rpartition("@")
+        scheme, _, rest = url.partition("://")
+        authority, slash, path = rest.partition("/")
+        login, _, places = authority.rpartition("@")
+        parts = urlsplit(f"{scheme}://{slash}{path}")  # without the hosts: of several it can't read IPv6 addresses
         user, _, password = login.partition(":")
         service, _, database = parts.path.strip("/").partition("/")
         options = {name: values[0] for name, values in parse_qs(parts.query).items()}

@@ -68,6 +68,7 @@ async def send_workload(
 ) -> None:
     """Run every session, each turn after the answer to the last one. Raises Unreachable if a request fails."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S)
+    failed: BaseException | None = None
     try:
         async with (
             httpx.AsyncClient(base_url=router_url, timeout=60, limits=limits) as client,
@@ -76,8 +77,9 @@ async def send_workload(
             for session in workload.sessions:
                 sessions.start_soon(_run_session, client, session, model, speed_up, on_outcome)
     except* httpx.HTTPError as errors:
-        error = errors.exceptions[0]
-        raise Unreachable(f"router at {router_url}: {str(error) or type(error).__name__}") from error
+        failed = errors.exceptions[0]
+    if failed is not None:  # raised out here: Python 3.11.2 wraps what an `except*` block raises in a group
+        raise Unreachable(f"router at {router_url}: {str(failed) or type(failed).__name__}") from failed
 
 
 async def _run_session(

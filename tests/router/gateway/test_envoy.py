@@ -262,18 +262,22 @@ async def test_an_endpoint_that_can_not_answer_costs_a_retry_where_the_gateway_t
         await gateway.nothing_is_booked()
 
 
-async def test_200_concurrent_streams_end_without_a_booking(gateway: Gateway, picker: RunningPicker) -> None:
+async def test_200_concurrent_streams_end_without_a_booking(
+    envoy: EnvoyProcess, gateway: Gateway, valkey_url: str
+) -> None:
     async def one(number: int) -> str:
         body = {**ASK, "prompt": [number, *PROMPT], "stream": True}
         answer = await gateway["whole"].post("/v1/completions", json=body)
         assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
         return worker_of(answer)
 
-    chosen = Counter(await asyncio.gather(*(one(number) for number in range(200))))
-    await gateway.nothing_is_booked()
-    assert (picker.counters.answered, picker.counters.by_prompt) == (200, 200)
-    assert picker.client.answers.counts.prompts_equal == 200
-    assert len(chosen) == 3 and min(chosen.values()) > 20
+    # times of a busy machine would teach that equal engines differ
+    async with running_picker(valkey_url, port=envoy.ports.picker, learn=False) as picker:
+        chosen = Counter(await asyncio.gather(*(one(number) for number in range(200))))
+        await gateway.nothing_is_booked()
+        assert (picker.counters.answered, picker.counters.by_prompt) == (200, 200)
+        assert picker.client.answers.counts.prompts_equal == 200
+        assert len(chosen) == 3 and min(chosen.values()) > 20
 
 
 async def test_requests_without_a_prompt_go_to_some_engine(gateway: Gateway, picker: RunningPicker) -> None:

@@ -65,7 +65,7 @@ async def test_a_hung_engine_loses_no_request_is_named_and_comes_back_by_itself(
         assert told["ejected"] == {} and any("worker w0 is stalled" in line for line in told["findings"])
         assert told["progress"]["moved"] > 0 and told["proxy"]["gave_up"] == told["proxy"]["broken"] == 0
         assert "stalled workers" in (await client.get("/")).text
-        assert sum("worker w0: stalled" in line for line in caplog.messages) == 1
+        assert sum("worker w0 is stalled" in line for line in caplog.messages) == 1
         assert "w0" not in {await ask(client, number) for number in range(10)}
         await fleet.clients["w0"].post("/resume")
         await until(partial(is_stalled, client), what="the engine is back")
