@@ -1,4 +1,4 @@
-"""An HTTP server inside a process that does other work too: a bound socket, and uvicorn without signal handlers."""
+"""An HTTP server inside a process with other work: a bound socket, and uvicorn without signal handlers."""
 
 import contextlib
 import logging
@@ -27,7 +27,7 @@ _log = logging.getLogger("kvatlas.http")
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A bound socket, and who may use what is served on it."""
+    """A bound socket, and who may use the server on it."""
 
     socket: socket.socket
     access: HttpAccess
@@ -41,13 +41,13 @@ class Listener:
         return f"{'https' if self.tls else 'http'}://{place}"
 
     def close(self) -> None:
-        """Closing twice is fine."""
+        """Close the socket. Closing twice is fine."""
         self.socket.close()
 
 
 def listen(host: str, port: int, what: str, access: HttpAccess | None = None) -> Listener:
-    """Bind a socket; port 0 takes a free port. Raises SettingsError, naming `what`, if the address can't be used, and for a
-    certificate that can't be."""
+    """Bind a socket; port 0 takes a free port. Raises SettingsError, naming `what`, for an unusable address or
+    certificate."""
     access = access or HttpAccess()
     tls = access.tls_context()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -69,9 +69,9 @@ async def serve(
     grace_s: int = 1,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve until cancelled, then give open responses `grace_s` to end. `task_status` is started once it accepts.
+    """Serve until cancelled, then give open responses `grace_s` to end. `task_status` is started once the server accepts.
 
-    With a grace of 0 uvicorn logs that it cancelled tasks even if there were none.
+    With a grace of 0, uvicorn logs that it cancelled tasks even if none were running.
     """
     access, counters, refusals = listener.access, HttpCounters(), RateLimitedLog(_log)
     shares: ConnectionShares[BoundedProtocol] = ConnectionShares(access.connections, access.address_share)

@@ -283,7 +283,7 @@ def test_up_refuses_a_port_for_a_server_that_it_joins(cli: Cli, url: str, port: 
     done = cli("up", "--no-wait", f"--{port}-port", "4222", **{f"KVATLAS_{url.upper()}_URL": joined})
     one = f"--{port}-port (or KVATLAS_{port.upper()}_PORT) is 4222"
     other = f"--{url}-url (or KVATLAS_{url.upper()}_URL) is {url}://***@{UNUSED_ADDRESS}"
-    line = f"{one}, but {other}: that server is joined and none is started; expected only one of the two"
+    line = f"{one}, but {other}: that server is used and none is started; expected only one of the two"
     assert (done.code, done.out, done.err) == (2, "", f"kvatlas up: {line}\n")
 
 
