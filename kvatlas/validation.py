@@ -86,7 +86,7 @@ def describe_expected(error: ErrorDetails) -> str:
     if kind in ("string_too_short", "too_short") and context["min_length"] == 1:
         return "expected a non-empty list" if kind == "too_short" else "expected non-empty text"
     if kind == "extra_forbidden":
-        return "unknown field"
+        return "there is no such field"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("expected ")
     return f"expected {message[0].lower()}{message[1:]}"
 

@@ -283,7 +283,10 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
             if given is not None:
                 raise SettingsError(f"{flag} is {given}; expected none: a shared store is not an engine")
         if not self.store_ttl_s and self.lmcache_endpoint is None:
-            expected = "expected a time after which a block counts as evicted, since evictions are not reported; or --lmcache-endpoint"
+            expected = (
+                "expected a time after which a block counts as evicted, since evictions are not reported; or "
+                "--lmcache-endpoint"
+            )
             raise SettingsError(missing_line("store_ttl_s", expected))
 
     def _check_drained(self) -> None:

@@ -135,7 +135,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             (*PUBLISH, "--engine", "store", "--block-size", "16", "--store-ttl-s", "60"),
             2,
-            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; expected none: a shared store is no engine",
+            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; expected none: a shared store is not an engine",
         ),
         (
             ("publish", "--engine", "store", "--worker-id", "s", "--model-id", "m"),
@@ -147,7 +147,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             ("publish", "--engine", "store", "--worker-id", "s", "--model-id", "m", "--block-size", "16"),
             2,
             "kvatlas publish: --store-ttl-s (or KVATLAS_STORE_TTL_S) is missing; expected a time after which a block counts "
-            "as evicted, since nobody tells; or --lmcache-endpoint",
+            "as evicted, since evictions are not reported; or --lmcache-endpoint",
         ),
         (
             (*PUBLISH, "--read-us-per-mib", "5"),

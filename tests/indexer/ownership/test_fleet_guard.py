@@ -54,7 +54,7 @@ async def test_an_empty_store_is_refused_while_the_fleet_keeps_another_unless_it
             try:
                 await FleetGuard(client, empty, "b", "NATS").join()
             except OtherFleet as error:
-                return f"NATS is of fleet {fleet}: its indexer a keeps the store" in str(error)
+                return f"NATS belongs to fleet {fleet}: its indexer a uses the store" in str(error)
             await empty.client.flushall()  # the first did not listen yet
             return False
 
