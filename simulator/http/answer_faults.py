@@ -1,4 +1,4 @@
-"""Answers of status 200 that are none, as engines send them when something breaks behind their HTTP server."""
+"""Broken answers with status 200, as engines send them when something fails behind their HTTP server."""
 
 import json
 import random
@@ -18,12 +18,12 @@ _ERROR = {
         "code": 500,
     }
 }
-"""vLLM 0.33's words for an engine core that died."""
+"""vLLM 0.33's error for an engine core that died."""
 
 
 class AnswerFault(StrEnum):
-    """`ERROR`: an error instead of an answer, in a stream as an event. `LATE_ERROR`: the same behind the first part of a
-    stream. `CUT`: the connection closes behind it. An answer that is no stream is an error in all of them."""
+    """`ERROR`: an error instead of an answer, in a stream as an event. `LATE_ERROR`: the same after the first part of a
+    stream. `CUT`: the connection closes after the first part. A non-streamed answer is an error in all cases."""
 
     NONE = "none"
     ERROR = "error"

@@ -77,5 +77,5 @@ async def test_stores_of_two_fleets_are_refused_even_if_nobody_is_there() -> Non
         await client.jetstream().delete_stream("KVATLAS_EVENTS")
         await ensure_stream(client, StreamSettings(storage="memory", max_bytes=1 << 20))
         await FleetGuard(client, store, "a", "NATS").join()
-        with pytest.raises(OtherFleet, match="and .* of fleet"):
+        with pytest.raises(OtherFleet, match="and .* to fleet"):
             await FleetGuard(client, other, "b", "NATS").join()
