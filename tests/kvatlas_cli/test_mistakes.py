@@ -293,7 +293,7 @@ def test_up_names_the_flags_for_a_port_that_is_taken(cli: Cli, kind: str, server
         port = other.getsockname()[1]
         done = cli("up", f"--{kind}-port", str(port))
     taken = f"{server} can't listen on 127.0.0.1:{port}: address already in use"
-    line = f"{taken}; --{kind}-port names another port, --{kind}-url joins a running server"
+    line = f"{taken}; choose another port with --{kind}-port, or use a running server with --{kind}-url"
     assert (done.code, done.out, done.err) == (2, "", f"kvatlas up: {line}\n")
 
 
@@ -348,7 +348,7 @@ def test_a_question_about_an_unknown_worker_fails(
     cli: Cli, fleet_store_url: str, nats_server: ServerProcess, command: str
 ) -> None:
     done = cli(command, "--worker", "nobody", KVATLAS_REDIS_URL=fleet_store_url, KVATLAS_NATS_URL=nats_server.url)
-    line = "kvatlas: no worker 'nobody': the index holds nothing of it, and the fleet does not have it\n"
+    line = "kvatlas: no worker 'nobody': neither the index nor the fleet has it\n"
     assert (done.code, done.out, done.err) == (1, "", line)
 
 
