@@ -59,7 +59,7 @@ local function bounded(callback, most_args, most_bytes)
   end
 end
 
--- Returns an argument as a whole number between these; raises an error if it is none.
+-- Returns an argument as a whole number within these bounds; raises an error for anything else.
 local function integer(text, least, most)
   local number = tonumber(text)
   if not number or number < least or number > (most or MOST_NUMBER) or number % 1 ~= 0 then
