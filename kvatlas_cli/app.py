@@ -39,14 +39,14 @@ SUMMARIES = {
     "record": "Record the requests that routers answer, as hashes, sizes and times, for `replay` and `calibrate`.",
     "calibrate": "Fit the rates of the cost profile `engine`, and of simulated engines, to observed requests.",
     "indexer": "Apply publishers' messages to the index. Any number of replicas share the partitions.",
-    "publish": "Follow one engine's KV events and publish what it holds to the index. "
-    "SIGUSR1: routers send its workers nothing new.",
+    "publish": "Follow one engine's KV events and publish its blocks to the index. "
+    "SIGUSR1 drains it: no new requests for its workers.",
     "collect": "Publish for every engine of a Kubernetes namespace that has a label, without changing its pod.",
     "router": "Serve the OpenAI API and send each request to the engine on which it costs least.",
     "epp": "Choose the engine for each request of a gateway: an endpoint picker over Envoy's external processing.",
     "simulate-engine": "Run a simulated engine: a real paged KV cache behind vLLM's HTTP and event sockets, without a model.",
     "export": "Print every residency as one JSON line, with the hash as 16 hex digits (JSON numbers don't carry 64 bits).",
-    "locate": "Show who holds one block: worker, tier, bytes, flags, and when the worker was last heard.",
+    "locate": "Show who holds one block: worker, tier, bytes, flags, and when the worker was last heard from.",
     "children": "Show who holds the blocks that follow one. It needs the side index (`kvatlas indexer --side-index`).",
     "workers": "List the workers: engine, state, blocks held, load, incarnation, age of the last heartbeat.",
     "rates": "Show each worker's learned rates for the cost profile `engine`; the defaults if none are learned yet.",

@@ -53,7 +53,7 @@ _NO_NOTES = _Notes()
 
 
 class FailureDetector:
-    """Judges the workers of the owned partitions, and tracks when each worker of the fleet was last heard."""
+    """Judges the workers of the owned partitions, and tracks when each worker of the fleet was last heard from."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class FailureDetector:
 
 
 def _most_fell_silent(last_heard_s: list[float], at_s: float, now_s: float) -> bool:
-    """True if most workers that were alive at `at_s` were last heard at about that time. `last_heard_s`: ascending."""
+    """True if most workers that were alive at `at_s` were last heard from at about that time. `last_heard_s`: ascending."""
     first = bisect_left(last_heard_s, at_s - AT_ONCE_S)
     after = bisect_left(last_heard_s, min(at_s + AT_ONCE_S, now_s - LOST_AFTER_S))
     silent, alive = after - first, len(last_heard_s) - first

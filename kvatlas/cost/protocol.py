@@ -122,7 +122,7 @@ class Plan(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """By how many microseconds load and cached tokens change a plan's cost, so that they can be added without the plan.
+    """Microseconds that load and cached tokens add to a plan's cost or save; they apply without the plan.
 
     Load: a queued token (a waiting request counts as `waiting_tokens` of them), a running request, a token of its KV. n
     cached tokens in the worker's own HBM save `token_us` x n + `token_squared_us` x n^2 - `hit_us`.

@@ -37,7 +37,7 @@ def read_rates(path: Path | None) -> EngineRates:
         where = ".".join(map(str, first["loc"])) or "the file"
         raise SettingsError(f"--rates-file {path}: {describe_mistake(where, first)}") from error
     if unknown := sorted(found.keys() - set(NAMES)):
-        raise SettingsError(f"--rates-file {path}: {unknown[0]!r:.80} is no rate; expected {', '.join(NAMES)}")
+        raise SettingsError(f"--rates-file {path}: {unknown[0]!r:.80} is not a rate; expected {', '.join(NAMES)}")
     return EngineRates(**found)  # type: ignore[arg-type]
 
 

@@ -119,6 +119,6 @@ def valkey_cluster(
     binary: Path | None = None,
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> EmbeddedCluster:
-    """A cluster of Valkey servers, each primary with so many replicas. Raises EmbeddedServerError if its program is not
+    """A cluster of Valkey servers, each primary with `replicas` replicas. Raises EmbeddedServerError if its program is not
     found."""
     return EmbeddedCluster(ClusterProcesses(primaries=primaries, replicas=replicas, binary=binary, settings=settings))

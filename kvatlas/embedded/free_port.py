@@ -29,7 +29,7 @@ _leased: collections.deque[int] = collections.deque()
 def is_free(port: int) -> bool:
     """True if a server could listen on this loopback port now."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is no hindrance
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: ignore TIME_WAIT
         try:
             probe.bind((LOOPBACK, port))
         except OSError as error:

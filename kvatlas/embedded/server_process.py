@@ -61,7 +61,7 @@ class StartedProcesses(ABC):
 
 
 class ServerProcess(StartedProcesses):
-    """A server program on a loopback port with a directory of its own.
+    """A server program with its own loopback port and directory.
 
     `port` 0 chooses a free port and keeps it over restarts. `data_dir` None creates a temporary directory that `close()`
     removes; a given directory is kept. Not thread-safe.
@@ -88,7 +88,7 @@ class ServerProcess(StartedProcesses):
 
     @abstractmethod
     def _command(self) -> list[str]:
-        """Write the configuration into `data_dir`; the program's arguments."""
+        """Write the configuration into `data_dir` and return the program's arguments."""
 
     @abstractmethod
     def _is_ready(self) -> bool:

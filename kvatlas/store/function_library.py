@@ -84,7 +84,7 @@ class FunctionLibrary:
     """One library, made of a folder of `.lua` files: first those in `shared`, in this order, then the others, each with the
     one command that it is named after. They register a function under its name plus `TAG`; calls leave the tag out.
 
-    The server compiles the library as one chunk, which may have only 200 locals. So each file is a block of its own:
+    The server compiles the library as one chunk, which may have only 200 locals. So each file becomes a block:
     top-level names of shared files are exported, and each block begins with the earlier exports that it mentions, as
     locals.
 

@@ -20,7 +20,7 @@ PrefixArgument = Annotated[
 
 @with_settings(BlockSettings)
 def locate(settings: BlockSettings, sequence_hash: HashArgument, as_json: JsonFlag = False) -> None:
-    """Show who holds one block: worker, tier, bytes, flags, and when the worker was last heard."""
+    """Show who holds one block: worker, tier, bytes, flags, and when the worker was last heard from."""
     run_query("locate", settings, _locate(settings, read_hash(sequence_hash), as_json))
 
 

@@ -56,7 +56,7 @@ def measure_curve(
     distances, sampled_lookups, distinct = _follow(workload, share, seed)
     sizes = cache_tokens or [max(1, (distinct * size) >> n) for n in reversed(range(SIZES))]
     lookups = sum(_found_at_most(request, size) for request in workload.requests)
-    # the difference to the expected number comes from hot blocks that were chosen or not: count it as hits
+    # the sample happens to have too few or too many lookups of hot blocks; those hit, so correct the hits
     hot = share * lookups - sampled_lookups
     points = []
     for tokens in sizes:

@@ -273,7 +273,7 @@ def test_up_reports_which_server_it_does_not_start(cli: Cli) -> None:
     done = cli("up", "--no-wait", KVATLAS_REDIS_URL=f"redis://{UNUSED_ADDRESS}")
     notice, failed = done.err.splitlines()
     server = f"the Redis at redis://{UNUSED_ADDRESS} (--redis-url or KVATLAS_REDIS_URL)"
-    assert notice == f"kvatlas: joining {server}; starting none here"
+    assert notice == f"kvatlas: using {server}; starting none here"
     assert done.code == 1 and failed.startswith(f"kvatlas: Redis at redis://{UNUSED_ADDRESS}: ")
 
 

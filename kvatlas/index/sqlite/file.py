@@ -19,7 +19,7 @@ from kvatlas.index.protocol import DEFAULT_PARTITIONS, DEFAULT_SHARDS
 
 APPLICATION_ID = 0x6B766174
 VERSION = 2
-"""Version 2 keeps pinned blocks in a table of their own."""
+"""Version 2 keeps pinned blocks in a separate table."""
 
 _TABLES = {
     "layout": ("id INTEGER", "partitions INTEGER, shards INTEGER"),
