@@ -17,7 +17,7 @@ def age_text(age_us: int) -> str:
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """`0-3, 7`."""
+    """The numbers as ranges: `0-3, 7`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and spans[-1][1] == number - 1:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Call:
-    """A block in a task, which `cancel` ends, even if it was not entered yet."""
+    """A block in a task, which `cancel` ends, even if it has not been entered yet."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[Any] | None = None

@@ -80,7 +80,7 @@ class FailureDetector:
         """Retirements held back in the last round, because most of the fleet fell silent."""
 
     def record_pulse(self, worker_id: str, now_s: float) -> None:
-        """Record that a worker of the fleet was heard; another replica may own it."""
+        """Record that a worker of the fleet was heard from; another replica may own it."""
         self._last_heard_s[worker_id] = now_s
 
     def adopt(self, records: Mapping[str, FleetRecord], now_s: float) -> None:

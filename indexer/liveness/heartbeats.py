@@ -86,7 +86,7 @@ class Heartbeats:
 
     def watch_records(self, records: Iterable[WorkerRecord]) -> None:
         """Pass all current records of the owned shards: a worker with blocks in the index is judged even if it is never
-        heard."""
+        heard from."""
         owned = [record for record in records if self._owned.owns(record.worker_id)]
         now_s = self._clock()
         self._detector.watch({record.worker_id for record in owned if _unretired(record)}, now_s)
@@ -174,7 +174,7 @@ class Heartbeats:
         for worker_id, pool_id, record in entries:
             pool_now = self._detector.pool_of(worker_id)
             if not self._owned.owns(worker_id) or pool_now == pool_id:
-                continue  # meanwhile its partition was released, or it was heard
+                continue  # meanwhile its partition was released, or it was heard from
             if pool_now is None and record is not None and self._refusal(record.endpoint) is None:
                 self._detector.adopt({worker_id: record}, now_s)
             else:

@@ -27,7 +27,7 @@ class Echo:
         self._subscription = await self._client.subscribe(self._inbox, cb=self._on_echo)
 
     async def check(self, deadline_s: float) -> None:
-        """Return when a message came back. Raises TimeoutError, and nats errors if it can't be sent."""
+        """Return once a message has come back. Raises TimeoutError, and nats errors if it can't be sent."""
         if not self._client.is_connected:  # otherwise the message would be sent, and come back, after a reconnect
             raise TimeoutError("NATS is not connected")
         self._sent += 1

@@ -2,7 +2,7 @@
 
     kva:{fleet}:departed   HASH  worker id -> packed Departure
 
-The owner of a worker's partition writes it when it retires the worker, and deletes it when the worker is heard again.
+The owner of a worker's partition writes it when it retires the worker, and deletes it when it hears from the worker again.
 """
 
 from collections.abc import Collection

@@ -1,6 +1,6 @@
-"""Requests that an HTTP server refuses before an application sees them; `bounded_protocol` refuses incomplete ones.
+"""Refuses HTTP requests before an application sees them; `bounded_protocol` refuses incomplete ones.
 
-Refused are requests with both Content-Length and Transfer-Encoding (two readers may disagree about where such a request
+It refuses requests with both Content-Length and Transfer-Encoding (two readers may disagree about where such a request
 ends), too long bodies, WebSockets and, if the server has tokens, requests without one of them (except probes).
 """
 

@@ -57,7 +57,7 @@ class RedisConnections:
         return answers
 
     def renew(self) -> None:
-        """Open new connections for future calls; the present ones close once their calls are answered."""
+        """Open new connections for future calls; the current ones close once their calls are answered."""
         open_ones, self._open = self._open, []
         for pipeline in open_ones:
             pipeline.finish()

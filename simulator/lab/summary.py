@@ -1,4 +1,4 @@
-"""The figures of outcomes, and their summary over several seeds."""
+"""Computes the figures of outcomes, and summarizes them over several seeds."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
