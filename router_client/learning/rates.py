@@ -36,7 +36,7 @@ from router_client.settings import RouterSettings
 FIRST_READ_S = 1.0
 CLOSE_S = 1.0
 MOST_NOTED = 512
-"""Limit of requests, the last ones, to learn from in one turn, at 0.1 ms each: rates change slowly."""
+"""Only the last requests, up to this many, are learned from in one turn, at 0.1 ms each: rates change slowly."""
 MOST_A_WORKER = 64
 """Limit of those requests per worker."""
 MISSED = 12.0

@@ -50,8 +50,8 @@ class Holder:
 
 @dataclass(slots=True)
 class HolderCount:
-    """A holder's blocks, counted from the blocks themselves. `malformed`: one of its entries has flags that are not tiers.
-    some tiers."""
+    """A holder's blocks, counted from the blocks themselves. `malformed`: one of its entries has flags that are not
+    tiers."""
 
     digest: Digest = field(default_factory=Digest)
     malformed: bool = False

@@ -137,7 +137,7 @@ class Dynamo(LoadBlind):
         self._seqs[engine] += 1
 
     def _mark_events(self, engine: int) -> list[dict[str, Any]]:
-        """Replace the engine's last mark by this choice's."""
+        """Replace the engine's last mark with this choice's."""
         old, new = self._marked[engine], mark_hash(self._mark)
         self._marked[engine] = new
         tokens = mark_tokens(self._mark, self._block_tokens)
