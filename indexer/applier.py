@@ -1,10 +1,11 @@
-"""One shard's way into the index: one call carries what the shard's partitions have queued; the next call follows at once.
+"""One shard's way into the index: one call carries the messages that the shard's partitions have queued; the next follows
+at once.
 
-No linger: an idle shard applies a message at once. More messages gather while a call is under way, so calls grow by
-themselves under load, up to a limit that keeps one call short (other clients wait for the store meanwhile).
+There is no linger time: an idle shard applies a message at once. More messages gather while a call is under way, so calls
+grow under load by themselves, up to a limit that keeps each call short (other clients wait for the store meanwhile).
 
-Partitions with much to apply, a snapshot above all, are in a lane of their own: the store takes a message of a snapshot in a
-hundred parts and more, for which the others' messages would wait otherwise.
+Partitions with long queues, typically snapshots, have a lane of their own: the store applies a snapshot message in a
+hundred parts or more, and other partitions' messages would otherwise wait for all of them.
 """
 
 import logging
@@ -28,9 +29,9 @@ from kvatlas_indexer.counters import IndexerCounters
 
 CALL_MESSAGES = 512
 CALL_BYTES = 64 * 1024
-"""What is handed to the index at once, which cuts it into calls that hold the store for a few milliseconds each."""
+"""Limits of one hand-over to the index, which cuts it into calls that occupy the store for a few milliseconds each."""
 LARGE_BYTES = 8 * 1024
-"""A partition with so much in its queue is large: about 1,000 blocks, which are two or three calls."""
+"""Queue size from which a partition is large: about 1,000 blocks, that is two or three calls."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
@@ -50,9 +51,9 @@ class Applier:
         on_applied: Callable[[ApplyResult, Mapping[str, str]], None] | None = None,
         on_refused: Callable[[int, RawMessage, Exception], None] | None = None,
     ) -> None:
-        """`on_applied` gets each call's outcome, and its span's W3C traceparent by worker, for the workers with a traced
-        message in it (a checkpoint has no trace). `on_refused` gets the partition, the message and the error if the index
-        refuses a message for ever."""
+        """`on_applied` gets each call's outcome, and the W3C traceparent of its span by worker, for workers with a traced
+        message in the call (a checkpoint has no trace). `on_refused` gets the partition, the message and the error if the
+        index can never apply a message."""
         self.shard = shard
         self._index = index
         self._counters = counters
@@ -64,19 +65,19 @@ class Applier:
         self._errors = RateLimitedLog(log, f"shard {shard}: ")
         self._small, self._large = Wakeup(), Wakeup()
         self.wake: Callable[[], None] = self._small.wake
-        """To be called after an empty queue got a message."""
+        """Call it when an empty queue gets a message."""
 
     def attach(self, queue: PartitionQueue) -> None:
         self._queues.append(queue)
         self.wake()
 
     def detach(self, queue: PartitionQueue) -> None:
-        """Take no more from the queue; a call under way may still apply what was taken."""
+        """Take no more from the queue; messages of a call under way may still be applied."""
         if queue in self._queues:
             self._queues.remove(queue)
 
     async def run(self) -> None:
-        """Apply until cancelled. After an error of the store the same call is made again: applying twice is right."""
+        """Apply until cancelled. After an error of the store the same call is repeated: applying twice is safe."""
         async with anyio.create_task_group() as lanes:
             lanes.start_soon(self._run_lane, self._small)
             lanes.start_soon(self._run_lane, self._large)
@@ -91,8 +92,8 @@ class Applier:
                 await self._apply(parts)
 
     def _take(self, lane: Wakeup) -> list[CallPart]:
-        """The lane's next call: of each of its queues in turn what still fits. Wakes the other lane if that has something to
-        take."""
+        """The lane's next call: from each of its queues in turn, as much as still fits. Wakes the other lane if that one
+        has messages to take."""
         queues = self._queues
         parts: list[CallPart] = []
         messages, size = CALL_MESSAGES, CALL_BYTES
@@ -156,7 +157,7 @@ class Applier:
             return [applied for batch in batches for applied in await self._apply_one_by_one(batch)]
 
     async def _apply_one_by_one(self, batch: PartitionBatch) -> list[ApplyResult]:
-        """Apply all messages of a batch but those that the index refuses."""
+        """Apply all messages of a batch except those that the index refuses."""
         assert batch.position is not None and batch.after_seq is not None
         before = Position(batch.position.creation_us, batch.after_seq)
         outcomes = []
@@ -170,8 +171,8 @@ class Applier:
         return [*outcomes, await self._call([position_only])]
 
     async def _call(self, batches: Sequence[PartitionBatch]) -> ApplyResult:
-        """One call to the index, made again until it succeeds. Raises one of DATA_ERRORS if the index refuses a message; then
-        nothing is applied."""
+        """Make one call to the index, repeated until it succeeds. Raises one of DATA_ERRORS if the index refuses a message;
+        then nothing is applied."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What an indexer replica counts: plain integers, because the hot path adds to them."""
+"""Counters of an indexer process: plain integers, because the hot path adds to them."""
 
 from dataclasses import dataclass, field, fields
 from math import isfinite
@@ -9,7 +9,7 @@ from kvatlas.telemetry.distribution import Distribution, counters_to_jsonable
 
 @dataclass(slots=True)
 class IndexerCounters:
-    """Since the replica started. A message counts each time it is read or applied."""
+    """Counts since the replica started. A message counts each time it is read or applied."""
 
     # read from the stream
     messages_read: int = 0
@@ -23,7 +23,7 @@ class IndexerCounters:
     poison_scope: int = 0
     poison_incarnation: int = 0
     poison_refused: int = 0
-    """valid by themselves; the index could not take them"""
+    """valid messages that the index could not apply"""
     poison_wrong_subject: int = 0
     poison_wrong_partition: int = 0
     poison_identity: int = 0
@@ -46,18 +46,18 @@ class IndexerCounters:
     grants_refused: int = 0
     grants_bad: int = 0
     grants_excess: int = 0
-    """of workers that asked too often; not read"""
+    """requests of workers that asked too often; not read"""
     records_bad: int = 0
     """fleet records that could not be written"""
     pools_repaired: int = 0
-    """times that damaged records of loads and reservations were dropped with all that is booked in their pool"""
+    """how often damaged records of loads and reservations were dropped, with all bookings of their pool"""
     # liveness
     heartbeats: int = 0
     heartbeats_bad: int = 0
     heartbeats_excess: int = 0
-    """of workers that sent too many; not read"""
+    """heartbeats of workers that sent too many; not read"""
     heartbeats_refused: int = 0
-    """of workers or addresses that the publisher's identity does not allow"""
+    """heartbeats of workers or addresses that the publisher's identity does not allow"""
     fleet_writes: int = 0
     workers_lost: int = 0
     workers_retired: int = 0

@@ -1,5 +1,5 @@
-"""What an exporter reads of a replica: sampled in the event loop at intervals and when its partitions change, only if metrics
-are on."""
+"""Gauges of a replica for an exporter: sampled in the event loop at intervals, and when its partitions change, only if
+metrics are on."""
 
 import logging
 from collections import Counter
@@ -23,7 +23,7 @@ from kvatlas_indexer.indexer_process import Replica
 
 SAMPLE_S = 10.0
 LOOK_S = 0.5
-"""How soon a sample follows other partitions, such as the first ones of a replica that starts."""
+"""How soon a sample follows a change of partitions, for example the first ones of a starting replica."""
 MAX_MODELS = 20
 OTHER_MODELS = "(other)"
 
@@ -32,7 +32,7 @@ log = logging.getLogger("kvatlas.indexer")
 
 @dataclass(slots=True)
 class ReplicaGauges:
-    """One replica's owned partitions at the last sample. `partitions`: of the whole stream."""
+    """One replica's owned partitions at the last sample. `partitions`: in the whole stream."""
 
     partitions: int = 0
     partitions_owned: int = 0
@@ -72,8 +72,8 @@ class PartitionGauges:
 
 @dataclass(frozen=True, slots=True)
 class StoreGauges:
-    """The store that the index is in. `limit_bytes` 0: no limit. `workers_missing`: fell silent within the last hour, and are
-    not back."""
+    """The index's store. `limit_bytes` 0: no limit. `workers_missing`: workers that fell silent within the last hour and
+    are not back."""
 
     used_bytes: int
     limit_bytes: int
@@ -111,8 +111,8 @@ async def sample(replica: Replica, index: ResidencyIndex, store: Store, sample_s
 async def measure(
     owned: Collection[int], index: ResidencyIndex, store: Store
 ) -> tuple[IndexMetrics, StoreGauges] | None:
-    """Measure the whole index and its store, if these partitions are those of the replica that speaks for the index: the owner
-    of the first one, so that sums are right. The others read nothing of the store and get None."""
+    """Measure the whole index and its store, if this replica owns the first partition: only that one reports the index, so
+    that sums are right. Other replicas read nothing from the store and get None."""
     if 0 not in owned:
         return None
     departures = await FleetStore(store).departures(await store_time_us(store))
@@ -121,7 +121,7 @@ async def measure(
 
 
 def largest_models(models: Mapping[str, ModelBlocks]) -> dict[str, ModelBlocks]:
-    """The MAX_MODELS with the most blocks by name, and the sum of all others: names bound the number of series."""
+    """The MAX_MODELS models with the most blocks, by name, and the sum of all others, because each name is a series."""
     by_size = sorted(models, key=lambda model: (-sum(models[model].blocks), model))
     named = {model: models[model] for model in by_size[:MAX_MODELS]}
     others = [models[model] for model in by_size[MAX_MODELS:]]
@@ -129,7 +129,7 @@ def largest_models(models: Mapping[str, ModelBlocks]) -> dict[str, ModelBlocks]:
 
 
 class _SourceByName:
-    """Exports one group's gauges once for each name, which is the value of an attribute."""
+    """Exports one group's gauges once per name; the name is the value of an attribute."""
 
     def __init__(self, group: str, attribute: str) -> None:
         self._group = group

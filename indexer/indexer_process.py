@@ -1,4 +1,4 @@
-"""One replica: its partitions, their appliers, and the tasks beside them, in one task group."""
+"""One replica: its partitions, their appliers, and further tasks, in one task group."""
 
 import os
 import socket
@@ -51,14 +51,14 @@ class Replica:
         stream: EventStream,
         publishers: Sequence[int] = (),
     ) -> None:
-        """`client`: for the event stream. `calls`: for heartbeats and requests for grants, which a publisher may send in any
-        number. `publishers`: other numbers of partitions than the index's that publishers may use in their subjects.
-        Raises SettingsError for a file of identities that can't be used."""
+        """`client`: for the event stream. `calls`: for heartbeats and grant requests, which a publisher may send in any
+        number. `publishers`: further partition counts that publishers may use in their subjects. Raises SettingsError for
+        an unusable file of identities."""
         self._identities = load_identities(settings.identities, "--identities") if settings.identities else None
         self.member_id = settings.member_id or default_member_id()
         self.counters = counters = IndexerCounters()
         self.status_url: str | None = None
-        """Where the status page is served."""
+        """URL of the status page."""
         self._client, self._calls = client, calls
         self._index = index
         self._publishers = publishers
@@ -118,19 +118,19 @@ class Replica:
         ]
 
     async def run(self, on_settled: Callable[[], None] | None = None) -> None:
-        """Until cancelled; then its leases are released at once. `on_settled` is called once, when the first leases are
-        held (or other replicas hold them all)."""
+        """Run until cancelled, then release the leases at once. `on_settled` is called once, when the first leases are held
+        (or other replicas hold them all)."""
         async with anyio.create_task_group() as group:
             self.owned.run_in(group)
             for task in self._tasks:
                 group.start_soon(task)
             group.start_soon(self.membership.run, on_settled)
 
-    # ------------------------------------------------------------ what it knows
+    # ------------------------------------------------------------ state
 
     @property
     def ready(self) -> bool:
-        """Is NATS connected, and are the leases alive?"""
+        """True if NATS is connected and the leases are alive."""
         return self._client.is_connected and self._calls.is_connected and self.membership.fresh
 
     @property
@@ -155,7 +155,7 @@ class Replica:
 
     @property
     def workers_lost(self) -> int:
-        """Workers of owned partitions that fell silent, and did not say that they leave."""
+        """Workers of owned partitions that fell silent without announcing that they would leave."""
         return self._detector.lost_now
 
     @property
@@ -170,7 +170,7 @@ class Replica:
 
     @property
     def shards_evicting(self) -> int:
-        """Owned shards whose store evicts keys by itself: evicted blocks are missing from answers."""
+        """Owned shards whose store evicts keys: evicted blocks are missing from answers."""
         return len(self._repair.evicting)
 
     @property
@@ -180,10 +180,10 @@ class Replica:
 
     @property
     def granted_bytes(self) -> int:
-        """Bytes of snapshots that are granted and have not come yet."""
+        """Bytes of snapshots that are granted and have not arrived yet."""
         return self._grants.outstanding_bytes
 
-    # ------------------------------------------------------------ how its parts are tied
+    # ------------------------------------------------------------ wiring
 
     def _new_reader(self, partition: int) -> PartitionReader:
         return PartitionReader(

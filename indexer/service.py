@@ -1,4 +1,4 @@
-"""Runs one indexer replica: connects, serves, and leaves cleanly when cancelled."""
+"""Runs one indexer process: connects, serves, and leaves cleanly when cancelled."""
 
 import gc
 import logging
@@ -35,9 +35,9 @@ __all__ = ["IndexerSettings", "run_indexer"]
 
 
 async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None] | None = None) -> None:
-    """Run one replica until cancelled; then its leases are released at once and connections closed.
+    """Run one replica until cancelled; then its leases are released at once and connections are closed.
 
-    The status page is served if `settings.status_port` is given (0: any free port). `ready` is called once, after the first
+    The status page is served if `settings.status_port` is set (0: any free port). `ready` is called once, after the first
     round of leases (other replicas may hold them all). Raises Unreachable (without `wait`), LayoutMismatch,
     UnsuitableStore, SettingsError (the status page's address), each with one line. Later errors are logged and retried.
     """
@@ -65,7 +65,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         await retry_until_reachable(fleet.load_functions, wait=settings.wait, on_wait=log.warning)
         client = await connect_nats(settings.nats, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning)
         stack.push_async_callback(_close, client.close)
-        # a connection delivers in order: what any publisher may send without limit must not stand before the others' events
+        # a connection delivers in order, so messages that publishers may send without limit must not delay the events
         calls = await connect_nats(settings.nats, name="kvatlas-indexer-calls", wait=settings.wait, on_wait=log.warning)
         stack.push_async_callback(_close, calls.close)
         stream = EventStream(client, stream_settings(settings))
@@ -92,7 +92,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
 
 
 async def _ensure_stream(stream: EventStream, store: Store, member_id: str) -> None:
-    """Make the event stream if there is none; the store says why, if it can't be made."""
+    """Create the event stream if missing; if that fails, record the reason in the store."""
     try:
         await stream.ensure()
     except KvatlasError as error:
@@ -102,7 +102,7 @@ async def _ensure_stream(stream: EventStream, store: Store, member_id: str) -> N
 
 
 async def _join(guard: FleetGuard, store: Store, member_id: str) -> None:
-    """Make sure that store and NATS are of one fleet; the store says why, if they are not."""
+    """Check that store and NATS belong to one fleet; if not, record the reason in the store."""
     try:
         await guard.join()
     except OtherFleet as error:
@@ -121,8 +121,8 @@ async def _close(close: Callable[[], Awaitable[object]]) -> None:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage cycles more rarely: decoded messages are many small lists without cycles, and scanning the queued
-    ones takes a sixth of the time of reading."""
+    """Collect garbage cycles less often: decoded messages are many small lists without cycles, and scanning the queued ones
+    takes a sixth of the reading time."""
     before = gc.get_threshold()
     gc.set_threshold(max(before[0], GC_ALLOCATIONS), *before[1:])
     try:

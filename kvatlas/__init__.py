@@ -1,15 +1,15 @@
-"""What all parts of kvatlas share. It imports none of `publishers`, `indexer`, `router_client` and `simulator`.
+"""Code that all parts of kvatlas share. It imports none of `publishers`, `indexer`, `router_client` and `simulator`.
 
 blocks/        blocks: hash chain, tiers, who holds them, how much an engine reuses (pure)
 bus/           NATS: connection, event stream, subjects, messages and requests
-cost/          what a request costs on a worker, in microseconds: two profiles, learned rates
+cost/          the cost of a request on a worker, in microseconds: two profiles, learned rates
 embedded/      embedded NATS and Valkey servers
-fleet/         workers: what they are, their state and load; members, leases and pools in the store
+fleet/         records of workers, their state and load; worker identities and tenants
 index/         the residency index: one protocol, two implementations (memory, Redis)
 predictions/   predicted against reported cached tokens
-reservations/  what routers book on a pool's workers: one protocol, two implementations (memory, Redis)
+reservations/  routers' bookings on a pool's workers: one protocol, two implementations (memory, Redis)
 runtime/       asyncio and logging: HTTP server, retries, back-off, background tasks, wake-ups, rate-limited log
-settings/      one settings class a process: flags and environment variables
+settings/      one settings class per process: flags and environment variables
 store/         Redis or Valkey: connections and server-side functions
 telemetry/     OpenTelemetry traces and metrics
 

@@ -1,4 +1,4 @@
-"""Addresses of engines: what a URL of one may have, and lists of the hosts and networks that may be reached."""
+"""Addresses of engines: which URLs are valid, and allowlists of hosts and networks."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,16 +13,17 @@ Ip = IPv4Address | IPv6Address
 METADATA = frozenset(
     ip_address(text) for text in ("169.254.169.254", "fd00:ec2::254", "100.100.100.200", "192.0.0.192")
 )
-"""Where clouds give a machine its credentials (AWS, GCP and Azure; AWS over IPv6; Alibaba; Oracle)."""
+"""Metadata services, which hand out a machine's credentials (AWS, GCP and Azure; AWS over IPv6; Alibaba; Oracle)."""
 _SHARED = ip_network("100.64.0.0/10")
-"""Shared address space (RFC 6598), in which some clouds put pods; `is_private` leaves it out."""
+"""Shared address space (RFC 6598). Some clouds put pods there, and `is_private` does not include it."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @lru_cache(maxsize=16_384)
 def check_origin(url: str) -> str:
-    """The URL if it is http or https with a host, perhaps a port, and nothing else. Raises InvalidValue, without the URL: it
-    may have a password."""
+    """Return the URL if it is http or https with a host, an optional port, and nothing else.
+
+    Raises InvalidValue without quoting the URL, which may contain a password."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in _DEFAULT_PORTS and bool(parts.hostname) and parts.port != 0
@@ -36,18 +37,18 @@ def check_origin(url: str) -> str:
         or parts.fragment
         or not url.isprintable()
     ):
-        raise InvalidValue("the engine's address is no URL of scheme, host and port alone")
+        raise InvalidValue("the engine's address must be a URL of scheme, host and port alone")
     return url.rstrip("/")
 
 
 def host_and_port(origin: str) -> tuple[str, int]:
-    """Of an origin. Raises InvalidValue for any other URL."""
+    """Host and port of an origin. Raises InvalidValue for any other URL."""
     parts = urlsplit(check_origin(origin))
     return parts.hostname or "", parts.port or _DEFAULT_PORTS[parts.scheme]
 
 
 def parse_ip(host: str) -> Ip | None:
-    """The address that a host is written as; None for a name. An IPv4 address inside an IPv6 one is the IPv4 one."""
+    """Parse a literal IP address; None for a host name. An IPv4-mapped IPv6 address becomes the IPv4 address."""
     try:
         found = ip_address(host.partition("%")[0])
     except ValueError:
@@ -56,18 +57,18 @@ def parse_ip(host: str) -> Ip | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Is the address to listen on a loopback one?"""
+    """True if an address to listen on is a loopback one."""
     own = parse_ip(host)
     return own.is_loopback if own is not None else host == "localhost"
 
 
 def is_never_an_engine(ip: Ip) -> bool:
-    """Link-local, multicast and unspecified addresses, and those of the clouds' metadata."""
+    """True for link-local, multicast, unspecified and cloud metadata addresses."""
     return ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip in METADATA
 
 
 def is_private(ip: Ip) -> bool:
-    """An address inside a network of one's own, not on this machine."""
+    """True for an address in a private network, but not on this machine."""
     return not ip.is_loopback and (ip.is_private or (ip.version == 4 and ip in _SHARED))
 
 
@@ -80,17 +81,17 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class AddressList:
-    """Networks (`10.1.0.0/16`), addresses, and names (`*.engines.svc`), each perhaps with a port (`[fd00::1]:8000`)."""
+    """Networks (`10.1.0.0/16`), addresses and names (`*.engines.svc`), each with an optional port (`[fd00::1]:8000`)."""
 
     entries: tuple[_Entry, ...]
 
     @classmethod
     def parse(cls, texts: tuple[str, ...]) -> "AddressList":
-        """Raises InvalidValue, naming the entry."""
+        """Parse the entries. Raises InvalidValue, naming the bad one."""
         return cls(tuple(_parse_entry(text) for text in texts))
 
     def allows(self, host: str, port: int, ip: Ip | None = None) -> bool:
-        """Is the host in the list, by its name or by its address? `ip`: what its name stands for."""
+        """True if the host is in the list, by name or by address. `ip`: the address that its name resolves to."""
         ip = ip or parse_ip(host)
         name = host.lower().rstrip(".")
         for entry in self.entries:
@@ -115,5 +116,5 @@ def _parse_entry(text: str) -> _Entry:
     except ValueError:
         pass
     if not host or not all(c.isalnum() or c in "-_.*" for c in host):
-        raise InvalidValue(f"address {text!r:.80}; expected a network, an address or a name, perhaps with a port")
+        raise InvalidValue(f"address {text!r:.80}; expected a network, an address or a name, optionally with a port")
     return _Entry(None, host, port)

@@ -1,4 +1,5 @@
-"""How our own calls to engines authenticate (token ids, models, health, metrics, events), and which certificates they trust."""
+"""Authentication of our own calls to engines (token ids, models, health, metrics, events), and the certificates they
+trust."""
 
 import re
 import ssl
@@ -11,7 +12,7 @@ from kvatlas.identity import check_worker_id
 from kvatlas.store.access import tls_context
 
 KEY_CURE = "give the engine's API key with --engine-key-file"
-"""What helps against a 401 or a 403."""
+"""Cure for a 401 or a 403."""
 REFUSED = (401, 403)
 _RANK = re.compile(r"-dp\d+$")
 _KEY = re.compile(r"[!-~]{1,4096}")
@@ -19,8 +20,8 @@ _KEY = re.compile(r"[!-~]{1,4096}")
 
 @dataclass(frozen=True, slots=True)
 class EngineAccess:
-    """`keys`: API keys by worker; `key`: of all other engines. `ca_file` is trusted instead of the system's authorities, which
-    SSL_CERT_FILE and SSL_CERT_DIR may name."""
+    """`keys`: API keys by worker; `key`: for all other engines. `ca_file` is trusted instead of the system's authorities
+    (SSL_CERT_FILE and SSL_CERT_DIR may name those)."""
 
     key: str | None = field(default=None, repr=False)
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -28,8 +29,8 @@ class EngineAccess:
 
     @classmethod
     def parse(cls, text: str, ca_file: Path | None = None) -> "EngineAccess":
-        """Read a file's text: each line is one key for all engines, or a worker and its key. Raises InvalidValue, which shows
-        no key."""
+        """Read a key file's text: each line is one key for all engines, or a worker and its key. Raises InvalidValue, which
+        shows no key."""
         key: str | None = None
         keys: dict[str, str] = {}
         for number, line in enumerate(text.splitlines(), 1):
@@ -43,23 +44,26 @@ class EngineAccess:
             elif key is None:
                 key = words[0]
             else:
-                raise InvalidValue(f"line {number}: expected one key for all engines, and others with their workers")
+                raise InvalidValue(
+                    f"line {number}: expected one key for all engines, and other keys with their workers"
+                )
         return cls(key, keys, ca_file)
 
     def key_of(self, worker_id: str) -> str | None:
-        """The worker's own, its instance's if it is a rank, or that of all engines."""
+        """The key of the worker, of its instance if it is a rank, or of all engines."""
         instance = _RANK.sub("", worker_id)
         return self.keys.get(worker_id) or self.keys.get(instance) or self.key
 
     def headers_of(self, worker_id: str) -> dict[str, str]:
-        """The header that carries the key; none without a key."""
+        """The header that carries the key; empty without a key."""
         key = self.key_of(worker_id)
         return {} if key is None else {"authorization": f"Bearer {key}"}
 
     def tls_context(self) -> ssl.SSLContext:
-        """Raises OSError for a file that can't be read, ssl.SSLError for one without a certificate."""
+        """The context for calls to engines. Raises OSError for a file that can't be read, ssl.SSLError for one without a
+        certificate."""
         return tls_context("engines", self.ca_file)
 
 
 NO_KEY = EngineAccess()
-"""For engines that ask for none."""
+"""For engines that need no key."""

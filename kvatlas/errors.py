@@ -2,24 +2,24 @@
 
 KvatlasError                    one clear line: what was wrong, with which value, what was expected
  |- InvalidValue                a value from outside breaks a rule of the contract (ValueError too)
- |   |- UnknownTier             an unknown name of a tier
- |   |- WireError               bytes on the bus are not a kvatlas message, or one of another version
+ |   |- UnknownTier             an unknown tier name
+ |   |- WireError               bytes on the bus are not a kvatlas message, or have another version
  |   `- EngineEventError        an engine's payload or event can't be decoded
  |- SettingsError               a flag or environment variable is wrong
  |- Unreachable                 a server does not answer or can't serve requests now
  |   `- AccessDenied            it refuses our credentials, or the address is malformed
- |- LayoutMismatch              the store's layout is of another version or has another P or S
+ |- LayoutMismatch              the store's layout has another version, or another P or S
  |   `- NoIndexYet              no indexer has created a layout yet
- |- UnsuitableStore             the store's configuration would lose data (it evicts keys, it is a read-only replica)
- |- OtherFleet                  this store and this NATS are of two fleets
+ |- UnsuitableStore             the store's configuration would lose data (it evicts keys, or is a read-only replica)
+ |- OtherFleet                  this store and this NATS belong to two fleets
  `- NotSupported                this index was opened without a feature that the call needs
 """
 
 import struct
 
 DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error)
-"""What computing with a value may raise. The borders refuse values that would; whatever a worker's data raises all the same is
-that worker's refusal, counted, with its name, and the process goes on. Every InvalidValue is one of them."""
+"""Errors that computing with a value may raise. The borders refuse such values. If a worker's data raises one all the same,
+we refuse it, count it under the worker's name, and go on. Every InvalidValue is one of them."""
 
 
 class KvatlasError(Exception):
@@ -31,11 +31,11 @@ class InvalidValue(KvatlasError, ValueError):
 
 
 class UnknownTier(InvalidValue):
-    """An unknown name of a tier: nothing is ever published for it."""
+    """An unknown tier name. Nothing is ever published for it."""
 
 
 class WireError(InvalidValue):
-    """Bytes on the bus are not a kvatlas message, or one of an unknown version."""
+    """Bytes on the bus are not a kvatlas message, or have an unknown version."""
 
 
 class EngineEventError(InvalidValue):
@@ -55,11 +55,11 @@ class AccessDenied(Unreachable):
 
 
 class OtherFleet(KvatlasError):
-    """This store and this NATS are of two fleets, which would take each other's workers."""
+    """This store and this NATS belong to two fleets, which would take each other's workers."""
 
 
 class LayoutMismatch(KvatlasError):
-    """The store's layout is of another version, or has another number of partitions or shards."""
+    """The store's layout has another version, or another number of partitions or shards."""
 
 
 class NoIndexYet(LayoutMismatch):

@@ -1,4 +1,4 @@
-"""Index events: what publishers announce, what travels on the bus (`kvatlas.bus.wire`), and what an index applies."""
+"""Index events: publishers announce them, the bus carries them (`kvatlas.bus.wire`), and an index applies them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from kvatlas.identity import Scope
 
 @dataclass(frozen=True, slots=True)
 class ScopeUse:
-    """A scope as one worker uses it: tokens a block, and bytes of KV cache a block (0: unknown)."""
+    """A scope as one worker uses it: tokens per block, and bytes of KV cache per block (0: unknown)."""
 
     scope: Scope
     block_size: int
@@ -41,7 +41,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """The worker holds nothing any more, in any tier, and has no marks."""
+    """The worker no longer holds anything in any tier, and has no marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,9 @@ class Unmarked:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """For each head (a block whose index is a multiple of 64), at which of the 64 offsets from it on any block of its subtree
-    is marked. `hashes` are packed, `bits` are 8 big-endian bytes each, offset 0 lowest; 0: at none any more."""
+    """Where blocks are marked behind each head (a block whose index is a multiple of 64): bit i is set if some block of the
+    head's subtree at offset i (0 to 63) from it is marked. `hashes` are packed, `bits` are 8 big-endian bytes each, offset
+    0 lowest; 0: nothing is marked any more."""
 
     scope_id: bytes
     hashes: bytes
@@ -72,10 +73,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegin:
-    """A new incarnation begins: what follows, up to the snapshot's end, is everything the worker holds.
+    """A new incarnation begins: the events up to the snapshot's end are everything the worker holds.
 
-    `dropped` None: a prompt can be resumed behind every held block. Else at marks alone, and a mark on block i says that the
-    first i + 1 - dropped blocks can be reused.
+    `dropped` None: a prompt can resume after every held block. Otherwise only at marks, and a mark on block i means that
+    the first i + 1 - dropped blocks can be reused.
     """
 
     dropped: int | None = None
@@ -94,8 +95,8 @@ class SnapshotChunk:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnd:
-    """The snapshot is complete: it had `chunks` chunk events, and `digest` is its `Digest.words`, with marks followed by its
-    `MarkDigest.words`."""
+    """The snapshot is complete: it had `chunks` chunk events. `digest` is its `Digest.words`, followed by its
+    `MarkDigest.words` if it has marks."""
 
     chunks: int
     digest: Sequence[int]
@@ -103,7 +104,7 @@ class SnapshotEnd:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`digest` is the `Digest.words` of what the worker holds now, with marks followed by `MarkDigest.words`."""
+    """`digest` is the `Digest.words` of what the worker holds now, followed by `MarkDigest.words` if it has marks."""
 
     digest: Sequence[int]
 

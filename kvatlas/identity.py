@@ -1,4 +1,4 @@
-"""Identity: the scope of a KV block, workers, and the pool that serves a model."""
+"""Identity: the scope of a KV block, worker ids, and the pool that serves a model."""
 
 import re
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class Scope:
     """Identity scope: KV blocks are interchangeable only within one scope.
 
-    Matching is exact in all fields; an absent adapter matches only an absent adapter. `chain` says what the keys are: those of
-    the own hash chain (`kvatlas.blocks.hashing`), or of block hashes that an engine made itself (`external:<name>`,
+    Matching is exact in all fields; an absent adapter matches only an absent adapter. `chain` says where the keys come
+    from: our own hash chain (`kvatlas.blocks.hashing`), or block hashes that an engine computed itself (`external:<name>`,
     `kvatlas.blocks.external_chain`). Raises InvalidValue for an empty or overlong field.
     """
 
@@ -49,8 +49,8 @@ class Scope:
 
     @property
     def canonical(self) -> bytes:
-        """The scope's canonical msgpack: [model_id, tokenizer_id, adapter_id or nil, tenant_id], and the chain if it is not the
-        own one."""
+        """The scope's canonical msgpack: [model_id, tokenizer_id, adapter_id or nil, tenant_id], plus the chain if it is
+        not our own."""
         return canonical_scope(self)
 
     @property
@@ -65,7 +65,7 @@ class Scope:
 
     @property
     def log_name(self) -> str:
-        """The scope without its tenant, which logs don't tell."""
+        """The scope without its tenant, which logs must not show."""
         return f"{self.model_id}/{self.tokenizer_id}/{self.adapter_id or '-'}"
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Scope:
 
 
 def _kind(value: object) -> str:
-    """What a wrong field is, without what it says: logs don't tell tenants."""
+    """Describe a wrong field without its text, because logs must not show tenants."""
     if isinstance(value, str):
         return f"text of {len(value.encode())} bytes"
     return "missing" if value is None else f"of type {type(value).__name__}"

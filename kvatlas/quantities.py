@@ -1,4 +1,4 @@
-"""Numbers, durations and counts as people read them."""
+"""Numbers, durations and counts as text for people."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ def count_text(count: int, noun: str, plural: str = "") -> str:
 
 
 def age_text(age_us: int) -> str:
-    """A duration as people read it."""
+    """A duration with a fitting unit: `1.5 s`, `3 min`, `2.0 h`."""
     seconds = age_us / 1e6
     if seconds < 120:
         return f"{seconds:.1f} s"
@@ -17,7 +17,7 @@ def age_text(age_us: int) -> str:
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """`0-3, 7`."""
+    """The numbers as ranges: `0-3, 7`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and spans[-1][1] == number - 1:

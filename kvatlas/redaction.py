@@ -1,4 +1,4 @@
-"""Addresses in log lines, errors and status pages, without anything that may be a secret."""
+"""Addresses for log lines, errors and status pages, without anything that may be a secret."""
 
 import re
 
@@ -21,14 +21,14 @@ _USER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 def redact_url(url: str) -> str:
     """The URL, or several separated by commas, with only what can't be a secret: scheme, user, host and port.
 
-    Passwords, tokens (a user without a password is one to NATS), query strings and whatever has not the form of a URL
-    become ***, so mistyped URLs may be shown too.
+    Passwords, tokens (NATS takes a user without a password as one), query strings and anything that does not look like a
+    URL become ***, so even mistyped URLs can be shown.
     """
     if found := _SENTINELS.fullmatch(url):
         scheme, user, place, query = found.groups()
         return f"{scheme}{'' if user is None else f'{user}:***@'}{place}{'?***' if query else ''}"
     several = [one.strip() for one in url.split(",")]
-    # a comma may also be a password's: then the parts are no URLs, or some have a login and some have not
+    # a comma may also be part of a password: then the parts are not URLs, or only some have a login
     if len({"@" in one for one in several}) == 1 and all(_WHOLE.fullmatch(one) for one in several):
         return ",".join(map(_redact_one, several))
     return _redact_one(url)
@@ -37,7 +37,7 @@ def redact_url(url: str) -> str:
 def _redact_one(url: str) -> str:
     rest, question, _ = url.partition("?")
     login, at, place = url.rpartition("@")
-    if at and "?" in login:  # a password's or a query's: which of them, nobody knows
+    if at and "?" in login:  # the "?" may belong to a password or begin a query: we can't tell
         found = _SCHEME.match(url)
         return f"{found.group() if found else ''}***"
     if at:

@@ -35,9 +35,9 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=True)]
 
 @dataclass(frozen=True, slots=True)
 class Fallbacks:
-    """Values for fields that a request's hints leave out: usually the router's own settings.
+    """Values for fields that a request's hints leave out, usually the router's own settings.
 
-    Without a tokenizer here or in the hints, the model id names the tokenizer too.
+    Without a tokenizer here or in the hints, the model id also names the tokenizer.
     """
 
     model_id: str | None = None
@@ -62,14 +62,14 @@ DEFAULT_SLO = Slo()
 
 
 class RequestHints(BaseModel):
-    """A caller's description of a request, as JSON or keyword arguments; everything may be absent but the prompt.
+    """A caller's description of a request, as JSON or keyword arguments; only the prompt is required.
 
     A prompt is given as `token_ids`, or as precomputed `block_hashes` of blocks of `block_tokens` tokens each: 64-bit
-    integers, or text. `chain`: what these are, sequence hashes (`own`) or an engine's own hashes (`external:<name>`); by
-    default `own` if all can be, else `external:default`. Fields that are not known here are `ignored_fields`. `token_count` is
-    the prompt's length if the hashes leave out its partial last block. `labels`, `allow` and `deny` restrict the workers that
-    may get it. `cache_reading`: what the request says of reading the engine's prefix cache (`skip`, `prompt_logprobs`,
-    `logprob_start_len`). `media`: images among the `token_ids` (`id`, `offset`, `length`).
+    integers, or text. `chain`: the kind of these hashes, sequence hashes (`own`) or an engine's own hashes
+    (`external:<name>`); by default `own` if all can be, else `external:default`. Unknown fields are `ignored_fields`.
+    `token_count` is the prompt's length if the hashes leave out its partial last block. `labels`, `allow` and `deny`
+    restrict the workers that may get it. `cache_reading`: the request's limits on reading the engine's prefix cache
+    (`skip`, `prompt_logprobs`, `logprob_start_len`). `media`: images among the `token_ids` (`id`, `offset`, `length`).
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())
@@ -106,17 +106,17 @@ class RequestHints(BaseModel):
 
     @property
     def ignored_fields(self) -> Sequence[str]:
-        """Names of fields that are not known here."""
+        """Names of unknown fields."""
         return sorted([*(self.model_extra or ()), *(f"slo.{name}" for name in self.slo.model_extra or ())])
 
     @property
     def _what(self) -> str:
-        """The request, in an error."""
+        """The request's name in errors."""
         return "request" if self.request_id is None else f"request {self.request_id}"
 
     def scope(self, fallbacks: Fallbacks) -> Scope:
-        """The request's identity scope, of the chain that the hints name. Raises InvalidValue if neither the hints nor the
-        fallbacks name a model."""
+        """The request's identity scope, with the chain that the hints name. Raises InvalidValue if neither the hints nor
+        the fallbacks name a model."""
         model_id = self.model_id or fallbacks.model_id
         if not model_id:
             raise InvalidValue(f"{self._what} names no model_id, and there is no fallback")
@@ -131,8 +131,8 @@ class RequestHints(BaseModel):
     def to_blocks(self, fallbacks: Fallbacks) -> tuple[BlockKey, ...]:
         """Keys of the prompt's full blocks.
 
-        The prefix_hash of a key is the block before it; that of the first is the session id, or "root". Raises InvalidValue
-        if the prompt is given twice or not at all, or if no model is named.
+        The prefix_hash of a key is the previous block's hash; for the first block it is the session id, or "root". Raises
+        InvalidValue if the prompt is given twice or not at all, or if no model is named.
         """
         scope = self.scope(fallbacks)
         size = self.block_tokens or fallbacks.block_tokens
@@ -144,7 +144,7 @@ class RequestHints(BaseModel):
         return tuple(keys)
 
     def to_shape(self, fallbacks: Fallbacks) -> "RequestShape":
-        """The request as cost and ranking see it. Raises InvalidValue as `to_blocks` does."""
+        """The request as cost and ranking see it. Raises InvalidValue like `to_blocks`."""
         blocks = self.to_blocks(fallbacks)
         in_blocks = sum(key.token_count for key in blocks)
         total = len(self.token_ids) if self.token_ids is not None else self.token_count
@@ -177,7 +177,7 @@ class RequestHints(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """A request as cost and ranking see it. `tail_tokens` are those after the last full block."""
+    """A request as cost and ranking see it. `tail_tokens` come after the last full block."""
 
     id: str | None
     scope: Scope
@@ -188,22 +188,22 @@ class RequestShape:
 
     @property
     def input_tokens(self) -> int:
-        """Prompt tokens: those of all blocks and of the tail."""
+        """Prompt tokens: all blocks and the tail."""
         return sum(key.token_count for key in self.blocks) + self.tail_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionResult:
-    """One worker as a candidate for a request, and what the request would cost there.
+    """One worker as a candidate for a request, and the request's cost there.
 
-    Blocks are of the worker's own block size. `required_blocks`: blocks of the prompt, its partial last one among them (which
-    no engine keeps for others). `overlap_blocks`: how many leading ones the worker holds. `resident_tokens`: tokens in them (a
-    lower bound if the worker publishes only every g-th block). `usable_tokens`: how many of these its engine will reuse.
-    `source`: the worker whose copy it would read, for `transferred_tokens` more; with `reads_store` it is a shared store, which
-    its engine reads unasked. `predicted_tokens`: still more that it is predicted to hold, because they are being computed
-    there, or were computed by an engine without events; no event has confirmed them. `load_known` False: the load is the pool's
-    mean. `over`: what the worker has no room for, and which part of the request's SLO it would miss. `plan`: what was priced.
-    `why`: why the worker can't hold any of the prompt's blocks, if it can't.
+    Blocks have the worker's own block size. `required_blocks`: blocks of the prompt, including its partial last one (which
+    no engine keeps for others). `overlap_blocks`: how many leading ones the worker holds. `resident_tokens`: tokens in them
+    (a lower bound if the worker publishes only every g-th block). `usable_tokens`: how many of these its engine will reuse.
+    `source`: the worker whose copy it would read, for `transferred_tokens` more; with `reads_store` it is a shared store,
+    which its engine reads unasked. `predicted_tokens`: further tokens that it is predicted to hold, because they are being
+    computed there, or were computed by an engine without events; no event has confirmed them. `load_known` False: the load
+    is the pool's mean. `over`: what the worker has no room for, and which part of the request's SLO it would miss. `plan`:
+    the plan that was priced. `why`: why the worker can't hold any of the prompt's blocks, if it can't.
     """
 
     worker_id: str
@@ -224,7 +224,7 @@ class SelectionResult:
 
     @property
     def source_kind(self) -> str | None:
-        """What `source` is: `worker` or `store`; None without one."""
+        """The kind of `source`: `worker` or `store`; None without a source."""
         return None if self.source is None else "store" if self.reads_store else "worker"
 
     @property
@@ -238,7 +238,7 @@ class SelectionResult:
 
     @property
     def terms(self) -> tuple[CostTerm, ...]:
-        """The terms of the cost; they sum up to the score."""
+        """The terms of the cost; they add up to the score."""
         return self.cost.terms
 
     def explain(self) -> str:
@@ -263,7 +263,7 @@ class SelectionResult:
         return text
 
     def explanation(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
+        """The explanation as plain data, for JSON."""
         return {
             "worker": self.worker_id,
             "required_blocks": self.required_blocks,

@@ -1,7 +1,7 @@
 """Bounds for values from outside, and pydantic's errors as one line for a user.
 
-What computes with these values relies on their bounds: products of two of them stay below MAX_NUMBER, and what the store
-keeps in 32 bits fits there.
+Calculations rely on these bounds: products of two of the values stay below MAX_NUMBER, and values that the store keeps in
+32 bits fit.
 """
 
 from fnmatch import fnmatchcase
@@ -14,20 +14,20 @@ from pydantic_core import ErrorDetails
 MAX_NUMBER = (1 << 53) - 1
 """JSON, Lua and msgpack carry every whole number up to it exactly."""
 MAX_OUTPUT_TOKENS = (1 << 31) - 1
-"""Largest expected output of a request; multiplied by any price of a token it stays below MAX_NUMBER."""
+"""Largest expected output of a request: multiplied by any token price it stays below MAX_NUMBER."""
 MAX_BLOCK_TOKENS = 1 << 20
-"""Tokens of a block."""
+"""Largest number of tokens in a block."""
 MAX_BLOCK_BYTES = (1 << 32) - 1
-"""Bytes of KV cache a block; the store keeps 32 bits."""
+"""Largest number of KV cache bytes in a block; the store keeps 32 bits."""
 MAX_KV_BLOCKS = (1 << 32) - 1
 """Blocks of an engine's cache: with the largest blocks its tokens stay below MAX_NUMBER."""
 MAX_GRANULARITY = 1 << 16
 MAX_LOOKAHEAD = 64
-"""Tokens behind a block that its hash covers."""
+"""Tokens after a block that its hash covers."""
 MAX_ITEMS = 64
-"""Labels or groups of one worker."""
+"""Limit of labels or of groups per worker."""
 MAX_TENANTS = 1_024
-"""Names of tenants in one identity."""
+"""Limit of tenant names in one identity."""
 
 Positive = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
@@ -45,7 +45,7 @@ Text = Annotated[str, Field(max_length=512)]
 Url = Annotated[str, Field(max_length=2_048)]
 OutputTokens = Annotated[int, Field(ge=0, le=MAX_OUTPUT_TOKENS)]
 DEFAULT_DECODE_TOKENS = 128
-"""Of an answer whose length is not told."""
+"""Assumed length of an answer if none is given."""
 
 _OF_TYPE = {
     "int_parsing": "an integer",
@@ -117,5 +117,5 @@ def _plain(number: float) -> str:
 
 @lru_cache(maxsize=16_384)
 def matches(value: str, patterns: tuple[str, ...]) -> bool:
-    """Is it one of these names? A `*` in one stands for any text."""
+    """True if the value is one of these names, in which `*` stands for any text."""
     return any(fnmatchcase(value, pattern) for pattern in patterns)

@@ -1,5 +1,5 @@
-"""The commands by name. Only the command that is run is imported, so a missing extra does not break the others; none for the
-list of them, which else takes as long as all of them."""
+"""The commands by name. Only the command being run is imported, so a missing extra does not break the others. The list of
+commands imports none, because importing all of them takes long."""
 
 import sys
 from importlib import import_module
@@ -38,31 +38,31 @@ SUMMARIES = {
     "replay": "Replay a request trace against simulated workers in virtual time, once for each policy, and compare them.",
     "record": "Record the requests that routers answer, as hashes, sizes and times, for `replay` and `calibrate`.",
     "calibrate": "Fit the rates of the cost profile `engine`, and of simulated engines, to observed requests.",
-    "indexer": "Apply what publishers send to the index. Any number of replicas share the partitions.",
-    "publish": "Follow one engine's KV events and publish what it holds to the index. "
-    "SIGUSR1: routers send its workers nothing new.",
-    "collect": "Publish for every engine of a Kubernetes namespace that has a label, without a change of its pod.",
+    "indexer": "Apply publishers' messages to the index. Any number of replicas share the partitions.",
+    "publish": "Follow one engine's KV events and publish its blocks to the index. "
+    "SIGUSR1 drains it: no new requests for its workers.",
+    "collect": "Publish for every engine of a Kubernetes namespace that has a label, without changing its pod.",
     "router": "Serve the OpenAI API and send each request to the engine on which it costs least.",
     "epp": "Choose the engine for each request of a gateway: an endpoint picker over Envoy's external processing.",
     "simulate-engine": "Run a simulated engine: a real paged KV cache behind vLLM's HTTP and event sockets, without a model.",
     "export": "Print every residency as one JSON line, with the hash as 16 hex digits (JSON numbers don't carry 64 bits).",
-    "locate": "Show who holds one block: worker, tier, bytes, flags, and when the worker was last heard.",
+    "locate": "Show who holds one block: worker, tier, bytes, flags, and when the worker was last heard from.",
     "children": "Show who holds the blocks that follow one. It needs the side index (`kvatlas indexer --side-index`).",
     "workers": "List the workers: engine, state, blocks held, load, incarnation, age of the last heartbeat.",
     "rates": "Show each worker's learned rates for the cost profile `engine`; the defaults if none are learned yet.",
-    "layout": "List the store's layouts, switch to one that is filled beside the present one, or delete one.",
+    "layout": "List the store's layouts, switch to one that was filled next to the current one, or delete one.",
     "audit": "Compare every publisher's ledger with every block in the index; exit code 1 if they differ.",
     "doctor": "Would a request be served well now? Then every finding and what to do; exit code 1 if one is an error.",
     "top": "Show workers, lag, hit rates and routers' answers live in a terminal; elsewhere print them once.",
-    "auth": "Write users of NATS and of Redis, and what each may do.",
+    "auth": "Write users of NATS and of Redis, with their permissions.",
     "overlap": "Show what each worker and shared store holds of a prompt: resident and usable blocks and tokens, by tier.",
     "route": "Pick the worker on which a prompt costs least, and show every candidate's cost. Nothing is reserved.",
 }
-"""What the list of commands says of each; a command's own help says the same."""
+"""Summaries for the list of commands; a command's own help has the same text."""
 
 
 def application(named: str | None = None) -> typer.Typer:
-    """The command line with the named command, or with the list of them all."""
+    """The command line with the named command, or with a list of all commands."""
     app = typer.Typer(
         name="kvatlas",
         help="An atlas of a fleet's KV cache: which worker holds which blocks, and what a request would cost on each.",
@@ -118,4 +118,4 @@ def _kvatlas(
 
 
 def _kvatlas_command() -> None:
-    """Listed only: what is run is imported."""
+    """Only listed: the command being run is imported instead."""

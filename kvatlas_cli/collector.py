@@ -1,4 +1,4 @@
-"""A publisher for each engine that Kubernetes lists, in one process: no engine's pod is changed."""
+"""A publisher for each engine that Kubernetes lists, in one process, without changes to the engines' pods."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from kvatlas_publishers.publisher import Publisher
 
 LIST_S = 2.0
-"""Between two lists of the pods."""
+"""Interval between two lists of the pods."""
 
 _log = logging.getLogger("kvatlas.publisher")
 
 
 class PodLister(Protocol):
-    """What is read from Kubernetes."""
+    """The part of Kubernetes' API that is used."""
 
     async def list_objects(self, version: str, plural: str, selector: str = "") -> Sequence[object]:
-        """Raises KvatlasError."""
+        """List objects. Raises KvatlasError."""
         ...
 
 
 @dataclass(slots=True)
 class _Followed:
-    """One pod: what ends its publishers, and those that are published."""
+    """One pod: the scope that ends its publishers, and the publishers themselves."""
 
     address: str
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
@@ -42,7 +42,7 @@ class _Followed:
     draining: bool = False
 
     def drain(self) -> None:
-        """Let routers send it nothing new."""
+        """Let routers send it no new requests."""
         if not self.draining:
             self.draining = True
             for publisher in self.publishers:
@@ -51,8 +51,8 @@ class _Followed:
 
 
 class Collector:
-    """Follows the pods with the labels. A pod's name is its worker's. One that ends is drained, then left; a new pod with
-    another name or address is another engine. Pods stay as they are while Kubernetes does not answer."""
+    """Follows the pods with the labels. A worker has its pod's name. A terminating pod is drained, then left; a pod with
+    another name or address is another engine. While Kubernetes does not answer, the known pods stay."""
 
     def __init__(self, api: PodLister, settings: CollectSettings, state_dir: Path) -> None:
         self._api = api
@@ -65,7 +65,7 @@ class Collector:
         self._unread = ""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the pods until cancelled."""
         async with anyio.create_task_group() as tasks:
             while True:
                 await self._look(tasks)
@@ -136,7 +136,7 @@ class Pod:
 
 
 def read_pod(found: object) -> Pod | None:
-    """A pod that has an address and runs; None for any other, and for what is no pod."""
+    """A running pod with an address; None for any other pod or object."""
     match found:
         case {"metadata": {"name": str(name), **metadata}, "status": {"podIP": str(address), **status}, **rest} if (
             address

@@ -1,4 +1,4 @@
-"""Asks publishers on their control subjects."""
+"""Sends requests to publishers on their control subjects."""
 
 from collections.abc import Iterable
 
@@ -17,7 +17,7 @@ ANSWER_S = 2.0
 async def ask_publishers(
     client: Client, worker_ids: Iterable[str], op: ControlOp, answer_s: float = ANSWER_S
 ) -> dict[str, ControlReply]:
-    """The replies by worker; those that don't answer in time, or not for themselves, are missing."""
+    """The replies by worker; workers that don't answer in time, or answer for another worker, are missing."""
     replies: dict[str, ControlReply] = {}
     limit = anyio.CapacityLimiter(AT_ONCE)
     payload = ControlRequest(op=op).pack()

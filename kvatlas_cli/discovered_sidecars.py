@@ -1,4 +1,4 @@
-"""Settings of publishers for an engine that says over HTTP what it is."""
+"""Publisher settings for an engine that describes itself over HTTP."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from kvatlas_cli.output import print_notice
 async def discover_sidecars(
     flags: dict[str, str], servers: dict[str, object], state_dir: Path, access: EngineAccess = NO_KEY
 ) -> list[PublishSettings]:
-    """Settings of a publisher for each rank of an engine, from the flags, else discovered. Raises Unreachable.
+    """Settings of a publisher for each rank of an engine, from the flags or else discovered. Raises Unreachable.
 
-    The block size is learned from events: those of an engine with context parallelism, or with several kinds of attention, have
-    other blocks than the engine's flag says.
+    The block size is learned from events, because engines with context parallelism, or with several kinds of attention,
+    have other blocks than their flag says.
     """
     from kvatlas_publishers.engines.discovery import discover, shift_port
 
@@ -44,7 +44,7 @@ async def discover_sidecars(
         return [PublishSettings.load(**shared, dp_rank=rank) for rank in offer.ranks]
     found: list[PublishSettings] = []
     for source in offer.sources:
-        back = -(source.rank or 0)  # settings have the ports of the first rank
+        back = -(source.rank or 0)  # settings contain the ports of the first rank
         replay = source.replay_endpoint
         own = {
             "endpoint": shift_port(source.endpoint, back),

@@ -1,4 +1,4 @@
-"""A command's flags, made from the fields of its settings class: name, default, help and variable."""
+"""A command's flags, generated from the fields of its settings class: name, default, help and variable."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -14,7 +14,7 @@ from kvatlas.settings import COMMON, OWN, ProcessSettings, flag_of, variable_of
 
 
 class GroupedHelp(TyperCommand):
-    """A command whose help has its options in their groups, each under its heading."""
+    """A command whose help shows its options in groups, each under its heading."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {ARGUMENTS: []}
@@ -38,7 +38,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a 
 def with_settings(settings_class: type[S]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command `command(settings, ...)` a flag for each field of its settings, besides its own parameters.
 
-    Flags are passed as text and checked by the settings class only, so a wrong flag and a wrong variable are reported alike.
+    Flags are passed as text and checked only by the settings class, so wrong flags and wrong variables are reported alike.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

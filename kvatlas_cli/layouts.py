@@ -1,6 +1,6 @@
-"""`kvatlas layout`: the layouts of a store, the switch from one to another, and the end of one.
+"""`kvatlas layout`: lists the layouts of a store, switches to another one, and deletes one.
 
-A layout is filled by indexers of its own (`kvatlas indexer --layout N`), beside the one that answers.
+A layout is filled by its own indexers (`kvatlas indexer --layout N`), next to the one that answers.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ NAMED_WORKERS = 5
 
 
 class LayoutState(NamedTuple):
-    """One layout. `workers`: how many it answers for; `blocks`: residencies that it holds."""
+    """One layout. `workers`: number of workers that it answers for; `blocks`: residencies that it holds."""
 
     layout: Layout
     answers: bool
@@ -46,7 +46,7 @@ class LayoutState(NamedTuple):
 
 @with_settings(LayoutSettings)
 def layout(settings: LayoutSettings, as_json: JsonFlag = False) -> None:
-    """List the store's layouts, switch to one that is filled beside the present one, or delete one."""
+    """List the store's layouts, switch to one that was filled next to the current one, or delete one."""
     run_query("layout", settings, _layout(settings, as_json))
 
 
@@ -71,8 +71,8 @@ async def _layout(settings: LayoutSettings, as_json: bool) -> None:
 
 
 async def answer_with(store: Store, number: int, deadline_s: float) -> None:
-    """Switch to this layout as soon as it is up to date with all workers that routers see. Raises InvalidValue if there is no
-    such layout, nobody fills it, or it is not up to date by the deadline."""
+    """Switch to this layout once it is up to date with all workers that routers see. Raises InvalidValue if the layout does
+    not exist, has no indexers, or is not up to date by the deadline."""
     wanted = await _index(store, number)
     before = await read_answering(store)
     if before == number:
@@ -93,12 +93,13 @@ async def answer_with(store: Store, number: int, deadline_s: float) -> None:
     if behind:
         names = ", ".join(sorted(behind)[:NAMED_WORKERS]) + (", ..." if len(behind) > NAMED_WORKERS else "")
         line = f"layout {number} is not up to date with {count_text(len(behind), 'worker')} after {deadline_s:g} s: {names}"
-        raise InvalidValue(f"{line}; layout {before} goes on answering")
+        raise InvalidValue(f"{line}; layout {before} keeps answering")
     await switch_layout(store, number)
 
 
 async def delete(store: Store, number: int) -> int:
-    """Delete a layout that does not answer; the number of keys. Raises InvalidValue if it answers, or indexers fill it."""
+    """Delete a layout that does not answer; return the number of keys. Raises InvalidValue if it answers, or has
+    indexers."""
     if number == await read_answering(store):
         raise InvalidValue(f"layout {number} answers; let another one answer first (`kvatlas layout --answer N`)")
     if indexers := await _count_indexers(store, number):
@@ -113,7 +114,7 @@ async def delete(store: Store, number: int) -> int:
 
 
 async def read_states(store: Store) -> list[LayoutState]:
-    """Of all layouts, by number."""
+    """All layouts, by number."""
     answering = await read_answering(store)
     states = []
     for number in await read_numbers(store):
@@ -138,7 +139,7 @@ async def _index(store: Store, number: int) -> RedisIndex:
 
 
 async def _workers_of(store: Store, index: RedisIndex) -> dict[str, WorkerRecord]:
-    """The workers that answer in this layout and are alive: from others no snapshot can come."""
+    """The live workers that answer in this layout; no snapshot can come from others."""
     fleet = await FleetStore(store).all()
     alive = {worker_id for worker_id, record in fleet.items() if record.liveness is Liveness.ALIVE}
     records = [record for shard in range(index.shards) for record in await index.records(shard)]
@@ -146,7 +147,7 @@ async def _workers_of(store: Store, index: RedisIndex) -> dict[str, WorkerRecord
 
 
 def _is_up_to_date(found: WorkerRecord | None, present: WorkerRecord) -> bool:
-    """Does a layout answer for the worker with all that the present one had applied?"""
+    """True if a layout answers for the worker with everything that the current one had applied."""
     if found is None or not found.answering or found.loading or found.closed:
         return False
     return (found.incarnation, found.seq) >= (present.incarnation, present.seq)

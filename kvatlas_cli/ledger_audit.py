@@ -1,8 +1,9 @@
 """Compares every publisher's ledger with the blocks that are really in the index.
 
-A publisher replies with its digest by scope and sends a checkpoint to the stream. Once the index has applied the checkpoint,
-the worker's blocks are recounted (the index's own digest is not trusted: it may be right although the blocks are wrong). A
-worker that never pauses can't be recounted; for it the checkpoint decides, which the index compared with its digest.
+A publisher replies with its digest by scope, and sends a checkpoint to the stream. Once the index has applied the
+checkpoint, the worker's blocks are recounted. The index's own digest is not trusted, because it may be right although the
+blocks are wrong. A worker that never pauses can't be recounted; it is judged by the checkpoint, which the index compared
+with its digest.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,7 +37,8 @@ class Verdict(StrEnum):
     UNANSWERED = "unanswered"
     """The index holds blocks of the worker, but no publisher answers for it."""
     DRAINED = "drained"
-    """Its publisher said goodbye; until the worker is retired or published again, nobody answers for its blocks."""
+    """Its publisher announced its end; until the worker is retired or published again, no publisher answers for its
+    blocks."""
 
     @property
     def good(self) -> bool:
@@ -67,9 +69,9 @@ class WorkerAudit:
 async def audit_workers(
     index: ResidencyIndex, client: Client, worker_ids: Iterable[str], deadline_s: float, drained: Collection[str] = ()
 ) -> list[WorkerAudit]:
-    """One verdict a worker, sorted by worker. Workers without blocks and without answer are left out. Raises Unreachable.
+    """One verdict per worker, sorted by worker. Workers with neither blocks nor an answer are left out. Raises Unreachable.
 
-    `drained`: workers whose last heartbeat said that they are draining, so that no answer is expected.
+    `drained`: workers whose last heartbeat said that they are draining, so no answer is expected.
     """
     until_s = monotonic() + deadline_s
     found: dict[str, WorkerAudit] = {}
@@ -176,7 +178,8 @@ def _holds_blocks(record: WorkerRecord | None) -> bool:
 async def _wait_until_caught_up(
     index: ResidencyIndex, replies: Mapping[str, ControlReply], until_s: float
 ) -> list[str]:
-    """Wait for the index to apply what the publishers sent. Returns all workers, or those that are ready at the deadline."""
+    """Wait for the index to apply everything that the publishers sent. Returns the workers that are ready by the
+    deadline."""
     while True:
         records = await _read_records(index, list(replies))
         caught_up = []

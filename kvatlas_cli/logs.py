@@ -1,4 +1,4 @@
-"""Log lines on stderr, one for each record: for people, or JSON; a condition that goes on is not a line each second."""
+"""Log lines on stderr, one per record, for people or as JSON; a lasting condition does not log a line every second."""
 
 import json
 import logging
@@ -13,15 +13,15 @@ from kvatlas.runtime.rate_limited_log import LIMITED, Repetitions
 
 OWN = ("kvatlas", "kvatlas_cli", "kvatlas_router", "router_client")
 ACCESS = "router_client.access"
-"""One line for each request, however many."""
+"""One line per request, never limited."""
 MOST_LETTERS = 4_096
-"""The records of one message."""
+"""Limit of letters in one message."""
 _WORKER = re.compile(r"worker ([A-Za-z0-9_-]{1,64}):? ")
-"""How a line about one worker begins."""
+"""The beginning of a line about one worker."""
 
 
 class PlainFormatter(logging.Formatter):
-    """`kvatlas: <message>`, for commands that end by themselves. An exception is one more line, or its traceback when
+    """`kvatlas: <message>`, for commands that end by themselves. An exception adds one line, or its traceback when
     debugging."""
 
     def __init__(self, *, tracebacks: bool = False) -> None:
@@ -36,10 +36,10 @@ class PlainFormatter(logging.Formatter):
 
 
 class ServiceFormatter(PlainFormatter):
-    """`<time> <level> <component>: <message>`, and the trace if there is one. The time is UTC.
+    """`<time> <level> <component>: <message>`, plus the trace if there is one. The time is UTC.
 
-    A line about one worker begins with `worker <id>`. Names in it come from requests and engines: what would end the line or
-    move a terminal's cursor is escaped.
+    A line about one worker begins with `worker <id>`. Names in it come from requests and engines, so characters that would
+    end the line or move a terminal's cursor are escaped.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the standard library's name
@@ -50,7 +50,7 @@ class ServiceFormatter(PlainFormatter):
 
 
 class JsonFormatter(PlainFormatter):
-    """One JSON object a line: time, level, component, message, and worker, trace_id, span_id and error where there are any."""
+    """One JSON object per line: time, level, component, message, and if known worker, trace_id, span_id and error."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = cut(record.getMessage())
@@ -69,10 +69,10 @@ class JsonFormatter(PlainFormatter):
 
 
 class RepetitionFilter(logging.Filter):
-    """Lets the first line of a condition pass, and then ever fewer, each with how many were left out.
+    """Lets the first line of a condition pass, and then fewer and fewer, each with the number of lines left out.
 
-    A condition is a logger's line with its first texts, such as a worker's name or an error: shards and partitions, which are
-    numbers, are not told apart.
+    A condition is a logger's line with its first text arguments, such as a worker's name or an error. Shards and partitions
+    are numbers, so they are not distinguished.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ _formatter: logging.Formatter = PlainFormatter()
 
 
 def log_to_stderr(level: str, style: str = "plain") -> None:
-    """Log kvatlas' own records from this level up, and those of other libraries from warnings up.
+    """Log kvatlas' own records from this level up, and other libraries' from warnings up.
 
     `style`: `plain`, `console` or `json`, see the formatters.
     """
@@ -118,14 +118,14 @@ def notice_text(line: str) -> str:
 
 
 def escape(text: str) -> str:
-    """The text as one line of printable characters, cut if it is very long."""
+    """The text as one line of printable characters, truncated if it is very long."""
     if not text.isprintable():
         text = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[: MOST_LETTERS + 1])
     return cut(text)
 
 
 def cut(text: str) -> str:
-    """At most MOST_LETTERS of it."""
+    """The text, truncated to MOST_LETTERS."""
     return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}... ({len(text)} letters)"
 
 
@@ -138,14 +138,14 @@ def _level(record: logging.LogRecord) -> str:
 
 
 def _component(record: logging.LogRecord) -> str:
-    """The part of kvatlas that speaks, by its logger; a library by its name."""
+    """The part of kvatlas that logs, from its logger's name; for a library, the library's name."""
     if record.name == "kvatlas_cli":
         return "kvatlas"
     return record.name.removeprefix("kvatlas.").removeprefix("kvatlas_").replace("router_client", "router")
 
 
 def _trace_ids() -> dict[str, str]:
-    """Of the span in which the line is logged."""
+    """The ids of the span in which the line is logged."""
     context = trace.get_current_span().get_span_context()
     if not context.is_valid:
         return {}

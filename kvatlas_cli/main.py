@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
         return _fail(str(error), FAILED)
     except ModuleNotFoundError as error:
         return _fail_missing(command, error)
-    except BrokenPipeError:  # the reader of stdout is gone, as with `head`: there is nothing to report
+    except BrokenPipeError:  # the reader of stdout is gone, as with `head`: nothing to report
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
@@ -92,11 +92,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _skip_imports(command: str, argv: Sequence[str]) -> None:
-    """Import nothing that this process does not use, only because it is installed."""
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looks through all that is installed: 2 MiB
+    """Avoid imports of installed packages that this process does not use."""
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # it looks through all installed packages: 2 MiB
     given = [*argv, *(f"{name} {text}" for name, text in _variables())]
     if command in _SERVICES and not any(word in text for text in given for word in _MAY_NEED_WEBSOCKETS):
-        # nats-py's, for ws:// addresses alone: 10 MiB
+        # imported by nats-py, only for ws:// addresses: 10 MiB
         sys.modules.setdefault("aiohttp", None)  # type: ignore[arg-type]  # importing it fails, as if it were absent
 
 
@@ -106,7 +106,7 @@ def _variables() -> Iterator[tuple[str, str]]:
 
 
 def _fail_group(group: BaseExceptionGroup[BaseException]) -> int:
-    """Report the first error of a task group, if all of its errors are reported in one line; else raise the group."""
+    """Report the first error of a task group if all its errors can be reported in one line; otherwise raise the group."""
     leaves = list(_leaves(group))
     if any(not isinstance(leaf, (KvatlasError, OSError)) and not _is_of_store(leaf) for leaf in leaves):
         raise group
@@ -138,14 +138,14 @@ def _describe(error: BaseException) -> str:
 
 
 def _is_of_store(error: BaseException) -> bool:
-    """An error of redis-py, which is imported only by commands that use it."""
+    """True for an error of redis-py, which is imported only by commands that use it."""
     exceptions = sys.modules.get("redis.exceptions")
     # the second is not a subclass of the first
     return exceptions is not None and isinstance(error, (exceptions.RedisError, exceptions.RedisClusterException))
 
 
 def _fail(line: str, code: int, prefix: str = "kvatlas: ") -> int:
-    """Print the line on stderr; the exit code."""
+    """Print the line on stderr and return the exit code."""
     print(prefix + " ".join(line.split()), file=sys.stderr)
     return code
 

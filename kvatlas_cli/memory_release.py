@@ -1,7 +1,7 @@
-"""Gives memory back to the system that a burst of events or requests left with the C library's allocator.
+"""Returns memory to the system that the C library's allocator kept after a burst of events or requests.
 
-glibc keeps what is freed between objects that stay: a sidecar of 64 ranks that took in 131,072 blocks at once kept 97 MiB more
-than before, of which 28 were the blocks'. `malloc_trim` gives the rest back.
+glibc keeps freed memory between objects that stay. A sidecar of 64 ranks that took in 131,072 blocks at once kept 97 MiB
+more than before, of which only 28 belonged to blocks. `malloc_trim` returns the rest.
 """
 
 import ctypes
@@ -13,22 +13,22 @@ from threading import Event, Thread
 
 CHECK_EVERY_S = 10.0
 GROWTH_BYTES = 8 << 20
-"""Memory is given back after a process has grown by so much: to look for it takes milliseconds."""
+"""Memory is returned after a process has grown by this much, because checking for it takes milliseconds."""
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryRelease:
-    """Of this process; `check` now and then."""
+    """Releases memory of this process; call `check` now and then."""
 
     def __init__(self, trim: Callable[[int], object]) -> None:
         """`trim`: glibc's `malloc_trim`."""
         self._trim = trim
         self._least_bytes = resident_bytes()
-        """Since the last release."""
+        """Smallest size since the last release."""
 
     def check(self) -> bool:
-        """Give memory back if the process has grown. True if it was done."""
+        """Release memory if the process has grown. Returns True if it did."""
         now_bytes = resident_bytes()
         self._least_bytes = min(self._least_bytes, now_bytes)
         if now_bytes - self._least_bytes < GROWTH_BYTES:
@@ -45,7 +45,7 @@ def find_trim() -> Callable[[int], object] | None:
 
 @contextmanager
 def releasing_memory() -> Iterator[None]:
-    """In a thread of its own, which ends with the block."""
+    """Release memory in a separate thread, which ends with the block."""
     if (trim := find_trim()) is None:
         yield
         return
@@ -60,7 +60,7 @@ def releasing_memory() -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """What this process has in memory now."""
+    """The resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 

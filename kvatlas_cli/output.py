@@ -1,4 +1,4 @@
-"""What commands print: JSON for scripts, tables for people, notices on stderr."""
+"""Output of commands: JSON for scripts, tables for people, notices on stderr."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from kvatlas.quantities import count_text as count_text
 from kvatlas_cli.logs import notice_text
 
 PLAIN_WIDTH = 240
-"""Of tables for programs and files."""
+"""Width of tables for programs and files."""
 
 
 def print_notice(line: str) -> None:
@@ -32,19 +32,20 @@ def print_json_line(value: Any) -> None:
 
 
 def line_width() -> int | None:
-    """How wide lines may be: as the terminal, or as COLUMNS says; None: as wide as they are."""
+    """Maximum width of lines: the terminal's, or COLUMNS; None: unlimited."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size().columns
     return None
 
 
 def wrap(text: str, width: int, indent: str, further: str) -> list[str]:
-    """Lines of a text; flags and addresses stay whole if they fit a line. `further`: the indent of all lines but the first."""
+    """Wrap a text; flags and addresses stay whole if they fit on a line. `further`: the indent of all lines after the
+    first."""
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; where its lines don't fit, each row as a paragraph, which begins with its first cell."""
+    """Print a table. If its lines don't fit, print each row as a paragraph that begins with its first cell."""
     width = line_width() or PLAIN_WIDTH
     if rows and _table_width(columns, rows) > width:
         print(title)
@@ -63,13 +64,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def _table_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """With a space on both sides of each cell, and lines between them."""
+    """The width, with a space on both sides of each cell, and lines between them."""
     cells = [max(len(column), *(len(row[at]) for row in rows)) for at, column in enumerate(columns)]
     return sum(cells) + 3 * len(cells) + 1
 
 
 def _paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """The first cell, then the others behind their columns' names; a pair is on one line if it fits."""
+    """The first cell, then the others after their columns' names; a pair stays on one line if it fits."""
     lines, line = [row[0]], " "
     for column, cell in zip(columns[1:], row[1:], strict=True):
         pair = f" {column}: {cell}" if column else f" {cell}"

@@ -16,7 +16,7 @@ from kvatlas.runtime.backoff import Backoff
 
 PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_PORT"
 LONG_LIFE_S = 60.0
-"""A process that ends after so long is started again at once."""
+"""A process that ends after at least this long is restarted at once."""
 
 _log = logging.getLogger("kvatlas_cli")
 
@@ -42,7 +42,7 @@ async def run_process_group(
 
 @contextlib.contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    """A port that nobody else can take meanwhile, but those that share it. It is bound, and not listened on."""
+    """Reserve a port for processes that share it, so that no other can take it. The socket is bound but does not listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as reservation:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -54,9 +54,9 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 
 def _environment(number: int) -> Mapping[str, str]:
-    """Of one process: its own page for Prometheus, on the next port."""
+    """The environment of one process: its Prometheus page is on the next port."""
     first = os.environ.get(PROMETHEUS_PORT, "9464")
-    port = str(int(first) + number) if first.isdecimal() else first  # what is wrong with it the process says
+    port = str(int(first) + number) if first.isdecimal() else first  # the process itself reports what is wrong with it
     return {**os.environ, PROMETHEUS_PORT: port}
 
 
@@ -76,7 +76,7 @@ async def _keep_running(words: Sequence[str], environment: Mapping[str, str]) ->
 
 
 async def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """One process to its end; its exit code. Cancelled: asks it to stop, and waits."""
+    """Run one process to its end; return its exit code. If cancelled, ask it to stop and wait."""
     command = child_command([sys.executable, "-m", "kvatlas_cli.main", *words])
     process = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
     try:

@@ -1,4 +1,4 @@
-"""What `kvatlas overlap` and `kvatlas route` share: the flags for the prompt, the prompt, and a router client."""
+"""Common parts of `kvatlas overlap` and `kvatlas route`: the flags for the prompt, the prompt, and a router client."""
 
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated
@@ -24,13 +24,13 @@ HintsFlag = Annotated[
     str | None,
     typer.Option(
         help="Instead of --tokens: file with the request's hints, `-` for stdin: a JSON object with token_ids or block_hashes, "
-        "and what else is known of the request."
+        "and anything else known about the request."
     ),
 ]
 
 
 def read_prompt(settings: PromptSettings, tokens: str | None, hints: str | None) -> Prompt:
-    """The prompt whose token ids, or hints, are in a file. Raises InvalidValue, and SettingsError unless one of them is
+    """The prompt from a file of token ids or hints. Raises InvalidValue, and SettingsError unless exactly one of them is
     given."""
     if (tokens is None) == (hints is None):
         given = "neither" if tokens is None else "both"

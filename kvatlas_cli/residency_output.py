@@ -1,4 +1,4 @@
-"""How commands print residencies: as JSON, or as rows of a table."""
+"""Prints residencies for commands: as JSON, or as rows of a table."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def read_hash(text: str) -> int:
 
 
 def scope_fields(scope: Scope) -> dict[str, str | None]:
-    """As JSON types."""
+    """A scope's fields as JSON types."""
     return {
         "model_id": scope.model_id,
         "tokenizer_id": scope.tokenizer_id,
@@ -35,7 +35,7 @@ def scope_fields(scope: Scope) -> dict[str, str | None]:
 
 
 class ResidencyPrinter:
-    """`records`: of the workers and shared stores that the fleet has."""
+    """`records`: all workers and shared stores of the fleet."""
 
     def __init__(self, records: Mapping[str, FleetRecord], now_us: int) -> None:
         self._records = records
@@ -43,12 +43,12 @@ class ResidencyPrinter:
 
     @classmethod
     async def of_fleet(cls, store: Store) -> Self:
-        """With the heartbeats of now. Raises Unreachable."""
+        """A printer with the current heartbeats. Raises Unreachable."""
         return cls(await FleetStore(store).all(), time.time_ns() // 1_000)
 
     def jsonable(self, residency: Residency) -> dict[str, Any]:
-        """`kind`: of the engine, or `store`; `age_ms`: since the worker's last heartbeat. Both None if the fleet does not have
-        the worker."""
+        """A residency as JSON types. `kind`: of the engine, or `store`; `age_ms`: since the worker's last heartbeat. Both
+        are None for a worker that the fleet does not have."""
         age_us = self._age_us(residency.worker_id)
         return {
             "worker": residency.worker_id,
@@ -63,7 +63,7 @@ class ResidencyPrinter:
         }
 
     def print_all(self, what: str, scope: Scope, residencies: Sequence[Residency], *, as_json: bool) -> None:
-        """As a JSON array, or a table. `what`: what they are residencies of."""
+        """Print them as a JSON array, or as a table. `what`: describes the residencies in the title."""
         if as_json:
             print_json([self.jsonable(residency) for residency in residencies])
             return

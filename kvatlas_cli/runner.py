@@ -15,8 +15,8 @@ from kvatlas_cli.logs import log_to_stderr
 from kvatlas_cli.memory_release import releasing_memory
 
 NEW_OBJECTS = 50_000
-"""The collector looks for cycles after this many objects more, not 700: services make hardly any, and what they keep by the
-million are blocks, which it would walk again and again in vain."""
+"""The collector looks for cycles after this many new objects instead of 700. Services make hardly any cycles, and what they
+keep by the million are blocks, which it would scan again and again in vain."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -43,7 +43,7 @@ def run_query(component: str, settings: ProcessSettings, body: Coroutine[Any, An
 def _seldom_collected() -> Iterator[None]:
     thresholds = gc.get_threshold()
     gc.collect()
-    gc.freeze()  # modules and classes stay: they are never walked again
+    gc.freeze()  # modules and classes stay: don't scan them again
     gc.set_threshold(NEW_OBJECTS, 20, 100)
     try:
         yield
@@ -60,7 +60,7 @@ def _run(
     style: str,
     metrics_page: bool = False,
 ) -> bool:
-    """True if the body ended by itself, False if a signal stopped it."""
+    """Run the body. True if it ended by itself, False if a signal stopped it."""
     log_to_stderr(settings.log_level, style)
     with closing(body):  # the body never starts if telemetry can't be set up
         telemetry = setup_telemetry(component, metrics_page=metrics_page)

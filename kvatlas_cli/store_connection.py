@@ -11,7 +11,7 @@ from kvatlas_cli.output import print_notice
 
 
 def connect_store(settings: Settings) -> AbstractAsyncContextManager[Store]:
-    """The store of the settings, closed at the end; a notice says why the command waits. Raises Unreachable."""
+    """The settings' store, closed at the end; a notice says why the command waits. Raises Unreachable."""
     return connected_store(settings.redis, wait=settings.wait, on_wait=print_notice)
 
 
@@ -24,4 +24,4 @@ async def check_worker_known(store: Store, index: RedisIndex, worker_id: str) ->
     """Raises InvalidValue if neither the index nor the fleet has the worker."""
     record = await index.record(worker_id)
     if (record is None or not record.answering) and worker_id not in await FleetStore(store).all():
-        raise InvalidValue(f"no worker {worker_id!r}: the index holds nothing of it, and the fleet does not have it")
+        raise InvalidValue(f"no worker {worker_id!r}: neither the index nor the fleet has it")

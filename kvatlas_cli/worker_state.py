@@ -4,7 +4,8 @@ from kvatlas.fleet.records import EngineState, FleetRecord, Liveness
 
 
 def state_word(record: FleetRecord) -> str:
-    """`lost` before anything else, `in doubt` if the engine is up and the index may be wrong about it, else the engine's."""
+    """`lost` takes precedence; then `in doubt` if the engine is up but the index may be wrong about it; else the engine's
+    state."""
     if record.liveness is Liveness.LOST:
         return "lost"
     if record.state is EngineState.UP and record.doubt:

@@ -1,4 +1,4 @@
-"""The router client: overlap, cost and choice for routers. It needs the plain install only, none of the extras.
+"""The router client: overlap, cost and choice for routers. It needs only the plain install, without extras.
 
 from router_client import Prompt, RouterClient, Scope
 
@@ -8,7 +8,7 @@ async with RouterClient.open("redis://127.0.0.1:6379") as router:
 
 `SyncRouterClient` is the same without `async` and `await`.
 
-The way of one choice through the files:
+The path of one choice through the files:
 
     client.py, sync.py          the calls; results.py, overlap_result.py and prefill_decode_result.py are what they return
     decision/decider.py         the steps below under one deadline; kvatlas/store/deadline.py if the store is slow or away
@@ -16,13 +16,13 @@ The way of one choice through the files:
       decision/index_lookup.py  look up the prompt's overlap (prompt_chain.py, chain_cache.py, pricing/overlap.py)
       decision/policy.py        price the candidates without load (pricing/quotes.py, prefill_decode.py, surcharges.py)
       booking/ask.py            ask for the cheapest under load, within its limits (pricing/slo.py)
-      booking/booker.py         look or book, in the store or alone (booking/reservation.py, leases.py)
-      decision/choice_builder.py  from the booked one to the choice
+      booking/booker.py         evaluate or book, in the store or alone (booking/reservation.py, leases.py)
+      decision/choice_builder.py  turns the booked offer into the choice
     pricing/ranking.py          every candidate with its terms, computed when it is read
-    choice_statistics.py        what is counted of the choice, and of its answer
+    choice_statistics.py        statistics of the choice and its answer
     learning/                   afterwards: rates learned from finished requests, and prediction accuracy
 
-The servers that stand on it, the proxy and the endpoint picker, are in `router/`.
+The servers that build on it, the proxy and the endpoint picker, are in `router/`.
 """
 
 from importlib import import_module
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported together when the first is used: redis-py and pydantic take a few tenths of a second."""
-    if name.startswith("__") and name != "__all__":  # what the import system asks of a package
+    """Import the public names together on first use: redis-py and pydantic take a few tenths of a second."""
+    if name.startswith("__") and name != "__all__":  # names that the import system looks up on a package
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     api = import_module("router_client.api")
     globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})

@@ -1,4 +1,4 @@
-"""Everything that `router_client` exports: that package imports this one with the first name that is asked of it."""
+"""Everything that `router_client` exports. That package imports this one when its first name is used."""
 
 from kvatlas.blocks.residency import Residency
 from kvatlas.blocks.reuse import ReuseRule, ReuseRules

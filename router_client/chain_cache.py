@@ -1,7 +1,7 @@
 """A cache of prompts' hash chains, so that a growing conversation hashes only its new blocks.
 
-A prompt's packed tokens are digested piece by piece, which takes a tenth of the time of the chain itself. The digest of
-all tokens up to a piece's end is the key of the piece's hashes, so prompts with a common start share pieces.
+A prompt's packed tokens are digested piece by piece, in a tenth of the time that the chain itself takes. The digest of all
+tokens up to the end of a piece is the key of the piece's hashes, so prompts with a common start share pieces.
 """
 
 import sys
@@ -14,14 +14,14 @@ from xxhash import xxh3_128
 from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, lookahead_chain, pack_tokens
 
 PIECE_BLOCKS = 32
-"""A conversation that continues hashes at most this many of its old blocks again."""
+"""A continued conversation hashes at most this many of its old blocks again."""
 
 MOST_BLOCKS = 1 << 20
 _TOKEN_BYTES = 4
 
 
 class ChainCache:
-    """Bounded by blocks; the least recently used piece is dropped first. For one thread at a time."""
+    """Bounded by blocks; the least recently used piece is dropped first. Not thread-safe."""
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self.hashed_blocks = 0
@@ -38,7 +38,7 @@ class ChainCache:
     ) -> Iterator[bytes]:
         """The chain of a prompt in packed chunks of up to `chunk_blocks`, equal to `kvatlas.blocks.hashing.lazy_chain`.
 
-        `chunk_blocks` must be a multiple of PIECE_BLOCKS. Raises InvalidValue for a token id that is out of range.
+        `chunk_blocks` must be a multiple of PIECE_BLOCKS. Raises InvalidValue for an out-of-range token id.
         """
         digest = xxh3_128(pack_tokens(tokens[:lookahead_tokens]))
         parent, tokens = lookahead_chain(tokens, lookahead_tokens)

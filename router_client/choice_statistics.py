@@ -1,4 +1,4 @@
-"""What a router client counts of its choices, and keeps of their answers."""
+"""Statistics of a router client's choices and their answers."""
 
 import logging
 import time
@@ -23,9 +23,10 @@ from router_client.results import Choice, fell_open_for_want_of
 
 
 class ChoiceStatistics:
-    """Counts choices, compares predictions with answers, and tells `feed` of both; `history` has those of the last minutes.
+    """Counts choices, compares predictions with answers, and publishes both to `feed`; `history` has the last minutes'
+    choices.
 
-    `output_lengths` None: nothing is learned of them.
+    `output_lengths` None: answers' lengths are not learned.
     """
 
     def __init__(self, bounds: BoundShares, output_lengths: OutputLengths | None) -> None:
@@ -38,7 +39,7 @@ class ChoiceStatistics:
         self._log = RateLimitedLog(logging.getLogger("router_client"))
 
     def count_choice(self, choice: Choice, started_ns: int) -> None:
-        """A choice was made; `started_ns`: by `time.perf_counter_ns`."""
+        """Count a choice; `started_ns`: by `time.perf_counter_ns`."""
         counters, result = self.counters, choice.result
         counters.routed += 1
         self._count_fall(choice)
@@ -56,7 +57,7 @@ class ChoiceStatistics:
         counters.decision_time.add((time.perf_counter_ns() - started_ns) / 1e9, span=sampled_context())
 
     def remember(self, prompt: Prompt, choice: Choice) -> None:
-        """A worker was chosen and booked for this prompt."""
+        """Add a choice that was made and booked for this prompt to the history."""
         decision = PastDecision(
             time.time_ns() // 1_000,
             choice.worker_id,
@@ -70,14 +71,16 @@ class ChoiceStatistics:
         self.history.record(decision, without_index=choice.basis in (Basis.LOAD, Basis.PREFIX_HASH))
 
     def _count_fall(self, choice: Choice) -> None:
-        """A choice that fell open is counted by its cause, and logged now and then."""
+        """Count a choice that fell open by its cause, and log it now and then."""
         if (cause := fell_open_for_want_of(choice)) is None:
             return
         self.counters.open_connections += cause == "connections"
         self.counters.open_index += cause == "index"
         self.counters.open_fleet += cause == "fleet"
         self.counters.open_booking += cause == "booking"
-        self._log.report(cause, f"chosen without the store's help: {choice.why}; choices go on by what is known here")
+        self._log.report(
+            cause, f"chosen without the store's help: {choice.why}; choices continue with what this router knows"
+        )
 
     def record_answer(
         self,
@@ -89,8 +92,8 @@ class ChoiceStatistics:
         usage: Usage,
         timings: Timings | None,
     ) -> None:
-        """A request was answered. `basis` None: its usage can't be compared with the prediction. `chosen_us`: Unix time in
-        microseconds."""
+        """Record the answer to a request. `basis` None: its usage can't be compared with the prediction. `chosen_us`: Unix
+        time in microseconds."""
         if self.feed.followed:
             self.feed.publish(describe_request(prompt, result, usage, timings, chosen_us))
         if self._output_lengths is not None:

@@ -1,4 +1,4 @@
-"""The router client: looks up which workers hold a prompt, prices every worker of the pool, books the cheapest."""
+"""The router client: looks up which workers hold a prompt, prices every worker of the pool, and books the cheapest."""
 
 import json
 import logging
@@ -55,19 +55,19 @@ _log = logging.getLogger("router_client")
 Request = Prompt | RequestHints | RequestShape
 
 MOST_TRACED = 8
-"""A trace explains up to this many candidates of a choice."""
+"""Limit of candidates that a trace explains for each choice."""
 
 
 class RouterClient:
-    """Compares workers with `overlap` and `rank`, and chooses with `route` and `reserve`; safe to share between tasks of one
-    loop.
+    """Compares workers with `overlap` and `rank`, and chooses with `route` and `reserve`. Tasks of one event loop may share
+    it.
 
     `overlap` and `rank` raise Unreachable if the store does not answer. A choice is made within the deadline whatever the
-    store does (`Choice.basis` says by what); it raises Unreachable only if the pool's workers were never read. All raise
-    InvalidValue for a request that breaks the contract.
+    store does (`Choice.basis` says on what grounds); it raises Unreachable only if the pool's workers were never read. All
+    calls raise InvalidValue for a request that breaks the contract.
 
-    Enter the client (`async with`) if it books in a store: then its lease there is renewed, and leaving releases what is
-    still booked.
+    Enter the client (`async with`) if it books in a store: this renews its lease there, and leaving releases everything
+    that is still booked.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class RouterClient:
         now_us: Callable[[], int] = lambda: time.time_ns() // 1_000,
         store: Store | None = None,
     ) -> None:
-        """Over an index, a fleet reader and reservations that the caller keeps open; `RouterClient.open` makes them from
-        a URL. Without reservations the client books in this process, and knows only its own choices. `store`: where it
+        """Works on an index, a fleet reader and reservations that the caller keeps open; `RouterClient.open` creates them
+        from a URL. Without reservations the client books in this process, and knows only its own choices. `store`: where it
         reports its prediction accuracy (`answers`)."""
         self.settings = settings or RouterSettings()
         self._index = index
@@ -131,12 +131,12 @@ class RouterClient:
         wait: bool = True,
         on_wait: Callable[[str], None] | None = None,
     ) -> AsyncIterator["RouterClient"]:
-        """`async with RouterClient.open(url) as router`: a client over the store that the indexer writes.
+        """`async with RouterClient.open(url) as router`: a client for the store that the indexer writes.
 
         `redis`: the store's URL, or a `RedisAccess` with certificates. `wait`: try again, with back-off, if the store is
-        unreachable or no indexer has laid it out yet; `on_wait` gets a
-        line each time. Raises Unreachable (without `wait`), InvalidValue for the URL, LayoutMismatch if the store was laid
-        out by another version, or (without `wait`) not yet.
+        unreachable or no indexer has created a layout yet; `on_wait` gets a line each time. Raises Unreachable (without
+        `wait`), InvalidValue for the URL, LayoutMismatch if the store's layout has another version, or (without `wait`) if
+        it has none yet.
         """
         async with connected_store(redis, wait=wait, on_wait=on_wait) as store:
             replica = settings.replica if settings is not None else None
@@ -172,7 +172,7 @@ class RouterClient:
 
     @property
     def load_only(self) -> bool:
-        """The kill switch: if True, load alone decides, without the index. May be set at any time."""
+        """The kill switch: if True, choices use load alone, without the index. May be set at any time."""
         return self._lookup.load_only
 
     @load_only.setter
@@ -181,27 +181,28 @@ class RouterClient:
 
     @property
     def replica_status(self) -> Mapping[str, Any] | None:
-        """The state of the replica of the index, its age and its counters; None without one."""
+        """The state of this process' copy of the index, its age and its counters; None without a copy."""
         return self._index.status() if isinstance(self._index, ReportsStatus) else None
 
     async def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
-        """Every worker of the scope's pool by id, also those that get no requests now; as last read if the store does not
-        answer within the deadline. Raises Unreachable if it was never read."""
+        """Every worker of the scope's pool by id, including those that get no requests now. If the store does not answer
+        within the deadline, the workers as read last. Raises Unreachable if they were never read."""
         return (await self._decider.read_pool(scope.pool_id)).records
 
     async def record_end(self, pool_id: str, id: bytes, outcome: Outcome | None) -> bool:
-        """Record how a reservation of any router of the pool ended, or (None) that its first token is there. False if there is
-        none (any more). Raises Unreachable."""
+        """Record how a reservation of any router of the pool ended, or (None) that its first token is there. False if it
+        does not (or no longer) exist. Raises Unreachable."""
         if outcome is None:
             return await self._reservations.record_first_token(pool_id, id)
         return await self._reservations.release(pool_id, id, outcome)
 
     async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
-        """Those of these reservations of any router of the pool that are not over. Raises Unreachable."""
+        """The reservations among these, of any router of the pool, that have not ended. Raises Unreachable."""
         return await self._reservations.find_booked(pool_id, ids)
 
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
-        """The learned rates of the scope's workers, by worker; a worker without evidence has the configured ones."""
+        """The learned rates by worker of the scope's pool. Workers without evidence are priced with the configured
+        rates."""
         return self._learner.learned(scope.pool_id)
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
@@ -228,7 +229,7 @@ class RouterClient:
         return PromptOverlap(prompt.input_tokens, workers, self._builder.remarks(prompt, pool))
 
     async def rank(self, request: Request) -> Ranking:
-        """Every candidate with every term of its cost, cheapest first; empty without a candidate."""
+        """Every candidate with every term of its cost, cheapest first; empty without candidates."""
         prompt = self._prompt(request)
         with decision_span("rank", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
             ranking = await self._decider.rank(prompt)
@@ -238,7 +239,7 @@ class RouterClient:
     async def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> Choice:
         """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
 
-        `avoid`: workers that are no candidates. `dry_run`: nothing is reserved. Raises NoWorkers.
+        `avoid`: workers that are not candidates. `dry_run`: nothing is reserved. Raises NoWorkers.
         """
         return await self._choose(request, avoid, book=not dry_run)
 
@@ -246,10 +247,10 @@ class RouterClient:
     async def route(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[Choice]:
         """`async with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
 
-        Chosen and reserved in one call over reported load and the live reservations of all routers. Ties are broken by a
-        hash of the prompt, the worker and the seed: evenly, and the same on every router. Call `await choice.first_token()`
-        when the prefill is over. Leaving the block ends the request, by an exception as failed, unless `choice.done(...)`
-        did. Raises NoWorkers.
+        It is chosen and reserved in one call, over the reported load and the live reservations of all routers. Ties are
+        broken by a hash of the prompt, the worker and the seed: evenly, and equally on every router. Call `await
+        choice.first_token()` when the prefill is over. Leaving the block ends the request (as failed if by an exception),
+        unless `choice.done(...)` did. Raises NoWorkers.
         """
         choice = await self.reserve(request, avoid=avoid)
         try:
@@ -267,8 +268,8 @@ class RouterClient:
     async def route_pd(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[PairChoice]:
         """`async with router.route_pd(request) as pair`: the workers for prompt and answer, both reserved.
 
-        `pair.prefill` is None if one worker does both, because that is cheaper or there is little to compute. Chosen and
-        reserved in one call, and released together, as by `route`. Raises NoWorkers.
+        `pair.prefill` is None if one worker does both, because that is cheaper or there is little to compute. Both are
+        chosen and reserved in one call, and released together, as in `route`. Raises NoWorkers.
         """
         pair = await self.reserve_pd(request, avoid=avoid)
         try:

@@ -1,4 +1,4 @@
-"""The fleet records that a router decides by: read from a pool's reader, and kept for a short time."""
+"""The fleet records that a router decides by: read from a pool's reader and kept for a short time."""
 
 import asyncio
 import time
@@ -21,11 +21,11 @@ class FleetReader(Protocol):
     """Reads a pool's workers; `kvatlas.fleet_store.fleet_store.FleetStore` is one."""
 
     async def pool(self, pool_id: str) -> Mapping[str, FleetRecord]:
-        """Every worker of a pool by id, also those that get no requests now. Raises Unreachable."""
+        """Every worker of a pool by id, including those that get no requests now. Raises Unreachable."""
 
 
 class StaticFleet:
-    """Given records, for an index in process and for tests. `records` may be changed at any time."""
+    """Fixed records, for an index in this process and for tests. `records` may be changed at any time."""
 
     def __init__(self, records: Mapping[str, FleetRecord]) -> None:
         self.records = dict(records)
@@ -36,8 +36,8 @@ class StaticFleet:
 
 
 class LastKnownRecords:
-    """Fleet records as last read. An empty read does not replace them for EMPTY_GRACE_S: a store that came back without
-    its data is empty until the indexers have written again, which takes them a second or two."""
+    """Fleet records as read last. For EMPTY_GRACE_S an empty read does not replace them: a store that came back without its
+    data is empty until the indexers have written again, a second or two later."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.records: Mapping[str, FleetRecord] = {}
@@ -55,7 +55,7 @@ class LastKnownRecords:
 class FleetCache:
     """Keeps a pool for `max_age_ms`: records change once a second, and unpacking hundreds takes milliseconds.
 
-    Callers that find an old copy share one read, which continues if they stop waiting for it.
+    Callers that find an expired copy share one read, which continues even if they stop waiting for it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class FleetCache:
         clock: Callable[[], float] = time.monotonic,
         profile: Callable[[str], Awaitable[CostProfile]] | None = None,
     ) -> None:
-        """`profile`: the prices of a pool's workers; called while the records are read."""
+        """`profile`: returns the prices of a pool's workers; called while the records are read."""
         self._reader = reader
         self._rules = rules or BoundShares(ReuseRules())
         self._made_with: dict[str, int] = {}
@@ -78,7 +78,7 @@ class FleetCache:
         self._last: dict[str, LastKnownRecords] = {}
 
     async def read_pool(self, pool_id: str) -> Pool:
-        """The pool as it was at most `max_age_ms` ago. Raises Unreachable."""
+        """The pool, at most `max_age_ms` old. Raises Unreachable."""
         kept = self._kept.get(pool_id)
         if kept is not None and self._clock() - kept[0] < self._max_age_s:
             return kept[1]
@@ -89,17 +89,17 @@ class FleetCache:
         return await asyncio.shield(read)
 
     async def read_again(self, pool_id: str) -> Pool:
-        """The pool as it is now. Raises Unreachable."""
+        """The pool, read now. Raises Unreachable."""
         kept = self._kept.get(pool_id)
         if kept is not None:
             self._kept[pool_id] = (float("-inf"), kept[1])
         return await self.read_pool(pool_id)
 
     async def read_pool_in_time(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> tuple[Pool, str]:
-        """The pool within READ_SHARE of the deadline, and ''; as last known if that fails, and why. If `call_store` is False,
-        as last known.
+        """The pool within READ_SHARE of the deadline, and ''. If that fails, the pool as read last, and why. If
+        `call_store` is False, the pool as read last.
 
-        A pool that was never read is waited for: there is nothing to decide by. Raises Unreachable for it.
+        A pool that was never read is waited for, because nothing else could decide. Raises Unreachable for it.
         """
         known = self.last_known(pool_id)
         if known is None:
@@ -112,12 +112,12 @@ class FleetCache:
             return self.last_known(pool_id) or known, f"fleet: {deadline.describe(error)}"
 
     def last_known(self, pool_id: str) -> Pool | None:
-        """The pool as it was last read, however long ago; None if it never was."""
+        """The pool as read last, however long ago; None if it was never read."""
         kept = self._kept.get(pool_id)
         return kept[1] if kept is not None else None
 
     def known_pools(self) -> Collection[str]:
-        """Those that were ever read, with workers."""
+        """Pools that were ever read with workers."""
         return list(self._kept)
 
     async def close(self) -> None:
@@ -135,7 +135,7 @@ class FleetCache:
         began = self._clock()
         read = await self._reader.pool(pool_id)
         if not read and pool_id not in self._last:
-            return Pool.of({}, self._rules)  # of a pool that does not exist nothing is kept, learned or read again
+            return Pool.of({}, self._rules)  # nothing is kept or learned for a pool that does not exist
         records = self._last.setdefault(pool_id, LastKnownRecords(self._clock)).update(read)
         profile = await self._profile(pool_id)
         known, version, pool = self.last_known(pool_id), self._rules.version, None
@@ -150,7 +150,7 @@ class FleetCache:
     def _discard(self, pool_id: str, read: asyncio.Task[Pool]) -> None:
         del self._reads[pool_id]
         if not read.cancelled():
-            read.exception()  # retrieved, or asyncio logs that it never was
+            read.exception()  # retrieved; otherwise asyncio logs that it never was
 
 
 async def _default_profile(pool_id: str) -> CostProfile:

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that have none."""
+"""An event loop in its own thread, for callers that have no loop."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Call:
-    """The block of a task, which `cancel` ends, whether it was entered yet or not."""
+    """A block in a task, which `cancel` ends, even if it has not been entered yet."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[Any] | None = None
@@ -33,17 +33,19 @@ class _Call:
         self._task = None
 
     def cancel(self) -> None:
-        """In the loop's thread."""
+        """Cancel the block. Call it in the loop's thread."""
         self._cancelled = True
         if self._task is not None:
             self._task.cancel()
 
 
 class LoopThread:
-    """Runs coroutine functions for any number of threads; leaving its block cancels what still runs and ends the thread.
+    """Runs coroutine functions for any number of threads; leaving its block cancels everything that still runs and ends the
+    thread.
 
     Each coroutine runs in a copy of its caller's context, so spans keep their parents. The thread does not outlive the
-    process, and a fork has none: there every call raises ClientClosed, and leaving the block does nothing.
+    process, and a forked process does not have it: there every call raises ClientClosed, and leaving the block does
+    nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -73,16 +75,16 @@ class LoopThread:
             raise ClientClosed(
                 f"the router client was opened in process {self._pid}, which forked; open one in process {os.getpid()}"
             )
-        with self._closing:  # what starts before the loop ends is cancelled by it, and never lost
+        with self._closing:  # so the loop's end cancels everything that starts before it, and loses nothing
             if self._closed:
                 raise ClientClosed("the router client is closed")
             return asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop)
 
     def run(self, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the function returns or raises; interrupting the caller cancels it.
+        """Run the function; return or raise what it does. Interrupting the caller cancels it.
 
-        Raises ClientClosed, also if the loop is closed meanwhile, and RuntimeError in the loop itself, which would wait for
-        itself.
+        Raises ClientClosed, also if the loop is closed meanwhile. Raises RuntimeError in the loop itself, which would
+        otherwise wait for itself.
         """
         if self._thread.ident == get_ident():
             raise RuntimeError("a sync router client is called from its own event loop; use the async one there")
@@ -98,7 +100,7 @@ class LoopThread:
             raise ClientClosed("the router client was closed during the call") from None
         except Exception:
             raise
-        except BaseException:  # a KeyboardInterrupt, which may come before there is a future to cancel
+        except BaseException:  # a KeyboardInterrupt, perhaps before there is a future to cancel
             with self._closing:
                 if not self._closed:
                     self._loop.call_soon_threadsafe(call.cancel)
@@ -108,7 +110,7 @@ class LoopThread:
     def enter(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
         """Enter an async context manager, and leave it with this block, both in one task of the loop.
 
-        An exception of the block is not passed on to the manager.
+        Exceptions of the block are not passed on to the manager.
         """
         entered: Future[T] = Future()
         over = asyncio.Event()
@@ -138,7 +140,7 @@ class LoopThread:
 
     @property
     def closed(self) -> bool:
-        """Was the block left, in this process?"""
+        """True if the block was left, in this process."""
         return self._closed
 
     @property

@@ -13,15 +13,15 @@ from router_client.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class WorkerOverlap:
-    """The part of a prompt that one worker holds, or one shared store (`kind` "store"). Blocks are of its own size;
+    """The part of a prompt that one worker holds, or one shared store (`kind` "store"). Blocks have its own block size;
     `block_size` 0: it has announced no block yet.
 
     `resident_tokens` is a lower bound if the worker announces only every g-th block; its engine will really reuse
     `usable_tokens` of them. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get requests
     now. `predicted_tokens`: usable tokens of a worker without events (`events` False), which is predicted to hold them
-    because they were computed there; they are never counted as resident. `marks`: where the prompt can be resumed is told by
-    the worker's marks. `upper_bound`: why `usable_tokens` is only an upper bound. `why`: why the usable tokens end where they
-    do, empty if all resident ones are usable.
+    because they were computed there; they never count as resident. `marks`: the worker's marks show where the prompt can
+    resume. `upper_bound`: why `usable_tokens` is only an upper bound. `why`: why the usable tokens end where they do, empty
+    if all resident ones are usable.
     """
 
     worker_id: str
@@ -41,7 +41,7 @@ class WorkerOverlap:
     kind: str = ""
 
     def explain(self) -> str:
-        """One line."""
+        """The overlap in one line."""
         tiers = ", ".join(f"{tokens} in {tier.label}" for tier, tokens in self.tokens_by_tier.items())
         store = "store " if self.kind == EngineKind.STORE else ""
         text = f"{store}{self.worker_id}: {self.resident_blocks} of {self.required_blocks} blocks"
@@ -59,7 +59,7 @@ class WorkerOverlap:
 
 @dataclass(frozen=True, slots=True)
 class PromptOverlap:
-    """Every worker of a pool with the part of a prompt that it holds, the most usable tokens first. `remarks`: see
+    """Every worker of a pool with the part of a prompt that it holds, most usable tokens first. `remarks`: see
     `Ranking`."""
 
     input_tokens: int
@@ -74,7 +74,7 @@ class PromptOverlap:
         return next((worker for worker in self.workers if worker.worker_id == worker_id), None)
 
     def explain(self) -> str:
-        """A line for each worker."""
+        """One line per worker."""
         workers = (worker.explain() for worker in self.workers)
         lines = [f"prompt of {self.input_tokens} tokens", *workers, *self.remarks]
         return "\n  ".join(lines)
@@ -87,7 +87,7 @@ def list_overlaps(
     predicted: Mapping[str, int],
     bounds: BoundShares,
 ) -> tuple[WorkerOverlap, ...]:
-    """The overlap of each worker of a pool, the most usable tokens first. `predicted`: tokens of workers without events."""
+    """The overlap of each worker of a pool, most usable tokens first. `predicted`: tokens of workers without events."""
     each = (_describe_overlap(prompt, record, held, predicted, bounds) for record in records.values())
     return tuple(sorted(each, key=_order))
 

@@ -1,4 +1,4 @@
-"""Results of `route_pd`: the worker that computes the answer, and the prefill worker, if that is another one."""
+"""Results of `route_pd`: the worker that computes the answer, and the prefill worker, if it is another one."""
 
 import asyncio
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from router_client.results import Choice, ChoiceData, describe_difference
 
 @dataclass(frozen=True, slots=True)
 class PairChoiceData:
-    """What `PairChoice` and `SyncPairChoice` have in common. `prefill` None: `decode` computes prompt and answer.
+    """Common fields of `PairChoice` and `SyncPairChoice`. `prefill` None: `decode` computes both prompt and answer.
 
-    Both are booked together, and released together. Moving the KV from one to the other is up to the caller and the engines:
-    send to `prefill.url` and `decode.url`, each with its `headers`. Costs and times are those of both together.
+    Both are booked together and released together. Moving the KV from one to the other is up to the caller and the engines:
+    send to `prefill.url` and `decode.url`, each with its `headers`. Costs and times are for both together.
     """
 
     decode: ChoiceData
@@ -47,7 +47,7 @@ class PairChoiceData:
 
     @property
     def score_us(self) -> int:
-        """Both workers' costs."""
+        """The cost of both workers together."""
         return self.decode.score_us + (self.prefill.score_us if self.prefill is not None else 0)
 
     @property
@@ -58,17 +58,17 @@ class PairChoiceData:
 
     @property
     def predicted_cached_tokens(self) -> int:
-        """The prompt tokens that the engine that computes the prompt should report as cached."""
+        """The prompt tokens that the engine computing the prompt should report as cached."""
         return (self.prefill or self.decode).predicted_cached_tokens
 
     @property
     def unconfirmed_tokens(self) -> int:
-        """Those of them that no event has confirmed."""
+        """The cached tokens among them that no event has confirmed."""
         return (self.prefill or self.decode).unconfirmed_tokens
 
     @property
     def over(self) -> Over:
-        """Limits that one of the workers is over, and parts of the SLO that are missed."""
+        """Limits that one of the workers exceeds, and parts of the SLO that are missed."""
         over = NOTHING
         for choice in self._choices:
             over |= choice.result.over
@@ -77,7 +77,7 @@ class PairChoiceData:
 
     @property
     def advice(self) -> Advice:
-        """To send the request; if even the best pair has no room or misses the SLO, to hold it back or refuse it."""
+        """GO to send the request; if even the best pair has no room or misses the SLO, hold it back or refuse it."""
         if not self.over:
             return Advice.GO
         late = (self.ttft_us or 0) > self.decode.ranking.shed_factor * self._slo_ttft_us
@@ -85,7 +85,7 @@ class PairChoiceData:
 
     @property
     def retry_after_s(self) -> int:
-        """When a refused request should come again."""
+        """After how many seconds a refused request should be sent again."""
         return max(1, -int((self._slo_ttft_us - (self.ttft_us or 0)) // 1_000_000))
 
     def explain(self) -> str:
@@ -105,7 +105,7 @@ class PairChoiceData:
         return "\n".join(lines)
 
     def explanation(self, most: int | None = None) -> dict[str, Any]:
-        """The same as plain data; of up to `most` candidates of each kind."""
+        """The explanation as plain data, with up to `most` candidates of each kind."""
         return {
             "score_us": self.score_us,
             "ttft_us": self.ttft_us,
@@ -132,13 +132,13 @@ class PairChoice(PairChoiceData):
     prefill: Choice | None
 
     async def first_token(self) -> None:
-        """The first token is there: the prefill worker is free again."""
+        """Report the first token: the prefill worker is free again."""
         if self.prefill is not None:
             await self.prefill.done()
         await self.decode.first_token()
 
     async def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request is over; see `Choice.done`. Leaving the block of `route_pd` does the same."""
+        """Report the end of the request; see `Choice.done`. Leaving the block of `route_pd` does the same."""
         if self.prefill is not None:
             await asyncio.gather(self.prefill.done(status), self.decode.done(status, usage, timings))
         else:

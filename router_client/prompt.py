@@ -1,4 +1,4 @@
-"""A prompt in its identity scope, as token ids or as ready hashes: what a caller routes."""
+"""A prompt in its identity scope, as token ids or as ready hashes. Callers route it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ from router_client.decision.selector import Selector
 
 
 class Strategy(StrEnum):
-    """How one request's worker is chosen, whatever the router's settings say. `COST`: by overlap, cost and load. `LOAD`: by
+    """How to choose one request's worker, overriding the router's settings. `COST`: by overlap, cost and load. `LOAD`: by
     load alone, without the index. `ROUND_ROBIN`: each worker in turn."""
 
     COST = "cost"
@@ -35,32 +35,32 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OutputLimits:
-    """How many tokens a request wants at least, and at most, if it says so."""
+    """Minimum and maximum number of output tokens, if the request sets them."""
 
     least: int = 0
     most: int | None = None
 
     def clamp(self, tokens: int) -> int:
-        """The nearest number of tokens that is allowed, and not 0."""
+        """The nearest allowed number of tokens, at least 1."""
         most = max(tokens, self.least) if self.most is None else self.most
         return max(1, min(max(tokens, self.least), most, MAX_OUTPUT_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request as the router client sees it. Make it with `of_tokens`, `of_hashes`, `of_hints` or `of_shape`.
+    """One request as the router client sees it. Create it with `of_tokens`, `of_hashes`, `of_hints` or `of_shape`.
 
     `tokens` are hashed for each block size that the pool uses. `hashes` (packed sequence hashes, 8 little-endian bytes
-    each) are of one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids only, has
-    one entry a block, so it fits workers of one block size. `media`, for token ids only: images and other items among them, for
-    any block size. `block_bytes`: KV bytes of `block_size` tokens, for workers whose
-    fleet record does not say; 0 for unknown. `memory`: keeps the hash chains of token ids for the next turn of a
-    conversation; absent: the router client's own. `session_id`: requests of one session keep their worker, if the
-    router's settings say so. `select`: which workers may get it. `reading`: what it says of reading the engine's prefix cache.
+    each) have one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids only, has
+    one entry per block, so it fits workers of one block size. `media`, for token ids only: images and other items among
+    them, for any block size. `block_bytes`: KV bytes of `block_size` tokens, for workers whose fleet record does not say; 0
+    for unknown. `memory`: keeps the hash chains of token ids for the next turn of a conversation; absent: the router
+    client's own. `session_id`: requests of one session keep their worker, if the router's settings say so. `select`: which
+    workers may get it. `reading`: the request's limits on reading the engine's prefix cache.
 
-    `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
-    like, within these limits. `strategy` None: as the router's settings say. `notes`: what of the request was ignored, a line
-    each.
+    `output_tokens` is the expected length of the answer. With `output_limits` it counts only until the router has learned
+    the length of such answers, within these limits. `strategy` None: as the router's settings say. `notes`: what was
+    ignored in the request, one line each.
     """
 
     scope: Scope
@@ -105,9 +105,9 @@ class Prompt:
         input_tokens: int | None = None,
     ) -> Self:
         """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1). `output_tokens` absent: learned.
-        `input_tokens`: the prompt's length, or a guess at it, if only its first tokens are known.
+        `input_tokens`: the prompt's length, or an estimate, if only its first tokens are known.
 
-        Raises InvalidValue for text or bytes. A token id that is out of range raises it later, when the prompt is looked up.
+        Raises InvalidValue for text or bytes. An out-of-range token id raises it later, when the prompt is looked up.
         """
         pack_tokens(tokens[:1])
         return cls(
@@ -158,9 +158,10 @@ class Prompt:
     @classmethod
     def of_hints(cls, hints: RequestHints, fallbacks: Fallbacks | None = None) -> Self:
         """A prompt from a request's hints. Without a chain, block hashes are sequence hashes if all are integers or 16 hex
-        digits, else of `external:default`.
+        digits; otherwise their chain is `external:default`.
 
-        Raises InvalidValue for other text in the chain `own`, a prompt given twice or not at all, or a scope without a model.
+        Raises InvalidValue for other text in the chain `own`, a prompt given twice or not at all, or a scope without a
+        model.
         """
         known = fallbacks or Fallbacks()
         decode = hints.estimated_decode_tokens
@@ -186,16 +187,16 @@ class Prompt:
             select=select,
             reading=hints.cache_reading,
             output_limits=limits,
-            notes=tuple(f"request field {name!r:.80} is not known, and ignored" for name in hints.ignored_fields[:8]),
+            notes=tuple(f"unknown request field {name!r:.80} ignored" for name in hints.ignored_fields[:8]),
             media=hints.media,
         )
 
     @classmethod
     def of_shape(cls, shape: RequestShape, *, block_size: int | None = None, block_bytes: int = 0) -> Self:
-        """A prompt from a request's shape, whose block hashes are sequence hashes of 16 hex digits, or an engine's own: of its
-        scope's chain, or of `external:default` if other text is among them.
+        """A prompt from a request's shape. Its block hashes are sequence hashes of 16 hex digits, or an engine's own: of
+        its scope's chain, or of `external:default` if other text is among them.
 
-        `block_size` absent: that of its blocks. Raises InvalidValue for other hashes, or blocks of different sizes.
+        `block_size` absent: taken from the blocks. Raises InvalidValue for other hashes, or blocks of different sizes.
         """
         sizes = {key.token_count for key in shape.blocks} or {block_size or DEFAULT_BLOCK_TOKENS}
         if len(sizes) > 1 or (block_size is not None and sizes != {block_size}):
@@ -213,16 +214,16 @@ class Prompt:
         )
 
     def of_tenant(self, tenant_id: str) -> Self:
-        """The same prompt in another tenant's scope. Raises InvalidValue for a name that can't be one."""
+        """The same prompt in another tenant's scope. Raises InvalidValue for an invalid name."""
         return replace(self, scope=replace(self.scope, tenant_id=tenant_id))
 
     @property
     def is_whole(self) -> bool:
-        """Are all of its tokens, or their hashes, known?"""
+        """True if all of its tokens, or their hashes, are known."""
         return bool(self.hashes) if self.tokens is None else len(self.tokens) == self.input_tokens
 
     def required_blocks(self, block_size: int) -> int:
-        """Blocks of the prompt at a block size, its partial last one among them."""
+        """Blocks of the prompt at a block size, including its partial last one."""
         return -(-self.input_tokens // block_size)
 
 

@@ -1,8 +1,8 @@
 """A prompt's hash chain, computed only as far as a worker holds it.
 
-The first lookup covers FIRST_BLOCKS blocks, each further one GROWTH times as many as the one before: a cold prompt costs
-one round trip and FIRST_BLOCKS hashes however long it is, a hit of 1,024 blocks one round trip, one of 8,192 two. (To hash
-as many takes about as long as a round trip.) Ready hashes are looked up at once.
+The first lookup covers FIRST_BLOCKS blocks, each further one GROWTH times as many as the last. So a cold prompt costs one
+round trip and FIRST_BLOCKS hashes however long it is, a hit of 1,024 blocks one round trip, one of 8,192 two. (Hashing that
+many takes about as long as a round trip.) Ready hashes are looked up at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from router_client.prompt import Prompt
 FIRST_BLOCKS = 1_024
 GROWTH = 8
 START_BLOCKS = 256
-"""Prompts of token ids that share so many blocks have the same start: ties between them are broken alike."""
+"""Prompts of token ids that share this many blocks have the same start: ties between them are broken equally."""
 
 
 class PromptChain:
@@ -24,7 +24,8 @@ class PromptChain:
     __slots__ = ("_chunks", "_pieces", "_ready", "_tokens")
 
     def __init__(self, prompt: Prompt, block_size: int, lookahead_tokens: int = 0) -> None:
-        """`lookahead_tokens`: covered behind a block (`kvatlas.blocks.hashing`); hashes that are ready cover none."""
+        """`lookahead_tokens`: tokens after a block that its hash covers (`kvatlas.blocks.hashing`); ready hashes cover
+        none."""
         self._chunks: list[bytes] = []
         self._pieces: Iterator[bytes] | None = None
         self._ready: bytes | None = None
@@ -38,7 +39,7 @@ class PromptChain:
             self._ready = prompt.hashes
 
     def chunk(self, number: int) -> bytes:
-        """The chunk's hashes, empty behind the last one. Raises InvalidValue for a token id that is out of range."""
+        """The chunk's hashes, empty after the last one. Raises InvalidValue for an out-of-range token id."""
         if self._ready is not None:
             return self._ready if number == 0 else b""
         while self._pieces is not None and len(self._chunks) <= number:
@@ -50,7 +51,7 @@ class PromptChain:
         return self._chunks[number] if number < len(self._chunks) else b""
 
     def all_hashes(self) -> bytes:
-        """The hashes of all full blocks. Raises InvalidValue for a token id that is out of range."""
+        """The hashes of all full blocks. Raises InvalidValue for an out-of-range token id."""
         if self._ready is not None:
             return self._ready
         while self.chunk(len(self._chunks)):
@@ -68,19 +69,19 @@ class PromptChain:
 
     @property
     def fingerprint(self) -> bytes:
-        """Identifies the prompt when ties are broken: the last hash of its start; without a full block, its tokens."""
+        """Identifies the prompt for tie-breaking: the last hash of its start, or its tokens without a full block."""
         return self._start[-HASH_BYTES:] or pack_tokens(self._tokens[:START_BLOCKS])
 
     @property
     def _start(self) -> bytes:
-        """Of ready hashes all, else those of up to START_BLOCKS blocks."""
+        """All ready hashes, or the hashes of up to START_BLOCKS blocks."""
         return self.chunk(0) if self._ready is not None else self.chunk(0)[: START_BLOCKS * HASH_BYTES]
 
 
 def _extra_keys(
     prompt: Prompt, tokens: Sequence[int], block_size: int, lookahead_tokens: int
 ) -> Sequence[ExtraKeys] | None:
-    """The prompt's own extra keys behind those of its media."""
+    """The extra keys of the prompt's media, followed by its own."""
     if not prompt.media:
         return prompt.extra_keys
     keys = media_keys(prompt.media, block_size, len(tokens) // block_size, lookahead_tokens)

@@ -1,4 +1,4 @@
-"""Answered requests for whoever follows them: hashes, sizes and times, no token ids. `kvatlas record` makes traces of them."""
+"""A feed of answered requests: hashes, sizes and times, no token ids. `kvatlas record` makes traces of them."""
 
 import asyncio
 import json
@@ -15,9 +15,9 @@ from router_client.prompt import Prompt
 from router_client.prompt_chain import PromptChain
 
 BLOCK_TOKENS = 64
-"""Of the hashes that a request is told with."""
+"""Block size of the published hashes."""
 MOST_WAITING = 4_096
-"""Lines that wait for a follower; more are dropped, and it is told how many."""
+"""Limit of lines that wait for a follower; further ones are dropped, and their number is reported."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class _Follower:
 
 
 class RequestFeed:
-    """Tells each answered request to all followers. Costs nothing while there are none."""
+    """Publishes each answered request to all followers. Costs nothing without followers."""
 
     def __init__(self) -> None:
         self._followers: set[_Follower] = set()
@@ -38,7 +38,7 @@ class RequestFeed:
         return bool(self._followers)
 
     def publish(self, request: dict[str, Any]) -> None:
-        """Never waits."""
+        """Publish a request. Never waits."""
         line = json.dumps(request, separators=(",", ":")).encode() + b"\n"
         for follower in self._followers:
             if follower.lines.full():
@@ -47,7 +47,8 @@ class RequestFeed:
                 follower.lines.put_nowait(line)
 
     async def follow(self) -> AsyncIterator[bytes]:
-        """JSON lines from now on, until the feed is closed. An empty line first: the reader knows that it is connected."""
+        """JSON lines from now on, until the feed is closed. The first line is empty, so that the reader knows that it is
+        connected."""
         if self._closed:
             return
         follower = _Follower()
@@ -74,8 +75,9 @@ class RequestFeed:
 def describe_request(
     prompt: Prompt, result: SelectionResult, usage: Usage, timings: Timings | None, arrived_us: int
 ) -> dict[str, Any]:
-    """`at_us`: microseconds since 1970. `hashes`: packed sequence hashes of the prompt's blocks of BLOCK_TOKENS in base64;
-    empty if they are unknown. The engine's load and the times are left out where they don't belong to each other."""
+    """A request as a JSON object. `at_us`: microseconds since 1970. `hashes`: packed sequence hashes of the prompt's
+    blocks of BLOCK_TOKENS in base64; empty if unknown. The engine's load and the times are left out if they don't belong
+    together."""
     told: dict[str, Any] = {
         "at_us": arrived_us,
         "model": prompt.scope.model_id,

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 RANK_HEADER = "X-Data-Parallel-Rank"
 MOST_NAMED = 16
-"""A text names up to this many of the workers that are left out; the data has all."""
+"""Limit of left-out workers that a text names; the data has all."""
 
 
 def headers_for(worker: EngineEndpoint) -> dict[str, str]:
@@ -32,7 +32,7 @@ def headers_for(worker: EngineEndpoint) -> dict[str, str]:
 
 
 class LazySequence(Sequence[T]):
-    """Made when it is first read: a router that only asked to know the best of hundreds does not read all."""
+    """Items built on first access: a router that asked only for the best of hundreds does not read all."""
 
     __slots__ = ("_items", "_make")
 
@@ -70,12 +70,12 @@ class LazySequence(Sequence[T]):
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Every candidate with its cost, cheapest first, those without room last; empty without a candidate.
+    """Every candidate with its cost, cheapest first, those without room last; empty without candidates.
 
     `unread`: how many candidates a choice did not have to read, because none of them costs less than the chosen one.
-    `left_out`: all other workers of the pool by id, each with the reason. `slo`: the request's.
-    `remarks`: what of the request was ignored, and why no worker can hold its blocks, a line each. `index`: who said what the
-    workers hold, and how old that may be, if the router has a replica of the index.
+    `left_out`: all other workers of the pool by id, each with the reason. `slo`: the request's. `remarks`: what was ignored
+    in the request, and why no worker can hold its blocks, one line each. `index`: who answered the lookup, and how old that
+    answer may be, if the router has a local copy of the index.
     """
 
     input_tokens: int
@@ -95,24 +95,24 @@ class Ranking:
 
     @property
     def advice(self) -> Advice:
-        """To send the request; if every candidate has no room or misses the SLO, to hold it back or refuse it."""
+        """GO to send the request; if every candidate has no room or misses the SLO, hold it back or refuse it."""
         return advise(self.results, self.slo, self.shed_factor)
 
     @property
     def retry_after_s(self) -> int:
-        """How long the best candidate should need to work off what makes it miss the SLO: whole seconds, at least 1."""
+        """How long the best candidate should need to work off the excess over the SLO: whole seconds, at least 1."""
         late_us = (earliest_ttft_us(self.results) or 0) - self.slo.ttft_ms * 1_000
         return max(1, ceil(late_us / 1e6))
 
     def explain(self) -> str:
-        """A line for each candidate, then the notes."""
+        """One line per candidate, then the notes."""
         lines = [f"prompt of {self.input_tokens} tokens", *(result.explain() for result in self.results)]
         lines += self.notes()
         return "\n  ".join(lines)
 
     def notes(self) -> list[str]:
-        """The remarks, the index, the candidates that were not read, the advice, if it is not to send the request, and the
-        workers that are left out; a line each."""
+        """One line each: the remarks, the index, the number of unread candidates, the advice unless it is GO, and the
+        left-out workers."""
         notes = [*self.remarks, *([f"index: {self.index}"] if self.index else [])]
         if self.unread:
             notes.append(f"{self.unread} more candidates were not read; none of them costs less")
@@ -123,7 +123,7 @@ class Ranking:
         return notes
 
     def explanation(self, most: int | None = None) -> dict[str, Any]:
-        """The same as plain data; of up to `most` candidates."""
+        """The ranking as plain data, with up to `most` candidates."""
         return {
             "input_tokens": self.input_tokens,
             "advice": self.advice.value,
@@ -138,10 +138,10 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceData:
-    """Where to send a request, and why: what `Choice` and `SyncChoice` have in common.
+    """Where to send a request, and why: the common fields of `Choice` and `SyncChoice`.
 
-    `basis`: what the worker was chosen by, and `why` if not by cost, in one line. `would_be`: the worker that cost would have
-    chosen, if another policy is followed. `trace`: see `FleetRecord`.
+    `basis`: the grounds of the choice, with `why` in one line unless it was by cost. `would_be`: the worker that cost would
+    have chosen, if another policy is followed. `trace`: see `FleetRecord`.
     """
 
     worker_id: str
@@ -160,7 +160,7 @@ class ChoiceData:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What goes with the request: the rank of a data-parallel engine."""
+        """Headers to send with the request: the rank of a data-parallel engine."""
         return headers_for(self.endpoint)
 
     @property
@@ -169,12 +169,12 @@ class ChoiceData:
 
     @property
     def kind(self) -> EngineKind:
-        """The engine's."""
+        """The kind of the engine."""
         return self.endpoint.kind
 
     @property
     def bootstrap_port(self) -> int | None:
-        """Of an SGLang prefill server, if it tells one."""
+        """Bootstrap port of an SGLang prefill server, if reported."""
         return self.endpoint.bootstrap_port
 
     @property
@@ -192,7 +192,7 @@ class ChoiceData:
 
     @property
     def output_tokens(self) -> int | None:
-        """The tokens that the answer is expected to have; None if that is not known any more."""
+        """The expected length of the answer in tokens; None if it is no longer known."""
         return None if self.result.plan is None else self.result.plan.output_tokens
 
     @property
@@ -207,12 +207,12 @@ class ChoiceData:
 
     @property
     def retry_after_s(self) -> int:
-        """When a refused request should come again: see `Ranking.retry_after_s`."""
+        """After how many seconds a refused request should be sent again: see `Ranking.retry_after_s`."""
         return self.ranking.retry_after_s
 
     @property
     def over(self) -> Over:
-        """Limits that the worker is over, and parts of the SLO that it would miss."""
+        """Limits that the worker exceeds, and parts of the SLO that it would miss."""
         return self.result.over
 
     @property
@@ -222,7 +222,7 @@ class ChoiceData:
 
     @property
     def source_kind(self) -> str | None:
-        """What `source` is: `worker` or `store`."""
+        """The kind of `source`: `worker` or `store`."""
         return self.result.source_kind
 
     @property
@@ -232,7 +232,8 @@ class ChoiceData:
 
     @property
     def unconfirmed_tokens(self) -> int:
-        """Those of them that no event has confirmed: they are being computed, or the engine publishes no events."""
+        """The cached tokens among them that no event has confirmed: they are being computed, or the engine publishes no
+        events."""
         return self.result.predicted_tokens
 
     def explain(self) -> str:
@@ -248,7 +249,7 @@ class ChoiceData:
         return "\n  ".join([*lines, *self.ranking.notes()])
 
     def explanation(self, most: int | None = None) -> dict[str, Any]:
-        """The choice and its ranking as plain data; of up to `most` candidates."""
+        """The choice and its ranking as plain data, with up to `most` candidates."""
         return {
             "worker": self.worker_id,
             "url": self.url,
@@ -277,16 +278,16 @@ class Choice(ChoiceData):
     answered: Callable[[Usage, Timings | None], None] | None = field(default=None, compare=False)
 
     async def first_token(self) -> None:
-        """The first token is there: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
+        """Report the first token: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
         if self.reservation is not None:
             await self.reservation.first_token()
 
     async def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request is over: answered if `status` is 2xx, else failed (0: without an answer). Leaving the block of `route`
-        does the same, by an exception as failed. A second call changes nothing that is booked.
+        """Report the end of the request: answered if `status` is 2xx, else failed (0: without an answer). Leaving the block
+        of `route` does the same, as failed if by an exception. A second call changes no booking.
 
-        `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`)
-        the worker's rates are learned from it.
+        `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`) the
+        worker's rates are learned from it.
         """
         well = 200 <= status < 300
         if well and self.answered is not None and usage is not None:
@@ -308,11 +309,11 @@ def fell_open_for_want_of(choice: ChoiceData) -> str | None:
 
 
 def list_left_out(left_out: Mapping[str, str], most: int) -> str:
-    """Up to `most` workers with the reason for each, and how many more there are."""
+    """Up to `most` workers with the reason for each, and the number of further ones."""
     named = ", ".join(f"{id} ({why})" for id, why in islice(left_out.items(), most))
     return f"{named} and {len(left_out) - most} more" if len(left_out) > most else named
 
 
 def describe_difference(us: int) -> str:
-    """Between two costs, as users read it."""
+    """A difference between two costs, as users read it."""
     return f"{abs(us)} us {'more' if us >= 0 else 'less'}"

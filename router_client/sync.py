@@ -1,4 +1,4 @@
-"""The router client for threads: the same calls as `RouterClient`, run by one in a loop of its own.
+"""The router client for threads: the same calls as `RouterClient`, which runs in a loop of its own.
 
 with SyncRouterClient.open("redis://127.0.0.1:6379") as router:
     with router.route(Prompt.of_tokens(Scope("llama", "llama"), token_ids)) as choice:
@@ -45,18 +45,18 @@ class SyncChoice(ChoiceData):
     _thread: LoopThread = field(kw_only=True, compare=False, repr=False)
 
     def first_token(self) -> None:
-        """The first token is there: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
+        """Report the first token: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
         self._run(self._choice.first_token)
 
     def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request is over; see `Choice.done`. Leaving the block of `route` does the same."""
+        """Report the end of the request; see `Choice.done`. Leaving the block of `route` does the same."""
         self._run(self._choice.done, status, usage, timings)
 
     def _run(self, report: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             self._thread.run(report, *args, **kwargs)
         except ClientClosed:
-            if not self._thread.closed:  # a closed client has released what was booked
+            if not self._thread.closed:  # a closed client has already released its bookings
                 raise
 
 
@@ -69,11 +69,11 @@ class SyncPairChoice(PairChoiceData):
     _pair: PairChoice = field(kw_only=True, compare=False, repr=False)
 
     def first_token(self) -> None:
-        """The first token is there: the prefill worker is free again."""
+        """Report the first token: the prefill worker is free again."""
         self.decode._run(self._pair.first_token)
 
     def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request is over; see `Choice.done`. Leaving the block of `route_pd` does the same."""
+        """Report the end of the request; see `Choice.done`. Leaving the block of `route_pd` does the same."""
         self.decode._run(self._pair.done, status, usage, timings)
 
 
@@ -81,7 +81,7 @@ _DATA_FIELDS = tuple(field.name for field in fields(ChoiceData))
 
 
 def _wrap(choice: Choice, thread: LoopThread) -> SyncChoice:
-    """For a choice that was made in the thread's loop."""
+    """Wrap a choice that was made in the thread's loop."""
     return SyncChoice(*(getattr(choice, name) for name in _DATA_FIELDS), _choice=choice, _thread=thread)
 
 
@@ -91,17 +91,17 @@ def _wrap_pair(pair: PairChoice, thread: LoopThread) -> SyncPairChoice:
 
 
 class SyncRouterClient:
-    """`RouterClient`, for threads: each call waits for the same call of an async client, which lives in a loop and a
-    thread of its own from entering (`with`) to leaving.
+    """`RouterClient` for threads: each call waits for the same call of an async client, which lives in its own loop and
+    thread from entering (`with`) to leaving.
 
-    Any number of threads may share it; their calls run side by side, over one pool of connections. It does not survive a
-    fork: a server that forks opens one in each process, after the fork. Calls raise what those of `RouterClient` raise,
-    and ClientClosed outside the block and in another process. Code in the settings (a policy, a profile) runs in the
-    loop's thread, and must not call this client.
+    Any number of threads may share it; their calls run concurrently, over one pool of connections. It does not survive a
+    fork: a server that forks opens one in each process, after the fork. Calls raise what those of `RouterClient` raise, and
+    ClientClosed outside the block and in another process. Code in the settings (a policy, a profile) runs in the loop's
+    thread, and must not call this client.
     """
 
     def __init__(self, client: AbstractAsyncContextManager[RouterClient]) -> None:
-        """Over a client that has no other user and is not entered yet."""
+        """`client`: has no other user and is not entered yet."""
         self._unentered = client
         self._stack = ExitStack()
         self._open: tuple[RouterClient, LoopThread] | None = None
@@ -115,7 +115,7 @@ class SyncRouterClient:
         wait: bool = True,
         on_wait: Callable[[str], None] | None = None,
     ) -> Self:
-        """`with SyncRouterClient.open(url) as router`: see `RouterClient.open`; what that raises, entering raises."""
+        """`with SyncRouterClient.open(url) as router`: see `RouterClient.open`. Entering raises that call's errors."""
         return cls(RouterClient.open(redis, settings, wait=wait, on_wait=on_wait))
 
     def __enter__(self) -> Self:
@@ -166,7 +166,7 @@ class SyncRouterClient:
 
     @property
     def load_only(self) -> bool:
-        """The kill switch: if True, load alone decides, without the index. May be set at any time."""
+        """The kill switch: if True, choices use load alone, without the index. May be set at any time."""
         return self._client.load_only
 
     @load_only.setter
@@ -179,17 +179,17 @@ class SyncRouterClient:
         return self._client.router_id
 
     def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
-        """Every worker of the scope's pool by id, also those that get no requests now; as last read if the store does not
-        answer within the deadline. Raises Unreachable if it was never read."""
+        """Every worker of the scope's pool by id, including those that get no requests now. If the store does not answer
+        within the deadline, the workers as read last. Raises Unreachable if they were never read."""
         return self._thread.run(self._client.workers, scope)
 
     def record_end(self, pool_id: str, id: bytes, outcome: Outcome | None) -> bool:
-        """Record how a reservation of any router of the pool ended, or (None) that its first token is there. False if there is
-        none (any more). Raises Unreachable."""
+        """Record how a reservation of any router of the pool ended, or (None) that its first token is there. False if it
+        does not (or no longer) exist. Raises Unreachable."""
         return self._thread.run(self._client.record_end, pool_id, id, outcome)
 
     def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
-        """Those of these reservations of any router of the pool that are not over. Raises Unreachable."""
+        """The reservations among these, of any router of the pool, that have not ended. Raises Unreachable."""
         return self._thread.run(self._client.find_booked, pool_id, ids)
 
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
@@ -209,13 +209,13 @@ class SyncRouterClient:
         return self._thread.run(self._client.overlap, request)
 
     def rank(self, request: Request) -> Ranking:
-        """Every candidate with every term of its cost, cheapest first; empty without a candidate."""
+        """Every candidate with every term of its cost, cheapest first; empty without candidates."""
         return self._thread.run(self._client.rank, request)
 
     def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> SyncChoice:
         """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
 
-        `avoid`: workers that are no candidates. `dry_run`: nothing is reserved. Raises NoWorkers.
+        `avoid`: workers that are not candidates. `dry_run`: nothing is reserved. Raises NoWorkers.
         """
         return _wrap(self._thread.run(self._client.reserve, request, avoid=avoid, dry_run=dry_run), self._thread)
 
@@ -223,8 +223,8 @@ class SyncRouterClient:
     def route(self, request: Request, *, avoid: Collection[str] = ()) -> Iterator[SyncChoice]:
         """`with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
 
-        Call `choice.first_token()` when the prefill is over. Leaving the block ends the request, by an exception as failed.
-        Raises NoWorkers.
+        Call `choice.first_token()` when the prefill is over. Leaving the block ends the request, as failed if by an
+        exception. Raises NoWorkers.
         """
         choice = self.reserve(request, avoid=avoid)
         try:

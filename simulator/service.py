@@ -30,7 +30,7 @@ GRACE_S = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineAddresses:
-    """Where a running engine listens, with real ports."""
+    """The addresses of a running engine, with real ports."""
 
     base_url: str
     endpoint: str
@@ -38,7 +38,7 @@ class EngineAddresses:
 
 
 async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses], None] | None = None) -> None:
-    """Run one engine until cancelled. Calls `ready` once, when the HTTP server and both event sockets are up.
+    """Run one engine until cancelled. Calls `ready` once the HTTP server and both event sockets are up.
 
     Raises SettingsError for an address that can't be listened on. Nothing outlives the call.
     """
@@ -81,7 +81,8 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
 
 
 def _build_cache(settings: EngineSettings) -> tuple[EngineCache, Callable[[], list[dict[str, Any]]]]:
-    """The cache of the model's groups, and what lists its blocks. Raises InvalidValue for sizes that don't fit each other."""
+    """The cache for the model's groups, and a function that lists its blocks. Raises InvalidValue for sizes that don't fit
+    together."""
     hasher = settings.hasher(secrets.randbits(64))
     if settings.is_hybrid:
         hybrid = HybridCache(

@@ -18,11 +18,11 @@ from kvatlas_simulator.zmq_events import EventEncoding, FeedSettings
 
 _RATES = StepCost()
 MAX_GPU_BLOCKS = 1 << 22
-"""Each one is an object of some hundreds of bytes."""
+"""Limit of blocks: each is an object of some hundred bytes."""
 
 
 class EngineSettings(ProcessSettings):
-    """One simulated engine. Use `load`: it turns a mistake into one clear line."""
+    """Settings of one simulated engine. Use `load`: it turns a mistake into one clear line."""
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "model port endpoint block_size num_gpu_blocks",
@@ -93,11 +93,12 @@ class EngineSettings(ProcessSettings):
     )
 
     health_waits: bool = Field(
-        default=False, description="Answer /health behind the prompts that are computed, as SGLang does."
+        default=False, description="Answer /health only after the prompts in progress, as SGLang does."
     )
     disaggregation: Disaggregation = Field(
         default=Disaggregation.NONE,
-        description="Prompts and answers apart: in vLLM's request form (either part, as each request says), or SGLang's.",
+        description="Compute prompts and answers on separate engines: in vLLM's request form (either part, as each request "
+        "says), or SGLang's.",
     )
 
     sse_keep_alive_interval: float = Field(
@@ -106,7 +107,7 @@ class EngineSettings(ProcessSettings):
 
     answer_fault: AnswerFault = Field(
         default=AnswerFault.NONE,
-        description="Answers of status 200 that are none: an error, one behind the first part, or a cut connection.",
+        description="Broken answers with status 200: an error, an error after the first part, or a cut connection.",
     )
     answer_fault_share: float = Field(default=1.0, ge=0, le=1, description="Share of the answers that have the fault.")
 

@@ -55,7 +55,7 @@ class WorkloadSettings(BaseModel):
 
 
 def chat_settings(*, seed: int, sessions: int, arrivals_per_s: float) -> WorkloadSettings:
-    """Conversations with long system prompts, of which a few are shared by many sessions."""
+    """Conversations with long system prompts; a few of these are shared by many sessions."""
     return WorkloadSettings(
         seed=seed,
         sessions=sessions,
@@ -72,12 +72,12 @@ def chat_settings(*, seed: int, sessions: int, arrivals_per_s: float) -> Workloa
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """What a user adds to a conversation, and how long the answer may be."""
+    """A user's addition to a conversation, and the maximum length of the answer."""
 
     token_ids: tuple[int, ...]
     max_tokens: int
     pause_us: int
-    """Between the last answer, or the session's arrival, and this turn."""
+    """Pause between the last answer, or the session's arrival, and this turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Session:
 
     session_id: str
     arrival_us: int
-    """Since the start of the workload."""
+    """Time since the start of the workload."""
     system_prompt: tuple[int, ...]
     turns: tuple[UserTurn, ...]
     adapter: str | None = None
@@ -124,7 +124,7 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests, if every answer has its `max_tokens`."""
+        """Prompt tokens of all requests, if every answer has its `max_tokens`."""
         total = 0
         for session in self.sessions:
             length = len(session.system_prompt)
@@ -158,7 +158,7 @@ class Conversation:
         )
 
     def add_answer(self, token_ids: Sequence[int]) -> None:
-        """The engine's answer to the last request. Raises ValueError when no request is due."""
+        """Add the engine's answer to the last request. Raises ValueError if no request is due."""
         if len(self._answers) == len(self.session.turns):
             raise ValueError(f"session {self.session.session_id} has all its {len(self._answers)} answers")
         self._answers.append(tuple(token_ids))

@@ -1,8 +1,8 @@
 """vLLM's KV event feed: a PUB socket, and a ROUTER socket that replays the last batches.
 
-Frames and fields as vLLM 0.33 sends them: PUB `[topic, seq (8 bytes big-endian), payload]`; the payload is msgpack
-`[ts, events, data_parallel_rank]` with events as maps whose fields at their default are left out. A replay request is
-`["", first seq (8 bytes big-endian)]`; the reply is `["", topic, seq, payload]`..., `["", "", ff * 8, ""]`.
+Frames and fields are those of vLLM 0.33: PUB `[topic, seq (8 bytes big-endian), payload]`; the payload is msgpack `[ts,
+events, data_parallel_rank]` with events as maps whose default fields are left out. A replay request is `["", first seq (8
+bytes big-endian)]`; the reply is `["", topic, seq, payload]`..., `["", "", ff * 8, ""]`.
 """
 
 import logging
@@ -37,9 +37,9 @@ class EventEncoding:
 
     block_size: int
     adapters: tuple[str, ...] = ()
-    """An adapter's LoRA id is its place in it, from 1."""
+    """An adapter's LoRA id is its position in this list, from 1."""
     self_describing_offload: bool = True
-    """Whether events of the CPU tier carry tokens and parent; otherwise they are placeholders that only name the hashes."""
+    """True: events of the CPU tier carry tokens and parent. False: they are placeholders that only name the hashes."""
     groups: tuple[CacheGroup, ...] = (CacheGroup(AttentionKind.FULL),)
     """The KV cache groups, by the events' group index."""
     rank: int = 0
@@ -123,7 +123,7 @@ class ZmqEventFeed:
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=settings.buffer_steps)
         self._next_seq = 0
         self.endpoint = _bound_to(pub, settings.endpoint)
-        """Where the events are, with the real port."""
+        """The endpoint of the events, with the real port."""
         self.replay_endpoint = None if router is None else _bound_to(router, settings.replay_endpoint or "")
 
     async def publish(self, events: tuple[KVEvent, ...]) -> None:
@@ -135,7 +135,7 @@ class ZmqEventFeed:
         await self._pub.send_multipart((self._topic, seq, payload))
 
     async def serve_replay(self) -> None:
-        """Answer replay requests until cancelled. Returns at once if there is no replay socket."""
+        """Answer replay requests until cancelled. Returns at once without a replay socket."""
         if self._router is None:
             return
         while True:
@@ -187,7 +187,7 @@ def _attach(socket: zmq.asyncio.Socket, endpoint: str, *, bind: bool) -> None:
     wanted = f"{scheme}://{host}:*" if scheme == "tcp" and port == "0" else endpoint
     try:
         if bind:
-            socket.setsockopt(zmq.IPV6, int("[" in wanted))  # else its address is told as [::ffff:127.0.0.1]
+            socket.setsockopt(zmq.IPV6, int("[" in wanted))  # otherwise its address is reported as [::ffff:127.0.0.1]
             socket.bind(wanted)
         else:
             socket.connect(wanted)

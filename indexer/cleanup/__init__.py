@@ -1,1 +1,1 @@
-"""Background work in the store: scrub, sweep, expiry of records and scopes."""
+"""Background work in the store: scrub, sweep, expiry of records, scopes and function libraries."""

@@ -1,5 +1,4 @@
-"""Deletes function libraries that versions of the program without any process left in the store. The owner of partition 0
-does it."""
+"""Deletes function libraries of program versions that no process runs any more. The owner of partition 0 does it."""
 
 import logging
 from time import monotonic
@@ -14,10 +13,10 @@ from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 UNUSED_S = 6 * MARK_EVERY_S
-"""A library must be without a mark for so long: a store that lost its data has no marks until processes make them again."""
+"""How long a library must be without a mark: a store that lost its data has no marks until processes set them again."""
 CHECK_EVERY_S = MARK_EVERY_S
 PARTITION = 0
-"""Its owner checks."""
+"""The owner of this partition does the check."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -26,7 +25,7 @@ class LibraryExpiry:
     def __init__(
         self, store: Store, libraries: list[FunctionLibrary], counters: IndexerCounters, owned: OwnedPartitions
     ) -> None:
-        """`libraries`: this version's; those of their families are looked at."""
+        """`libraries`: this version's libraries; only libraries of the same families are checked."""
         self._store = store
         self._families = [library.family for library in libraries]
         self._own = {library.name for library in libraries}
@@ -35,7 +34,7 @@ class LibraryExpiry:
         self._unmarked_since_s: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Until cancelled. After an error of the store the next check comes as usual."""
+        """Check until cancelled. After an error of the store the next check comes as usual."""
         while True:
             await anyio.sleep(CHECK_EVERY_S)
             try:
@@ -45,7 +44,7 @@ class LibraryExpiry:
                 log.warning("unused function libraries not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
 
     async def tick(self, now_s: float) -> None:
-        """Delete what has been without a mark for UNUSED_S, as far as this replica knows."""
+        """Delete libraries that have had no mark for UNUSED_S, as far as this replica knows."""
         if PARTITION not in self._owned.partitions:
             self._unmarked_since_s = {}
             return

@@ -1,7 +1,7 @@
-"""Which closed workers' records may be deleted (pure; times are seconds of the caller's clock).
+"""Decides which closed workers' records to delete (pure; times are seconds of the caller's clock).
 
-A closed record refuses what is left of its incarnation in the stream. When the stream has nothing of it any more, the
-record is of no use; and there is one for each pod that ever lived.
+A closed record refuses the rest of its incarnation in the stream. Once the stream has nothing of it any more, the record is
+useless, and every pod that ever lived leaves one.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,8 @@ from kvatlas.index.protocol import WorkerRecord
 
 
 class RecordExpiry:
-    """A record is due when it has been closed, without blocks and unchanged for `after_s`, as far as this replica knows."""
+    """A record is due after it has been closed, without blocks and unchanged for `after_s`, as far as this replica
+    knows."""
 
     def __init__(self, after_s: float) -> None:
         """`after_s`: longer than the stream keeps a message."""
@@ -18,7 +19,7 @@ class RecordExpiry:
         self._closed: dict[str, tuple[int, float]] = {}
 
     def update(self, records: Iterable[WorkerRecord], now_s: float) -> None:
-        """All records of owned workers, as they are now."""
+        """Pass all current records of owned workers."""
         closed: dict[str, tuple[int, float]] = {}
         for record in records:
             if record.closed and not record.answering and not record.loading:
@@ -28,6 +29,6 @@ class RecordExpiry:
         self._closed = closed
 
     def due(self, now_s: float) -> list[tuple[str, int]]:
-        """(worker, incarnation) of the records to delete; named again until an update is without them."""
+        """(worker, incarnation) of the records to delete, repeated until an update lacks them."""
         after_s = self._after_s
         return [(worker_id, inc) for worker_id, (inc, since_s) in self._closed.items() if now_s - since_s > after_s]

@@ -11,10 +11,10 @@ from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 UNUSED_S = 600.0
-"""Far longer than any call to the store takes: the scopes of a message being applied were registered a second ago."""
+"""Far longer than any call to the store: scopes of a message that is being applied were registered a second ago."""
 CHECK_EVERY_S = 60.0
 PARTITION = 0
-"""Its owner checks."""
+"""The owner of this partition does the check."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -33,7 +33,7 @@ class ScopeExpiry:
         self._unused_s = unused_s
 
     async def run(self) -> None:
-        """Until cancelled. After an error of the store the next check comes as usual."""
+        """Check until cancelled. After an error of the store the next check comes as usual."""
         while True:
             await anyio.sleep(CHECK_EVERY_S)
             try:
@@ -43,6 +43,6 @@ class ScopeExpiry:
                 log.warning("unused scopes not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
 
     async def tick(self) -> None:
-        """Delete the scopes that are not used now."""
+        """Delete the scopes that are unused now."""
         while PARTITION in self._owned.partitions and (deleted := await self._index.forget_scopes(self._unused_s)):
             self._counters.scopes_forgotten += deleted

@@ -1,7 +1,7 @@
-"""Slowly recounts the blocks of each holder against its digest: finds damage that no message did.
+"""Slowly recounts the blocks of each holder against its digest, to find damage that no message caused.
 
-Each replica scrubs the workers of its own partitions: it follows those that change meanwhile by the messages that it
-applies. A damaged worker is marked in its record; so it is doubted, and a snapshot repairs it.
+Each replica scrubs the workers of its own partitions, because it can follow changes meanwhile by the messages that it
+applies. A damaged worker is marked in its record, so it is in doubt, and a snapshot repairs it.
 """
 
 import logging
@@ -18,7 +18,7 @@ from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 PERIOD_S = 600.0
 BUDGET_BLOCKS = 500
-"""Entries in a call: about a millisecond of the store."""
+"""Entries per call: about a millisecond of the store."""
 PAUSE_S = 0.02
 """With the budget: 25,000 entries a second, at most a twentieth of the store's time."""
 CHECK_EVERY_S = 1.0
@@ -27,7 +27,7 @@ log = logging.getLogger("kvatlas.indexer")
 
 
 class Scrubber:
-    """Scrubs the shards of the owned partitions, each once in `period_s` or, if that is too short, without a pause."""
+    """Scrubs the shards of the owned partitions, each once in `period_s`, or without a pause if that is too short."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Scrubber:
         self._under_way: set[int] = set()
 
     async def run(self) -> None:
-        """Until cancelled. After an error of the store the round continues later."""
+        """Scrub until cancelled. After an error of the store the round continues later."""
         while True:
             try:
                 pause_s = PAUSE_S if await self.tick(monotonic()) else min(CHECK_EVERY_S, self._period_s)
@@ -56,14 +56,14 @@ class Scrubber:
             await anyio.sleep(pause_s)
 
     async def tick(self, now_s: float) -> bool:
-        """One call for each shard whose round is under way or due. Returns whether a round is under way."""
+        """Make one call for each shard whose round is under way or due. Returns whether a round is under way."""
         owned = self._owned.partitions
         mine = sorted({shard_of(partition, self._index.shards) for partition in owned})
         self._began_s = {shard: began_s for shard, began_s in self._began_s.items() if shard in mine}
         self._under_way &= set(mine)
         for shard in mine:
             if shard not in self._under_way:
-                # a newly owned shard waits a period too: its last owner may have just scrubbed it
+                # a newly owned shard also waits a period: its last owner may have just scrubbed it
                 if now_s - self._began_s.setdefault(shard, now_s) < self._period_s:
                     continue
                 self._began_s[shard] = now_s

@@ -11,7 +11,7 @@ from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 BUDGET_BLOCKS = 2_000
-"""Entries in a call: a few milliseconds of the store."""
+"""Entries per call: a few milliseconds of the store."""
 PAUSE_S = 0.02
 IDLE_S = 1.0
 
@@ -27,7 +27,7 @@ class Sweeper:
         """Retired holders left in each shard after the last call."""
 
     async def run(self) -> None:
-        """Until cancelled. After an error of the store the sweep continues later."""
+        """Sweep until cancelled. After an error of the store the sweep continues later."""
         while True:
             shards = [shard for shard in range(self._index.shards) if shard in self._owned.partitions]
             self.left = {shard: left for shard, left in self.left.items() if shard in shards}

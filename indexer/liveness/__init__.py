@@ -1,1 +1,1 @@
-"""Which workers are alive, lost or retired, as routers see them."""
+"""Which workers are alive, lost or retired, for routers."""

@@ -1,8 +1,8 @@
-"""Which workers the index may be wrong about, and when to request a snapshot (pure; times are seconds).
+"""Decides which workers the index may be wrong about, and when to request a snapshot (pure; times are seconds).
 
-A snapshot is requested only if the worker's partition is read up to its end and its record makes no progress: otherwise
-the missing messages may just be on their way. The exception is a bad record whose publisher reports no higher incarnation:
-no message on its way can help. Requests back off.
+A snapshot is requested only if the worker's partition is read up to its end and its record makes no progress; otherwise the
+missing messages may just be on their way. The exception is a bad record whose publisher reports no higher incarnation: no
+message on its way can help. Requests back off.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ LONGEST_PATIENCE_S = 16.0
 OOM_PATIENCE_S = 5.0
 FORGET_INCARNATION_S = 60.0
 OTHERS_ONLY_S = 5.0
-"""An incarnation is forgotten if for this long only others of its worker were heard. So a publisher is noticed that lost
+"""An incarnation is forgotten if only others of its worker were heard from for this long. This detects a publisher that lost
 its state while its clock was set back: it reports a lower incarnation than the record's."""
 
 
@@ -24,19 +24,19 @@ class Doubt(StrEnum):
     """Why the index may be wrong about a worker."""
 
     UNKNOWN = "unknown"
-    """It reports acknowledged messages, and the index has no record of it (a wiped store)."""
+    """The worker reports acknowledged messages, but the index has no record of it (a wiped store)."""
     BEHIND = "behind"
-    """It reports a higher incarnation or seq than its record has."""
+    """The worker reports a higher incarnation or seq than its record has."""
     BAD = "bad"
     """Only a higher incarnation helps: a failed check, another stream, retired, out of memory."""
     GAP = "gap"
-    """A message above the next one came."""
+    """A message arrived with a higher seq than the next one."""
     FOREIGN = "foreign"
     """No publisher reports the incarnation of its record."""
 
     @property
     def text(self) -> str:
-        """For people, in a few words."""
+        """A short text for people."""
         return _TEXTS[self]
 
 
@@ -51,7 +51,7 @@ _TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Request a snapshot of this worker above the highest incarnation that was met."""
+    """Request a snapshot of this worker above the highest known incarnation."""
 
     worker_id: str
     above: int
@@ -60,7 +60,7 @@ class SnapshotRequest:
 
 @dataclass(slots=True)
 class _OpenDoubt:
-    """One worker in doubt: since when without progress, at which (incarnation, seq), and how long to wait."""
+    """One worker in doubt: when its last progress was, at which (incarnation, seq), and how long to wait."""
 
     doubt: Doubt
     known: tuple[int, int]
@@ -76,11 +76,11 @@ class DoubtJudge:
         self._open: dict[str, _OpenDoubt] = {}
 
     def hear(self, worker_id: str, incarnation: int, acked_seq: int, now_s: float) -> None:
-        """A heartbeat. A worker may have two publishers: each incarnation is remembered on its own."""
+        """Record a heartbeat. A worker may have two publishers, so each incarnation is remembered separately."""
         self._heard.setdefault(worker_id, {})[incarnation] = (acked_seq, now_s)
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """These workers' partitions are another replica's now, or they are retired."""
+        """Drop workers that are retired, or whose partitions now belong to another replica."""
         for worker_id in [w for w in self._heard if is_gone(w)]:
             self._drop(worker_id)
 
@@ -90,14 +90,14 @@ class DoubtJudge:
         return {worker_id: one.doubt for worker_id, one in self._open.items()}
 
     def doubt_of(self, worker_id: str) -> Doubt | None:
-        """Why this worker is in doubt now, if it is."""
+        """Why this worker is in doubt now; None if it is not."""
         one = self._open.get(worker_id)
         return None if one is None else one.doubt
 
     def judge(
         self, records: Mapping[str, WorkerRecord], at_end: Callable[[str], bool], now_s: float
     ) -> list[SnapshotRequest]:
-        """The snapshots to request now. `at_end`: is the worker's partition read up to its end?"""
+        """The snapshots to request now. `at_end(worker)`: is the worker's partition read up to its end?"""
         requests = []
         for worker_id in list(self._heard):
             incarnations = self._recent(worker_id, now_s)
@@ -140,9 +140,9 @@ class DoubtJudge:
 
 
 def doubt_of(record: WorkerRecord | None, heard: Mapping[int, int]) -> Doubt | None:
-    """Why the index may be wrong about a worker, if so. `heard`: incarnation -> acked seq of its heartbeats."""
+    """Why the index may be wrong about a worker, or None. `heard`: incarnation -> acked seq of its heartbeats."""
     highest = max(heard.items())
-    published = highest[1] >= 0  # before the first acknowledged message there is nothing to miss
+    published = highest[1] >= 0  # before the first acknowledged message nothing can be missing
     if record is None:
         return Doubt.UNKNOWN if published else None
     known = (record.incarnation, record.seq)
@@ -158,8 +158,8 @@ def doubt_of(record: WorkerRecord | None, heard: Mapping[int, int]) -> Doubt | N
 
 
 def _doubted_incarnation(record: WorkerRecord | None, heard: Mapping[int, int]) -> int:
-    """The highest incarnation met. One without an acknowledged message is not named: it is still to come (it may wait for a
-    grant), and its publisher then ignores the request and sends it."""
+    """The highest known incarnation. An incarnation without an acknowledged message is left out: it is yet to come (it may
+    wait for a grant), so its publisher ignores the request and sends it."""
     met = [incarnation for incarnation, acked_seq in heard.items() if acked_seq >= 0]
     if record is not None:
         met += [record.incarnation, record.want[0]]

@@ -1,7 +1,7 @@
-"""Which workers are alive, for routers (pure; times are seconds of the caller's clock, which never goes back).
+"""Decides which workers are alive, for routers (pure; times are seconds of the caller's monotonic clock).
 
 A worker without a heartbeat for LOST_AFTER_S is lost: routers skip it. After RETIRE_AFTER_S it is retired: its blocks are
-dropped. No worker is retired if most of the fleet fell silent at the same time: then this replica itself may be cut off.
+dropped. No worker is retired if most of the fleet fell silent at the same time, because this replica itself may be cut off.
 """
 
 from bisect import bisect_left
@@ -13,16 +13,16 @@ from kvatlas.fleet.records import EngineEndpoint, EngineState, FleetRecord, Hear
 LOST_AFTER_S = 5.0
 RETIRE_AFTER_S = 60.0
 AT_ONCE_S = 10.0
-"""Workers that fell silent within this time of each other did so at once."""
+"""Workers that fell silent within this time of each other count as silent at once."""
 FEWEST_AT_ONCE = 3
-"""Fewer than these are retired even if they are most of the fleet: a mistake costs two snapshots."""
+"""A smaller number is retired even if it is most of the fleet: a mistake costs two snapshots."""
 BLIND_FOR_S = 600.0
-"""After this time without a heartbeat a worker is retired in any case: the fleet was switched off."""
+"""After this long without a heartbeat a worker is retired in any case: the fleet was switched off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """A worker to be retired, and the pool that has a record of it (None: no pool has)."""
+    """A worker to retire, and the pool that has its record (None: no pool has one)."""
 
     worker_id: str
     pool_id: str | None
@@ -42,7 +42,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Notes:
-    """What else a worker's record says."""
+    """Further content of a worker's record."""
 
     applied_us: int = 0
     trace: str | None = None
@@ -53,7 +53,7 @@ _NO_NOTES = _Notes()
 
 
 class FailureDetector:
-    """Judges the workers of the owned partitions, and knows when each worker of the fleet was last heard."""
+    """Judges the workers of the owned partitions, and tracks when each worker of the fleet was last heard from."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class FailureDetector:
         tenants_of: Callable[[str], tuple[str, ...]] = lambda _: (),
         describe_doubt: Callable[[str], str] = lambda _: "",
     ) -> None:
-        """`vouches`: was this worker's address compared with its publisher's identity? `tenants_of`: whose prompts a worker may
-        get, as that identity says. `describe_doubt`: why the index may be wrong about a worker, for people."""
+        """`vouches`: was this worker's address compared with its publisher's identity? `tenants_of`: tenants whose prompts
+        that identity lets a worker get. `describe_doubt`: why the index may be wrong about a worker, for people."""
         self._vouches = vouches
         self._tenants_of = tenants_of
         self._describe_doubt = describe_doubt
@@ -77,14 +77,14 @@ class FailureDetector:
         self.lost = 0
         """Workers lost so far; one that comes back may be lost again."""
         self.held_back = 0
-        """Retirements held back in the last round because most of the fleet fell silent."""
+        """Retirements held back in the last round, because most of the fleet fell silent."""
 
     def record_pulse(self, worker_id: str, now_s: float) -> None:
-        """A worker of the fleet was heard; it may be another replica's."""
+        """Record that a worker of the fleet was heard from; another replica may own it."""
         self._last_heard_s[worker_id] = now_s
 
     def adopt(self, records: Mapping[str, FleetRecord], now_s: float) -> None:
-        """Judge workers of newly owned partitions too, from their last records. Their clocks start now."""
+        """Also judge workers of newly owned partitions, from their last records. Their clocks start now."""
         for worker_id, record in records.items():
             self._last_heard_s.setdefault(worker_id, now_s)
             if worker_id not in self._workers:
@@ -106,8 +106,8 @@ class FailureDetector:
         return worker.endpoint.pool_id if worker is not None else None
 
     def watch(self, worker_ids: Collection[str], now_s: float) -> None:
-        """All owned workers that the index has not retired. The clocks of those that are not judged yet start now: retired
-        workers that a late message brought back, or workers whose fleet record was lost."""
+        """Pass all owned workers that the index has not retired. Clocks of workers that are not judged yet start now:
+        retired workers that a late message brought back, or workers whose fleet record was lost."""
         for worker_id in [w for w in self._unheard_since_s if w not in worker_ids or w in self._workers]:
             del self._unheard_since_s[worker_id]
         for worker_id in worker_ids:
@@ -116,8 +116,8 @@ class FailureDetector:
                 self._last_heard_s.setdefault(worker_id, now_s)
 
     def hear(self, beat: Heartbeat, now_s: float, now_us: int) -> bool:
-        """A heartbeat of an owned worker. True if routers should know at once: the worker is new or back, or its engine's
-        state or endpoint changed. If a worker has two publishers, the higher incarnation counts."""
+        """Record a heartbeat of an owned worker. True if routers should know at once: the worker is new or back, or its
+        engine's state or endpoint changed. If a worker has two publishers, the higher incarnation counts."""
         worker = self._workers.get(beat.worker_id)
         if worker is not None and beat.incarnation < worker.incarnation and now_s - worker.heard_s < LOST_AFTER_S:
             return False
@@ -135,19 +135,19 @@ class FailureDetector:
         return urgent
 
     def record_applied(self, worker_ids: Iterable[str], traces: Mapping[str, str], now_us: int) -> None:
-        """Messages of these workers were applied. `traces`: W3C traceparent of the last applied batch that began in an engine,
-        by worker, if this replica traces."""
+        """Record that messages of these workers were applied. `traces`: by worker, the W3C traceparent of the last applied
+        batch that began in an engine, if this replica traces."""
         for worker_id in worker_ids:
             self._notes_of(worker_id).applied_us = now_us
         for worker_id, trace in traces.items():
             self._notes_of(worker_id).trace = trace
 
     def record_repair(self, worker_id: str, repair: Repair) -> None:
-        """A snapshot of this worker was requested."""
+        """Record that a snapshot of this worker was requested."""
         self._notes_of(worker_id).repair = repair
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """These workers' partitions are another replica's now, or they are retired."""
+        """Drop workers that are retired, or whose partitions now belong to another replica."""
         for worker_id in [w for w in self._workers if is_gone(w)]:
             del self._workers[worker_id]
             self._changed.discard(worker_id)
@@ -157,7 +157,7 @@ class FailureDetector:
             del self._notes[worker_id]
 
     def skip_pause(self, seconds: float, now_s: float) -> None:
-        """This process itself stood still (it was paused, or its machine slept): no worker was silent for that."""
+        """Ignore a time in which this process itself stood still (it was paused, or its machine slept)."""
         for worker in self._workers.values():
             worker.heard_s = min(now_s, worker.heard_s + seconds)
         for clocks in (self._last_heard_s, self._unheard_since_s):
@@ -165,7 +165,7 @@ class FailureDetector:
                 clocks[worker_id] = min(now_s, at_s + seconds)
 
     def detect(self, now_s: float) -> list[Retirement]:
-        """Mark silent workers as lost; the workers to retire are named again until they are forgotten."""
+        """Mark silent workers as lost. Returns the workers to retire, each time until they are forgotten."""
         due: list[tuple[Retirement, float]] = []
         for worker_id, worker in self._workers.items():
             silent_s = now_s - worker.heard_s
@@ -196,7 +196,7 @@ class FailureDetector:
         return changed
 
     def restore_changed(self, changed: Mapping[str, FleetRecord]) -> None:
-        """These could not be written: `take_changed` returns them again, as they are then."""
+        """Let `take_changed` return records that could not be written again, with their content at that time."""
         self._changed.update(worker_id for worker_id in changed if worker_id in self._workers)
 
     def lost_records(self) -> dict[str, FleetRecord]:
@@ -206,7 +206,7 @@ class FailureDetector:
 
     @property
     def lost_now(self) -> int:
-        """Lost workers, but those that said that they leave."""
+        """Number of lost workers, except those that announced that they would leave."""
         lost = (one for one in self._workers.values() if one.liveness is Liveness.LOST)
         return sum(one.state is not EngineState.DRAINING for one in lost)
 
@@ -240,7 +240,7 @@ class FailureDetector:
 
 
 def _most_fell_silent(last_heard_s: list[float], at_s: float, now_s: float) -> bool:
-    """Were most of the workers that were alive at `at_s` last heard at about that time? `last_heard_s`: ascending."""
+    """True if most workers that were alive at `at_s` were last heard from at about that time. `last_heard_s`: ascending."""
     first = bisect_left(last_heard_s, at_s - AT_ONCE_S)
     after = bisect_left(last_heard_s, min(at_s + AT_ONCE_S, now_s - LOST_AFTER_S))
     silent, alive = after - first, len(last_heard_s) - first

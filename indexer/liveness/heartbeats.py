@@ -29,19 +29,20 @@ from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 WRITE_EVERY_S = 1.0
 SHORTEST_PAUSE_S = 0.05
-"""Between two urgent rounds."""
+"""Minimum pause between two urgent rounds."""
 PAUSED_S = 4.0
-"""Longer than two rounds are apart, shorter than a worker may be silent: this process itself stood still."""
+"""A longer gap means that this process stood still. More than the time between two rounds, less than a worker may be
+silent."""
 DELETE_RECORD_AFTER_S = 3600.0
 ADOPT_EVERY_S = 15.0
-"""A fleet record that no replica judges is found within this time: a paused replica wrote it after the worker was
+"""How soon to find a fleet record that no replica judges. A paused replica may have written it after the worker was
 retired, or a failover of the store brought it back."""
 
 log = logging.getLogger("kvatlas.indexer")
 
 
 class Heartbeats:
-    """One task: receives, judges each second, writes fleet records, retires workers."""
+    """One task that receives heartbeats, judges every second, writes fleet records, and retires workers."""
 
     def __init__(
         self,
@@ -57,8 +58,8 @@ class Heartbeats:
         delete_record_after_s: float = DELETE_RECORD_AFTER_S,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`identities`: what each worker's publisher may advertise; None: everything. Worker records in the
-        index are deleted when they have been closed for `delete_record_after_s`."""
+        """`identities`: what each worker's publisher may advertise; None: everything. A worker's record in the index is
+        deleted after it has been closed for `delete_record_after_s`."""
         self._client = client
         self._index = index
         self._fleet = fleet
@@ -75,23 +76,24 @@ class Heartbeats:
         self._ticked_s = clock()
         self._expiry = RecordExpiry(delete_record_after_s)
         self._present: set[str] = set()
-        """Workers that are known not to be among the departed."""
+        """Workers that are known not to be among the departures."""
 
     def adopt(self) -> None:
-        """Judge also the workers of owned partitions that the fleet store knows, from the next round on, which comes at
+        """Also judge the workers of owned partitions that the fleet store knows, from the next round on, which starts at
         once."""
         self._adopt_at_s = self._clock()
         self._wakeup.wake()
 
     def watch_records(self, records: Iterable[WorkerRecord]) -> None:
-        """All records of the owned shards, as they are now: a worker with blocks in the index is judged, heard or not."""
+        """Pass all current records of the owned shards: a worker with blocks in the index is judged even if it is never
+        heard from."""
         owned = [record for record in records if self._owned.owns(record.worker_id)]
         now_s = self._clock()
         self._detector.watch({record.worker_id for record in owned if _unretired(record)}, now_s)
         self._expiry.update(owned, now_s)
 
     def record_repair(self, worker_id: str, reason: str) -> None:
-        """A snapshot of this worker was requested: its record says so from the next round on."""
+        """Note that a snapshot of this worker was requested; its record shows it from the next round on."""
         self._detector.record_repair(worker_id, Repair(at_us=time_ns() // 1_000, reason=reason))
 
     async def listen(self) -> Subscription:
@@ -99,7 +101,7 @@ class Heartbeats:
         return await self._client.subscribe(ALL_ALIVE, cb=self._on_heartbeat)
 
     async def run(self) -> None:
-        """Until cancelled. After an error of the store everything is written in a later round."""
+        """Run until cancelled. After an error of the store everything is written in a later round."""
         subscription = await self.listen()
         try:
             while True:
@@ -142,7 +144,7 @@ class Heartbeats:
         await self._fleet.forget_departures(back)
         self._present |= back
         self._counters.pools_repaired = self._fleet.pools_repaired
-        # a paused replica, once resumed, writes what it heard last: workers that are lost by now as alive
+        # a paused replica, once resumed, writes its old view: workers that are lost by now would be alive again
         await self._fleet.update_existing(self._detector.lost_records())
         for retirement in retirements:
             await self._retire(retirement)
@@ -164,7 +166,7 @@ class Heartbeats:
                     self._log.report(worker_id, line, logging.ERROR)
 
     async def _adopt(self, now_s: float) -> None:
-        """Judge the workers that the fleet store has and this replica does not judge. A record in a former pool of its
+        """Judge the workers that the fleet store has but this replica does not judge yet. A record in a former pool of its
         worker, or an invalid one, is removed; the next heartbeat of a live worker writes it again."""
         entries = await self._fleet.entries(
             lambda worker_id, pool_id: self._owned.owns(worker_id) and self._detector.pool_of(worker_id) != pool_id
@@ -172,7 +174,7 @@ class Heartbeats:
         for worker_id, pool_id, record in entries:
             pool_now = self._detector.pool_of(worker_id)
             if not self._owned.owns(worker_id) or pool_now == pool_id:
-                continue  # its partition was released, or it was heard, meanwhile
+                continue  # meanwhile its partition was released, or it was heard from
             if pool_now is None and record is not None and self._refusal(record.endpoint) is None:
                 self._detector.adopt({worker_id: record}, now_s)
             else:
@@ -183,7 +185,7 @@ class Heartbeats:
         worker_id = retirement.worker_id
         record = await self._index.record(worker_id)
         if record is not None and _unretired(record) and not await self._index.retire(worker_id, record.incarnation):
-            return  # it began another incarnation meanwhile
+            return  # meanwhile it began another incarnation
         if retirement.pool_id is not None:
             if (last := self._detector.lost_records().get(worker_id)) is not None:
                 await self._fleet.record_departure(last)
@@ -209,7 +211,8 @@ class Heartbeats:
         except InvalidValue as error:
             self._counters.heartbeats_bad += 1
             self._log.report(
-                "invalid", f"invalid heartbeat on {msg.subject}: {error}; what publishes there, in which version?"
+                "invalid",
+                f"invalid heartbeat on {msg.subject}: {error}; which process publishes there, in which version?",
             )
             return
         if beat.yielded:
@@ -220,13 +223,13 @@ class Heartbeats:
             return
         self._counters.heartbeats += 1
         if self._detector.pool_of(worker_id) not in (None, beat.endpoint.pool_id):
-            self.adopt()  # it serves another model now: its record in the former pool has to go
+            self.adopt()  # it serves another model now, so its record in the former pool must go
         self._doubt.hear(worker_id, beat.incarnation, beat.acked_seq, now_s)
         if self._detector.hear(beat, now_s, now_us):
             self._wakeup.wake()
 
     def _refusal(self, endpoint: EngineEndpoint) -> str | None:
-        """Why routers must not hear of this endpoint; None if they may."""
+        """Why routers must not see this endpoint; None if they may."""
         try:
             if self._identities is not None:
                 self._identities.check_endpoint(endpoint)
@@ -238,5 +241,5 @@ class Heartbeats:
 
 
 def _unretired(record: WorkerRecord) -> bool:
-    """Is there something to retire? A closed worker may still answer with the blocks of its last incarnation."""
+    """True if there is something to retire. A closed worker may still answer with the blocks of its last incarnation."""
     return record.answering or record.loading or not record.closed

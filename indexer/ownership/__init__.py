@@ -1,1 +1,1 @@
-"""Which replica owns which partition: membership, leases, rendezvous hashing, the running readers."""
+"""Decides which replica owns which partition: membership, leases, rendezvous hashing, the running readers."""

@@ -1,6 +1,6 @@
-"""Does a message get to NATS and back? Tested with a message of the replica to itself.
+"""Checks that messages get to NATS and back, with a message that the replica sends to itself.
 
-Not with a flush: nats-py 2.16 answers one at once if its reader has ended, and then no message arrives any more.
+A flush would not do: if nats-py 2.16's reader has ended, a flush succeeds at once although no message arrives any more.
 """
 
 import anyio
@@ -27,8 +27,8 @@ class Echo:
         self._subscription = await self._client.subscribe(self._inbox, cb=self._on_echo)
 
     async def check(self, deadline_s: float) -> None:
-        """Return when a message came back. Raises TimeoutError, and nats errors if it can't be sent."""
-        if not self._client.is_connected:  # the message would be sent, and come back, after a reconnect
+        """Return once a message has come back. Raises TimeoutError, and nats errors if it can't be sent."""
+        if not self._client.is_connected:  # otherwise the message would be sent, and come back, after a reconnect
             raise TimeoutError("NATS is not connected")
         self._sent += 1
         number = self._sent

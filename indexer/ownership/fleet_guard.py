@@ -1,4 +1,5 @@
-"""Keeps two fleets apart: an indexer starts only where its store and its NATS are of one fleet (thin; `fits` judges)."""
+"""Keeps two fleets apart: an indexer starts only if its store and its NATS belong to one fleet (thin; `conflict_line`
+judges)."""
 
 import logging
 
@@ -43,7 +44,7 @@ class FleetGuard:
         self._own: FleetIdentity | None = None
 
     async def join(self) -> FleetIdentity:
-        """Make sure that store and stream are of one fleet, and mark what is not marked yet. Raises OtherFleet."""
+        """Check that store and stream belong to one fleet, and mark them if they are not marked yet. Raises OtherFleet."""
         ours, streams = await read_store_identity(self._store), await stream_fleet(self._client)
         wanted = streams or (ours.fleet if ours is not None else new_fleet_id())
         joins = ours is None and self._joins == streams
@@ -62,7 +63,7 @@ class FleetGuard:
         return self._own
 
     async def run(self) -> None:
-        """Answer indexers that come with another store, and mark store and stream again when they have lost it."""
+        """Answer indexers that arrive with another store, and mark store and stream again if they lost the mark."""
         subscription = await self._client.subscribe(ALL_FLEETS, cb=self._on_question)
         try:
             while True:
@@ -77,17 +78,17 @@ class FleetGuard:
     async def _check(self) -> None:
         if (own := self._own) is None:
             return
-        own = await self._take_store(own.fleet)  # the store may have lost all it had
+        own = await self._take_store(own.fleet)  # the store may have lost all its data
         streams = await stream_fleet(self._client)
         if streams is None:
             await mark_stream(self._client, own.fleet)
         elif streams != own.fleet:
-            line = f"{self._nats} is of fleet {streams} now, and {self._store.name} of fleet {own.fleet}; {_CURE}"
+            line = f"{self._nats} belongs to fleet {streams} now, and {self._store.name} to fleet {own.fleet}; {_CURE}"
             self._log.report("fleet", line)
             await report_trouble(self._store, self._member_id, line)
 
     async def _ask(self, fleet_id: str, ours: FleetIdentity | None) -> FleetIdentity | None:
-        """The fleet's live indexer, if there is one."""
+        """The identity of the fleet's live indexer; None if none answers."""
         question = FleetIdentity(
             fleet=ours.fleet if ours is not None else fleet_id,
             store=ours.store if ours is not None else "",
@@ -113,7 +114,7 @@ class FleetGuard:
         except (KvatlasError, RedisError):
             return
         if stored is None or stored.store in (asking.store, "") or stored.store != own.store:
-            return  # its store, or one that has just lost all it had
+            return  # its store, or one that has just lost all its data
         line = (
             f"indexer {asking.member} of another fleet, with the store {asking.store_name}, uses this NATS; it was refused: "
             f"give its fleet a NATS (or an account) of its own, or this fleet's store, {own.store_name}"
@@ -125,12 +126,12 @@ class FleetGuard:
 def conflict_line(
     ours: FleetIdentity | None, streams: str, other: FleetIdentity | None, store_name: str, nats_name: str
 ) -> str | None:
-    """Why an indexer with this store must not use this NATS; None if it may. `ours`: the store's, None of an empty store;
-    `streams`: the fleet of the event stream; `other`: a live indexer of that fleet, whose store is another one."""
+    """Why an indexer with this store must not use this NATS; None if it may. `ours`: the store's identity, None for an
+    empty store; `streams`: the fleet of the event stream; `other`: a live indexer of that fleet with another store."""
     if other is not None:
-        kept = f"its indexer {other.member} keeps the store {other.store_name}"
-        return f"{nats_name} is of fleet {streams}: {kept}, and this one has {store_name}; {_CURE}"
+        kept = f"its indexer {other.member} uses the store {other.store_name}"
+        return f"{nats_name} belongs to fleet {streams}: {kept}, and this one has {store_name}; {_CURE}"
     if ours is not None and ours.fleet != streams:
-        stream = "or, if that fleet is no more, delete the stream KVATLAS_EVENTS"
-        return f"{nats_name} is of fleet {streams}, and {store_name} of fleet {ours.fleet}; {_CURE}; {stream}"
+        stream = "or, if that fleet no longer exists, delete the stream KVATLAS_EVENTS"
+        return f"{nats_name} belongs to fleet {streams}, and {store_name} to fleet {ours.fleet}; {_CURE}; {stream}"
     return None

@@ -1,6 +1,6 @@
-"""Keeps this replica a member and its leases alive; starts and stops partitions as their leases come and go (thin).
+"""Keeps this replica's membership and leases alive; starts and stops partitions as their leases come and go (thin).
 
-A lease is renewed only while NATS echoes too: a replica that can't read releases its partitions. If the store does not
+A lease is renewed only while NATS echoes, so a replica that can't read releases its partitions. If the store does not
 answer, partitions are read until the lease has expired by this replica's own clock.
 """
 
@@ -24,7 +24,7 @@ from kvatlas_indexer.ownership.rendezvous import target_partitions
 LEASE_MS = 3_000
 RENEW_EVERY_S = 0.5
 ACQUIRE_EVERY_S = 0.15
-"""While another replica holds leases that should be this one's."""
+"""Interval while another replica holds leases that should belong to this one."""
 ECHO_DEADLINE_S = 1.0
 LEAVE_DEADLINE_S = 2.0
 
@@ -32,7 +32,7 @@ log = logging.getLogger("kvatlas.indexer")
 
 
 class Membership:
-    """Starts the partitions whose lease is acquired, and stops those whose lease is to be released or is lost. A lease is
+    """Starts partitions whose lease is acquired, and stops those whose lease must be released or is lost. A lease is
     released only after its partition's reader has ended."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Membership:
         owned: OwnedPartitions,
         counters: IndexerCounters,
     ) -> None:
-        """`partitions`: how many there are."""
+        """`partitions`: number of partitions."""
         self.member_id = member_id
         self.members: list[str] = []
         self._partitions = partitions
@@ -57,7 +57,7 @@ class Membership:
         self._held_until_s = 0.0
         self._acquiring = False
         self._lost_members: list[str] = []
-        """Members that the store has lost; they count for as long as a lease lasts."""
+        """Members that the store has lost; they count for the duration of a lease."""
         self._lost_members_until_s = 0.0
 
     @property
@@ -67,11 +67,11 @@ class Membership:
 
     @property
     def fresh(self) -> bool:
-        """Was the last renewal in time to keep the leases?"""
+        """True if the last renewal was in time to keep the leases."""
         return monotonic() < self._held_until_s
 
     async def run(self, on_settled: Callable[[], None] | None = None) -> None:
-        """Until cancelled; then every partition is stopped and its lease released at once. `on_settled` is called once, after
+        """Run until cancelled; then stop every partition and release its lease at once. `on_settled` is called once, after
         the first round that reached the store."""
         await self._echo.start()
         try:
@@ -97,7 +97,8 @@ class Membership:
         await self._echo.check(ECHO_DEADLINE_S)
         renewed_s = monotonic()
         if self.fresh and not await self._fleet.is_member(self.member_id):
-            # a store that lost everything knows only the members that came back first: no partition moves for that
+            # a store that lost everything knows only the first members that came back: no partition should move because of
+            # that
             self._lost_members, self._lost_members_until_s = self.members, renewed_s + LEASE_MS / 1_000
         members = await self._fleet.renew_membership(self.member_id, LEASE_MS)
         self.members = sorted({*members, *self._lost_members}) if renewed_s < self._lost_members_until_s else members

@@ -1,4 +1,4 @@
-"""The partitions that this replica owns now: their running readers, and the state that goes with them."""
+"""The partitions that this replica owns now: their running readers, and the state that belongs to them."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Reader(Protocol):
 
     @property
     def at_end(self) -> bool:
-        """Is all that the stream has of the partition applied?"""
+        """True if everything in the stream for the partition is applied."""
 
     def status(self, now_us: int) -> PartitionStatus: ...
 
@@ -54,8 +54,8 @@ class OwnedPartitions:
     def __init__(
         self, partitions: int, new_reader: Callable[[int], Reader], worker_states: Iterable[WorkerState] = ()
     ) -> None:
-        """`partitions`: how many there are. `worker_states` forget the workers of partitions that are stopped, and retired
-        workers."""
+        """`partitions`: number of partitions. `worker_states` forget retired workers, and the workers of stopped
+        partitions."""
         self.partition_of: Callable[[str], int] = lru_cache(WORKERS_REMEMBERED)(
             lambda worker_id: partition_of(worker_id, partitions)
         )
@@ -67,34 +67,34 @@ class OwnedPartitions:
         self._group: TaskGroup | None = None
 
     def run_in(self, group: TaskGroup) -> None:
-        """Readers run in this task group. To be called before `start`."""
+        """Run readers in this task group. Call it before `start`."""
         self._group = group
 
     @property
     def partitions(self) -> Collection[int]:
-        """The owned ones."""
+        """The owned partitions."""
         return self._running.keys()
 
     def status(self, now_us: int) -> list[PartitionStatus]:
-        """Of each owned partition, ascending."""
+        """The status of each owned partition, ascending."""
         return [running.reader.status(now_us) for _, running in sorted(self._running.items())]
 
     def owns(self, worker_id: str) -> bool:
-        """Is the worker's partition owned?"""
+        """True if the worker's partition is owned."""
         return self.partition_of(worker_id) in self._running
 
     def at_end(self, worker_id: str) -> bool:
-        """Is the worker's partition read up to its end?"""
+        """True if the worker's partition is read up to its end."""
         running = self._running.get(self.partition_of(worker_id))
         return running is not None and running.reader.at_end
 
     def restart(self, partition: int, why: str) -> None:
-        """Read this partition, if it is owned, again from its stored position."""
+        """Read this partition again from its stored position, if it is owned."""
         if (running := self._running.get(partition)) is not None:
             running.reader.restart(why)
 
     def on_start(self, listener: Callable[[], None]) -> None:
-        """Call `listener` each time that partitions were started."""
+        """Call `listener` whenever partitions were started."""
         self._on_start.append(listener)
 
     def start(self, partitions: Sequence[int]) -> None:
@@ -107,8 +107,7 @@ class OwnedPartitions:
             listener()
 
     async def stop(self, partitions: Sequence[int]) -> None:
-        """Stop the readers of these partitions and wait for their end; then forget the workers that are not owned any
-        more."""
+        """Stop the readers of these partitions, wait for their end, and forget the workers that are no longer owned."""
         stopped = [self._running.pop(partition) for partition in partitions if partition in self._running]
         for running in stopped:
             running.scope.cancel()
@@ -117,7 +116,7 @@ class OwnedPartitions:
         self._forget(lambda worker_id: not self.owns(worker_id))
 
     def forget_worker(self, worker_id: str) -> None:
-        """The worker is retired."""
+        """Drop the state of a retired worker."""
         self._forget(lambda other: other == worker_id)
 
     def _forget(self, is_gone: Callable[[str], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Poison messages, kept for diagnosis in a bounded stream beside the events."""
+"""Poison messages, kept for diagnosis in a bounded stream next to the events."""
 
 import logging
 from collections import deque
@@ -21,8 +21,8 @@ log = logging.getLogger("kvatlas.indexer")
 
 
 class DeadLetters:
-    """Counts, logs (rate-limited by reason) and publishes poison messages. Bounded: what does not fit is counted and
-    dropped, the partitions' readers never wait."""
+    """Counts, logs (rate-limited by reason) and publishes poison messages. Bounded: messages that do not fit are counted
+    and dropped, so the partitions' readers never wait."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class DeadLetters:
         self._wakeup.wake()
 
     async def run(self) -> None:
-        """Publish what was put, until cancelled."""
+        """Publish the queued messages until cancelled."""
         made = False
         while True:
             await self._wakeup.wait()

@@ -1,4 +1,4 @@
-"""The event stream, made again if it is gone; one replica's readers share it."""
+"""The event stream, created again if it is gone; shared by one replica's readers."""
 
 import anyio
 from nats.aio.client import Client
@@ -15,12 +15,12 @@ class EventStream:
         self._lock = anyio.Lock()
 
     async def ensure(self) -> None:
-        """Make the stream if there is none. Raises what `ensure_stream` raises."""
+        """Create the stream if missing. Raises what `ensure_stream` raises."""
         async with self._lock:
             await ensure_stream(self._client, self._settings)
 
     async def info(self) -> StreamInfo:
-        """Where the stream stands; it is made if there is none. Raises KvatlasError, and nats errors."""
+        """The position of the stream, which is created if missing. Raises KvatlasError, and nats errors."""
         try:
             return await stream_info(self._client)
         except NotFoundError:
@@ -29,7 +29,7 @@ class EventStream:
 
 
 def stream_settings(settings: IndexerSettings) -> StreamSettings:
-    """How the event stream is made."""
+    """How to create the event stream."""
     return StreamSettings(
         replicas=settings.stream_replicas,
         max_bytes=settings.stream_max_bytes,

@@ -1,7 +1,7 @@
 """Reads one partition of the stream: an ephemeral consumer from the stored position, pulled without waiting.
 
 If the consumer, the stream, the connection or a message is lost, the consumer is dropped with its queue, and another one
-starts from the stored position: messages that come twice are duplicates for the fence.
+starts from the stored position. The fence treats messages that come twice as duplicates.
 """
 
 import logging
@@ -38,8 +38,8 @@ log = logging.getLogger("kvatlas.indexer")
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatus:
-    """One owned partition. `pending`: messages of it that are not applied; `lag_us`: age of the last applied message,
-    None before the first; `at_end`: no message is known to be missing."""
+    """One owned partition. `pending`: its messages that are not applied; `lag_us`: age of the last applied message, None
+    before the first; `at_end`: no message is known to be missing."""
 
     partition: int
     pending: int
@@ -64,8 +64,8 @@ class PartitionReader:
         identities: Identities | None = None,
         publishers: Sequence[int] = (),
     ) -> None:
-        """`identities`: what each worker's publisher may speak for; None: everything. `publishers`: other numbers of
-        partitions than the index's that publishers may use."""
+        """`identities`: what each worker's publisher may speak for; None: everything. `publishers`: further partition
+        counts that publishers may use."""
         self.partition = partition
         self._client = client
         self._stream = stream
@@ -80,12 +80,12 @@ class PartitionReader:
 
     @property
     def reading(self) -> bool:
-        """Has it a consumer now?"""
+        """True if it has a consumer now."""
         return self._consumer is not None
 
     @property
     def at_end(self) -> bool:
-        """Is all that the stream has of the partition applied, and has the server confirmed that lately?"""
+        """True if everything in the stream for the partition is applied, and the server has recently confirmed that."""
         consumer = self._consumer
         return (
             consumer is not None
@@ -126,7 +126,7 @@ class PartitionReader:
             await anyio.sleep(pause_s)
 
     async def _read(self, restarted_because: str) -> str:
-        """Read with one consumer until it is lost; returns why. `restarted_because`: why the last one was lost."""
+        """Read with one consumer until it is lost; return why. `restarted_because`: why the last one was lost."""
         position, new_stream = await start_position(self._index, self.partition, await self._stream.info())
         self._counters.new_streams += new_stream
         if restarted_because:
@@ -167,10 +167,10 @@ class PartitionReader:
 
 
 async def start_position(index: ResidencyIndex, partition: int, stream: StreamInfo) -> tuple[Position, bool]:
-    """The position to read after, as it is stored then; True if it is the beginning of another stream than before.
+    """The position to read after, which is stored then; True if it is the beginning of a new stream.
 
-    A store without a position knows no worker: reading starts at the stream's end, and heartbeats make the workers
-    doubted. Raises KvatlasError if another owner moved the position meanwhile.
+    A store without a position knows no worker: reading starts at the stream's end, and heartbeats put the workers in doubt.
+    Raises KvatlasError if another owner moved the position meanwhile.
     """
     stored = await index.position(partition)
     if stored is None:

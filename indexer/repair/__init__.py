@@ -1,1 +1,1 @@
-"""Doubt about a worker's blocks, and the snapshot that ends it."""
+"""Doubt about a worker's blocks, and the snapshot that resolves it."""

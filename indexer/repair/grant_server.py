@@ -1,4 +1,4 @@
-"""Answers the requests of publishers to send a large snapshot, for the owned partitions."""
+"""Answers publishers' requests to send a large snapshot, for the owned partitions."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class GrantServer:
         partitions: Sequence[int],
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`partitions`: how many there are, in each way in which publishers may count them; the first is ours."""
+        """`partitions`: every partition count that publishers may use; the first is the index's."""
         self._partitions = partitions
         self._client = client
         self._owned = owned
@@ -63,7 +63,7 @@ class GrantServer:
                 raise InvalidValue(f"it names worker {request.worker_id}; expected {worker}")
             right = [partition_of(request.worker_id, count) for count in self._partitions]
             if int(partition) not in right:
-                raise InvalidValue(f"worker {request.worker_id} is of partition {right[0]}; expected {partition}")
+                raise InvalidValue(f"worker {request.worker_id} belongs to partition {right[0]}; expected {partition}")
             if not self._owned.owns(request.worker_id):
                 return
             check_incarnation(request.incarnation, time_ns() // 1_000)
@@ -79,7 +79,8 @@ class GrantServer:
         await self._client.publish(msg.reply, reply.pack())
 
     def _may_own(self, partition: int, worker_id: str) -> bool:
-        """Before the request is read, which may be anybody's: can its worker be an owned one?"""
+        """True if a request's worker may be an owned one. Checked before the request, which anyone may have sent, is
+        read."""
         if len(self._partitions) == 1:
             return partition in self._owned.partitions
         return self._owned.owns(worker_id)

@@ -1,6 +1,6 @@
-"""Grants to send large snapshots: how many bytes of them may be on their way to one replica (pure).
+"""Grants to send large snapshots: they limit the bytes on their way to one replica (pure).
 
-Without them a new leader in NATS, or a wiped store, would bring the snapshots of all publishers at once.
+Without them, a new leader in NATS or a wiped store would bring the snapshots of all publishers at once.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from kvatlas.index.protocol import WorkerRecord
 LIMIT_BYTES = 32 * 1024 * 1024
 GRANT_S = 10.0
 BYTES_PER_S = 8 * 1024 * 1024
-"""A low estimate of how fast snapshots are applied; it only sets when a publisher asks again."""
+"""A low estimate of how fast snapshots are applied; it only determines when a publisher asks again."""
 SHORTEST_RETRY_MS = 100
 LONGEST_RETRY_MS = 5_000
 
@@ -25,8 +25,8 @@ class _Grant:
 
 
 class GrantBudget:
-    """A grant ends when the index answers with its incarnation, or after GRANT_S; asking again does not prolong it. A worker
-    whose grant ran out waits for as long before its next one if others wait, so that no worker keeps them waiting."""
+    """A grant ends when the index answers with its incarnation, or after GRANT_S; asking again does not prolong it. If
+    others wait, a worker whose grant ran out must wait GRANT_S before its next one, so that no worker blocks the others."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -40,8 +40,8 @@ class GrantBudget:
         return sum(grant.snapshot_bytes for grant in self._grants.values())
 
     def answer(self, request: GrantRequest, now_s: float) -> GrantReply:
-        """May this worker send its snapshot now? One larger than the limit may if no other grant is open, and counts as the
-        limit. A worker that asks again replaces its grant, until the same time."""
+        """Decide whether this worker may send its snapshot now. A snapshot larger than the limit may be sent if no other
+        grant is open, and counts as the limit. A worker that asks again replaces its grant, until the same time."""
         for worker_id in [w for w, grant in self._grants.items() if grant.until_s <= now_s]:
             self._lapsed[worker_id] = self._grants.pop(worker_id).until_s + GRANT_S
         self._lapsed = {worker_id: until_s for worker_id, until_s in self._lapsed.items() if until_s > now_s}
@@ -61,21 +61,21 @@ class GrantBudget:
         return GrantReply(granted=True)
 
     def release_answering(self, records: Iterable[WorkerRecord]) -> None:
-        """End the grants of the snapshots that these records answer with."""
+        """End the grants of snapshots that these records now answer with."""
         if self._grants:
             for record in records:
                 if record.answering and not record.loading:
                     self.release(record.worker_id, record.incarnation)
 
     def release(self, worker_id: str, incarnation: int) -> None:
-        """The worker's snapshot of this incarnation is applied."""
+        """End the grant of a snapshot that is applied."""
         grant = self._grants.get(worker_id)
         if grant is not None and incarnation >= grant.incarnation:
             del self._grants[worker_id]
             self._lapsed.pop(worker_id, None)
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """These workers' partitions are another replica's now, or they are retired."""
+        """Drop workers that are retired, or whose partitions now belong to another replica."""
         for worker_id in [w for w in self._grants if is_gone(w)]:
             del self._grants[worker_id]
 

@@ -1,4 +1,4 @@
-"""Each second: reads the workers' records of the owned shards, and requests snapshots of the workers in doubt."""
+"""Every second: reads the workers' records in the owned shards, and requests snapshots of the workers in doubt."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ from kvatlas_indexer.repair.grants import GrantBudget
 
 JUDGE_EVERY_S = 1.0
 ROOM_FRACTION = 0.1
-"""A worker that the store had no memory for is asked for a snapshot again when this much of the memory is free."""
+"""Free share of the memory from which to request snapshots of workers that the store had no memory for."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -44,7 +44,7 @@ class RepairLoop:
         partitions: int,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`partitions`: how many a publisher must have to be read; 0: several numbers will do."""
+        """`partitions`: the partition count that a publisher must use to be read; 0: any of several."""
         self._client = client
         self._partitions = partitions
         self._index = index
@@ -56,14 +56,14 @@ class RepairLoop:
         self._clock = clock
         self._inbox = client.new_inbox()
         self.evicting: set[int] = set()
-        """The owned shards whose store evicts keys by itself."""
+        """The owned shards whose store evicts keys."""
         self.out_of_memory: set[int] = set()
-        """The owned shards whose store has no memory left."""
+        """The owned shards whose store is out of memory."""
         self.without_room = 0
-        """Workers of the owned shards whose blocks the store had no memory for."""
+        """Workers of the owned shards that the store had no memory for."""
 
     async def run(self) -> None:
-        """Until cancelled. After an error of NATS or of the store the next round comes as usual."""
+        """Run until cancelled. After an error of NATS or the store the next round comes as usual."""
         subscription = await self._client.subscribe(self._inbox, cb=self._on_reply)
         try:
             while True:
@@ -76,7 +76,7 @@ class RepairLoop:
             await unsubscribe(subscription, self._client)
 
     async def tick(self) -> None:
-        """One round of judging and requesting."""
+        """One round: judge, and request snapshots."""
         records: dict[str, WorkerRecord] = {}
         rooms: dict[int, Room] = {}
         for shard in sorted({shard_of(partition, self._index.shards) for partition in self._owned.partitions}):
@@ -95,12 +95,12 @@ class RepairLoop:
                 await self._request(request)
 
     def _has_room(self, rooms: Mapping[int, Room], record: WorkerRecord) -> bool:
-        """Without room its snapshot would be sent in vain, and the worker closed again."""
+        """True if a snapshot of the worker would fit. Otherwise it would be sent in vain, and the worker closed again."""
         return rooms[shard_of(record.partition, self._index.shards)].free >= ROOM_FRACTION
 
     async def _restart_unknown_partitions(self) -> None:
-        """A store that lost everything knows no worker and no position. The reader of a quiet partition would notice at the
-        next message, and lose it: so positions are looked for before a snapshot is requested."""
+        """Restart partitions whose position is gone from the store. The reader of a quiet partition would notice only at
+        the next message, and lose it; so this check comes before a snapshot is requested."""
         unknown = [worker_id for worker_id, doubt in self._doubt.doubts.items() if doubt is Doubt.UNKNOWN]
         for partition in {self._owned.partition_of(worker_id) for worker_id in unknown}:
             if await self._index.position(partition) is None:

@@ -17,7 +17,7 @@ from kvatlas_indexer.status_page.sections import status_page
 
 
 def application(replica: Replica, index: ResidencyIndex, fleet: FleetStore) -> Starlette:
-    """`index`, `fleet`: what the replica writes."""
+    """`index`, `fleet`: the stores that the replica writes."""
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n")

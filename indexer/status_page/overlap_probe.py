@@ -1,4 +1,4 @@
-"""The probe of an indexer: what each worker holds of a prompt. Costs and the choice are a router's."""
+"""The probe of an indexer: how much of a prompt each worker holds. Costs and choices are up to routers."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class _Held(NamedTuple):
 
 
 class OverlapProbe:
-    """See the module."""
+    """The probe of this module."""
 
     kinds: Sequence[PromptKind] = (PromptKind.TOKENS,)
     asks_adapter = True
@@ -55,7 +55,7 @@ class OverlapProbe:
         self._rules = ReuseRules()
 
     async def models(self) -> Mapping[str, str]:
-        """By pool."""
+        """Models by pool id."""
         endpoints = [record.endpoint for record in (await self._fleet.all()).values()]
         names = {one.pool_id: _model_text(one) for one in endpoints}
         return dict(sorted(names.items(), key=lambda one: one[1]))
@@ -67,7 +67,7 @@ class OverlapProbe:
         endpoint = pools.get(query.model) or (next(iter(pools.values())) if len(pools) == 1 else None)
         if endpoint is None:
             raise InvalidValue(
-                "no worker serves this model; choose one of the list" if pools else "no worker is published"
+                "no worker serves this model; choose one from the list" if pools else "no worker is published"
             )
         tenant = query.tenant or DEFAULT_TENANT
         scope = Scope(endpoint.model_id, endpoint.tokenizer_id, query.adapter or None, tenant)
@@ -106,7 +106,7 @@ class OverlapProbe:
 
 
 def _shape_of(endpoint: EngineEndpoint) -> _Shape | None:
-    """None of a worker that has published no block yet, or whose blocks are of another chain."""
+    """The shape of a worker's blocks; None if it has published none yet, or if they belong to another chain."""
     if not endpoint.block_size or endpoint.chain != OWN_CHAIN:
         return None
     return _Shape(endpoint.block_size, endpoint.granularity, endpoint.lookahead_tokens)
@@ -126,7 +126,10 @@ def _section(tokens: Sequence[int], held: Mapping[str, _Held]) -> Section:
     note = f"{left} more workers hold no more than these" if left else ""
     lines = [Cell(line, Tone.GOOD if holders else Tone.WARNING)]
     return Section(
-        "answer", "Who holds it", [Table(_COLUMNS, rows, "no worker of this model has told blocks yet", note)], lines
+        "answer",
+        "Who holds it",
+        [Table(_COLUMNS, rows, "no worker of this model has published blocks yet", note)],
+        lines,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a replica shows people: partitions with owner and lag, the fleet's workers, and a probe of overlaps."""
+"""Sections of a replica's page: partitions with owner and lag, the fleet's workers, and a probe of overlaps."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ OUT_OF_REACH = Cell("on its own page", Tone.QUIET, "another replica reads it")
 
 
 def status_page(replica: Replica, index: ResidencyIndex, fleet: FleetStore) -> StatusPage:
-    """`index`, `fleet`: what the replica writes."""
+    """`index`, `fleet`: the stores that the replica writes."""
 
     async def partitions() -> Section:
         return partitions_section(replica, await fleet.leases())
@@ -43,7 +43,7 @@ def status_page(replica: Replica, index: ResidencyIndex, fleet: FleetStore) -> S
 
 
 def partitions_section(replica: Replica, leases: dict[int, str]) -> Section:
-    """`leases`: the holder of each partition that has one."""
+    """The partitions and their owners. `leases`: holder by partition."""
     own = {status.partition: status for status in replica.partitions}
     every = range(replica.stream_partitions)
     free = [partition for partition in every if partition not in leases]

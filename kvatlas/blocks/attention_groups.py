@@ -1,19 +1,20 @@
 """Which positions of a prompt an engine can resume at: the rules of its KV cache groups (vLLM 0.33).
 
-A model's layers form groups by the kind of their attention, and each group caches blocks of its own under the same hashes.
-Position p lies behind p blocks. A prompt is resumed at the deepest position, at most (prompt tokens - 1) // block size, that
-every group allows (`HybridKVCacheCoordinator.find_longest_cache_hit`, `single_type_kv_cache_manager`):
+A model's layers form groups by the kind of their attention. Each group caches its own blocks under the same hashes.
+Position p is the end of the first p blocks. A prompt resumes at the deepest position, at most (prompt tokens - 1) // block
+size, that every group allows (`HybridKVCacheCoordinator.find_longest_cache_hit`, `single_type_kv_cache_manager`):
 
 - full attention, MLA, sink: all blocks before p are held. This is residency itself, which is prefix-closed;
 - sliding window of W tokens: the last ceil((W - 1) / block size) blocks before p are held, or all from the first on;
-- chunked local attention of C tokens: the blocks from p's chunk's start up to p are held; a chunk's start needs none;
-- mamba: the block before p is held (its state is that of the block's end);
-- an EAGLE group without lookahead hashes must hold one block more, which is given up;
+- chunked local attention of C tokens: the blocks from the start of p's chunk up to p are held; none if p starts a chunk;
+- mamba: the block before p is held (it stores the state at its end);
+- an EAGLE group without lookahead hashes must hold one more block, which is given up;
 - groups of several block sizes: p is a multiple of all of them (the scheduler's block size). A larger block has the hash of
-  the last small one that it covers. Of several groups of full attention, residency is that of the smallest blocks; those of
-  larger ones must be held up to p too. Windows may have smaller blocks than full attention (Gemma 4).
+  the last small one that it covers. If there are several groups of full attention, residency follows the smallest blocks,
+  and the groups with larger blocks must also hold everything up to p. Windows may have smaller blocks than full attention
+  (Gemma 4).
 
-Groups that never share blocks (circular buffers, bounded replay) publish none and say nothing.
+Groups that never share blocks (circular buffers, bounded replay) publish no events and are ignored here.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from kvatlas.errors import InvalidValue
 
 
 class AttentionKind(StrEnum):
-    """A group's kind, as vLLM's events name it (`kv_cache_spec_kind`). OTHER: one whose rule is not known here."""
+    """A group's kind, as vLLM's events name it (`kv_cache_spec_kind`). OTHER: a kind whose rule we don't know."""
 
     FULL = "full_attention"
     MLA = "mla_attention"
@@ -43,7 +44,7 @@ class AttentionKind(StrEnum):
 
     @property
     def is_full(self) -> bool:
-        """Does the group need every block before a position? Then its residency alone says what it allows."""
+        """True if the group needs every block before a position. Then residency alone decides."""
         return self in _FULL
 
 
@@ -54,9 +55,9 @@ _WINDOWED = frozenset((AttentionKind.SLIDING_WINDOW, AttentionKind.SLIDING_WINDO
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """One group. `window_tokens` of a sliding window and `chunk_tokens` of chunked attention are needed there.
+    """One group. `window_tokens` is required for a sliding window, `chunk_tokens` for chunked attention.
 
-    `eagle`: a hit gives up the group's last block. Raises InvalidValue for sizes by which nothing can be computed.
+    `eagle`: a hit gives up the group's last block. Raises InvalidValue for unusable sizes.
     """
 
     kind: AttentionKind
@@ -80,13 +81,14 @@ class AttentionGroup:
 
     @property
     def drops(self) -> bool:
-        """Does a hit give up one block of this group? vLLM never drops a mamba state: draft models have none."""
+        """True if a hit gives up one block of this group. vLLM never drops a mamba state, because draft models have
+        none."""
         return self.eagle and self.kind is not AttentionKind.MAMBA
 
     @property
     def longest_run(self) -> int:
-        """Beyond this many blocks of this group held in a row, more make no difference. Not for full attention, which needs
-        all of them."""
+        """Largest number of consecutive blocks of this group that makes a difference. Undefined for full attention, which
+        needs all of them."""
         if self.kind in _WINDOWED:
             assert self.window_tokens is not None
             needed = -(-(self.window_tokens - 1) // self.block_size)
@@ -98,7 +100,8 @@ class AttentionGroup:
         return needed + self.drops
 
     def blocks_needed(self, tokens: int) -> int:
-        """How many blocks in a row the group must hold before this position, a multiple of its block size, to allow it."""
+        """How many consecutive blocks the group must hold before this position (a multiple of its block size) to allow
+        it."""
         position = tokens // self.block_size
         if self.kind in _WINDOWED:
             return min(self.longest_run - self.drops, position)
@@ -110,11 +113,11 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class ResumptionRule:
-    """What the groups of one engine need together, counted in blocks of `block_size` tokens, those that the index has.
+    """What the groups of one engine need together, counted in index blocks of `block_size` tokens.
 
-    `alignment`: positions are multiples of this many blocks. `dropped`: a position needs this many blocks behind it to be
-    resident too. `sparse`: the groups that residency says nothing of, in the order of their bits in `Block.held_by`; among them
-    full attention with larger blocks than the smallest.
+    `alignment`: positions are multiples of this many blocks. `dropped`: a position needs this many blocks after it to be
+    resident too. `sparse`: the groups that residency does not cover, in the order of their bits in `Block.held_by`. They
+    include full attention with blocks larger than the smallest.
     """
 
     block_size: int
@@ -126,14 +129,14 @@ class ResumptionRule:
     def of(
         cls, groups: Sequence[AttentionGroup], *, block_size: int | None = None, alignment_tokens: int | None = None
     ) -> "ResumptionRule":
-        """The rule of these groups. `block_size`: by default the largest that divides all groups' (vLLM hashes by it).
-        `alignment_tokens`: the scheduler's block size, by default the smallest that fits all groups.
+        """The combined rule of these groups. `block_size`: by default the largest that divides all groups' block sizes
+        (vLLM hashes by it). `alignment_tokens`: the scheduler's block size, by default the smallest that fits all groups.
 
-        Raises InvalidValue where these sizes can't be those of one engine.
+        Raises InvalidValue if no single engine can have these sizes.
         """
         full_sizes = [group.block_size for group in groups if group.kind.is_full]
         if not full_sizes:
-            raise InvalidValue("no group of full attention; residency of such a model is not known")
+            raise InvalidValue("no group of full attention; residency of such a model is unknown")
         unit = gcd(*(group.block_size for group in groups)) if block_size is None else block_size
         common = lcm(*(group.block_size for group in groups))
         aligned = common if alignment_tokens is None else alignment_tokens
@@ -148,8 +151,8 @@ class ResumptionRule:
                 or group.block_size != small[0].block_size
             ):
                 raise InvalidValue(
-                    f"{group.kind} group with blocks of {group.block_size} tokens beside blocks of {unit}: where a prompt can "
-                    "be resumed is not known"
+                    f"{group.kind} group with blocks of {group.block_size} tokens beside blocks of {unit}: resumption points "
+                    "of such a model are unknown"
                 )
         if aligned < 1 or aligned % common:
             raise InvalidValue(f"scheduler block size {aligned}; expected a multiple of {common}")
@@ -160,12 +163,13 @@ class ResumptionRule:
 
     @property
     def parts(self) -> int:
-        """How many blocks of the groups with smaller ones are in one that the index has."""
+        """How many blocks of the smallest group fit in one index block."""
         return max((self.block_size // group.block_size for group in self.sparse), default=1) or 1
 
     @property
     def first_bits(self) -> tuple[int, ...]:
-        """Of each sparse group its first bit in `Block.held_by`, which has one for each of its blocks in an announced one."""
+        """Each sparse group's first bit in `Block.held_by`. A group has one bit for each of its blocks in an index
+        block."""
         bits, bit = [], 1
         for group in self.sparse:
             bits.append(bit)
@@ -174,5 +178,5 @@ class ResumptionRule:
 
     @property
     def needs_marks(self) -> bool:
-        """Is residency not enough to tell where a prompt can be resumed?"""
+        """True if residency alone does not show where a prompt can resume."""
         return bool(self.sparse)

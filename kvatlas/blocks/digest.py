@@ -1,9 +1,9 @@
 """The residency digest: two parties that hold the same set of blocks have equal digests.
 
-For each tier it has a count and two additive 32-bit sums over every (scope, sequence hash) held in that tier: of the low and
-the high half of the hash, each times an odd 20-bit number derived from the scope id. The sums are additive, so a store or a
-removal changes them without reading anything else, and a batch costs one multiplication; the scope is mixed in, so a block
-in the wrong scope shows. (20 bits, because the store's Lua computes in doubles.)
+Each tier has a count and two additive 32-bit sums over every (scope, sequence hash) held in that tier: the low and the high
+half of the hash, each multiplied by an odd 20-bit number derived from the scope id. Because the sums are additive, a store
+or a removal updates them without reading anything else, and a batch costs one multiplication. Mixing in the scope exposes a
+block in the wrong scope. (20 bits, because the store's Lua computes in doubles.)
 """
 
 import sys
@@ -47,14 +47,14 @@ def _add(words: list[int], at: int, scope_id: bytes, packed_hashes: bytes, sign:
 class MarkDigest:
     """Mutable digest of marks: (count, low sum, high sum) of the marked blocks, then of the heads.
 
-    A head counts with its hash and its bits: the low sum adds (low half of the hash, 20 bits, odd) x (low half of the bits),
-    the high sum the same of the high halves.
+    A head counts with its hash and its bits: the low sum adds (low half of the hash, 20 bits, odd) x (low half of the
+    bits), the high sum does the same with the high halves.
     """
 
     __slots__ = ("_words",)
 
     def __init__(self, words: Sequence[int] | None = None) -> None:
-        """`words`: of another digest."""
+        """`words`: the words of another digest."""
         self._words = list(words) if words is not None else [0] * MARK_WORDS
 
     def add_marks(self, scope_id: bytes, packed_hashes: bytes, sign: int = 1) -> None:
@@ -62,7 +62,7 @@ class MarkDigest:
         _add(self._words, 0, scope_id, packed_hashes, sign)
 
     def add_head(self, scope_id: bytes, packed_hash: bytes, bits: int, sign: int = 1) -> None:
-        """Add (sign 1) or subtract (sign -1) a head; without bits there is none."""
+        """Add (sign 1) or subtract (sign -1) a head. A head without bits is ignored."""
         if not bits:
             return
         low, high = unpack("<II", packed_hash)
@@ -79,7 +79,7 @@ class MarkDigest:
 
     @property
     def words(self) -> list[int]:
-        """6 integers, see the class. A copy."""
+        """A copy of the 6 integers described in the class docstring."""
         return list(self._words)
 
 

@@ -1,12 +1,12 @@
-"""External chains: keys of blocks that an engine names itself, without telling their tokens.
+"""External chains: keys of blocks that an engine names itself without publishing their tokens.
 
     local[i] = XXH3_64(block hash i as text, seed 1337)
     root     = XXH3_64(session id, or "root", as text, seed 1337)
     seq[0]   = XXH3_64(LE64(root) + LE64(local[0]), seed 1337);  seq[i] as in `kvatlas.blocks.hashing`
 
-So a key stands for a block and all before it, as in the own chain, whatever the engine's hashes cover. Text is UTF-8. An
-integer is the text of its 64 bits, 16 lower-case hex digits: -1 and 2^64-1 are the same. Engine and router compute the same
-keys from the same hashes; those of another chain never meet them, since the chain is part of the scope
+So a key stands for a block and everything before it, as in our own chain, whatever the engine's hashes cover. Text is
+UTF-8. An integer becomes the text of its 64 bits, 16 lower-case hex digits: -1 and 2^64-1 are the same. Engine and router
+compute the same keys from the same hashes. Keys of different chains never mix, because the chain is part of the scope
 (`kvatlas.identity.Scope.chain`).
 """
 
@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 from kvatlas.blocks.hashing import SEED, chain_of_local_hashes
 
 ROOT = "root"
-"""What stands for a first block's parent if there is no session."""
+"""Stands for the parent of a first block that has no session."""
 MIN_HASH, MAX_HASH = -(1 << 63), (1 << 64) - 1
 
 _OWN_TEXT = re.compile(r"[0-9A-Fa-f]{16}")
@@ -30,7 +30,7 @@ def hash_text(block_hash: int) -> str:
 
 
 def is_hash_text(text: str) -> bool:
-    """May it be a 64-bit hash?"""
+    """True if the text may be a 64-bit hash."""
     return _OWN_TEXT.fullmatch(text) is not None
 
 
@@ -40,5 +40,5 @@ def name_hash(name: str) -> int:
 
 
 def external_chain(names: Iterable[str], root: str = ROOT) -> bytes:
-    """Packed sequence hashes of a prompt's blocks by their hashes as text, first to last; `root`: the session's id."""
+    """Packed sequence hashes of a prompt's blocks, from their hashes as text in order; `root`: the session's id."""
     return chain_of_local_hashes([name_hash(name) for name in names], name_hash(root))

@@ -8,17 +8,18 @@ bytes each, so 512 blocks are one `bytes` of 4,096.
 
 The extra keys of a block are a list, in this order; a block without any is plain:
 
-1. `[id, offset]` for each multimodal item that touches the block, in the order of the prompt: the item's identifier
-   (vLLM: the hash of its content) and its offset minus that of the block's first token, so below 0 if the item began in an
-   earlier block. For vLLM versions that write no offset: the identifier alone, as text.
+1. `[id, offset]` for each multimodal item that touches the block, in prompt order: the item's identifier (vLLM: its content
+hash), and its offset from the block's first token, negative if the item began in an earlier block. For vLLM versions that
+write no offset: the identifier alone, as text.
 2. in the first block of a prompt, the cache salt, as text, unless salts are mapped to tenants.
 3. the digest of the block's prompt embeddings, as bytes.
 
-An engine whose hashes cover the L tokens behind a block too (vLLM 0.33 with EAGLE: lookahead) has a chain of its own: that of
-the tokens from the L-th on, where the first block's parent is the local hash of the first L tokens. So a block's hash covers
-what the engine's does, and a prompt has no hash for a block that fewer tokens follow.
+Some engines' hashes also cover the L tokens after a block (vLLM 0.33 with EAGLE: lookahead). Their chain starts at token L,
+and the parent of its first block is the local hash of the first L tokens. So a block's hash covers the same tokens as the
+engine's, and a block followed by fewer than L tokens has no hash.
 
-The LoRA adapter is never among them: it is in the scope. A router that knows a prompt's salt and items computes the same.
+The LoRA adapter is not among the extra keys; it is part of the scope. A router that knows a prompt's salt and items
+computes the same hashes.
 """
 
 import sys
@@ -122,7 +123,8 @@ def _block_of(size: int) -> Struct:
 
 
 def lookahead_chain(tokens: TokenIds, lookahead_tokens: int) -> tuple[int | None, TokenIds]:
-    """(parent of the first block, tokens of the blocks) of a chain whose hashes cover that many tokens behind a block."""
+    """(parent of the first block, tokens of the blocks) of a chain whose hashes also cover that many tokens after a
+    block."""
     if not lookahead_tokens:
         return None, tokens
     return local_hash(tokens[:lookahead_tokens]), tokens[lookahead_tokens:]
@@ -137,7 +139,7 @@ def lazy_chain(
 ) -> Iterator[bytes]:
     """The whole chain of a prompt in packed chunks of up to `chunk_blocks`, each computed only when it is requested.
 
-    A router stops as soon as no worker holds the chunk it has: a long cold prompt is hashed only as far as it matches.
+    A router stops once no worker holds the current chunk, so a long cold prompt is hashed only as far as it matches.
     """
     parent, tokens = lookahead_chain(tokens, lookahead_tokens)
     for first in range(0, len(tokens) // block_size, chunk_blocks):

@@ -1,7 +1,7 @@
 """Images, audio and video in a prompt: which items touch which block, as engines hash them (`kvatlas.blocks.hashing`).
 
-vLLM (0.24 to 0.33): a block's key has `[id, offset]` for each item whose placeholder tokens stand in it, or in the tokens
-behind it that its hash covers; the offset is that of the item less that of the block's first token
+vLLM (0.24 to 0.33): a block's key has `[id, offset]` for each item with placeholder tokens in the block or in the lookahead
+tokens after it. The offset is the item's offset minus that of the block's first token
 (`kv_cache_utils._gen_mm_extra_hash_keys`).
 """
 
@@ -18,8 +18,8 @@ from kvatlas.validation import Count, Positive
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """One item of a prompt. `id`: as the engine hashes it (vLLM: the hash of its content, or what the request names it);
-    `offset` and `length`: of its placeholder, in tokens. Raises InvalidValue for one that can't stand in a prompt."""
+    """One item of a prompt. `id`: as the engine hashes it (vLLM: its content hash, or the name that the request gives it);
+    `offset` and `length`: of its placeholder, in tokens. Raises InvalidValue for one that can't be part of a prompt."""
 
     id: Annotated[str, Field(min_length=1)]
     offset: Count
@@ -27,12 +27,10 @@ class MediaItem:
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
-            raise InvalidValue(f"media item {self.id!r:.80}; expected the engine's name of it")
+            raise InvalidValue(f"media item {self.id!r:.80}; expected the engine's name for it")
         for what, number, least in (("offset", self.offset, 0), ("length", self.length, 1)):
             if type(number) is not int or number < least:
-                raise InvalidValue(
-                    f"media item with {what} {number!r:.20}; expected a number of tokens from {least} on"
-                )
+                raise InvalidValue(f"media item with {what} {number!r:.20}; expected at least {least} tokens")
 
 
 def media_keys(items: Sequence[MediaItem], block_size: int, blocks: int, lookahead_tokens: int = 0) -> list[ExtraKeys]:

@@ -14,7 +14,7 @@ from kvatlas.identity import Scope
 
 @dataclass(frozen=True, slots=True)
 class BlockKey:
-    """The full name of a block. Hashes are 16 hex digits of the 64-bit hash, or the caller's own text.
+    """The full name of a block. A hash is 16 hex digits, or the caller's own text.
 
     `prefix_hash` is the parent's block hash; for a first block the session id or "root".
     """
@@ -46,9 +46,9 @@ class BlockKey:
 class Residency:
     """One block held by one worker in one tier.
 
-    `bytes`: of the block; 0 if the worker's publisher does not know it. `pinned`: it was put so. `resumable`: is it marked,
-    that is, does its engine's every group hold what a prompt needs to go on behind it (`kvatlas.blocks.attention_groups`)? None
-    of a worker without marks.
+    `bytes`: size of the block; 0 if the worker's publisher does not know it. `pinned`: it was put as pinned. `resumable`:
+    every cache group of the engine holds what a prompt needs to resume after this block
+    (`kvatlas.blocks.attention_groups`); None if the worker has no marks.
     """
 
     scope: Scope
@@ -61,7 +61,7 @@ class Residency:
 
 
 def residency_order(residency: Residency) -> tuple[int, str, Tier]:
-    """The order of residencies in answers: by hash, worker and tier."""
+    """Sort key of residencies in answers: hash, worker, tier."""
     return residency.sequence_hash, residency.worker_id, residency.tier
 
 
@@ -76,7 +76,7 @@ class ShardRuns(NamedTuple):
     """One shard's part of an overlap: `values[i]` is the holders value of `lengths[i]` consecutive blocks.
 
     `names` maps the numbers of active holders to their workers; other holders in the values (retired, loading) are ignored.
-    `positions`: where marked holders can resume the chain, by number, in blocks from the chain's start.
+    `positions`: by holder number, where holders with marks can resume the chain, in blocks from its start.
     """
 
     values: Sequence[bytes]
@@ -114,7 +114,7 @@ class ShardRuns(NamedTuple):
         return {names[holder]: runs for holder, runs in found.items() if holder in names}
 
     def runs_of(self, worker_id: str) -> list[tuple[int, int]]:
-        """(length, flags byte) of each run, as far as the worker holds the prompt."""
+        """(length, flags byte) of each run, up to where the worker stops holding the prompt."""
         numbers = {number for number, name in self.names.items() if name == worker_id}
         runs: list[tuple[int, int]] = []
         for value, length in zip(self.values, self.lengths, strict=True):
@@ -126,14 +126,14 @@ class ShardRuns(NamedTuple):
 
 
 def depths_by_holder(values: Sequence[bytes], lengths: Sequence[int]) -> dict[int, int]:
-    """How many leading blocks each holder of the first run has, by its number."""
+    """How many leading blocks each holder of the first run has, by holder number."""
     runs = _runs_by_holder(tuple(values), tuple(lengths))
     return {holder: sum(length for length, _ in found) for holder, found in runs.items()}
 
 
 @lru_cache(maxsize=512)
 def _runs_by_holder(values: tuple[bytes, ...], lengths: tuple[int, ...]) -> Mapping[int, WorkerRuns]:
-    """By holder's number; routers see the same few values again and again."""
+    """Runs by holder number. Cached, because routers see the same few values again and again."""
     if not values:
         return {}
     runs: dict[int, WorkerRuns] = {}
@@ -142,7 +142,7 @@ def _runs_by_holder(values: tuple[bytes, ...], lengths: tuple[int, ...]) -> Mapp
     for i in range(1, len(values)):
         value = values[i]
         for old, new in _changes(before, value):
-            # a holder that appears later does not hold the start: it publishes another granularity
+            # a holder that only appears later does not hold the start: it publishes at another granularity
             if old is not None and (current := since.pop(old >> 8, None)) is not None:
                 runs[old >> 8] = (*runs.get(old >> 8, ()), (position - current[0], current[1]))
                 if new is not None:
@@ -162,7 +162,7 @@ def _lost_holders(before: bytes, after: bytes) -> set[int]:
 
 
 def _single_lost_entry(before: bytes, after: bytes) -> int | None:
-    """The entry that `after` lacks, if it equals `before` otherwise, as is usual for neighbouring runs; else None."""
+    """The one entry that `after` lacks, if the values are otherwise equal (usual for neighbouring runs); else None."""
     size = HOLDER_ENTRY_BYTES
     if len(before) != len(after) + size:
         return None
@@ -214,8 +214,8 @@ class Overlap(NamedTuple):
     """Which workers hold how much of a prompt's start, counted in looked-up blocks (every granularity-th of the chain).
 
     Depths are exact, because residency is prefix-closed. The tiers of a run are exact at its first and last block.
-    `differences` is filled by a verified lookup: (worker, depth by galloping, depth by a full walk). `source`: who answered, if
-    a router has a replica of the index.
+    `differences` is filled by a verified lookup: (worker, depth by galloping, depth by a full walk). `source`: who
+    answered, if a router has a local copy of the index.
     """
 
     shards: Sequence[ShardRuns]
@@ -236,8 +236,8 @@ class Overlap(NamedTuple):
         return depths
 
     def reach(self) -> dict[str, int]:
-        """How many of the chain's first blocks each worker with marks can reuse, within the lookup's limit (0: none). Of
-        workers that are absent residency says it."""
+        """How many of the chain's first blocks each worker with marks can reuse, up to the lookup's limit (0: none). For
+        workers that are missing here, residency decides."""
         reach: dict[str, int] = {}
         for shard in self.shards:
             if shard.positions:
@@ -254,7 +254,8 @@ class Overlap(NamedTuple):
         return runs
 
     def runs_of(self, worker_id: str) -> list[tuple[int, int]]:
-        """(length, flags byte) of each run, as far as the worker holds the prompt (flags: `kvatlas.blocks.tiers`)."""
+        """(length, flags byte) of each run, up to where the worker stops holding the prompt (flags:
+        `kvatlas.blocks.tiers`)."""
         for shard in self.shards:
             if runs := shard.runs_of(worker_id):
                 return runs
@@ -273,8 +274,8 @@ class TierBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResidentBlocks:
-    """What all workers hold of a scope in a tier. `bytes`: each worker's blocks times the size that it told last; blocks of
-    unknown size count as 0."""
+    """All that the workers hold of one scope in one tier. `bytes`: each worker's blocks times the block size it last
+    reported; blocks of unknown size count as 0."""
 
     scope: Scope
     tier: Tier
@@ -297,12 +298,12 @@ class ResidentCount:
         return {scope_id for scope_id, _ in self._found}
 
     def by_scope(self, scopes: Mapping[bytes, Scope]) -> list[ResidentBlocks]:
-        """By the scopes' text, then by tier."""
+        """The counts, sorted by the scopes' text, then by tier."""
         rows = [ResidentBlocks(scopes[id], tier, *held) for (id, tier), held in self._found.items()]
         return sorted(rows, key=lambda row: (str(row.scope), row.tier))
 
     def by_model(self, scopes: Mapping[bytes, Scope]) -> "IndexMetrics":
-        """Summed over each model's scopes."""
+        """The counts, summed over each model's scopes."""
         blocks: dict[str, list[int]] = {}
         sizes: dict[str, list[int]] = {}
         for (scope_id, tier), (held, size) in self._found.items():
@@ -314,7 +315,7 @@ class ResidentCount:
 
 @dataclass(frozen=True, slots=True)
 class ModelBlocks:
-    """What all workers hold of one model's scopes, by tier: residencies, and bytes (see `ResidentBlocks`)."""
+    """All that the workers hold of one model's scopes, by tier: residencies, and bytes (see `ResidentBlocks`)."""
 
     blocks: TierBlocks = field(default_factory=TierBlocks)
     bytes: TierBlocks = field(default_factory=TierBlocks)
@@ -327,7 +328,7 @@ class ModelBlocks:
 
 @dataclass(frozen=True, slots=True)
 class IndexMetrics:
-    """How large the index is now, by model id."""
+    """Current size of the index, by model id."""
 
     models: Mapping[str, ModelBlocks]
 
@@ -338,20 +339,20 @@ class IndexMetrics:
 
     @property
     def resident_blocks(self) -> int:
-        """In all tiers."""
+        """Blocks in all tiers."""
         return sum(self.tiers)
 
     @property
     def resident_bytes(self) -> int:
-        """In all tiers."""
+        """Bytes in all tiers."""
         return sum(sum(model.bytes) for model in self.models.values())
 
 
 @dataclass(frozen=True, slots=True)
 class IndexWork:
-    """What this process did since it opened the index; reading it asks no store.
+    """Work that this process has done since it opened the index; reading it does not contact the store.
 
-    `puts`, `removes`: residencies, one for each (block, tier). `prefix_scans`: overlaps and children looked up.
+    `puts`, `removes`: residencies, one for each (block, tier). `prefix_scans`: lookups of overlaps and of children.
     `bytes_written`: keys and values of block entries sent to the store.
     """
 

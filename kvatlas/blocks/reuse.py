@@ -1,19 +1,20 @@
 """How much of a resident prefix an engine will really reuse: usable tokens.
 
-Every engine recomputes at least the prompt's last token, because it needs the logits. What else is lost:
+Every engine recomputes at least the prompt's last token, because it needs the logits. Further losses:
 
 - vLLM (0.9 to 0.33): the hit is at most prompt - 1 tokens, cut to whole blocks. With EAGLE and without lookahead hashes
-  (0.33's default where no KV connector is used) one block is dropped, because the draft model needs its hidden states: after
-  that where the model has one KV cache group (`UnitaryKVCacheCoordinator`), before it where it has several
-  (`HybridKVCacheCoordinator`). Groups of several block sizes cut the rest to the scheduler's block size.
-- SGLang (0.5.7 to 0.5.23): the hit is at most prompt - 1 tokens, cut to whole pages; with EAGLE the tree's keys are
-  pairs of neighbouring tokens (hashes that cover a token behind the block), of which there is one fewer.
+  (0.33's default without a KV connector) one block is dropped, because the draft model needs its hidden states. Models with
+  one KV cache group drop it after the cut (`UnitaryKVCacheCoordinator`), models with several before it
+  (`HybridKVCacheCoordinator`). With several block sizes the rest is cut to the scheduler's block size.
+- SGLang (0.5.7 to 0.5.23): the hit is at most prompt - 1 tokens, cut to whole pages. With EAGLE the tree's keys are pairs
+  of neighbouring tokens (a hash also covers the token after its block), of which there is one fewer.
 - TensorRT-LLM (1.2, 1.3rc): at most prompt - 1 tokens; only full blocks are in the index.
 - LMCache (0.5.6): a full hit is shortened by one token and is not cut to blocks.
-- mock: as vLLM.
+- mock: like vLLM.
 
-Of a hybrid model residency is only a bound: its marks say where a prompt can be resumed (`kvatlas.blocks.attention_groups`).
-A request can forbid reuse too, wholly or behind a token: `CacheReading`.
+For a hybrid model residency is only an upper bound: its marks show where a prompt can resume
+(`kvatlas.blocks.attention_groups`).
+A request can also forbid reuse, entirely or from some token on: `CacheReading`.
 """
 
 from collections.abc import Mapping
@@ -28,10 +29,10 @@ from kvatlas.fleet.records import EngineEndpoint, EngineKind
 class ReuseRule:
     """One engine's rule.
 
-    `recomputed_tokens` at the prompt's end are never reused; `block_aligned` cuts the rest to whole blocks, or to multiples
-    of `alignment_tokens` where that is not 0. `dropped_blocks` are dropped: from the hit, or with `drops_resident` from what
-    is resident, before the rest. `share`: how much of the rest is counted, below 1 for an upper bound that answers have
-    corrected. Raises InvalidValue for a negative number.
+    `recomputed_tokens` at the prompt's end are never reused. `block_aligned` cuts the rest to whole blocks, or to multiples
+    of `alignment_tokens` unless that is 0. `dropped_blocks` are dropped from the hit, or with `drops_resident` from the
+    resident prefix before the other cuts. `share`: fraction of the rest that counts, below 1 for an upper bound that
+    answers have corrected. Raises InvalidValue for a negative number.
     """
 
     recomputed_tokens: int = 1
@@ -50,7 +51,7 @@ class ReuseRule:
     ) -> int:
         """Tokens of a resident prefix that the engine does not recompute.
 
-        `readable_tokens`: how many the request lets it read from its cache (`CacheReading`), None: all.
+        `readable_tokens`: how many the request lets the engine read from its cache (`CacheReading`); None: all.
         """
         dropped = self.dropped_blocks * block_size
         limit = self.limit_tokens(prompt_tokens, readable_tokens)
@@ -64,18 +65,18 @@ class ReuseRule:
         return max(0, usable)
 
     def limit_tokens(self, prompt_tokens: int, readable_tokens: int | None = None) -> int:
-        """Tokens of a prompt that may be reused at all."""
+        """How many tokens of a prompt may be reused at most."""
         limit = prompt_tokens - self.recomputed_tokens
         return max(0, limit if readable_tokens is None else min(limit, readable_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReading:
-    """What a request says of reading the engine's prefix cache, in the engines' own parameters.
+    """A request's limits on reading the engine's prefix cache, in the engines' own parameters.
 
-    `skip`: vLLM's `skip_reading_prefix_cache`. `prompt_logprobs`: log probabilities of the prompt are asked for (vLLM: a hit
-    has none, so the cache is not read unless `skip` is False). `logprob_start_len`: SGLang's, with `return_logprob`: from
-    this token on the prompt is computed; -1: the prompt's log probabilities are not asked for.
+    `skip`: vLLM's `skip_reading_prefix_cache`. `prompt_logprobs`: the request asks for log probabilities of the prompt
+    (vLLM: cached tokens have none, so the cache is not read unless `skip` is False). `logprob_start_len`: SGLang's, with
+    `return_logprob`: the prompt is computed from this token on; -1: no log probabilities of the prompt.
     """
 
     skip: bool | None = None
@@ -83,7 +84,7 @@ class CacheReading:
     logprob_start_len: int = -1
 
     def readable_tokens(self, kind: EngineKind) -> int | None:
-        """How many of the prompt's first tokens an engine of this kind may read from its cache; None: all."""
+        """How many of the prompt's first tokens this kind of engine may read from its cache; None: all."""
         if kind is EngineKind.SGLANG:
             return self.logprob_start_len if self.logprob_start_len >= 0 else None
         if kind in (EngineKind.VLLM, EngineKind.MOCK):
@@ -92,7 +93,7 @@ class CacheReading:
 
 
 ALL_READABLE = CacheReading()
-"""Of a request that says nothing of it."""
+"""For a request that sets no limit."""
 
 
 @cache

@@ -39,8 +39,8 @@ _ALIASES: dict[str, Tier] = {
 
 
 def parse_tier(name: str) -> Tier:
-    """The tier that an alias stands for, in any case and with '-' for '_'. Raises UnknownTier for any other name,
-    InvalidValue for anything but text."""
+    """The tier for a name or alias, in any case, with '-' equal to '_'. Raises UnknownTier for any other name, InvalidValue
+    for a value that is not text."""
     tier = _ALIASES.get(name.strip().lower().replace("-", "_")) if isinstance(name, str) else None
     if tier is None:
         kind = UnknownTier if isinstance(name, str) else InvalidValue
@@ -54,5 +54,5 @@ def tiers_of(flags: int) -> tuple[Tier, ...]:
 
 
 def are_tiers(flags: int) -> bool:
-    """Are these the flags of some tiers, at least of one, and of nothing else?"""
+    """True if these are flags of at least one tier and nothing else."""
     return 0 < flags <= TIER_MASK

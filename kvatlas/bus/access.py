@@ -15,10 +15,10 @@ DEFAULT_INBOX = "_INBOX"
 
 @dataclass(frozen=True, slots=True)
 class NatsAccess:
-    """`url`: one server, or several of one cluster separated by commas; a user and password, or a token, in the first one
-    is used for all. `creds_file`: a JWT and its seed (`nsc`); `nkey_file`: the seed of an NKey. `ca_file` is trusted instead
-    of the system's authorities; `cert_file` and `key_file` are this client's. `inbox`: the prefix of this user's inboxes,
-    as in its permissions; default `_INBOX.<user of the URL>`, without one `_INBOX`.
+    """`url`: one server, or several of one cluster, separated by commas; the user and password, or token, of the first one
+    is used for all. `creds_file`: a JWT and its seed (`nsc`); `nkey_file`: the seed of an NKey. `ca_file` is trusted
+    instead of the system's authorities; `cert_file` and `key_file` are this client's. `inbox`: prefix of this user's
+    inboxes, as in its permissions; default `_INBOX.<user of the URL>`, or `_INBOX` without a user.
     """
 
     url: str
@@ -31,7 +31,7 @@ class NatsAccess:
 
     @property
     def name(self) -> str:
-        """The servers as they may be shown."""
+        """The servers, safe to show: without credentials."""
         return f"NATS at {redact_url(self.url)}"
 
     def options(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class NatsAccess:
 
 
 def _check_seed(file: Path) -> None:
-    """Raises OSError, and AccessDenied for a file that holds something else."""
+    """Raises OSError, or AccessDenied for a file that holds something else."""
     import nkeys  # comes with the extras that have nats-py
 
     try:

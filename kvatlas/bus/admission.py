@@ -1,4 +1,4 @@
-"""Which messages of the stream may be applied: well formed, and of the worker whose subject they came on."""
+"""Which messages of the stream may be applied: well-formed ones that arrive on their own worker's subject."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -48,11 +48,11 @@ class PoisonMessage(KvatlasError):
 
 
 CHECKS_REMEMBERED = 10_000
-"""Checked subjects, and checked scopes; beyond that all are checked again."""
+"""Limit of checked subjects and of checked scopes; above it they are forgotten and checked again."""
 
 
 class Admission:
-    """Decodes and checks messages of one partition, or (None) of all. Work is per message and event, never per block."""
+    """Decodes and checks messages of one partition, or of all (None). Work is per message and event, never per block."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Admission:
         identities: Identities | None = None,
         publishers: Sequence[int] = (),
     ) -> None:
-        """`identities`: which scopes each worker's publisher may speak for; None: all. `publishers`: other numbers of
-        partitions that publishers may use: then messages of other partitions' workers come too."""
+        """`identities`: which scopes each worker's publisher may speak for; None: all. `publishers`: other partition counts
+        that publishers may use. With any, messages of other partitions' workers arrive too."""
         self.partition = partition
         self._partitions = partitions
         self._publishers = publishers
@@ -74,7 +74,7 @@ class Admission:
         self._scopes: dict[bytes, list[object]] = {}
 
     def admit(self, subject: str, payload: bytes) -> RawMessage | None:
-        """The checked message; None for one that another partition takes. Raises PoisonMessage."""
+        """Return the checked message, or None if another partition takes it. Raises PoisonMessage."""
         if self._publishers and self.partition is not None and self._is_of_another(subject):
             return None
         try:

@@ -25,8 +25,8 @@ async def connect_nats(
     """Return a connected client that reconnects for ever; `access` may be the URL alone.
 
     With `wait` an unreachable server is retried with back-off, and `on_wait` gets a line for the user before each pause.
-    Raises Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials, a wrong URL, or a
-    file that can't be used.
+    Without `wait` it raises Unreachable at once, naming the address. Raises AccessDenied for wrong credentials, a wrong
+    URL, or an unusable file.
     """
     access = NatsAccess(access) if isinstance(access, str) else access
     try:
@@ -51,9 +51,9 @@ async def connect_nats(
 
 
 class _Client(Client):
-    """nats-py without two bugs of its version 2.16: a PONG that arrives after its flush has timed out ends the reader, and
-    nothing is received until the connection is found stale; and closing while it reconnects writes what waits to the
-    transport of the lost connection, which raises."""
+    """nats-py without two bugs of version 2.16. A PONG that arrives after its flush timed out ends the reader, and nothing
+    is received until the connection is found stale. Closing while reconnecting writes pending data to the lost connection's
+    transport, which raises."""
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():
@@ -75,12 +75,12 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
     failures: list[Exception] = []
 
     async def remember(error: Exception) -> None:
-        """Keep what nats-py met: `connect` itself reports only that no server is available."""
+        """Keep nats-py's errors: `connect` itself reports only that no server is available."""
         failures.append(error)
 
     try:
-        # reconnection is switched on only after the first connection: with it nats-py would try for ever in silence, and
-        # with the default number of attempts 60 times
+        # switch on reconnection only after the first connection: otherwise nats-py would retry in silence, for ever or 60
+        # times by default
         await client.connect(
             **options,
             name=name,
@@ -106,8 +106,8 @@ async def _quiet(_: Exception) -> None:
 
 
 async def unsubscribe(subscription: Subscription, client: Client) -> None:
-    """End a subscription, also while being cancelled. Does nothing if the connection is closed or the server has forgotten
-    it."""
+    """End a subscription, even while being cancelled. Does nothing if the connection is closed or the server has forgotten
+    the subscription."""
     if not client.is_connected:
         return
     with anyio.move_on_after(UNSUBSCRIBE_S, shield=True):
@@ -118,7 +118,7 @@ async def unsubscribe(subscription: Subscription, client: Client) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """One line of what nats-py says."""
+    """nats-py's error as one line."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, ssl.SSLCertVerificationError):  # a ValueError too

@@ -28,7 +28,7 @@ class ControlRequest(WireRecord):
     """A request on `kvatlas.control.<worker>`.
 
     For a snapshot, `above` is the incarnation that the requester doubts: a publisher already above it ignores the request,
-    any other starts a new incarnation above it. `partitions`: those of the requester's layout; 0: not told.
+    any other starts a new incarnation above it. `partitions`: partition count of the requester's layout; 0: not given.
     """
 
     op: ControlOp
@@ -52,11 +52,11 @@ class ScopeDigest(WireRecord):
 
 
 class ControlReply(WireRecord):
-    """A publisher's reply; `note` says why it is not `ok`. A status request is answered in `status`.
+    """A publisher's reply; `note` says why it is not `ok`. `status` answers a status request.
 
-    A digest request is answered with `digest` (`Digest.words`), with `scopes`, the same by scope (None: too many scopes), and
-    with `marks` (`MarkDigest.words` of a worker with marks), as of `status["told_seq"]`, a checkpoint that the publisher sends
-    to the stream for the requester.
+    A digest request is answered with `digest` (`Digest.words`), with `scopes`, the same by scope (None: too many scopes),
+    and with `marks` (`MarkDigest.words`, for a worker with marks). They are as of `status["told_seq"]`, a checkpoint that
+    the publisher sends to the stream for the requester.
     """
 
     max_bytes: ClassVar[int] = 4 << 20

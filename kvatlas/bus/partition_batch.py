@@ -1,4 +1,4 @@
-"""Messages of one partition, and the place in the stream that they reach to."""
+"""Messages of one partition, and the stream position after them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Position:
 class PartitionBatch:
     """Messages of one partition in stream order, and the position after the last of them.
 
-    `position` None applies messages without a stream (direct writes). `after_seq` is the stream seq before the first
-    message: if the store's position is lower (it lost its last writes) or of another stream, nothing is applied and the
-    partition is in `ApplyResult.moved`.
+    Without a `position` the messages are applied outside the stream (direct writes). `after_seq` is the stream seq before
+    the first message: if the store's position is lower (it lost its last writes) or of another stream, nothing is applied
+    and the partition is in `ApplyResult.moved`.
     """
 
     partition: int

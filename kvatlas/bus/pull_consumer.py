@@ -1,8 +1,8 @@
-"""An ephemeral consumer of the event stream, and the hot path from NATS' callback into its queue: no task and no wait for a
-message.
+"""An ephemeral consumer of the event stream, and the hot path from NATS' callback into its queue, with no task and no wait
+per message.
 
-A consumer is never repaired: when it is lost, with the stream, the connection or a message, another one starts from the
-last applied position. Messages that come twice are duplicates for the fence.
+A consumer is never repaired: if the stream, the connection or a message is lost, another one starts from the last applied
+position. The fence drops messages that come twice as duplicates.
 """
 
 import json
@@ -30,7 +30,7 @@ from kvatlas.errors import KvatlasError
 
 PULL_MESSAGES = 512
 PULL_BYTES = 704 * 1024
-"""More than the largest message with its subject and headers: a smaller limit would never deliver that one."""
+"""More than the largest message with its subject and headers: below that, this message would never be delivered."""
 PULL_EXPIRES_S = 30
 IDLE_HEARTBEAT_S = 2
 SILENCE_S = 5.0
@@ -52,7 +52,7 @@ _REQUEST = json.dumps(
 
 
 class ReadCounters(Protocol):
-    """What a consumer counts."""
+    """Counters that a consumer adds to."""
 
     messages_read: int
 
@@ -72,9 +72,9 @@ class PullConsumer:
         on_queued: Callable[[], None],
         counters: ReadCounters,
     ) -> None:
-        """`start`: the position before the first message. `pending`: messages that the stream has behind it. `partition`:
-        what it reads; EVERY_PARTITION: all. `admit` gets each message's subject and payload, and returns None for one that
-        must not be applied. `on_queued` is called after an empty queue got a message."""
+        """`start`: the position before the first message. `pending`: messages in the stream after it. `partition`: the one
+        it reads; EVERY_PARTITION: all. `admit` gets each message's subject and payload, and returns None for one that must
+        not be applied. `on_queued` is called when an empty queue gets a message."""
         self.name = name
         self.inbox = client.new_inbox()
         self.queue = PartitionQueue(partition, start, pending, on_room=self.pull)
@@ -90,7 +90,7 @@ class PullConsumer:
 
     @property
     def silent(self) -> bool:
-        """Has the server sent nothing for SILENCE_S, with requests outstanding?"""
+        """True if the server has sent nothing for SILENCE_S, with requests outstanding."""
         return not self._starved and monotonic() - self._heard_s > SILENCE_S
 
     async def pull(self) -> None:
@@ -109,7 +109,7 @@ class PullConsumer:
             self.queue.fail(str(error))
 
     async def on_message(self, msg: Msg) -> None:
-        """NATS' callback. Raises nothing: a poison message is counted, a failed consumer fails the queue."""
+        """NATS' callback. Raises nothing: it counts a poison message, and if the consumer failed, it fails the queue."""
         self._heard_s = monotonic()
         window = self._window
         status = pull_status(msg)
@@ -136,11 +136,11 @@ class PullConsumer:
         headers = msg.headers if msg.headers and "traceparent" in msg.headers else None
         was_empty = not queue
         queue.add(message, len(data), msg.reply, headers)
-        if was_empty:  # otherwise who applies still has this queue to come to
+        if was_empty:  # otherwise the applier has yet to come to this queue
             self._on_queued()
 
     async def wait_until_lost(self) -> str:
-        """Returns why it can't be used any more."""
+        """Wait until the consumer is unusable; return why."""
         while True:
             with anyio.move_on_after(WATCH_S):
                 await self.queue.failed.wait()
@@ -155,9 +155,9 @@ class PullConsumer:
 async def open_pull_consumer(
     client: Client, name: str, filters: Sequence[str], start: Position, make: Callable[[int], PullConsumer]
 ) -> AsyncIterator[PullConsumer]:
-    """A consumer of what the stream has after `start`, made by `make` from how many messages that are; it has not pulled
-    yet. Leaving the context deletes it. Raises KvatlasError if the stream is another one than `start` is of, and nats
-    errors."""
+    """Create a consumer of everything after `start`. `make` builds it from the number of pending messages; it has not
+    pulled yet. Leaving the context deletes it. Raises nats errors, and KvatlasError if `start` belongs to another
+    stream."""
     info = await client.jetstream().add_consumer(
         STREAM,
         ConsumerConfig(
@@ -176,7 +176,7 @@ async def open_pull_consumer(
     subscription: Subscription | None = None
     try:
         if (await stream_info(client)).creation_us != start.creation_us:
-            raise KvatlasError("the stream was made again")
+            raise KvatlasError("the stream was created again")
         subscription = await client.subscribe(consumer.inbox, cb=consumer.on_message)
         yield consumer
     finally:

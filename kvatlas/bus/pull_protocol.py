@@ -1,4 +1,4 @@
-"""Pulling from a JetStream consumer without waiting: how much to request, and what the server answers (pure)."""
+"""Pulling from a JetStream consumer without waiting: how much to request, and how to read the server's answers (pure)."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -6,13 +6,13 @@ from enum import Enum, auto
 from nats.aio.msg import Msg
 
 ACK_TOKENS = 9
-"""`$JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>`; with a domain and an account
-hash before the stream there are two more, and there may be a random one at the end."""
+"""`$JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>`. With a domain and an account hash
+there are two more before the stream, and a random one may follow at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Where a message stands. `pending`: messages of the filter that the stream still had behind it when it was sent."""
+    """Where a message stands in the stream. `pending`: matching messages that were left in the stream when it was sent."""
 
     stream_seq: int
     consumer_seq: int
@@ -20,7 +20,7 @@ class Delivery:
 
 
 def parse_delivery(reply: str) -> Delivery:
-    """The numbers in a message's reply subject. Raises ValueError for a subject that JetStream did not make."""
+    """The numbers in a message's reply subject. Raises ValueError for a subject that is not JetStream's."""
     tokens = reply.split(".")
     if len(tokens) < ACK_TOKENS or tokens[0] != "$JS" or tokens[1] != "ACK":
         raise ValueError(f"reply subject {reply!r}; expected $JS.ACK. and the delivery's numbers")
@@ -29,8 +29,8 @@ def parse_delivery(reply: str) -> Delivery:
 
 
 class PullWindow:
-    """Messages requested and not received yet. Each request is for `batch` messages; up to `requests` of them are
-    outstanding, so that the server never waits for the next one."""
+    """Messages requested but not yet received. Each request is for `batch` messages. Up to `requests` of them are
+    outstanding, so the server never waits for the next one."""
 
     __slots__ = ("_batch", "_low", "outstanding")
 
@@ -40,19 +40,19 @@ class PullWindow:
         self.outstanding = 0
 
     def is_due(self) -> bool:
-        """Is it time for one more request?"""
+        """True if one more request is due."""
         return self.outstanding <= self._low
 
     def add_request(self) -> None:
         self.outstanding += self._batch
 
     def end_request(self, messages: int) -> None:
-        """The server ended a request before it had sent the last `messages` of it."""
+        """The server ended a request with this many messages unsent."""
         self.outstanding = max(0, self.outstanding - messages)
 
 
 class PullStatus(Enum):
-    """What a message with a status header means."""
+    """Meaning of a message with a status header."""
 
     IDLE = auto()
     """The consumer is alive and has nothing to deliver now."""

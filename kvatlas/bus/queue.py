@@ -1,7 +1,7 @@
-"""What one pull consumer has read of the stream and its reader has not applied yet.
+"""Messages that a pull consumer has read from the stream and its reader has not applied yet.
 
-A queue is never repaired: when anything about it is in doubt it fails, and the reader starts another one from the stored
-position. What the old one still has in flight is applied or found a duplicate.
+A queue is never repaired: when in doubt it fails, and the reader starts another one from the stored position. Messages that
+the old one still has in flight are applied, or found to be duplicates.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ from kvatlas.bus.wire import TS_US, WORKER_ID, RawMessage
 QUEUE_MESSAGES = 4_096
 QUEUE_BYTES = 1024 * 1024
 EVERY_PARTITION = -1
-"""The partition of a queue that has messages of all."""
+"""The partition of a queue that has messages of all partitions."""
 
 Headers = Mapping[str, str]
 
 _Entry = tuple[RawMessage | None, int, str, Headers | None]
-"""(message, bytes, reply subject, headers): a plain tuple, because one is made for each message."""
+"""(message, bytes, reply subject, headers): a plain tuple, because every message needs one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """What one call to the index carries of one queue."""
+    """The part of one index call that comes from one queue."""
 
     queue: "PartitionQueue"
     batch: PartitionBatch
@@ -38,13 +38,13 @@ class CallPart:
 
 
 class PartitionQueue:
-    """A queue between a pull consumer and who applies; it checks that no message is missing."""
+    """A queue between a pull consumer and the applier; it checks that no message is missing."""
 
     def __init__(
         self, partition: int, start: Position, pending: int, on_room: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """`start`: the position before the first message. `pending`: messages that the stream has behind it.
-        `on_room` is to be called after a take that ended `full`."""
+        """`start`: the position before the first message. `pending`: messages in the stream after it. `on_room`: call it
+        after a take that ended `full`."""
         self.partition = partition
         self.pending = pending
         self.on_room = on_room
@@ -69,17 +69,17 @@ class PartitionQueue:
 
     @property
     def full(self) -> bool:
-        """While True the consumer requests no more."""
+        """True while the consumer must request no more."""
         return len(self._entries) >= QUEUE_MESSAGES or self.queued_bytes >= QUEUE_BYTES
 
     @property
     def at_end(self) -> bool:
-        """Is all that the stream has of the partition applied, as far as the server has said?"""
+        """True if everything in the stream for this partition is applied, as far as the server has reported."""
         return not self._entries and not self.in_flight and not self.pending
 
     def add(self, message: RawMessage | None, size_bytes: int, reply: str, headers: Headers | None = None) -> None:
-        """Append a delivered message. `message` None: it must not be applied, only its position counts. `headers`: given if
-        they carry a trace context."""
+        """Append a delivered message. `message` None: it must not be applied, only its position counts. `headers`: given
+        only if they carry a trace context."""
         self._entries.append((message, size_bytes, reply, headers))
         self.queued_bytes += size_bytes
 
@@ -87,7 +87,7 @@ class PartitionQueue:
         """The server has nothing to deliver after its message `consumer_seq`."""
         if consumer_seq == self.received:
             if not self._entries:
-                self.pending = 0  # what was pending is gone from the stream (purged or aged out)
+                self.pending = 0  # the pending messages are gone from the stream (purged or aged out)
         else:
             self.fail(f"NATS sent {consumer_seq} messages, {self.received} were received")
 
@@ -98,7 +98,7 @@ class PartitionQueue:
             self.failed.set()
 
     def take(self, max_messages: int, max_bytes: int) -> CallPart | None:
-        """The next messages for one call to the index, at least one if there are any. None if there are none, or if one is
+        """Take the next messages for one call to the index, at least one. None if the queue is empty, or if a message is
         missing (then the queue fails)."""
         if not self._entries or self.failed.is_set():
             return None
@@ -126,7 +126,7 @@ class PartitionQueue:
         )
 
     def _cut(self, max_messages: int, max_bytes: int) -> tuple[list[_Entry], int]:
-        """Remove the first entries, at least one, within the limits; with their bytes."""
+        """Remove the first entries within the limits, at least one; return them and their bytes."""
         entries = self._entries
         if len(entries) <= max_messages and self.queued_bytes <= max_bytes:
             self._entries = []
@@ -150,6 +150,6 @@ class PartitionQueue:
             self.applied_ts_us = batch.messages[-1][TS_US]
 
     def fail_in_flight(self, why: str) -> None:
-        """The index did not apply a batch of this queue, and never will."""
+        """The index did not apply a batch of this queue and never will."""
         self.in_flight -= 1
         self.fail(why)

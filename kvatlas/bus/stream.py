@@ -20,7 +20,7 @@ from kvatlas.errors import KvatlasError, Unreachable
 _TEMPORARILY_UNAVAILABLE = 10008
 """JetStream's error code while its servers elect a leader."""
 _NO_ROOM = {10023: "", 10028: "memory", 10047: "file"}
-"""Its codes for a stream that is larger than what is left of its storage, and which one."""
+"""JetStream's codes for a stream larger than the storage left, and the kind of storage."""
 
 
 FLEET_METADATA = "kvatlas_fleet"
@@ -48,7 +48,7 @@ class StreamInfo:
 
 
 class StreamTooLarge(Unreachable):
-    """NATS has no room for a stream of this size. It may get it while we wait."""
+    """NATS has no room for a stream of this size. Waiting may help."""
 
 
 async def ensure_stream(client: Client, settings: StreamSettings) -> None:
@@ -86,8 +86,8 @@ async def ensure_stream(client: Client, settings: StreamSettings) -> None:
 
 
 async def stream_fleet(client: Client) -> str | None:
-    """The fleet that the stream is of, by its metadata; None without a stream, or without metadata (NATS before 2.10, or a
-    stream made by an earlier version). Raises Unreachable."""
+    """The fleet in the stream's metadata. None without a stream or without metadata (NATS before 2.10, or a stream created
+    by an earlier version). Raises Unreachable."""
     try:
         found = await client.jetstream().stream_info(STREAM)
     except NotFoundError:
@@ -98,7 +98,7 @@ async def stream_fleet(client: Client) -> str | None:
 
 
 async def mark_stream(client: Client, fleet_id: str) -> None:
-    """Write the fleet into the stream's metadata. A user who may not change the stream leaves it as it is."""
+    """Write the fleet into the stream's metadata. Does nothing for a user who may not change the stream."""
     jetstream = client.jetstream()
     try:
         found = await jetstream.stream_info(STREAM)
@@ -109,7 +109,7 @@ async def mark_stream(client: Client, fleet_id: str) -> None:
 
 
 async def stream_info(client: Client) -> StreamInfo:
-    """The stream's position. Raises NotFoundError if there is none, other nats errors if the server does not answer."""
+    """The stream's position. Raises NotFoundError if it does not exist, other nats errors if the server does not answer."""
     # the raw reply: nats-py 2.16's StreamInfo drops the sub-second part of the creation time on some versions
     reply = await client.request(f"$JS.API.STREAM.INFO.{STREAM}", b"", timeout=5)
     answer = json.loads(reply.data)

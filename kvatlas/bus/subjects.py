@@ -18,7 +18,7 @@ ALL_STORE_NOTICES = "kvatlas.store.*.*"
 DEAD_STREAM = "KVATLAS_DEAD"
 ALL_DEAD = "kvatlas.dead.*.*"
 DEAD_REASON, DEAD_WHY, DEAD_SUBJECT = "Kvatlas-Reason", "Kvatlas-Why", "Kvatlas-Subject"
-"""Headers of a message there: why it was refused, in a word and in a line, and the subject that it came on."""
+"""Headers of a dead message: why it was refused, in a word and in a line, and its original subject."""
 
 
 def partition_of(worker_id: str, partitions: int) -> int:
@@ -32,22 +32,22 @@ def events_subject(worker_id: str, partitions: int) -> str:
 
 
 def events_of_worker(worker_id: str) -> str:
-    """The filter for all messages of one worker, whatever its partition."""
+    """The filter for all messages of one worker, in any partition."""
     return f"kvatlas.events.*.{check_worker_id(worker_id)}"
 
 
 def partition_events(partition: int, partitions: int = 0, others: Sequence[int] = ()) -> list[str]:
-    """The filters for all messages of one partition of `partitions`. `others`: numbers of partitions that publishers may use
-    instead; these filters let messages of other partitions' workers through, too."""
+    """The filters for all messages of one partition of `partitions`. `others`: other partition counts that publishers may
+    use; these filters also let messages of other partitions' workers through."""
     numbers = {partition}
-    for count in others:  # a worker's hash is known modulo both counts, and so modulo what divides them
+    for count in others:  # a worker's hash is known modulo both counts, so also modulo their common divisor
         common = gcd(count, partitions)
         numbers.update(range(partition % common, count, common))
     return [f"kvatlas.events.{number}.*" for number in sorted(numbers)]
 
 
 def worker_of(subject: str) -> tuple[int, str]:
-    """(partition, worker id) of an events subject. Raises InvalidValue for another subject."""
+    """(partition, worker id) of an events subject. Raises InvalidValue for any other subject."""
     parts = subject.split(".")
     if len(parts) != 4 or parts[:2] != ["kvatlas", "events"] or not parts[2].isdigit():
         raise InvalidValue(f"subject {subject!r}; expected kvatlas.events.<partition>.<worker>")
@@ -70,37 +70,37 @@ def grant_subject(worker_id: str, partitions: int) -> str:
 
 
 def grants_of_worker(worker_id: str) -> str:
-    """The same in every partition, as a permission."""
+    """Grant requests of one worker in every partition, as a permission."""
     return f"kvatlas.grant.*.{check_worker_id(worker_id)}"
 
 
 def fleet_subject(fleet_id: str) -> str:
-    """Questions to the indexers of a fleet, who they are (core NATS, request and reply)."""
+    """Requests that ask a fleet's indexers who they are (core NATS, request and reply)."""
     return f"kvatlas.fleet.{fleet_id}"
 
 
 def shared_store_subject(store_id: str, worker_id: str) -> str:
-    """What a worker's publisher tells the publisher of a shared store (core NATS)."""
+    """Notices from a worker's publisher to the publisher of a shared store (core NATS)."""
     return f"kvatlas.store.{check_worker_id(store_id)}.{check_worker_id(worker_id)}"
 
 
 def notices_to_store(store_id: str) -> str:
-    """What all writers tell of one store."""
+    """Notices of all writers about one store."""
     return f"kvatlas.store.{check_worker_id(store_id)}.*"
 
 
 def notices_of_writer(worker_id: str) -> str:
-    """What one writer tells of any store, as a permission."""
+    """Notices of one writer about any store, as a permission."""
     return f"kvatlas.store.*.{check_worker_id(worker_id)}"
 
 
 def dead_subject(partition: int, worker_token: str) -> str:
-    """Messages that an indexer must not apply; `worker_token` is the last token of the subject a message came on."""
+    """Messages that an indexer must not apply; `worker_token` is the last token of the original subject."""
     return f"kvatlas.dead.{partition}.{worker_token}"
 
 
 def writer_of(subject: str) -> str:
-    """The worker that a notice of a shared store is from. Raises InvalidValue for another subject."""
+    """The worker that sent a notice about a shared store. Raises InvalidValue for any other subject."""
     parts = subject.split(".")
     if len(parts) != 4 or parts[:2] != ["kvatlas", "store"]:
         raise InvalidValue(f"subject {subject!r}; expected kvatlas.store.<store>.<worker>")
@@ -108,5 +108,6 @@ def writer_of(subject: str) -> str:
 
 
 def is_inbox(reply: str) -> bool:
-    """May a request be answered there? Who answers may publish wherever a request says, so the place is checked."""
+    """True if a request may be answered there. The responder may publish anywhere, so we check the place that a request
+    names."""
     return reply.startswith("_INBOX.")

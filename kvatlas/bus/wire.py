@@ -8,16 +8,17 @@ an array with its code first; hashes are packed (8 little-endian bytes each), so
     [3]                                                             cleared         [6, chunks, digest]   snapshot end
                                                                                     [7, digest]           checkpoint
 
-Version 2 adds, of workers whose residency does not say where a prompt can be resumed (hybrid models):
+Version 2 adds these, for workers whose residency does not show where a prompt can resume (hybrid models):
 
     [4, dropped]                    snapshot begin  [8, scope id, hashes]           marked
     [6 and 7, with a digest of 21 words]            [9, scope id, hashes]           unmarked
                                                     [10, scope id, hashes, bits]    heads (8 big-endian bytes of bits each)
 
-Version 3 adds the chain as a seventh field of the scopes whose keys are not of the own chain (`kvatlas.identity.Scope.chain`).
+Version 3 adds the chain as a seventh scope field, for scopes whose keys are not of our own chain
+(`kvatlas.identity.Scope.chain`).
 
-Messages without any of these are of version 1, so an indexer that knows only that goes on with all other workers.
-A message does bounded work: besides its hashes at most one begin, one end and one cleared.
+Messages that need none of these stay at version 1, so an indexer that knows only version 1 keeps serving all other workers.
+A message causes bounded work: besides its hashes it has at most one begin, one end and one cleared.
 """
 
 from typing import Any
@@ -50,7 +51,7 @@ from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 MESSAGE_VERSION, WORKER_ID, INCARNATION, SEQ, TS_US, SCOPES, EVENTS = range(7)
 """Indexes of a message's fields."""
 BLOCK_SIZE, BLOCK_BYTES, CHAIN = 4, 5, 6
-"""Indexes of a scope entry's fields after the four names; the chain only if it is not the own one."""
+"""Indexes of a scope entry's fields after the four names. The chain is present only if it is not our own."""
 CODE, SCOPE_ID, TIER, HASHES, PARENT, FIRST_INDEX, RESERVED = range(7)
 """Indexes of an event's fields; a removed event ends with its hashes."""
 CHUNKS, END_DIGEST = 1, 2
@@ -58,7 +59,7 @@ CHUNKS, END_DIGEST = 1, 2
 CHECKPOINT_DIGEST = 1
 """Index of a checkpoint's field after its code."""
 DROPPED = 1
-"""Index of a snapshot begin's field after its code, if marks count."""
+"""Index of a snapshot begin's field after its code, for a worker with marks."""
 MARK_HASHES, HEAD_BITS = 2, 3
 """Indexes of the last fields of marked, unmarked and heads; the scope id comes first."""
 
@@ -68,7 +69,7 @@ VERSION_WITH_CHAINS = 3
 MAX_DROPPED = 255
 MAX_MESSAGE_BYTES = 512 * 1024
 MAX_SNAPSHOT_MESSAGE_BYTES = 64 * 1024
-"""Publishers cut snapshots into messages of at most this size: the store answers nobody else while it takes one in."""
+"""Largest snapshot message that publishers send: the store serves no other client while it applies one."""
 MAX_INCARNATION = (1 << 64) - 1
 MAX_SEQ = (1 << 53) - 1
 
@@ -82,7 +83,8 @@ _OF_MARKS = frozenset((MARKED, UNMARKED, HEADS))
 _TIERS = len(Tier)
 
 RawMessage = list[Any]
-"""A decoded and checked message as the wire's own arrays (the indexer builds no objects), read by the indexes above."""
+"""A decoded and checked message as the wire's own arrays (the indexer builds no objects). Read it with the indexes
+above."""
 
 
 def encode(message: Message) -> bytes:
@@ -107,7 +109,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode_raw(payload: bytes) -> RawMessage:
-    """The checked arrays of a message. Raises WireError, naming what is wrong, for bytes that are not a message.
+    """The checked arrays of a message. Raises WireError, naming the fault, for bytes that are not a message.
 
     Work is per event, never per block.
     """
@@ -176,7 +178,7 @@ def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
 
 
 def _check_entry(entry: Any, version: int) -> None:
-    """Its form and its numbers, types included: 16.0 equals 16, and can't be packed as it."""
+    """Check its form and its numbers, types included: 16.0 equals 16 but packs differently."""
     most = CHAIN + (version == VERSION_WITH_CHAINS)
     if type(entry) is not list or not CHAIN <= len(entry) <= most:
         raise WireError(f"scope entry {entry!r:.80}; expected four names, block size, block bytes")
@@ -242,7 +244,7 @@ def _check_marks(event: list[Any], scopes: dict[Any, Any]) -> None:
 
 
 def _needs_marks(event: IndexEvent) -> bool:
-    """Can version 1 not say this?"""
+    """True if version 1 can't express this event."""
     match event:
         case Marked() | Unmarked() | Heads():
             return True

@@ -1,8 +1,8 @@
-"""Rates of the cost profile `engine`, fitted to observed requests: the same regression that routers learn by, over all rows at
-once and with none fading.
+"""Rates of the cost profile `engine`, fitted to observed requests. It is the regression that routers learn by, over all
+rows at once and without fading.
 
-A row is one JSON object: `prompt_tokens`, `cached_tokens`, `output_tokens`, `ttft_ms` and `tpot_ms` (either may be missing),
-and the engine's load when the request began: `queued_tokens`, `running_requests`, `kv_tokens`.
+A row is one JSON object: `prompt_tokens`, `cached_tokens`, `output_tokens`, `ttft_ms` and `tpot_ms` (either may be
+missing), and the engine's load when the request began: `queued_tokens`, `running_requests`, `kv_tokens`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,9 +21,9 @@ from kvatlas.errors import InvalidValue
 from kvatlas.validation import describe_mistake
 
 LEAST_ROWS = 8
-"""Of each latency: fewer can't tell its coefficients apart."""
+"""Minimum rows of a latency: fewer can't separate its coefficients."""
 PASSES = 8
-"""A row's weight depends on its error, and that on the estimate."""
+"""Several passes, because a row's weight depends on its error, and the error on the estimate."""
 MAX_TOKENS = 1 << 30
 
 _Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -31,7 +31,7 @@ _Ms = Annotated[float, Field(gt=0, lt=3.6e6, allow_inf_nan=False)]
 
 
 class ObservedRequest(BaseModel):
-    """One row. Unknown fields are ignored: what `kvatlas record` writes is such a row."""
+    """One row. Unknown fields are ignored. `kvatlas record` writes such rows."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
 
@@ -50,7 +50,7 @@ class ObservedRequest(BaseModel):
 
     @classmethod
     def parse(cls, line: bytes) -> Self:
-        """Raises InvalidValue, naming the field."""
+        """Parse one row. Raises InvalidValue, naming the field."""
         try:
             return cls.model_validate_json(line)
         except ValidationError as error:
@@ -59,7 +59,7 @@ class ObservedRequest(BaseModel):
             raise InvalidValue(describe_mistake(where, first)) from error
 
     def rows(self) -> tuple[Row, ...]:
-        """What it measures; empty if the engine had too much queued before it."""
+        """The row's measurements; empty if too much was queued at the engine before it."""
         load = Load(self.running_requests, self.queued_tokens, 0, self.kv_tokens)
         plan = Plan("", self.prompt_tokens, self.output_tokens, (), load)
         return rows_of(
@@ -76,8 +76,8 @@ class ObservedRequest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well rows of one latency are told: their number, the median relative error, and the share of their variance that the
-    fit explains."""
+    """How well the fit explains the rows of one latency: their number, the median relative error, and the share of their
+    variance that it explains."""
 
     rows: int
     median_error: float
@@ -85,7 +85,7 @@ class Fit:
 
     @classmethod
     def of(cls, rows: Sequence[Row], estimate: Estimate) -> Self | None:
-        """None without rows."""
+        """The fit over these rows; None without rows."""
         if not rows:
             return None
         told = [sum(map(mul, estimate.factors, row.terms)) for row in rows]
@@ -98,8 +98,8 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`rates`: fitted; one that no row tells keeps its default, or follows another (`kvatlas.cost.regression.FOLLOWS`).
-    `overhead_us`: in each time to the first token, whatever is computed. A fit is None if there was no row of its latency."""
+    """`rates`: fitted; a rate without evidence keeps its default, or follows another (`kvatlas.cost.regression.FOLLOWS`).
+    `overhead_us`: part of every time to the first token, whatever is computed. A fit is None if its latency had no rows."""
 
     rates: EngineRates
     overhead_us: float
@@ -113,9 +113,7 @@ def calibrate(observed: Iterable[ObservedRequest]) -> Calibration:
     by_latency = {latency: [row for rows in measured for row in rows if row.latency is latency] for latency in Latency}
     if max(map(len, by_latency.values())) < LEAST_ROWS:
         found = ", ".join(f"{len(rows)} with a {latency.name}" for latency, rows in by_latency.items())
-        raise InvalidValue(
-            f"{found}; expected at least {LEAST_ROWS} rows of either, of engines with nothing much queued"
-        )
+        raise InvalidValue(f"{found}; expected at least {LEAST_ROWS} rows of either, from engines with a short queue")
     configured = EngineRates()
     estimate = estimate_of(Evidence(), configured)
     for _ in range(PASSES):

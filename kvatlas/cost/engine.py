@@ -7,14 +7,14 @@
 The default rates are those of an 8-billion-parameter model with grouped-query attention (32 layers, hidden size 4,096,
 8 KV heads of 128, 16-bit) on one accelerator of about 400 TFLOP/s and 3 TB/s in practice:
 
-- a prompt token is 16 GFLOP: 40 us; attention adds 4 x 4,096 x 32 FLOP for each token it looks back at: 0.0013 us.
+- a prompt token is 16 GFLOP: 40 us; attention adds 4 x 4,096 x 32 FLOP for each token it attends to: 0.0013 us.
 - a decode step reads 16 GB of weights: 5,300 us, with launch overhead 7,000 us (t0); each running request adds its own
   compute and sampling: 40 us (t1); each KV token is 128 KiB to read: 0.045 us (t2).
-- a transfer is a set-up and a bandwidth: remote HBM 100 us and 40 GiB/s; CPU DRAM 50 us and 20 GiB/s; local SSD 200 us
-  and 5 GiB/s; object store 20,000 us and 0.8 GiB/s. Another worker's lower tier crosses the network as well. A shared store
-  may say itself how fast it is read.
+- a transfer is a set-up and a bandwidth: remote HBM 100 us and 40 GiB/s; CPU DRAM 50 us and 20 GiB/s; local SSD 200 us and
+  5 GiB/s; object store 20,000 us and 0.8 GiB/s. Reading another worker's lower tier also crosses the network. A shared
+  store may state its own read rate.
 
-Only differences between candidates matter for a choice; the rates may be set for the pool and for each worker.
+Only differences between candidates matter for a choice. Rates may be set for the pool and for each worker.
 """
 
 from collections.abc import Mapping
@@ -42,9 +42,9 @@ _OBJECT_STORE = ReadRate(20_000.0, 1_250.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineRates:
-    """One worker's rates; defaults: see the module. Raises InvalidValue for a negative one.
+    """One worker's rates; the module docstring explains the defaults. Raises InvalidValue for a negative rate.
 
-    `tokens_per_waiting_request` stands in for queued tokens if an engine only reports how many requests wait.
+    `tokens_per_waiting_request` stands in for queued tokens if an engine reports only how many requests wait.
     `kv_bytes_per_token` sizes a transfer if the fleet record has no block bytes.
     """
 
@@ -80,7 +80,7 @@ class EngineRates:
                 return self.object_store
 
     def prefill_us(self, new_tokens: int, cached_tokens: int) -> float:
-        """Time to compute `new_tokens` behind `cached_tokens`: each looks back at all before it."""
+        """Time to compute `new_tokens` after `cached_tokens`: each attends to all tokens before it."""
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         return self.prefill_us_per_token * new_tokens + self.attention_us_per_token_pair * pairs
 
@@ -89,7 +89,7 @@ class EngineRates:
         return self.tpot_base_us + self.tpot_us_per_running * running + self.tpot_us_per_kv_token * kv_tokens
 
     def read_us(self, piece: Piece) -> float:
-        """Time to read one piece; 0 for one at hand."""
+        """Time to read one piece; 0 for a piece at hand."""
         if piece.at_hand:
             return 0.0
         mib = (piece.bytes or piece.tokens * self.kv_bytes_per_token) / MIB_BYTES
@@ -102,7 +102,7 @@ class EngineRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """See the module. `by_worker`: rates of single workers; `rates`: those of all others."""
+    """The profile of this module. `by_worker`: rates of single workers; `rates`: those of all others."""
 
     rates: EngineRates = EngineRates()
     by_worker: Mapping[str, EngineRates] = field(default_factory=dict)
@@ -149,5 +149,5 @@ class EngineProfile:
         )
 
     def alike(self, worker_id: str) -> int:
-        """By identity of the rates: comparing rates takes longer than one more quote."""
+        """Workers with the same rates object are alike. Comparing rates would take longer than one more quote."""
         return id(self.by_worker.get(worker_id, self.rates))

@@ -1,10 +1,10 @@
 """From finished requests to the rates of the profile `engine`: the rows of a request, and rates from an estimate.
 
-An answer that comes in one piece gives no rows unless it is one token long: its time of decoding can't be separated from
-the prefills of others in between.
+An answer in one piece gives no rows unless it is one token long: its decoding time can't be separated from interleaved
+prefills of other requests.
 
-The units are the documented defaults of `EngineRates` (`kvatlas/cost/engine.py`), and for transfers what its default rates
-would take for the pieces read: so evidence means the same to routers that are configured differently.
+The units are the documented defaults of `EngineRates` (`kvatlas/cost/engine.py`); for transfers, the time that the default
+rates would take for the pieces read. So evidence means the same to routers with different configurations.
 """
 
 from collections.abc import Mapping
@@ -18,20 +18,20 @@ from kvatlas.cost.regression import RATES, Estimate, Evidence, Latency, Rate, Ro
 
 UNITS: Final = EngineRates()
 OVERHEAD_US: Final = 5_000.0
-"""Unit of what passes before a first token whatever is computed: the network, scheduling, the step that is running. It is
-learned so that it does not count as prefill; no price uses it."""
+"""Unit of the time that passes before any first token: the network, scheduling, the step that is running. It is learned so
+that it does not count as prefill; no price uses it."""
 
 MAX_QUEUED_SHARE: Final = 0.5
-"""A request that met more queued tokens than this share of its own gives no row for the prefill: how much of the queue's
-first request was already computed is unknown."""
+"""A request that met more queued tokens than this share of its own gives no prefill row: nothing says how much of the
+queue's first request was already computed."""
 LONGEST_US: Final = 3.6e9
 
 SAME_SPEED: Final = 0.1
-"""Workers whose times are within this of their middle count as equally fast: rates are not known better, and the one that
-seemed a little faster would get most of the requests."""
+"""Workers whose times are within this of their median count as equally fast. Rates are not known more precisely, and the
+worker that seemed a little faster would get most of the requests."""
 TYPICAL_PREFILL: Final = (1_024, 1_024)
 TYPICAL_DECODE: Final = (8, 16_384)
-"""New and cached tokens, running requests and KV tokens, at which workers are compared."""
+"""New and cached tokens, and running requests and KV tokens, for which workers are compared."""
 _TYPICAL_PIECE_BYTES: Final = 16 * MIB_BYTES
 _RATE_OF: Final = {
     Tier.HBM: Rate.REMOTE_HBM,  # read from another worker's
@@ -46,11 +46,11 @@ _RATE_OF: Final = {
 class FinishedRequest:
     """A request that ended well. None: not measured, or unknown.
 
-    `plan`: as it was priced when the worker was chosen. `load_known`: its load is what the worker reports; `waited`: it also
-    had to wait for a prefix that was being computed. `load_after`: the worker's load at the end, with this request in it.
+    `plan`: as priced when the worker was chosen. `load_known`: its load is what the worker reports. `waited`: it also had
+    to wait for a prefix that was being computed. `load_after`: the worker's load at the end, including this request.
     `prompt_tokens`, `cached_tokens` (not computed) and `output_tokens`: as the engine reported. `ttft_us`: from sending it
-    to its first token. `tpot_us`: the median time from one token to the next; the mean would include the prefills of other
-    requests in between.
+    to its first token. `tpot_us`: the median time from one token to the next; the mean would include interleaved prefills
+    of other requests.
     """
 
     plan: Plan
@@ -65,8 +65,8 @@ class FinishedRequest:
 
 
 def rows_of(request: FinishedRequest) -> tuple[Row, ...]:
-    """What a request measures; empty if that is unsure: unknown load, too much queued before it, no tokens, impossible
-    times."""
+    """The rows that a request gives. Empty if they would be unreliable: unknown load, too much queued before it, no tokens,
+    impossible times."""
     if not request.load_known or request.prompt_tokens <= 0 or request.output_tokens <= 0:
         return ()
     rows = []
@@ -88,7 +88,7 @@ def _ttft_terms(request: FinishedRequest) -> tuple[Vector, float] | None:
         cached = plan.cached_tokens
     if cached is None or not 0 <= cached < request.prompt_tokens or request.waited or load.waiting_requests:
         return None
-    if moved and cached != plan.cached_tokens:  # then it is unknown what was read
+    if moved and cached != plan.cached_tokens:  # we can't tell what was read
         return None
     new = request.prompt_tokens - cached
     if load.queued_prefill_tokens > MAX_QUEUED_SHARE * new:
@@ -107,8 +107,8 @@ def _ttft_terms(request: FinishedRequest) -> tuple[Vector, float] | None:
 
 
 def _read_us(piece: Piece) -> tuple[float, float, float]:
-    """What reading a piece takes at the units: in its tier, in the network, and what is not learned: crossing to another
-    domain, and all of a piece whose holder says how fast it is read."""
+    """Time to read a piece at unit rates: in its tier, in the network, and the part that is not learned (crossing to
+    another domain, or the whole piece if its holder states its own rate)."""
     if piece.rate is not None:
         return 0.0, 0.0, UNITS.read_us(piece)
     mib = (piece.bytes or piece.tokens * UNITS.kv_bytes_per_token) / MIB_BYTES
@@ -120,7 +120,7 @@ def _read_us(piece: Piece) -> tuple[float, float, float]:
 
 
 def _tpot_terms(request: FinishedRequest) -> Vector:
-    """The terms of the time from one token to the next, at the mean of the load at the request's start and at its end."""
+    """The terms of the time from one token to the next, at the mean of the load at the request's start and end."""
     load, after, output = request.plan.load, request.load_after, request.output_tokens
     running, kv_tokens = float(load.running_decodes + 1), float(load.kv_tokens + request.prompt_tokens)
     if after is not None:
@@ -140,7 +140,7 @@ def _is_possible(us: float | None) -> TypeGuard[float]:
 @dataclass(frozen=True, slots=True)
 class LearnedRates:
     """A worker's rates, learned from a number of requests. `overhead_us`: see OVERHEAD_US. `first_error` and `next_error`:
-    the typical relative error of recent times to the first token, and from token to token."""
+    typical relative error of recent times to the first token, and from token to token."""
 
     requests: int
     rates: EngineRates
@@ -150,7 +150,7 @@ class LearnedRates:
 
 
 def prior_of(configured: EngineRates) -> Vector:
-    """The configured rates in times of the units."""
+    """The configured rates as multiples of the units."""
     prior = [1.0] * RATES
     prior[Rate.PREFILL] = configured.prefill_us_per_token / UNITS.prefill_us_per_token
     prior[Rate.ATTENTION] = configured.attention_us_per_token_pair / UNITS.attention_us_per_token_pair
@@ -163,12 +163,12 @@ def prior_of(configured: EngineRates) -> Vector:
 
 
 def estimate_of(evidence: Evidence, configured: EngineRates) -> Estimate:
-    """The estimate that evidence leads to, with the configured rates as prior."""
+    """The estimate from this evidence, with the configured rates as prior."""
     return Estimate.of(evidence, prior_of(configured))
 
 
 def learned_rates_of(estimate: Estimate, configured: EngineRates) -> LearnedRates:
-    """An estimate as rates. A transfer keeps its configured ratio of set-up to bandwidth."""
+    """Turn an estimate into rates. A transfer keeps its configured ratio of set-up to bandwidth."""
     factors, prior = estimate.factors, prior_of(configured)
 
     def scaled(tier: Tier) -> ReadRate:
@@ -195,8 +195,8 @@ def learned_rates_of(estimate: Estimate, configured: EngineRates) -> LearnedRate
 
 
 def rates_of_unknown(pool: Evidence, configured: EngineRates) -> EngineRates:
-    """Rates of a worker of which nothing is known: as fast as the pool's others were learned to be, or as configured if they
-    are slower. If it cost more than known workers it would never get a request, and never become known."""
+    """Rates of a worker without evidence: those learned for the pool, or the configured ones if they are slower. If it
+    looked more expensive than known workers, it would never get a request and never become known."""
     learned = learned_rates_of(estimate_of(pool, configured), configured).rates
     return replace(
         configured,
@@ -210,11 +210,11 @@ def rates_of_unknown(pool: Evidence, configured: EngineRates) -> EngineRates:
 
 def with_learned_rates(profile: EngineProfile, learned: Mapping[str, LearnedRates], pool: Evidence) -> EngineProfile:
     """The profile with these workers' learned rates, which come from the evidence of `pool`. Workers that are equally fast
-    (see SAME_SPEED) in prefill, or in decoding, get the same rates there."""
+    (see SAME_SPEED) at prefill, or at decoding, get the same rates for it."""
     prefill = _representatives({id: one.rates.prefill_us(*TYPICAL_PREFILL) for id, one in learned.items()})
     decode = _representatives({id: one.rates.tpot_us(*TYPICAL_DECODE) for id, one in learned.items()})
     by_worker: dict[str, EngineRates] = {}
-    shared: dict[EngineRates, EngineRates] = {}  # equal rates are one object: workers are alike by its identity
+    shared: dict[EngineRates, EngineRates] = {}  # equal rates are one object: workers are alike if they share it
     for id, one in learned.items():
         computing, decoding = learned[prefill[id]].rates, learned[decode[id]].rates
         rates = replace(
@@ -231,7 +231,7 @@ def with_learned_rates(profile: EngineProfile, learned: Mapping[str, LearnedRate
 
 
 def _representatives(times_us: Mapping[str, float]) -> Mapping[str, str]:
-    """For each worker the one whose rates it gets: the middle one of those that are equally fast."""
+    """Map each worker to the one whose rates it gets: the middle one of those that are equally fast."""
     groups: list[list[str]] = []
     for id in sorted(times_us, key=lambda id: (times_us[id], id)):
         if not groups or times_us[id] > times_us[groups[-1][0]] * (1 + SAME_SPEED) / (1 - SAME_SPEED):

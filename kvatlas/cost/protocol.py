@@ -1,6 +1,6 @@
-"""Costs: the plan of what a worker would do for a request, and the profile that prices it in terms.
+"""Costs: the plan of a worker's work for a request, and the profile that prices it in terms.
 
-What is made for each worker of each choice is a named tuple: it takes a third of a frozen dataclass's time.
+Objects created for each worker of each choice are named tuples: they take a third of a frozen dataclass's time.
 """
 
 from collections.abc import Hashable, Sequence
@@ -29,9 +29,9 @@ class ReadRate:
 class Piece(NamedTuple):
     """A contiguous run of cached tokens that is read in one go, from one tier of one worker.
 
-    `own`: the candidate itself holds it. `same_domain`: its holder is the candidate or in the candidate's locality
-    domain. `bytes` 0: the size of a block is unknown. `rate`: how fast its holder says that it is read; None: as the reader's
-    rates say of the tier.
+    `own`: the candidate itself holds it. `same_domain`: its holder is the candidate or in the candidate's locality domain.
+    `bytes` 0: the block size is unknown. `rate`: the read rate that its holder states; None: use the reader's rate for the
+    tier.
     """
 
     tokens: int
@@ -43,12 +43,12 @@ class Piece(NamedTuple):
 
     @property
     def price_tier(self) -> Tier:
-        """The tier that its price is of: HBM of another worker is remote HBM."""
+        """The tier that determines its price: another worker's HBM counts as remote HBM."""
         return Tier.REMOTE_HBM if self.tier is Tier.HBM and not self.own else self.tier
 
     @property
     def at_hand(self) -> bool:
-        """In the candidate's own HBM: nothing is transferred."""
+        """True if it is in the candidate's own HBM, so nothing is transferred."""
         return self.own and self.tier is Tier.HBM
 
     @property
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class Load(NamedTuple):
-    """How busy a worker is, as far as cost needs it.
+    """How busy a worker is, as far as costs depend on it.
 
     `waiting_requests`: those whose tokens are not in `queued_prefill_tokens`, because the engine does not report them.
     `kv_tokens`: tokens whose KV its running requests hold.
@@ -71,7 +71,7 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, state: WorkerState, block_size: int) -> "Load":
-        """From a worker's reported state; without running decodes, its occupied request slots count."""
+        """Load from a worker's reported state; without running decodes, its occupied request slots count."""
         forward = state.forward_pass
         return cls(
             running_decodes=state.running_decodes or forward.active_request_slots,
@@ -90,7 +90,7 @@ class Load(NamedTuple):
 
 
 def mean_load(loads: Sequence[Load]) -> Load:
-    """The mean of known loads, rounded up: it stands in for an unknown load. Idle if none is known."""
+    """The mean of known loads, rounded up, to stand in for an unknown load. Idle if none is known."""
     if not loads:
         return Load()
     count = len(loads)
@@ -103,7 +103,7 @@ def mean_load(loads: Sequence[Load]) -> Load:
 
 
 class Plan(NamedTuple):
-    """What one worker would do for one request: read `pieces`, compute the rest of the prompt, then decode."""
+    """One worker's work for one request: read `pieces`, compute the rest of the prompt, then decode."""
 
     worker_id: str
     input_tokens: int
@@ -122,10 +122,10 @@ class Plan(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """By how many microseconds load and cached tokens change a plan's cost, so that they can be added without the plan.
+    """Microseconds that load and cached tokens add to a plan's cost or save; they apply without the plan.
 
-    Load: a queued token (a waiting request counts as `waiting_tokens` of them), a running request, a token of KV that one
-    holds. n cached tokens in the worker's own HBM save `token_us` x n + `token_squared_us` x n^2 - `hit_us`.
+    Load: a queued token (a waiting request counts as `waiting_tokens` of them), a running request, a token of its KV. n
+    cached tokens in the worker's own HBM save `token_us` x n + `token_squared_us` x n^2 - `hit_us`.
     """
 
     queued_us: float
@@ -152,16 +152,16 @@ class CostTerm:
 
 @dataclass(frozen=True, slots=True)
 class TermKind:
-    """What a profile's n-th term is called, and what its amount counts."""
+    """The name of a profile's n-th term, and the unit of its amount."""
 
     name: str
     unit: str
 
 
 class Cost(NamedTuple):
-    """A price: its terms and their sum; if the profile predicts them, also the times to the first and each next token.
+    """A price: its terms and their sum, and, if the profile predicts them, the times to the first and each next token.
 
-    The terms are kept as columns and made on demand, because a router prices every worker and reads the terms of few.
+    Terms are stored as columns and built on demand, because a router prices every worker and reads the terms of few.
     """
 
     profile: str
@@ -214,7 +214,7 @@ class CostProfile(Protocol):
         """The cost of a plan, in whole microseconds."""
 
     def prices(self, plan: Plan) -> Prices:
-        """What load and cached tokens change in the plan's cost, whatever its pieces; `price` agrees up to rounding."""
+        """How load and cached tokens change the plan's cost, whatever its pieces; `price` agrees up to rounding."""
 
     def alike(self, worker_id: str) -> Hashable:
         """A key that is equal for workers with equal prices."""

@@ -27,7 +27,7 @@ TERMS = (
 
 @dataclass(frozen=True, slots=True)
 class QuillcacheProfile:
-    """See the module. All coefficients can be set; raises InvalidValue for a negative one."""
+    """The profile of this module. All coefficients can be set; raises InvalidValue for a negative one."""
 
     prefill_us_per_token: int = 45
     decode_us_per_token: int = 80
@@ -50,19 +50,19 @@ class QuillcacheProfile:
         return "quillcache"
 
     def prefill_us(self, new_tokens: int) -> int:
-        """Of computing prompt tokens."""
+        """Cost of computing prompt tokens."""
         return self.prefill_us_per_token * new_tokens
 
     def decode_us(self, output_tokens: int, running_decodes: int = 0) -> int:
-        """Of an answer, beside the requests that the worker decodes already."""
+        """Cost of decoding an answer, next to the requests that the worker already decodes."""
         return self.decode_us_per_token * output_tokens + self.running_decode_us * running_decodes
 
     def queue_us(self, queued_prefill_tokens: int) -> int:
-        """Of waiting behind prompt tokens that are still to be computed."""
+        """Cost of waiting behind prompt tokens that are still to be computed."""
         return self.queue_us_per_token * queued_prefill_tokens
 
     def transfer_us(self, size_bytes: int, tier: Tier, *, own: bool = True, same_domain: bool = True) -> int:
-        """Of reading cached KV of this size in one piece; the worker's own HBM is a hit."""
+        """Cost of reading cached KV of this size in one piece; the worker's own HBM is a hit."""
         return self.read_us(Piece(0, size_bytes, tier, own, same_domain))
 
     def tier_us_per_mib(self, tier: Tier) -> int:

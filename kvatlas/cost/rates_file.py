@@ -1,5 +1,5 @@
-"""Files with the rates of the cost profile `engine`, as `kvatlas calibrate` writes them: a JSON object of `EngineRates`' fields
-that are numbers; those that are missing keep their defaults."""
+"""Rates files of the cost profile `engine`, as `kvatlas calibrate` writes them: a JSON object of the numeric fields of
+`EngineRates`. Missing fields keep their defaults."""
 
 import json
 from dataclasses import fields
@@ -25,7 +25,7 @@ _FILE = TypeAdapter(dict[str, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan
 
 
 def read_rates(path: Path | None) -> EngineRates:
-    """The rates of a file; the defaults without one. Raises SettingsError for a file that has none."""
+    """The rates in a file, or the defaults without a file. Raises SettingsError for a file without valid rates."""
     if path is None:
         return EngineRates()
     try:
@@ -37,12 +37,12 @@ def read_rates(path: Path | None) -> EngineRates:
         where = ".".join(map(str, first["loc"])) or "the file"
         raise SettingsError(f"--rates-file {path}: {describe_mistake(where, first)}") from error
     if unknown := sorted(found.keys() - set(NAMES)):
-        raise SettingsError(f"--rates-file {path}: {unknown[0]!r:.80} is no rate; expected {', '.join(NAMES)}")
+        raise SettingsError(f"--rates-file {path}: {unknown[0]!r:.80} is not a rate; expected {', '.join(NAMES)}")
     return EngineRates(**found)  # type: ignore[arg-type]
 
 
 def write_rates(path: Path, rates: EngineRates) -> None:
-    """Raises SettingsError for a path that can't be written."""
+    """Write the rates to a file. Raises SettingsError for a path that can't be written."""
     found = {name: getattr(rates, name) for name in (field.name for field in fields(rates)) if name in NAMES}
     try:
         path.write_text(json.dumps(found, indent=2) + "\n")
@@ -51,5 +51,5 @@ def write_rates(path: Path, rates: EngineRates) -> None:
 
 
 def read_profile(name: str, rates_file: Path | None) -> CostProfile:
-    """The cost profile of this name; `engine` with the rates of a file. Raises SettingsError."""
+    """The cost profile of this name; `engine` takes its rates from the file. Raises SettingsError."""
     return EngineProfile(read_rates(rates_file)) if name == "engine" else QuillcacheProfile()

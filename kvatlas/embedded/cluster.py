@@ -1,4 +1,4 @@
-"""An embedded Valkey (or Redis) cluster: primaries, and replicas of them."""
+"""An embedded Valkey (or Redis) cluster: primaries and their replicas."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +16,8 @@ _PROBE_INTERVAL_S = 0.01
 
 
 class ClusterProcesses(StartedProcesses):
-    """`primaries` servers that share the slots of a cluster evenly, each with `replicas` replicas, which follow in `nodes` in
-    the order of their primaries. Blocking; for parameters see ValkeyProcess."""
+    """`primaries` servers that share the slots of a cluster evenly, each with `replicas` replicas. In `nodes` the replicas
+    follow, in the order of their primaries. Blocking; for parameters see ValkeyProcess."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ClusterProcesses(StartedProcesses):
     def _wait_until(
         self, what: str, is_done: Callable[[ValkeyProcess], bool], while_waiting: Callable[[], object]
     ) -> None:
-        """For every node. Raises EmbeddedServerError at the deadline."""
+        """Wait until every node is done. Raises EmbeddedServerError at the deadline."""
         deadline = time.monotonic() + self._start_deadline_s
         while not all(is_done(node) for node in self.nodes):
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Replaces itself by a program that the kernel kills when its parent dies.
+"""Replaces itself with a program that the kernel kills when its parent dies.
 
 Run as a file, in an interpreter with nothing loaded: `python -I -S die_with_parent.py PARENT_PID COMMAND...`. A
 `preexec_fn` would run Python code between fork and exec of a process with threads, which can deadlock.
@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept across exec
 
 
 def execute(parent_pid: int, command: list[str]) -> None:
-    """Replace this process by `command`. Exits with 1 if the parent is already gone."""
+    """Replace this process with `command`. Exits with 1 if the parent is already gone."""
     if sys.platform == "linux":
         # SIGKILL, because a paused program never acts on SIGTERM; both servers recover from it.
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -20,8 +20,8 @@ PORTS = range(12_000, 22_000)
 # Not the seeded global generator: processes that set the same seed would all try the same ports in the same order.
 _random = random.SystemRandom()
 
-# A port that was handed out is free until its server listens, which is seconds later: meanwhile no other process of this
-# user gets it. Each lock is one byte of one file; the kernel drops a process's locks with it.
+# A port that was handed out stays free until its server listens, seconds later. A lock keeps other processes of this user
+# from taking it meanwhile. Each lock is one byte of one file; the kernel drops a process's locks with it.
 LEASES = 256
 _leased: collections.deque[int] = collections.deque()
 
@@ -29,7 +29,7 @@ _leased: collections.deque[int] = collections.deque()
 def is_free(port: int) -> bool:
     """True if a server could listen on this loopback port now."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is no hindrance
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: ignore TIME_WAIT
         try:
             probe.bind((LOOPBACK, port))
         except OSError as error:
@@ -42,7 +42,7 @@ def is_free(port: int) -> bool:
 def free_port(*, with_bus: bool = False) -> int:
     """A port that is free now (`with_bus`: its cluster bus port too), and that no other caller got recently.
 
-    It stays this process's for its next 255 calls. A program that doesn't ask here may still take it first.
+    It stays reserved during this process's next 255 calls. A program that doesn't ask here may still take it first.
     """
     for _ in range(1_000):
         port = _random.choice(PORTS)

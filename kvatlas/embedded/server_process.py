@@ -38,15 +38,15 @@ class StartedProcesses(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """The address for clients, with credentials if the server has any; of a cluster that of its first node."""
+        """The address for clients, with credentials if the server has any; for a cluster, that of its first node."""
 
     @abstractmethod
     def start(self, *, while_waiting: Callable[[], object] = _do_nothing) -> None:
-        """Returns when all answer; calls `while_waiting` now and then until that."""
+        """Return when all processes answer; call `while_waiting` now and then until that."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop them and remove what was temporary; does nothing for those that were not started."""
+        """Stop the processes and remove temporary data; does nothing for processes that were not started."""
 
     def __enter__(self) -> Self:
         try:
@@ -61,7 +61,7 @@ class StartedProcesses(ABC):
 
 
 class ServerProcess(StartedProcesses):
-    """A server program on a loopback port with a directory of its own.
+    """A server program with its own loopback port and directory.
 
     `port` 0 chooses a free port and keeps it over restarts. `data_dir` None creates a temporary directory that `close()`
     removes; a given directory is kept. Not thread-safe.
@@ -88,7 +88,7 @@ class ServerProcess(StartedProcesses):
 
     @abstractmethod
     def _command(self) -> list[str]:
-        """Write the configuration into `data_dir`; the program's arguments."""
+        """Write the configuration into `data_dir` and return the program's arguments."""
 
     @abstractmethod
     def _is_ready(self) -> bool:
@@ -101,7 +101,7 @@ class ServerProcess(StartedProcesses):
 
     @property
     def port(self) -> int:
-        """The port; 0 until the first start if a free one is to be chosen."""
+        """The port; 0 until the first start if a free one will be chosen."""
         return self._port
 
     @property
@@ -209,7 +209,7 @@ class ServerProcess(StartedProcesses):
 
     def _start_once(self, while_waiting: Callable[[], object]) -> None:
         log = self.data_dir / LOG_FILE
-        # a program may be a link that says what the program is (Debian's redis-server): so it is not resolved
+        # don't resolve links: a program may choose its role by its link's name (Debian's redis-server)
         command = [str(self._binary.absolute()), *self._command()]
         self._paused = False
         with log.open("ab") as output:

@@ -57,7 +57,7 @@ class ValkeyProcess(ServerProcess):
         return f"redis://{login}{LOOPBACK}:{self.port}"
 
     def command(self, *parts: str | int | bytes) -> Any:
-        """Run one command over a connection of its own (blocking) and return the answer. Raises RedisError."""
+        """Run one command over a new connection (blocking) and return the answer. Raises RedisError."""
         client: Any = redis.Redis(
             host=LOOPBACK,
             port=self.port,

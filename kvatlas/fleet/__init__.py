@@ -1,1 +1,1 @@
-"""Fleet records: what each worker is and how it is, and where they are stored."""
+"""Fleet records: a worker's description, state and load, and where they are stored."""

@@ -1,7 +1,7 @@
-"""What each publisher may speak for: workers, tenants, models, addresses. Read by indexers, written by `kvatlas auth nats`.
+"""What each publisher may speak for: workers, tenants, models, addresses. Indexers read it, `kvatlas auth nats` writes it.
 
-NATS proves who speaks: a publisher's user may write the subjects of its own workers only. So a worker's id, the last word
-of the subject, leads to the identity that holds for it.
+NATS proves the sender: a publisher's user may write only its own workers' subjects. So the last word of the subject, a
+worker's id, leads to the identity that applies to it.
 """
 
 import json
@@ -25,7 +25,7 @@ log = logging.getLogger("kvatlas.identities")
 
 ANY = "*"
 MAX_WORKERS = 4_096
-"""Of one publisher: each is three subjects in the permissions."""
+"""Limit of workers per publisher: each needs three subjects in the permissions."""
 _RANGE = re.compile(r"\{(\d{1,6})\.\.(\d{1,6})\}")
 _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -36,7 +36,7 @@ def _check_addresses(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class TenantRefused(InvalidValue):
-    """A publisher may not speak for a tenant. The line does not name it, since lines get into logs."""
+    """A publisher may not speak for a tenant. The line does not name the tenant, because lines get into logs."""
 
     def __init__(self, line: str, tenant_id: str) -> None:
         super().__init__(line)
@@ -46,9 +46,9 @@ class TenantRefused(InvalidValue):
 class Identity(BaseModel):
     """What one publisher's user may speak for.
 
-    `workers`: ids, ranges (`vllm-{0..15}`, `engine-dp{0..7}`), or `*` alone for all that no other publisher names.
-    `tenants`, `models`: names, `*` in them for any text. `addresses`: of its engines (`AddressList`); with none it may
-    advertise any, and routers send requests to private ones only.
+    `workers`: ids, ranges (`vllm-{0..15}`, `engine-dp{0..7}`), or just `*` for all that no other publisher names.
+    `tenants`, `models`: names, in which `*` stands for any text. `addresses`: of its engines (`AddressList`); without any
+    it may advertise every address, and routers send requests to private ones only.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
@@ -63,7 +63,7 @@ class Identity(BaseModel):
         return self.workers != (ANY,)
 
     def worker_ids(self) -> list[str]:
-        """Every worker that it names; none for `*`. Raises InvalidValue."""
+        """Every worker that it names; empty for `*`. Raises InvalidValue."""
         if not self.names_workers:
             return []
         found = list(islice((name for text in self.workers for name in _expand(text)), MAX_WORKERS + 1))
@@ -76,7 +76,7 @@ class Identities:
     """The identities of a fleet's publishers, by user. A worker that no publisher names is refused."""
 
     def __init__(self, by_user: Mapping[str, Identity]) -> None:
-        """Raises InvalidValue for a worker that two publishers name, and for a name that can't be a user's."""
+        """Raises InvalidValue for a worker that two publishers name, and for an invalid user name."""
         self.by_user = dict(by_user)
         self._user_of: dict[str, str] = {}
         self._others: str | None = None
@@ -109,7 +109,8 @@ class Identities:
             raise TenantRefused(f"{refusal} its tenant", scope.tenant_id)
 
     def check_endpoint(self, endpoint: EngineEndpoint) -> None:
-        """Raises InvalidValue, one line, if the worker's publisher may not advertise the model, the tenant or the address."""
+        """Raises InvalidValue, one line, if the worker's publisher may not advertise the model, the tenant or the
+        address."""
         self.check_scope(endpoint.id, Scope(endpoint.model_id, endpoint.tokenizer_id, None, endpoint.tenant_id))
         address = endpoint.advertised_url or endpoint.base_url
         if not address:
@@ -120,12 +121,12 @@ class Identities:
             raise InvalidValue(f"worker {endpoint.id}: publisher {user} may not advertise {host}:{port}")
 
     def vouches(self, worker_id: str) -> bool:
-        """Does an identity name the addresses that the worker may have?"""
+        """True if an identity lists the addresses that the worker may have."""
         user = self._user_of.get(worker_id, self._others)
         return user is not None and bool(self.by_user[user].addresses)
 
     def tenants_of(self, worker_id: str) -> tuple[str, ...]:
-        """Whose prompts the worker may get (`FleetRecord.tenants`)."""
+        """The tenants whose prompts the worker may get (`FleetRecord.tenants`)."""
         user = self._user_of.get(worker_id, self._others)
         tenants = () if user is None else self.by_user[user].tenants
         return () if ANY in tenants else tenants
@@ -148,7 +149,7 @@ def load_identities(file: Path, flag: str) -> Identities:
 
 
 def parse_identities(found: object) -> Identities:
-    """From `{"publishers": {user: {"workers": [...], ...}}}`. Raises InvalidValue, naming the field."""
+    """Identities from `{"publishers": {user: {"workers": [...], ...}}}`. Raises InvalidValue, naming the field."""
     publishers = found.get("publishers") if isinstance(found, dict) else None
     if not isinstance(publishers, dict) or not publishers:
         raise InvalidValue("publishers is missing; expected a table with one entry for each publisher")
@@ -164,7 +165,7 @@ def parse_identities(found: object) -> Identities:
 
 
 def _expand(text: str) -> Iterator[str]:
-    """The names of one entry: those of its ranges, or itself."""
+    """The names that one entry stands for: all of its ranges, or the entry itself."""
     found = _RANGE.search(text)
     if found is None:
         yield text

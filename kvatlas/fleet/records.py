@@ -1,4 +1,4 @@
-"""Fleet records: what a worker is, its state and its load. Border types, checked by pydantic."""
+"""Fleet records: a worker's description, its state and its load. Border types, checked by pydantic."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -39,7 +39,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class WireRecord(BaseModel):
-    """A frozen border value that travels as a msgpack map; unknown fields of newer versions are ignored there."""
+    """A frozen border value that travels as a msgpack map. It ignores unknown fields of newer versions."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", protected_namespaces=())
     max_bytes: ClassVar[int] = 256 * 1024
@@ -72,11 +72,11 @@ class EngineKind(StrEnum):
     OPEN = "open"
     MOCK = "mock"
     STORE = "store"
-    """Not an engine: a shared store, which holds blocks that several engines read."""
+    """Not an engine: a shared store with blocks that several engines read."""
 
 
 class Role(StrEnum):
-    """What a worker computes: prefill only, decode only, or both."""
+    """The phases that a worker computes: prefill only, decode only, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -84,7 +84,7 @@ class Role(StrEnum):
 
 
 class EngineState(StrEnum):
-    """The engine's own state, from its health and metrics; not that of the sidecar."""
+    """The engine's own state, from its health and metrics; not the sidecar's state."""
 
     UP = "up"
     DOWN = "down"
@@ -95,18 +95,18 @@ class EngineState(StrEnum):
 class EngineEndpoint(WireRecord):
     """A worker as routers need to know it.
 
-    The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups` are
-    the groups whose members' caches this worker can read; with none, the default, blocks held elsewhere are of no use to it.
-    `stores`: the shared stores that its engine reads and writes. Of a shared store itself (kind `store`), `read_setup_us` and
-    `read_us_per_mib` say how fast it is read; None: as its tier usually is.
-    `bootstrap_port`: of an SGLang prefill server's bootstrap server (None: SGLang's own default). `granularity`: every g-th
-    block of a chain is published. `eagle`: a hit drops a block. `groups`: how many KV cache groups the model has;
-    `alignment_tokens`: hits are multiples of this (0: of blocks). `lookahead_tokens`: how many tokens behind a block its hash
-    covers (`kvatlas.blocks.hashing`). `marks`: residency does not say where a prompt can be resumed, the worker's marks do.
-    `upper_bound`: why what is published is only an upper bound of what the engine reuses; empty if it is not. `events` False:
-    the engine publishes no KV events, so what it holds can only be predicted from the requests it gets. `chain`: the one that
-    its blocks' keys are of (`kvatlas.identity.Scope.chain`). `salt_is_tenant`: its blocks are of the tenants that requests'
-    cache salts name, besides `tenant_id`; None: a publisher of a version before does not say.
+    The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups`
+    are the groups whose members' caches this worker can read; with none, the default, it can't use blocks held elsewhere.
+    `stores`: the shared stores that its engine reads and writes. For a shared store itself (kind `store`), `read_setup_us`
+    and `read_us_per_mib` are its read rate; None: the usual rate of its tier. `bootstrap_port`: port of an SGLang prefill
+    server's bootstrap server (None: SGLang's own default). `granularity`: every g-th block of a chain is published.
+    `eagle`: a hit drops a block. `groups`: how many KV cache groups the model has; `alignment_tokens`: hits are multiples
+    of this (0: of blocks). `lookahead_tokens`: how many tokens after a block its hash covers (`kvatlas.blocks.hashing`).
+    `marks`: the worker's marks, not residency, show where a prompt can resume. `upper_bound`: why the published blocks are
+    only an upper bound of what the engine reuses; empty if they are not. `events` False: the engine publishes no KV events,
+    so its blocks can only be predicted from the requests it gets. `chain`: hash chain of its blocks' keys
+    (`kvatlas.identity.Scope.chain`). `salt_is_tenant`: its blocks belong to the tenants that requests name as cache salts,
+    besides `tenant_id`; None: an earlier publisher, which does not say.
     """
 
     id: WorkerId
@@ -140,13 +140,13 @@ class EngineEndpoint(WireRecord):
 
     @property
     def is_store(self) -> bool:
-        """Is it a shared store, which gets no requests?"""
+        """True for a shared store, which gets no requests."""
         return self.kind is EngineKind.STORE
 
     @property
     def url(self) -> str:
-        """The address at which routers reach the engine: scheme, host and port. Empty without one, or if what was
-        advertised is anything else."""
+        """The address at which routers reach the engine: scheme, host and port. Empty if it has none, or if it advertised
+        anything else."""
         try:
             return check_origin(self.advertised_url or self.base_url)
         except InvalidValue:
@@ -158,14 +158,14 @@ class EngineEndpoint(WireRecord):
 
 
 class _Load(WireRecord):
-    """A load whose fields nobody knows would count as idle: whoever makes one may name known fields alone."""
+    """A load. Unknown fields are refused when one is created, because misspelled ones would count as idle."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class ForwardPassMetrics(_Load):
-    """An engine's forward-pass metrics; cache usage and prefix hit rate are fractions 0..1. Made from fields of these names, or
-    from those of the router protocol."""
+    """An engine's forward-pass metrics; cache usage and prefix hit rate are fractions 0..1. Accepts these field names or
+    those of the router protocol."""
 
     active_request_slots: Count = Field(
         default=0, validation_alias=AliasChoices("active_request_slots", "request_active_slots")
@@ -185,8 +185,8 @@ class ForwardPassMetrics(_Load):
 
 
 class WorkerState(_Load):
-    """A worker's load. `sampled_us`: when the engine reported it (microseconds since 1970). `computed`: its counters of
-    tokens, iterations and finished requests, added up; they move while it computes. 0: not reported."""
+    """A worker's load. `sampled_us`: when the engine reported it (microseconds since 1970). `computed`: sum of its counters
+    of tokens, iterations and finished requests, which move while it computes. 0: not reported."""
 
     id: WorkerId
     locality_domain: Text = ""
@@ -217,9 +217,9 @@ _METRIC_NAMES = frozenset(
 
 
 def read_load(told: Mapping[str, Any], worker_id: str, sampled_us: int, locality_domain: str = "") -> WorkerState:
-    """A load as an engine tells it: fields of `ForwardPassMetrics`, by either name, and of `WorkerState`, side by side.
+    """A load as an engine reports it: fields of `ForwardPassMetrics`, by either name, and of `WorkerState`, side by side.
 
-    Raises InvalidValue, naming the field, for a value out of bounds and for a name that is none of theirs.
+    Raises InvalidValue, naming the field, for a value out of bounds or an unknown name.
     """
     state = {name: value for name, value in told.items() if name in _STATE_FIELDS}
     metrics = {name: value for name, value in told.items() if name not in _STATE_FIELDS}
@@ -240,15 +240,15 @@ def read_load(told: Mapping[str, Any], worker_id: str, sampled_us: int, locality
         if first["type"] != "extra_forbidden":
             raise InvalidValue(describe_mistake(where, first)) from error
         known = ", ".join(sorted(_STATE_FIELDS | _METRIC_NAMES))
-        raise InvalidValue(f"{where} is not known, or given by both of its names; expected {known}") from error
+        raise InvalidValue(f"{where} is unknown, or given under both of its names; expected {known}") from error
 
 
 LEFT_OUT = "left_out"
-"""The diagnosis of a publisher that leaves out nearly all that its engine says."""
+"""The diagnosis of a publisher that leaves out nearly everything its engine publishes."""
 
 
 class Diagnosis(WireRecord):
-    """A setting that contradicts what a publisher sees: its stable name, what is seen, and what to do about it."""
+    """A setting that contradicts what a publisher sees: a stable name, what it sees, and how to fix it."""
 
     name: Annotated[str, Field(max_length=32)]
     seen: Annotated[str, Field(max_length=MAX_DIAGNOSIS_TEXT)]
@@ -258,13 +258,13 @@ class Diagnosis(WireRecord):
 class Heartbeat(WireRecord):
     """Sent each second on `kvatlas.alive.<worker>`.
 
-    `acked_seq` is the last seq of the incarnation that the stream acknowledged, -1 before the first; it shows if an idle
-    worker's last messages were lost. `load` is None if the engine does not report it.
+    `acked_seq` is the last seq of the incarnation that the stream acknowledged, -1 before the first; it shows whether an
+    idle worker's last messages were lost. `load` is None if the engine does not report it.
 
-    For `kvatlas doctor`: `diagnoses`; `version`, of the publisher; `served_names`, under which the engine serves its model, if
-    none of them is the endpoint's; `awaited_s`, for how long an engine has been awaited that was never up; `yielded`: another
-    publisher of this worker has a newer incarnation, and this one publishes nothing. Only people see it. Earlier publishers
-    send none of the last four.
+    For `kvatlas doctor`: `diagnoses`; `version` of the publisher; `served_names`: the engine's names for its model, if none
+    of them is the endpoint's; `awaited_s`: how long the publisher has waited for an engine that was never up; `yielded`:
+    another publisher of this worker has a newer incarnation, and this one publishes nothing. Earlier publishers send none
+    of the last four.
     """
 
     worker_id: WorkerId
@@ -282,8 +282,8 @@ class Heartbeat(WireRecord):
 
 
 def read_heartbeat(payload: bytes, worker_id: str, now_us: int) -> Heartbeat:
-    """A heartbeat heard on this worker's subject. Raises InvalidValue for one that names another worker or an incarnation of no
-    publisher."""
+    """Unpack a heartbeat from this worker's subject. Raises InvalidValue if it names another worker or an impossible
+    incarnation."""
     beat = Heartbeat.unpack(payload)
     named = {beat.worker_id, beat.endpoint.id} | ({beat.load.id} if beat.load is not None else set())
     if named != {worker_id}:
@@ -300,7 +300,7 @@ class Liveness(StrEnum):
 
 
 class Repair(WireRecord):
-    """A snapshot that the partition's owner requested of a worker: when, and why, in a few words."""
+    """A snapshot that the partition's owner requested from a worker: when, and why, in a few words."""
 
     at_us: Count
     reason: Text
@@ -311,10 +311,10 @@ class FleetRecord(WireRecord):
 
     `heard_us`: when its last heartbeat arrived. `load_age_us`: the age of the load sample at that time, by the worker's own
     clock; None: not reported. `trace`: the W3C traceparent of the last applied batch that came from an engine's batch, if
-    publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer compared the address with what the worker's
-    publisher may advertise. `tenants`: those whose prompts the worker may get, as its publisher's identity says: names, `*` in
-    them for any text; empty: all. For people: `applied_us`: when messages of it were last applied, 0 if that is not known;
-    `doubt`: why the index may be wrong about it now, in a few words, empty if it is not in doubt; `repair`: the last one.
+    publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer compared the address with what the
+    worker's publisher may advertise. `tenants`: those whose prompts the worker may get, from its publisher's identity; `*`
+    in a name stands for any text; empty: all. For people: `applied_us`: when its messages were last applied, 0 if unknown;
+    `doubt`: why the index may be wrong about it now, in a few words, empty if not in doubt; `repair`: the last one.
     """
 
     endpoint: EngineEndpoint
@@ -337,7 +337,7 @@ class FleetRecord(WireRecord):
         return not self.endpoint.is_store and self.liveness is Liveness.ALIVE and self.state is EngineState.UP
 
     def may_see(self, tenant_id: str) -> bool:
-        """May the worker get this tenant's prompts?"""
+        """True if the worker may get this tenant's prompts."""
         return not self.tenants or include(self.tenants, tenant_id)
 
 

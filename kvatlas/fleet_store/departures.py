@@ -1,8 +1,8 @@
-"""Workers that were retired within the last hour: what the fleet had, for people who ask what is missing.
+"""Workers that were retired within the last hour, for people who look for a missing worker.
 
     kva:{fleet}:departed   HASH  worker id -> packed Departure
 
-The owner of a worker's partition writes it when it retires the worker, and deletes it when the worker is heard again.
+The owner of a worker's partition writes it when it retires the worker, and deletes it when it hears from the worker again.
 """
 
 from collections.abc import Collection
@@ -19,12 +19,13 @@ from kvatlas.validation import Count, Name
 DEPARTED = "kva:{fleet}:departed"
 KEEP_S = 3600
 MOST = 1024
-"""A store that is full of them takes no more: a fleet that was switched off is known well enough by so many."""
+"""Limit of departures in the store. Above it new ones are not recorded: so many are enough to show a fleet that was
+switched off."""
 
 
 class Departure(WireRecord):
-    """A worker that was retired. `heard_us`: its last heartbeat by its indexer's clock; `at_us`: its retirement by the store's.
-    `drained`: it said that it leaves."""
+    """A worker that was retired. `heard_us`: its last heartbeat by its indexer's clock; `at_us`: its retirement by the
+    store's. `drained`: it announced that it would leave."""
 
     worker_id: WorkerId
     model_id: Name
@@ -35,7 +36,7 @@ class Departure(WireRecord):
 
 
 async def record_departure(store: Store, record: FleetRecord) -> None:
-    """Remember a worker that is retired now. Raises Unreachable."""
+    """Record a worker that is retired now. Raises Unreachable."""
     departure = Departure(
         worker_id=record.endpoint.id,
         model_id=record.endpoint.model_id,
@@ -50,13 +51,13 @@ async def record_departure(store: Store, record: FleetRecord) -> None:
 
 
 async def forget_departures(store: Store, worker_ids: Collection[str]) -> None:
-    """These workers are back. Raises Unreachable."""
+    """Remove workers that are back. Raises Unreachable."""
     if worker_ids:
         await store.ask(store.client.hdel(DEPARTED, *worker_ids))
 
 
 async def read_departures(store: Store, now_us: int) -> dict[str, Departure]:
-    """Those of the last hour before this time of the store. Raises Unreachable."""
+    """Departures within the hour before `now_us` (the store's time). Raises Unreachable."""
     found: dict[str, Departure] = {}
     for packed in (await store.ask(store.client.hgetall(DEPARTED))).values():
         try:

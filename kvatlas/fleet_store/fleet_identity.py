@@ -1,10 +1,10 @@
-"""Which fleet a store and an event stream are of: parts of two fleets that meet must not take each other's workers.
+"""Which fleet a store and an event stream belong to. If parts of two fleets meet, they must not take each other's workers.
 
     kva:{fleet}:identity   HASH  fleet -> id; store -> a random name of this store
 
-The id is made at the first start of an indexer, and written into the store, and into the metadata of the event stream. The
-indexers answer on `kvatlas.fleet.<id>` who they are, so that one that comes with an empty store learns if the fleet of its NATS
-is alive and keeps another store, or has lost this one.
+The first start of an indexer creates the id and writes it into the store and into the event stream's metadata. Indexers
+answer on `kvatlas.fleet.<id>` who they are. So an indexer with an empty store learns whether the fleet of its NATS is alive
+with another store, or has lost this one.
 """
 
 from secrets import token_hex
@@ -20,7 +20,7 @@ IDENTITY = "kva:{fleet}:identity"
 
 
 class FleetIdentity(WireRecord):
-    """A fleet, and the store that it keeps. `store_name`: for people; `member`: the indexer that says it."""
+    """A fleet and its store. `store_name`: for people; `member`: the indexer that answered."""
 
     fleet: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
     store: Text
@@ -29,12 +29,12 @@ class FleetIdentity(WireRecord):
 
 
 def new_fleet_id() -> str:
-    """Make the identity of a fleet that starts for the first time."""
+    """Create an id for a fleet that starts for the first time."""
     return token_hex(6)
 
 
 async def read_store_identity(store: Store) -> FleetIdentity | None:
-    """None in a store that no fleet has. Raises Unreachable."""
+    """The store's identity; None if no fleet has it. Raises Unreachable."""
     found = {key.decode(): value.decode() for key, value in (await store.ask(store.client.hgetall(IDENTITY))).items()}
     if "fleet" not in found or "store" not in found:
         return None
@@ -42,7 +42,7 @@ async def read_store_identity(store: Store) -> FleetIdentity | None:
 
 
 async def write_store_identity(store: Store, fleet_id: str) -> FleetIdentity:
-    """Give the store to this fleet, unless another has it: then the one that has it. Raises Unreachable."""
+    """Give the store to this fleet unless another has it. Return the owner's identity. Raises Unreachable."""
     await store.ask(store.client.hsetnx(IDENTITY, "store", token_hex(6)))
     await store.ask(store.client.hsetnx(IDENTITY, "fleet", fleet_id))
     found = await read_store_identity(store)

@@ -1,14 +1,14 @@
-"""Fleet state in the store: worker records by pool, replicas of the indexer, and their leases.
+"""Fleet state in the store: worker records by pool, indexer processes (members), and their leases.
 
     kva:{fleet}:members   HASH  member id -> expiry (ms of the store's clock)
     kva:{fleet}:leases    HASH  partition -> "<expiry ms> <member id>"
-    (of a layout with another number than 0: kva:{fleet}:members:<number>, kva:{fleet}:leases:<number>)
+    (layouts with a number other than 0: kva:{fleet}:members:<number>, kva:{fleet}:leases:<number>)
     kva:{fleet}:pools     SET   pool ids
     kva:{fleet}:departed  HASH  workers that were retired within the last hour: `kvatlas/fleet_store/departures.py`
     kva:{fleet}:objects   HASH  id of an object that an engine keeps -> worker id; kva:{fleet}:objects:older
     kva:{pool:<id>}:workers   HASH  worker id -> FleetRecord; the pool's other keys: `kvatlas/reservations/functions/_pool.lua`
 
-Leases only save work; nothing that must be right depends on them.
+Leases only save work; correctness does not depend on them.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ LEASES = "kva:{fleet}:leases"
 POOLS = "kva:{fleet}:pools"
 OBJECTS = ("kva:{fleet}:objects", "kva:{fleet}:objects:older")
 MOST_OBJECTS = 100_000
-"""In each of these two: 20 MB of the store at most."""
+"""Limit of each of these two hashes: at most 20 MB of the store."""
 KEEP_OBJECTS_S = 7 * 24 * 3600
 
 RECORDS_A_SLICE = 16
-"""Records that are unpacked before other tasks get their turn, at 30 us each."""
+"""Records to unpack, at 30 us each, before other tasks get their turn."""
 
 log = logging.getLogger("kvatlas.fleet")
 
@@ -46,7 +46,7 @@ FLEET_LIBRARY = FunctionLibrary(
 
 
 def members_key(layout: int) -> str:
-    """The key of a layout's replicas."""
+    """The key of a layout's members."""
     return f"{MEMBERS}:{layout}" if layout else MEMBERS
 
 
@@ -60,31 +60,31 @@ def pool_workers_key(pool_id: str) -> str:
 
 
 class FleetStore:
-    """Every call raises Unreachable if the store does not answer."""
+    """The fleet's part of the store. Every call raises Unreachable if the store does not answer."""
 
     def __init__(
         self, store: Store, on_refused: Callable[[str, InvalidValue], None] | None = None, *, layout: int = 0
     ) -> None:
-        """`on_refused(worker, error)`: a record can't be read; without it one line is logged. `layout`: the number of that
-        whose replicas and leases are meant; workers belong to all."""
+        """`on_refused(worker, error)` is called for an unreadable record; by default one line is logged. `layout`: number
+        of the layout whose members and leases are meant; workers belong to all layouts."""
         self._store = store
         self._members, self._leases = members_key(layout), leases_key(layout)
         self._log = RateLimitedLog(log)
         self.pools_repaired = 0
-        """Times that reports were told of a pool with damaged records."""
+        """How often a report of load found damaged records in a pool."""
         self._on_refused = on_refused or _log_refused
         self._read: dict[str, dict[bytes, tuple[bytes, FleetRecord]]] = {}
-        """By pool, the records read last, packed and unpacked: unpacking takes 30 us, and records change once a second."""
+        """The records read last, by pool, packed and unpacked: unpacking takes 30 us, and records change once a second."""
 
     async def load_functions(self) -> None:
-        """Give the store this version's functions of the fleet and of pools. Raises Unreachable, OutOfMemoryError."""
+        """Load this version's functions of the fleet and of pools into the store. Raises Unreachable, OutOfMemoryError."""
         for library in (FLEET_LIBRARY, POOL_LIBRARY):
             await library.load(self._store)
 
     # ------------------------------------------------------------ workers
 
     async def write(self, records: Mapping[str, FleetRecord]) -> None:
-        """Write workers' records and report their load. The owner of a worker's partition alone does this."""
+        """Write workers' records and report their load. Only the owner of a worker's partition calls this."""
         by_pool: dict[str, dict[str, tuple[bytes, WorkerReport]]] = {}
         now_us = time.time_ns() // 1_000
         for worker_id, record in records.items():
@@ -99,7 +99,7 @@ class FleetStore:
             await self._call("kvatlas_fleet_pools", [POOLS], list(by_pool))
 
     async def update_existing(self, records: Mapping[str, FleetRecord]) -> None:
-        """Write those records that differ from their pool's; none for a worker that the pool does not have (any more)."""
+        """Write the records that differ from their pool's. Skips workers that the pool does not (or no longer) have."""
         by_pool: dict[str, list[str]] = {}
         for worker_id, record in records.items():
             by_pool.setdefault(record.endpoint.pool_id, []).append(worker_id)
@@ -112,7 +112,7 @@ class FleetStore:
         await self.write(wrong)
 
     async def forget(self, worker_id: str, pool_id: str) -> None:
-        """Take a worker out of its pool, with all that is booked on it; a pool without workers is forgotten too."""
+        """Remove a worker from its pool, with all its bookings. A pool without workers is removed too."""
         await call_pool(self._store, "forget", pool_id, [worker_id])
         if not await self._count_workers(pool_id):
             await self._call("kvatlas_fleet_no_pool", [POOLS], [pool_id])
@@ -120,19 +120,19 @@ class FleetStore:
                 await self._call("kvatlas_fleet_pools", [POOLS], [pool_id])
 
     async def record_departure(self, record: FleetRecord) -> None:
-        """Remember for an hour that this worker was retired."""
+        """Record for an hour that this worker was retired."""
         await record_departure(self._store, record)
 
     async def forget_departures(self, worker_ids: Collection[str]) -> None:
-        """These workers are back."""
+        """Remove departures of workers that are back."""
         await forget_departures(self._store, worker_ids)
 
     async def departures(self, now_us: int) -> dict[str, Departure]:
-        """Workers that were retired within the hour before this time of the store, and are not back."""
+        """Workers that were retired within the hour before `now_us` (the store's time), and are not back."""
         return await read_departures(self._store, now_us)
 
     async def pool(self, pool_id: str) -> dict[str, FleetRecord]:
-        """The workers of one pool, but those with a record of an unknown form."""
+        """The workers of one pool, except those whose record has an unknown form."""
         found, before = await self._packed_records(pool_id), self._read.get(pool_id, {})
         now: dict[bytes, tuple[bytes, FleetRecord]] = {}
         unpacked = 0
@@ -141,7 +141,7 @@ class FleetStore:
             if known is None or known[0] != packed:
                 unpacked += 1
                 if unpacked % RECORDS_A_SLICE == 0:
-                    await asyncio.sleep(0)  # choices go on meanwhile
+                    await asyncio.sleep(0)  # let choices go on meanwhile
                 try:
                     known = packed, _read_record(worker_id, packed)
                 except InvalidValue as error:
@@ -163,7 +163,7 @@ class FleetStore:
         return records
 
     async def entries(self, which: Callable[[str, str], bool]) -> list[tuple[str, str, FleetRecord | None]]:
-        """(worker, pool, record) of those entries for which `which(worker, pool)` is true. Record None: of an unknown form."""
+        """(worker, pool, record) of the entries for which `which(worker, pool)` is true. Record None: unknown form."""
         entries: list[tuple[str, str, FleetRecord | None]] = []
         for pool_id in await self.pools():
             for name, packed in (await self._packed_records(pool_id)).items():
@@ -174,47 +174,48 @@ class FleetStore:
                         entries.append((worker_id, pool_id, None))
         return entries
 
-    # ------------------------------------------------------------ replicas of the indexer, and their leases
+    # ------------------------------------------------------------ indexer processes and their leases
 
     async def renew_membership(self, member_id: str, ttl_ms: int) -> list[str]:
-        """Record that this replica lives for `ttl_ms` from now. Returns the live members, this one among them, sorted."""
+        """Record that this member lives for `ttl_ms` from now. Returns the live members, including this one, sorted."""
         live = await self._call("kvatlas_fleet_beat", [self._members], [member_id, ttl_ms])
         return sorted(member.decode() for member in live)
 
     async def is_member(self, member_id: str) -> bool:
-        """Does the store know this replica, alive or expired?"""
+        """True if the store knows this member, alive or expired."""
         return bool(await self._store.ask(self._store.client.hexists(self._members, member_id)))
 
     async def end_membership(self, member_id: str) -> None:
-        """Give up membership and every lease at once."""
+        """Give up the membership and every lease at once."""
         await self._call("kvatlas_fleet_leave", [self._members, self._leases], [member_id])
 
     async def claim_leases(self, member_id: str, ttl_ms: int, partitions: Sequence[int]) -> list[int]:
-        """Take or renew the leases among `partitions` that are free, expired or one's own; those held now, ascending."""
+        """Take or renew the leases among `partitions` that are free, expired or already its own; return those held now,
+        ascending."""
         if not partitions:
             return []
         held = await self._call("kvatlas_fleet_claim", [self._leases], [member_id, ttl_ms, *partitions])
         return sorted(int(partition) for partition in held)
 
     async def release_leases(self, member_id: str, partitions: Sequence[int]) -> None:
-        """Give up the leases among `partitions` that are one's own."""
+        """Give up its own leases among `partitions`."""
         if partitions:
             await self._call("kvatlas_fleet_release", [self._leases], [member_id, *partitions])
 
     async def leases(self) -> dict[int, str]:
-        """The holder of each partition's lease, without expired ones."""
+        """The holder of each partition's lease, except expired ones."""
         flat = await self._call("kvatlas_fleet_leases", [self._leases], [])
         return {int(partition): member.decode() for partition, member in zip(flat[::2], flat[1::2], strict=True)}
 
     # ------------------------------------------------------------ objects that engines keep
 
     async def put_objects(self, holders: Mapping[str, str]) -> None:
-        """The workers of objects, by their ids. The oldest objects are forgotten."""
+        """Record the workers of objects, by object id. The oldest objects are dropped."""
         pairs = [text for pair in holders.items() for text in pair]
         await self._call("kvatlas_fleet_put_objects", OBJECTS, [MOST_OBJECTS, KEEP_OBJECTS_S, *pairs])
 
     async def find_object(self, id: str) -> str | None:
-        """The worker that has an object, as far as known."""
+        """The worker that has an object, if known."""
         found = await self._call("kvatlas_fleet_find_object", OBJECTS, [id])
         return found[0].decode() if found else None
 
@@ -239,7 +240,7 @@ def _read_record(worker_id: bytes, packed: bytes) -> FleetRecord:
 
 
 def _name_of(field: bytes) -> str:
-    """The name that a field stands for, also if it is not UTF-8: anybody may have written it."""
+    """The name in a field, even if it is not UTF-8, since any client may have written it."""
     return field.decode(errors="backslashreplace")
 
 

@@ -1,4 +1,4 @@
-"""What keeps indexers from starting, as they say it themselves: people would else see only what follows from it.
+"""Why indexers can't start, in their own words. Without this, people would see only the consequences.
 
 kva:{fleet}:trouble   HASH  member id -> "<us of the store's clock> <line>"
 """
@@ -8,22 +8,22 @@ from kvatlas.store.connection import Store
 
 TROUBLE = "kva:{fleet}:trouble"
 KEEP_US = 60_000_000
-"""An indexer that still waits says it again sooner."""
+"""Age limit of a report. An indexer that still waits repeats it sooner."""
 
 
 async def report_trouble(store: Store, member_id: str, line: str) -> None:
-    """This replica can't start because of this. Raises Unreachable."""
+    """Record why this indexer can't start. Raises Unreachable."""
     await store.ask(store.client.hset(TROUBLE, member_id, f"{await store_time_us(store)} {line}"))
     await store.ask(store.client.pexpire(TROUBLE, KEEP_US // 1_000))
 
 
 async def clear_trouble(store: Store, member_id: str) -> None:
-    """It has started. Raises Unreachable."""
+    """Remove the report of an indexer that has started. Raises Unreachable."""
     await store.ask(store.client.hdel(TROUBLE, member_id))
 
 
 async def read_trouble(store: Store, now_us: int) -> dict[str, str]:
-    """The line of each replica that can't start, at this time of the store. Raises Unreachable."""
+    """The line of each indexer that can't start, as of this time of the store. Raises Unreachable."""
     found: dict[str, str] = {}
     for member_id, value in (await store.ask(store.client.hgetall(TROUBLE))).items():
         at_us, _, line = value.decode(errors="replace").partition(" ")

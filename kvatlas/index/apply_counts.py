@@ -1,4 +1,4 @@
-"""What one `apply` did, in numbers: the one list of outcomes that a message may have."""
+"""The outcome of one `apply` in numbers, with the single list of possible message outcomes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from operator import add, sub
 class ApplyCounts:
     """Messages by outcome (see the fence in `kvatlas.index.protocol`), checks that failed, and what changed.
 
-    `stored`, `removed`: residencies, one for each (block, tier). `bytes_written`: of blocks' hashes and holders values. The
+    `stored`, `removed`: residencies, one for each (block, tier). `bytes_written`: block hashes and holders values. The
     store's function returns these numbers in the order of these fields (`COUNTS` in `redis/functions/_apply.lua`).
     """
 

@@ -1,6 +1,6 @@
-"""Direct writes: put, remove and clear as messages of an incarnation that the caller publishes.
+"""Direct writes: put, remove and clear, as messages of an incarnation that the caller publishes.
 
-There is one way in: a direct write is an ordinary message, and the fence checks it like any other.
+The index has only one way in: a direct write is an ordinary message, and the fence checks it like any other.
 """
 
 import time
@@ -23,7 +23,7 @@ _HASHES_A_MESSAGE = 32_768
 
 
 class DirectWrites(ABC):
-    """Put, remove, clear and `is_empty` for an index that has the rest; see `ResidencyIndex` for their promises."""
+    """Adds put, remove, clear and `is_empty` to an index that has the rest; see `ResidencyIndex` for their promises."""
 
     partitions: int
     shards: int
@@ -39,7 +39,7 @@ class DirectWrites(ABC):
 
     @abstractmethod
     async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
-        """Note that these blocks of the worker's active holder are pinned in the tier, or are not."""
+        """Note whether these blocks of the worker's active holder are pinned in the tier."""
 
     async def is_empty(self) -> bool:
         return await self.length() == 0
@@ -95,4 +95,4 @@ class DirectWrites(ABC):
             result = await self.apply(shard_of(partition, self.shards), [batch])
             if result.applied:
                 return result
-        raise KvatlasError(f"worker {worker_id}: it has another publisher; {_TRIES} direct writes were out of step")
+        raise KvatlasError(f"worker {worker_id}: it has another publisher; {_TRIES} direct writes were out of sequence")

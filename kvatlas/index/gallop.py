@@ -1,6 +1,6 @@
 """Overlap by galloping: exact from a few probes, because residency is prefix-closed.
 
-Along a chain the active holders only get fewer. So equal values at two places mean equal active holders between them, and
+Along a chain, active holders can only disappear. So equal values at two places mean equal active holders between them, and
 a block without a holder ends the overlap. The Lua twin of this file is `redis/functions/overlap.lua`.
 """
 
@@ -22,8 +22,8 @@ Runs = tuple[Sequence[bytes], Sequence[int]]
 def gallop(get: Callable[[bytes], bytes | None], hashes: bytes, stride: int = STRIDE, guess: bytes = b"") -> Runs:
     """Runs of equal holders over packed hashes; `get` returns a block's holders value, None if it has no holder.
 
-    Probes where runs probably begin and end (`guess`, see `RunGuesses`), then every `stride` blocks, and bisects only between
-    probes that differ.
+    Probes where runs are likely to begin and end (`guess`, see `RunGuesses`), then every `stride` blocks, and bisects only
+    between probes that differ.
     """
     first = get(hashes[:HASH_BYTES])
     if first is None:
@@ -52,7 +52,7 @@ def gallop(get: Callable[[bytes], bytes | None], hashes: bytes, stride: int = ST
 
 
 class _Probes(NamedTuple):
-    """`struct` unpacks the hashes of all `places` but the last one, which is the last block."""
+    """`struct` unpacks the hashes at all `places` except the last, which is the last block."""
 
     places: tuple[int, ...]
     struct: Struct
@@ -60,7 +60,7 @@ class _Probes(NamedTuple):
 
 @lru_cache(maxsize=1_024)
 def _probes(count: int, stride: int, guess: bytes) -> _Probes:
-    """Of `count` packed hashes, without the first."""
+    """Where to probe `count` packed hashes after the first."""
     guessed = [place for (place,) in iter_unpack(">I", guess)]
     places = [place for place in guessed if 0 < place < count - 1]
     places += range(max(guessed, default=0) + stride, count - 1, stride)
@@ -120,8 +120,8 @@ def _to_runs(values: list[bytes], starts: list[int], stop: int) -> Runs:
 
 
 def differences(galloped: Overlap, walked: Overlap) -> Sequence[tuple[str, int, int]]:
-    """(worker, depth by galloping, depth by a walk) of every worker whose two depths differ, sorted; then the same of how
-    far those with marks can resume the chain."""
+    """(worker, depth by galloping, depth by a walk) of every worker whose two depths differ, sorted; then the same for how
+    far workers with marks can resume the chain."""
     return tuple(
         (worker, fast.get(worker, 0), slow.get(worker, 0))
         for fast, slow in ((galloped.depths(), walked.depths()), (galloped.reach(), walked.reach()))

@@ -1,6 +1,6 @@
 """Holders values: who holds a block, as entries of 4 bytes (holder number, flags), sorted by number.
 
-Sorted, so that equal holders are equal bytes. The Lua twin of this file is `redis/functions/_blocks.lua`.
+They are sorted so that equal holders are equal bytes. The Lua twin of this file is `redis/functions/_blocks.lua`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from kvatlas.blocks.tiers import TIER_MASK
 NUMBER_BYTES = 3
 MAX_HOLDER = (1 << 24) - 1
 CACHED_VALUES = 4_096
-"""Some 3 MB with 64 holders a block: blocks of one message mostly have equal holders, later ones seldom."""
+"""About 3 MB with 64 holders per block. Blocks of one message mostly have equal holders, later ones rarely."""
 
 
 def number_bytes(number: int) -> bytes:
@@ -20,7 +20,7 @@ def number_bytes(number: int) -> bytes:
 
 
 def entries_of(value: bytes) -> Iterator[tuple[bytes, int]]:
-    """(holder's 3-byte number, flags) of each entry."""
+    """(3-byte holder number, flags) of each entry."""
     for at in range(0, len(value), HOLDER_ENTRY_BYTES):
         yield value[at : at + NUMBER_BYTES], value[at + NUMBER_BYTES]
 
@@ -38,7 +38,7 @@ def depths_by_number(values: Sequence[bytes], lengths: Sequence[int]) -> dict[by
 
 
 def find_entry(value: bytes, number: bytes) -> tuple[int, bool]:
-    """(position of the holder's entry, True), or (the position where it belongs, False)."""
+    """(position of the holder's entry, True), or (position where it belongs, False)."""
     for at in range(0, len(value), HOLDER_ENTRY_BYTES):
         here = value[at : at + NUMBER_BYTES]
         if here == number:
@@ -71,7 +71,7 @@ def with_entry(value: bytes, number: bytes, tier_bit: int) -> bytes:
 
 @lru_cache(CACHED_VALUES)
 def without_entry(value: bytes, number: bytes, tier_bit: int) -> bytes:
-    """The value after a removal; the last tier's removal takes the entry out."""
+    """The value after a removal; removing the last tier removes the entry."""
     at, found = find_entry(value, number)
     if not found or not value[at + NUMBER_BYTES] & tier_bit:
         return value

@@ -1,9 +1,9 @@
-"""At which depth of a chain each holder with marks can resume it: exact, from a few fields.
+"""The depth at which each holder with marks can resume a chain: exact, from a few fields.
 
-A worker whose residency does not say what its engine reuses (a hybrid model) has marks. `marks` has a value for each marked
-block: the numbers of the holders that can resume there. `heads` has one for each head, a block whose index is a multiple of
-SEGMENT: an entry for each holder with a marked block among the SEGMENT indices from there on, with a bit for each offset at
-which there is any, on whatever branch below the head. So a bit may be another branch's: what counts is the mark itself.
+A worker whose residency does not show what its engine reuses (a hybrid model) has marks. `marks` has a value for each
+marked block: the numbers of the holders that can resume there. `heads` has a value for each head, a block whose index is a
+multiple of SEGMENT: one entry per holder with a marked block among the SEGMENT indices from the head on, with a bit for
+each offset with a mark on any branch below the head. So a bit may belong to another branch; only the mark itself counts.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,10 +14,10 @@ from kvatlas.errors import InvalidValue
 from kvatlas.index.holder_entries import NUMBER_BYTES
 
 SEGMENT = 64
-"""Blocks that a head has a bit for each."""
+"""Blocks per head; a head has one bit for each."""
 
 HEAD_SUFFIX = b"h"
-"""Behind a head's hash in its field, where one HASH has marks and heads."""
+"""Follows a head's hash in its field if one HASH has both marks and heads."""
 
 HIGHEST_POSITION = (1 << 32) - 1
 BITS_BYTES = 8
@@ -28,15 +28,16 @@ Get = Callable[[bytes], bytes | None]
 
 
 class MarkedHolder(NamedTuple):
-    """A holder with marks: the leading blocks of the chain that it has, and how many a position lies before its mark."""
+    """A holder with marks: how many leading blocks of the chain it has, and how many blocks a position lies before its
+    mark."""
 
     depth: int
     dropped: int = 0
 
 
 def check_reach(first_index: int, limit: int | None) -> tuple[int, int]:
-    """The index of a lookup's first block, and the highest position that it may find. Raises InvalidValue for a first block
-    that is no head."""
+    """The index of a lookup's first block, and the highest position that it may find. Raises InvalidValue if the first
+    block is not a head."""
     if first_index < 0 or first_index % SEGMENT:
         raise InvalidValue(f"lookup from block {first_index}; expected a multiple of {SEGMENT}")
     return first_index, HIGHEST_POSITION if limit is None else max(0, limit)
@@ -52,9 +53,9 @@ def deepest_positions(
 ) -> dict[bytes, int]:
     """The deepest position, at most `limit` blocks, at which each of the holders can resume the chain of packed hashes.
 
-    Holders that can't resume it anywhere are absent. `get_head` and `get_mark` give the values of a block's packed hash.
-    `first_index`: of the first hash in the chain, a multiple of SEGMENT; depths count from there, positions from the chain's
-    start.
+    Holders that can't resume anywhere are absent. `get_head` and `get_mark` return the values for a block's packed hash.
+    `first_index`: index of the first hash in the chain, a multiple of SEGMENT; depths count from there, positions from the
+    chain's start.
     """
     found: dict[bytes, int] = {}
     for number, (depth, dropped) in holders.items():
@@ -75,7 +76,7 @@ def deepest_positions(
 def walk_positions(
     get_mark: Get, hashes: bytes, holders: Mapping[bytes, MarkedHolder], limit: int, first_index: int = 0
 ) -> dict[bytes, int]:
-    """The same as `deepest_positions`, from a look at every block."""
+    """The same as `deepest_positions`, by looking at every block."""
     found: dict[bytes, int] = {}
     for number, (depth, dropped) in holders.items():
         for index in range(min(depth, limit + dropped - first_index) - 1, -1, -1):
@@ -86,13 +87,13 @@ def walk_positions(
 
 
 def bits_in(value: bytes | None, number: bytes) -> int:
-    """The holder's bits in a head's value; 0 where it has no entry."""
+    """The holder's bits in a head's value; 0 without an entry."""
     at, found = find_sized(value or b"", number, HEAD_ENTRY_BYTES)
     return int.from_bytes(value[at + NUMBER_BYTES : at + HEAD_ENTRY_BYTES], "big") if found and value else 0
 
 
 def find_sized(value: bytes, number: bytes, entry_bytes: int) -> tuple[int, bool]:
-    """(position of the entry that begins with this number, True), or (the position where it belongs, False)."""
+    """(position of the entry that begins with this number, True), or (position where it belongs, False)."""
     low, high = 0, len(value) // entry_bytes
     while low < high:
         middle = (low + high) // 2
@@ -111,7 +112,7 @@ def without_sized(value: bytes, number: bytes, entry_bytes: int) -> bytes:
 
 
 def has_mark(value: bytes | None, number: bytes) -> bool:
-    """Is the holder in a mark's value?"""
+    """True if the holder is in a mark's value."""
     return value is not None and find_sized(value, number, NUMBER_BYTES)[1]
 
 

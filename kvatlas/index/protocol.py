@@ -1,11 +1,11 @@
-"""What every residency index promises.
+"""The promises of every residency index.
 
 State is kept by worker. The **fence** checks a worker's messages inside the call that applies them:
 
 - a message of a lower incarnation than the worker's record is dropped (stale);
 - a message of a higher incarnation is applied only if it begins a snapshot;
-- of the same incarnation only seq = last + 1 is applied; lower or equal is a duplicate and changes nothing; above is a gap,
-  remembered as the worker's `want`;
+- within the same incarnation only seq = last + 1 is applied; a lower or equal seq is a duplicate and changes nothing; a
+  higher one is a gap, remembered as the worker's `want`;
 - a snapshot fills a loading holder while the active one answers, and replaces it in the call that applies its end, if count
   and digest are right; otherwise the worker is closed until a higher incarnation.
 """
@@ -31,8 +31,8 @@ class WorkerRecord:
 
     `bad`: only a higher incarnation helps (a failed check, retired, out of memory). `closed`: its messages are not applied.
     `oom`: closed because the store had no memory, or no holder number, for it. `want`: the highest (incarnation, seq) that
-    was received and could not be applied; (0, -1) for none. `answering`: it has an active holder; `loading`: it has one
-    that a snapshot fills.
+    was received but could not be applied; (0, -1) for none. `answering`: it has an active holder; `loading`: a snapshot is
+    filling another one.
     """
 
     worker_id: str
@@ -49,11 +49,11 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class ApplyResult:
-    """What became of a batch: the records of its workers after it, and its messages by outcome.
+    """The result of applying a batch: the records of its workers afterwards, and its messages by outcome.
 
-    `stored`, `removed`: residencies that came and went. `moved`: partitions whose stored position is not where their batch
-    begins. Nothing of them was applied; their reader starts over from the stored position. `no_room`: the store is out of
-    memory; workers that had stores among the messages are closed (`oom`), the rest was applied.
+    `stored`, `removed`: residencies added and removed. `moved`: partitions whose stored position is not where their batch
+    begins. None of their messages was applied; their reader starts over from the stored position. `no_room`: the store is
+    out of memory; workers with stores among the messages are closed (`oom`), the rest was applied.
     """
 
     records: Sequence[WorkerRecord]
@@ -72,7 +72,7 @@ class ApplyResult:
     def of(
         cls, records: Sequence[WorkerRecord], counts: ApplyCounts, moved: Sequence[int], *, no_room: bool
     ) -> "ApplyResult":
-        """From what an implementation counted."""
+        """The result, from an implementation's counts."""
         return cls(
             records,
             counts.applied,
@@ -90,10 +90,10 @@ class ApplyResult:
 
 @dataclass(frozen=True, slots=True)
 class ScrubResult:
-    """What a part of a scrub found.
+    """The findings of one part of a scrub.
 
     `checked`: workers recounted to the end. `damaged`: those whose blocks differed from their digest; they are `bad` now.
-    `strays`: entries of unknown holders, taken out. `given_up`: workers that changed faster than they could be followed.
+    `strays`: entries of unknown holders that were removed. `given_up`: workers that changed too fast to be followed.
     `ended`: the round over all the shard's workers is over.
     """
 
@@ -106,11 +106,11 @@ class ScrubResult:
 
 @dataclass(frozen=True, slots=True)
 class RecountResult:
-    """What a worker holds by the blocks themselves: its active holder's digest words by scope.
+    """What a worker holds, counted from the blocks themselves: its active holder's digest words by scope.
 
-    As of (incarnation, seq). `moved`: the worker changed during the count, which is therefore void. `sound`: every
-    entry is in some tier, has no other flags, and its holder is registered as the worker's. `marks`: the digest
-    words of its marks; empty without any.
+    As of (incarnation, seq). `moved`: the worker changed during the count, so the count is void. `sound`: every entry has
+    at least one tier and no other flags, and its holder is registered as the worker's. `marks`: the digest words of its
+    marks; empty without any.
     """
 
     worker_id: str
@@ -124,7 +124,7 @@ class RecountResult:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory of a shard's server; `limit_bytes` 0: no limit. `evicts`: the server would drop keys by itself."""
+    """Memory of a shard's server; `limit_bytes` 0: no limit. `evicts`: the server would drop keys on its own."""
 
     used_bytes: int
     limit_bytes: int
@@ -132,12 +132,12 @@ class Room:
 
     @property
     def free(self) -> float:
-        """The free fraction."""
+        """The free fraction of the memory."""
         return 1.0 - self.used_bytes / self.limit_bytes if self.limit_bytes else 1.0
 
 
 class ResidencyIndex(Protocol):
-    """Which worker holds which blocks. Hashes are packed sequence hashes (8 little-endian bytes each) or one as an integer."""
+    """Which worker holds which blocks. Hashes are packed sequence hashes (8 little-endian bytes each), or one integer."""
 
     @property
     def name(self) -> str:
@@ -153,13 +153,13 @@ class ResidencyIndex(Protocol):
 
     @property
     def persistent(self) -> bool:
-        """Does it outlive this process?"""
+        """True if the index outlives this process."""
 
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
         """Apply messages of one shard's partitions, atomically, under the fence above. Idempotent.
 
-        Raises Unreachable if the store does not answer: whether they were applied is then unknown, and applying them
-        again is right.
+        Raises Unreachable if the store does not answer. It is then unknown whether the messages were applied; applying them
+        again is safe.
         """
 
     async def put(
@@ -174,14 +174,15 @@ class ResidencyIndex(Protocol):
         pinned: bool = False,
     ) -> None:
         """Add blocks to a worker, parent first. For callers that are the worker's only source: it takes the worker's next
-        seq, so a publisher of the same worker would be out of step. Running indexers retire a worker without heartbeats.
+        seq, so a publisher of the same worker would get out of sequence. Running indexers retire a worker without
+        heartbeats.
 
-        `pinned` is kept as the last put of a block in a tier said it, until a remove, a clear or a new incarnation; nothing
-        but `Residency.pinned` depends on it."""
+        `pinned` is kept as last put for a block and tier, until a remove, a clear or a new incarnation. Only
+        `Residency.pinned` depends on it."""
 
     async def remove(self, scope: Scope, worker_id: str, tier: Tier | None, hashes: bytes) -> int:
-        """Take blocks from a worker, child first: from one tier, or (None) from all. Returns how many residencies it took, one
-        for each (block, tier). See `put`."""
+        """Remove blocks from a worker, child first, from one tier or (None) from all. Returns how many residencies were
+        removed, one for each (block, tier). See `put`."""
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         """Every residency of one block, by worker and tier."""
@@ -189,16 +190,16 @@ class ResidencyIndex(Protocol):
     async def overlap(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
     ) -> Overlap:
-        """How many leading blocks of a chain each active worker holds, and how many of them those with marks can reuse: up to
-        `limit` (None: all), counted from the chain's start. `first_index`: the first hash's index in the chain, a multiple of
-        64. `verify` walks every block too, and returns the differences."""
+        """How many leading blocks of a chain each active worker holds, and how many of them workers with marks can reuse:
+        up to `limit` (None: all), counted from the chain's start. `first_index`: the first hash's index in the chain, a
+        multiple of 64. `verify` also walks every block, and returns the differences."""
 
     async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[Residency]:
         """Every residency of the blocks that follow `prefix_hash` (None: of first blocks), by hash, worker and tier. Raises
         NotSupported without a side index."""
 
     async def clear_worker(self, worker_id: str) -> None:
-        """Take all blocks from a worker: O(1), `sweep` gives the memory back. See `put`."""
+        """Remove all blocks from a worker: O(1); `sweep` frees the memory. See `put`."""
 
     async def retire(self, worker_id: str, incarnation: int) -> bool:
         """Close a worker's incarnation and drop what it held, if the record still has that incarnation. O(1)."""
@@ -208,14 +209,14 @@ class ResidencyIndex(Protocol):
         then checked like one of a new worker."""
 
     async def forget_scopes(self, idle_s: float) -> int:
-        """Forget scopes without a block in any shard that no message used for `idle_s` (the memory index need not wait).
-        Returns how many, up to some hundred a call."""
+        """Forget scopes that have no block in any shard and that no message used for `idle_s` (the memory index need not
+        wait). Returns how many, at most a few hundred per call."""
 
     async def clear(self) -> None:
-        """Forget everything, also workers and positions."""
+        """Forget everything, including workers and positions."""
 
     async def sweep(self, shard: int, budget_blocks: int) -> int:
-        """Take retired holders out of about `budget_blocks` entries. Returns how many retired holders are left."""
+        """Remove retired holders from about `budget_blocks` entries. Returns how many retired holders are left."""
 
     async def room(self, shard: int) -> Room:
         """Memory of the shard's server. A writer's call also loads the store's functions if they are gone."""
@@ -224,11 +225,12 @@ class ResidencyIndex(Protocol):
         """Continue a round that recounts active holders' blocks against their digests, for about `budget_blocks` entries:
         of all workers, or of those in these partitions when the round began.
 
-        It finds damage that no message did: that is counted, and the worker is `bad` (it answers until a new incarnation
-        comes). A worker that changes meanwhile can be followed only by the index through which its messages are applied."""
+        It finds damage that no message caused. Damage is counted, and the worker becomes `bad` (it answers until a new
+        incarnation begins). A worker that changes meanwhile can be followed only by the index through which its messages
+        are applied."""
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
-        """Count what these workers hold from the blocks, not from digests; workers without an active holder are left out.
+        """Count what these workers hold from the blocks, not from digests. Workers without an active holder are left out.
         Reads every block of their shards."""
 
     async def record(self, worker_id: str) -> WorkerRecord | None:
@@ -241,27 +243,27 @@ class ResidencyIndex(Protocol):
         """The partition's stored position."""
 
     async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
-        """Set it if it still is `expected`. Returns what is stored after the call. If a position was replaced, all the
-        partition's workers become `bad`: the stream is another one now."""
+        """Set the position if it still is `expected`. Returns what is stored after the call. If a position was replaced,
+        all the partition's workers become `bad`, because the stream is another one now."""
 
     def snapshot(self, worker_id: str | None = None) -> AsyncIterator[Residency]:
-        """Every residency of active holders, of one worker or of all. Not atomic against changes while it runs."""
+        """Every residency of active holders, of one worker or of all. Not atomic: changes may happen meanwhile."""
 
     async def digest(self, worker_id: str) -> Sequence[int] | None:
-        """`Digest.words` of the worker's active holder, and behind them, if it has marks, `MarkDigest.words`; None without a
+        """`Digest.words` of the worker's active holder, followed by `MarkDigest.words` if it has marks; None without a
         holder."""
 
     async def length(self) -> int:
         """Residencies of active holders: one for each (block, worker, tier)."""
 
     async def is_empty(self) -> bool:
-        """Does no active holder have a block?"""
+        """True if no active holder has a block."""
 
     async def resident_blocks(self) -> Sequence[ResidentBlocks]:
         """Blocks and bytes of active holders by the scopes' text and tier."""
 
     async def metrics(self) -> IndexMetrics:
-        """See IndexMetrics. Reads the store: some calls for each holder."""
+        """Sizes by model; see IndexMetrics. Reads the store: some calls per holder."""
 
     @property
     def work(self) -> IndexWork:

@@ -1,7 +1,8 @@
-"""Where the runs of a lookup probably begin and end: where those of an earlier one with the same start did.
+"""Guesses where the runs of a lookup begin and end: where those of an earlier lookup with the same start did.
 
-Prompts share starts, and who holds them changes slowly. A lookup that probes there first sees in one step what it would search
-for in several. A wrong guess costs probes, never an answer: intervals whose ends differ are searched as without it.
+Prompts share starts, and their holders change slowly. A lookup that probes these places first finds in one step what would
+otherwise take several. A wrong guess costs probes but never changes an answer: intervals whose ends differ are searched as
+usual.
 """
 
 from collections import OrderedDict
@@ -12,14 +13,14 @@ from struct import Struct
 from kvatlas.blocks.hashing import HASH_BYTES
 
 STEP_BYTES = 64 * HASH_BYTES
-"""A start is known by the last hash of every so many."""
+"""A start is identified by the last hash of each stretch of this size."""
 MOST_STARTS = 8_192
 MOST_RUNS = 128
-"""Of lookups with more runs nothing is kept."""
+"""Lookups with more runs are not remembered."""
 
 
 class RunGuesses:
-    """For one shard. The least recently used start is dropped first."""
+    """Guesses for one shard. The least recently used start is dropped first."""
 
     def __init__(self, most_starts: int = MOST_STARTS) -> None:
         self._most_starts = most_starts
@@ -29,8 +30,8 @@ class RunGuesses:
         return len(self._kept)
 
     def find(self, hashes: bytes) -> bytes:
-        """Blocks of a chain, counted from its first one, as packed u32 (big-endian), ascending: of the longest start that is
-        known; empty if none is."""
+        """Places to probe, as block indexes from the chain's first block: packed u32 (big-endian), ascending. They come
+        from the longest known start; empty if none is known."""
         kept = self._kept
         for end in range(len(hashes) - len(hashes) % STEP_BYTES, 0, -STEP_BYTES):
             start = hashes[end - HASH_BYTES : end]
@@ -40,7 +41,7 @@ class RunGuesses:
         return b""
 
     def keep(self, hashes: bytes, lengths: Sequence[int], used: bytes) -> None:
-        """The runs of a chain were so long; `used`: what `find` said before."""
+        """Remember the run lengths of a chain; `used`: what `find` returned for it."""
         guess = _pack_places(tuple(lengths)) if len(lengths) <= MOST_RUNS else b""
         if guess == used:
             return
@@ -57,7 +58,7 @@ class RunGuesses:
 
 @lru_cache(maxsize=512)
 def _pack_places(lengths: tuple[int, ...]) -> bytes:
-    """The last block of each run, and the one behind it; a run of one block is one place."""
+    """The last block of each run, and the one after it; a run of one block is one place."""
     places: list[int] = []
     end = 0
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Workers that fail while others don't, as all routers of a pool count and eject them together."""
+"""Workers that fail while others don't: the routers of a pool count them and eject them together."""
 
 from kvatlas.outliers.store import OutlierChange, OutlierRecord, OutlierStore, Verdict
 

@@ -1,4 +1,5 @@
-"""A pool's failing workers in the store, in the pool's slot: their counts, who is ejected, and which router tries it again."""
+"""A pool's failing workers, in the pool's slot of the store: their counts, which are ejected, and which router retries
+one."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -10,16 +11,16 @@ from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import Store
 
 HALF_LIFE_S = 10.0
-"""Counts fade: after this long an answer counts for half."""
+"""Counts fade: after this long an answer counts half."""
 CLAIM_S = 2.0
-"""How long a router has the only right to try an ejected worker again."""
+"""How long a router has the exclusive right to retry an ejected worker."""
 KEEP_S = 600.0
-"""What is known of a worker is forgotten after this long without a change."""
+"""A worker's record is dropped after this long without a change."""
 CHANGES_A_CALL = 200
 
 
 class Verdict(StrEnum):
-    """A change that a router wants. `COUNT`: of the counts alone. `PROBE`: it would try a worker whose ejection is over."""
+    """A change that a router wants. `COUNT`: only the counts. `PROBE`: it wants to try a worker whose ejection is over."""
 
     COUNT = "count"
     EJECT = "eject"
@@ -28,10 +29,10 @@ class Verdict(StrEnum):
 
 
 class OutlierChange(NamedTuple):
-    """What a router has to add to a worker's record: answers since its last change, and a verdict.
+    """A router's addition to a worker's record: answers since its last change, and a verdict.
 
-    `times`: ejections that the router knew of. An ejection counts only if that is still right, so that two routers that see the
-    same failures eject once. `eject_s`: for how long.
+    `times`: ejections that the router knew of. An ejection counts only if that number is still right, so two routers that
+    see the same failures eject once. `eject_s`: duration of the ejection.
     """
 
     worker_id: str
@@ -43,8 +44,8 @@ class OutlierChange(NamedTuple):
 
 
 class OutlierRecord(NamedTuple):
-    """A worker as all routers know it. `left_s`: of its ejection, 0 or less if that is over, None if it is not ejected.
-    `times`: how often it was ejected lately. `prober`: the router that may try it again now, '' for none."""
+    """A worker as all routers know it. `left_s`: time left of its ejection, 0 or less if it is over, None if not ejected.
+    `times`: how often it was ejected recently. `prober`: the router that may try it now, '' for none."""
 
     good: float
     bad: float
@@ -54,7 +55,7 @@ class OutlierRecord(NamedTuple):
 
 
 class SharedOutliers(Protocol):
-    """Where routers share what they know of failing workers."""
+    """A shared place for routers' knowledge of failing workers."""
 
     async def exchange(
         self, pool_id: str, router_id: str, changes: Sequence[OutlierChange]
@@ -67,7 +68,7 @@ def outliers_key(pool_id: str) -> str:
 
 
 class OutlierStore:
-    """See `SharedOutliers`; all times are those of the store's clock."""
+    """See `SharedOutliers`; all times are by the store's clock."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""What engines answered compared with what routers predicted: deviations, their counts, and what to do about them."""
+"""Compares engines' answers with routers' predictions: deviations, their counts, and what to do about them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from kvatlas.predictions.condition import RouterCondition
 from kvatlas.validation import Count, Name
 
 WRONG_SHARE = 0.05
-"""The share of deviating answers from which on it is a finding; at moderate load less than 0.01 deviate."""
+"""The share of deviating answers that becomes a finding; at moderate load less than 0.01 deviate."""
 ENOUGH_ANSWERS = 50
 MAX_FOREIGN_TENANTS = 8
 MAX_STALLED = 64
@@ -19,11 +19,12 @@ MAX_STALLED = 64
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a router expected of one answer.
+    """A router's expectation of one answer.
 
     `prompt_tokens` None: unknown. `unconfirmed_tokens`: those of `cached_tokens` that no event has confirmed; they were
-    being computed, or the worker sends no events. `by_index` False: the index was not asked, or did not answer in time.
-    `bounded`: an upper bound of what the engine reuses, or the share of it that earlier answers had.
+    being computed, or the worker sends no events. `by_index` False: the index was not used, or did not answer in time.
+    `bounded`: the prediction is an upper bound of what the engine reuses, or that bound times the share seen in earlier
+    answers.
     """
 
     prompt_tokens: int | None
@@ -34,12 +35,12 @@ class Prediction:
 
 
 class Deviation(StrEnum):
-    """Why an engine found another number of prompt tokens cached than predicted; the first reason that applies.
+    """Why an engine found a different number of cached prompt tokens than predicted; the first reason that applies.
 
     `OTHER_TOKENS`: it counts other prompt tokens than the router. `WITHOUT_INDEX`: the choice was made without the index.
-    `BOUNDED`: only an upper bound was known, as of SGLang's hybrids: nothing is wrong.
-    `NEWER`: it found more, which was stored, or published, after the choice. `UNCONFIRMED`: it found what events had
-    confirmed, not all of the prefix that was in flight or only predicted. `EVICTED`: not even what events had confirmed.
+    `BOUNDED`: only an upper bound was known, as for SGLang's hybrid models: nothing is wrong. `NEWER`: it found more, which
+    was stored or published after the choice. `UNCONFIRMED`: it found what events had confirmed, but not all of the prefix
+    that was in flight or only predicted. `EVICTED`: it found less than events had confirmed.
     """
 
     NONE = "none"
@@ -82,9 +83,9 @@ def deviation(predicted: Prediction, prompt_tokens: int, cached_tokens: int) -> 
 class AnswerCounts:
     """Counts since the router started.
 
-    `prompts_*`: the engine's prompt tokens against ours. `cached_*`: its cached tokens against the predicted ones, by
-    `Deviation`; `cached_untold`: it does not report them. `predicted_tokens` and `cached_tokens`: sums over the answers in
-    which it does.
+    `prompts_*`: the engine's prompt tokens compared with ours. `cached_*`: its cached tokens compared with the prediction,
+    by `Deviation`; `cached_untold`: answers that don't report them. `predicted_tokens` and `cached_tokens`: sums over the
+    answers that do.
     """
 
     prompts_equal: int = 0
@@ -102,7 +103,7 @@ class AnswerCounts:
 
     @property
     def by_deviation(self) -> dict[Deviation, int]:
-        """Answers that deviate."""
+        """Number of deviating answers by reason."""
         return {
             Deviation.OTHER_TOKENS: self.cached_other_tokens,
             Deviation.WITHOUT_INDEX: self.cached_without_index,
@@ -143,7 +144,7 @@ class AnswerCounts:
 
 
 class ForeignTenant(WireRecord):
-    """Requests of a tenant that went lately to workers whose blocks are another tenant's, the last of them to `worker_id`."""
+    """Requests of a tenant that recently went to workers whose blocks belong to another tenant, the last to `worker_id`."""
 
     tenant_id: Name
     published_tenant_id: Name
@@ -152,10 +153,10 @@ class ForeignTenant(WireRecord):
 
 
 class AnswerReport(WireRecord):
-    """One router's counts of the answers in one pool, and the last prompt whose tokens differed, in words.
+    """One router's counts of the answers in one pool, and a description of the last prompt whose tokens differed.
 
-    `prompt_tokens`: of the answers that say how many were cached. `stalled`: workers that make no progress though they have
-    work. `recent`: the counts of the last minute, which alone are judged; `condition`: of the whole router. Earlier routers
+    `prompt_tokens`: of the answers that report cached tokens. `stalled`: workers that make no progress although they have
+    work. `recent`: the counts of the last minute; only these are judged. `condition`: of the whole router. Earlier routers
     report none of these, nor `foreign_tenants`."""
 
     counts: AnswerCounts = Field(default_factory=AnswerCounts)
@@ -167,7 +168,7 @@ class AnswerReport(WireRecord):
     condition: RouterCondition | None = None
 
     def findings(self) -> list[tuple[str, str]]:
-        """(finding, advice) of each problem of the last minute, a line each."""
+        """(finding, advice) for each problem of the last minute, one line each."""
         counts, found = self.recent or self.counts, []
         if counts.prompts_differ:
             total = counts.prompts_equal + counts.prompts_differ

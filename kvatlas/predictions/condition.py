@@ -1,14 +1,14 @@
-"""The condition of a router: its counts of the last minute, and what may keep it from serving."""
+"""The condition of a router: its counts of the last minute, and limits that may keep it from serving."""
 
 from kvatlas.fleet.records import WireRecord
 from kvatlas.validation import Count
 
 
 class RouterCondition(WireRecord):
-    """One router, as it says itself. `sent_us`: its clock. Within the last minute: `choices` made, of them `fell_open` without
-    the store's help; `no_workers`: requests for which none was found; `requests`: those that ended, of them `refused` (no
-    engine took them), and `gone` (the client gave up first). `descriptors`: open files and connections, of at most
-    `most_descriptors`; 0: not known."""
+    """A router's report about itself. `sent_us`: its clock. Within the last minute: `choices` made, `fell_open` of them
+    without the store's help; `no_workers`: requests for which no worker was found; `requests`: those that ended, including
+    `refused` (no engine took them) and `gone` (the client gave up first). `descriptors`: open files and connections, of at
+    most `most_descriptors`; 0: unknown."""
 
     sent_us: Count
     choices: Count = 0

@@ -1,4 +1,4 @@
-"""Growth of counters in the last minute. Counters since the start never fall, so one fault would show for ever."""
+"""Growth of counters in the last minute. Counters since the start never fall, so they would show one fault for ever."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ STEP_S = 2.0
 
 
 class RecentCounts:
-    """`read` now and then; a name that comes later counts from 0."""
+    """Call `grown` now and then. A name that appears later counts from 0."""
 
     def __init__(self, window_s: float = WINDOW_S, clock: Callable[[], float] = monotonic) -> None:
         self._window_s = window_s
@@ -17,7 +17,7 @@ class RecentCounts:
         self._kept: deque[tuple[float, Mapping[str, int]]] = deque([(clock(), {})])
 
     def grown(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """By how much each of these counters grew within the window, as far as they were read."""
+        """The growth of each counter within the window, as far as it was read."""
         now = self._clock()
         while len(self._kept) > 1 and self._kept[1][0] <= now - self._window_s:
             self._kept.popleft()

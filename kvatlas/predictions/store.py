@@ -1,4 +1,4 @@
-"""Routers' counts of answers, in the slot of the pool that they are of; `kvatlas doctor` reads them."""
+"""Routers' counts of answers, in the slot of their pool. `kvatlas doctor` reads them."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import Store
 
 KEEP_US = 60_000_000
-"""A router that reported nothing for this long is gone, and its counts with it."""
+"""A router without a report for this long is gone, and its counts with it."""
 MAX_ROUTERS = 256
 
 
@@ -22,14 +22,14 @@ async def write_answer_report(store: Store, router_id: str, pool_id: str, report
 
 
 class StoredReport(NamedTuple):
-    """A router's report, and when it was written by the store's clock."""
+    """A router's report, and when it was written (by the store's clock)."""
 
     report: AnswerReport
     written_us: int
 
 
 async def read_stored_reports(store: Store, pool_id: str, now_us: int) -> dict[str, StoredReport]:
-    """The reports that have not expired at this time of the store's clock, by router id. Raises Unreachable, and InvalidValue
+    """The reports that have not expired at `now_us` (the store's clock), by router id. Raises Unreachable, and InvalidValue
     for a report of an unknown form."""
     reports: dict[str, StoredReport] = {}
     for router_id, value in (await store.ask(store.client.hgetall(answers_key(pool_id)))).items():
@@ -40,5 +40,5 @@ async def read_stored_reports(store: Store, pool_id: str, now_us: int) -> dict[s
 
 
 async def read_answer_reports(store: Store, pool_id: str, now_us: int) -> dict[str, AnswerReport]:
-    """The same without their times."""
+    """The reports of `read_stored_reports`, without their times."""
     return {id: stored.report for id, stored in (await read_stored_reports(store, pool_id, now_us)).items()}

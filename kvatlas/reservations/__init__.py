@@ -1,4 +1,4 @@
-"""Reservations: what routers book on a pool's workers. One protocol, two implementations (memory, redis)."""
+"""Reservations: routers' bookings on a pool's workers. One protocol, two implementations (memory, redis)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs redis-py (9 MiB, a tenth of a second) when it is used: publishers don't."""
+    """Import names that need redis-py (9 MiB, a tenth of a second) only when they are used: publishers don't use them."""
     if name == "RedisReservations":
         from kvatlas.reservations.redis import RedisReservations
 

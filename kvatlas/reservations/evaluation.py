@@ -1,8 +1,7 @@
-"""Evaluating offers: which of the offered workers is cheapest, by looking at every one of them.
+"""Evaluates offers: finds the cheapest of the offered workers by looking at every one of them.
 
-The Lua twin is `functions/_evaluation.lua`; it finds the same one without looking at all look-alikes
-(`functions/_look_alikes.lua`).
-Both compute with the same operations in the same order, so that their floats are equal.
+The Lua twin is `functions/_evaluation.lua`. It finds the same worker without looking at all look-alikes
+(`functions/_look_alikes.lua`). Both compute with the same operations in the same order, so their floats are equal.
 """
 
 import math
@@ -18,7 +17,7 @@ from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, Over
 
 
 class WorkerLoad(NamedTuple):
-    """A worker's `reported` load, None if it is unknown, and what was `booked` since."""
+    """A worker's `reported` load, None if unknown, and the load `booked` since."""
 
     reported: Load | None
     booked: Load
@@ -34,16 +33,16 @@ class PrefixMatch:
 
 
 class UsablePrediction(NamedTuple):
-    """What a prediction is worth to its worker: the `tokens` that its engine would use, from `ready_us` on."""
+    """The value of a prediction for its worker: the `tokens` that its engine would use, from `ready_us` on."""
 
     tokens: int
     ready_us: int
 
 
 class Candidates(NamedTuple):
-    """Every worker that an ask may choose: its `offers`, then one to each look-alike; `limits` in the same order.
+    """Every worker that an ask may choose: its `offers`, then one for each look-alike; `limits` in the same order.
 
-    `rings`: how far each is behind the ask's place on the ring; -1 for an offer that names its worker.
+    `rings`: each worker's distance from the ask's place on the ring; -1 for an offer that names its worker.
     """
 
     offers: Sequence[Offer]
@@ -52,7 +51,7 @@ class Candidates(NamedTuple):
 
     @classmethod
     def of(cls, ask: Ask, members: Mapping[str, tuple[bytes, Limit]]) -> "Candidates":
-        """`members`: the likeness and the limit of every worker that may be a look-alike. Raises LookAlikesUnknown."""
+        """Expand an ask. `members`: the likeness and the limit of every possible look-alike. Raises LookAlikesUnknown."""
         offers, rings = list(ask.offers), [-1] * len(ask.offers)
         limits = [UNKNOWN_LIMIT] * len(offers) if ask.limits is None else list(ask.limits.of_offers)
         named = {*(offer.worker_id for offer in offers), *ask.skipped}
@@ -75,7 +74,7 @@ class Candidates(NamedTuple):
 def evaluate(
     ask: Ask, candidates: Candidates, loads: Mapping[str, WorkerLoad], matches: Sequence[PrefixMatch], now_us: int
 ) -> Evaluation:
-    """`loads` has every candidate."""
+    """Choose the cheapest candidate, or pair. `loads` has every candidate."""
     offers = candidates.offers
     mean = mean_load([load for offer in offers if (load := loads[offer.worker_id].reported) is not None])
     kinds = {offer.worker_id: offer.kind for offer in offers}
@@ -110,30 +109,30 @@ def usable_tokens(kind: OfferKind, predicted_tokens: int) -> int:
 
 
 def worth_us(prices: Prices, tokens: int) -> float:
-    """What holding these tokens saves."""
+    """How much holding these tokens saves."""
     us = prices.token_us * tokens + prices.token_squared_us * tokens * tokens
     return us - prices.hit_us if tokens > 0 else us
 
 
 def backlog_us(prices: Prices, load: Load) -> float:
-    """What a request pays for the tokens queued before it."""
+    """Cost of waiting for the tokens queued before a request."""
     return prices.queued_us * (load.queued_prefill_tokens + load.waiting_requests * prices.waiting_tokens)
 
 
 def left_us(prices: Prices, work_us: float, cached_tokens: int, tokens: int) -> float:
-    """What is left of `work_us` with `cached_tokens` cached if `tokens` are. Rounding may leave a little less than 0."""
+    """The rest of `work_us` if `tokens` are cached instead of `cached_tokens`. Rounding may make it slightly negative."""
     return work_us - (worth_us(prices, tokens) - worth_us(prices, cached_tokens))
 
 
 def interference_us(interference: float, left_us: float, running: int) -> float:
-    """What a request costs by delaying the `running` ones of a worker: an engine computes prompt tokens in the same steps as
-    its decodes (chunked prefill), so each open request waits about as long as the prompt takes (Agrawal et al., Sarathi-Serve,
+    """Cost of delaying a worker's `running` requests. An engine computes prompt tokens in the same steps as its decodes
+    (chunked prefill), so each open request waits about as long as the prompt takes (Agrawal et al., Sarathi-Serve,
     2024)."""
     return interference * max(0.0, left_us) * running
 
 
 def ready_us(offer: Offer, found: OfferEvaluation, now_us: int) -> int:
-    """When the prefill of a request should end if it goes to the offered worker now."""
+    """When a request's prefill should end if it goes to the offered worker now."""
     prices, cached = offer.kind.prices, found.predicted_tokens or offer.cached_tokens
     work_us = left_us(prices, offer.work_us, offer.cached_tokens, cached)
     return now_us + math.ceil(backlog_us(prices, found.load) + found.wait_us + max(0, work_us))
@@ -149,10 +148,10 @@ def evaluate_offer(
     in_flight: int,
     now_us: int,
 ) -> tuple[float, OfferEvaluation]:
-    """The cost of an offer, and what it comes from.
+    """The cost of an offer, and its parts.
 
-    `mean` stands in for an unknown load. `prediction`: the best one of the offer's worker. `in_flight`: the most tokens that
-    some offered worker is computing now.
+    `mean` stands in for an unknown load. `prediction`: the best one for the offer's worker. `in_flight`: the largest number
+    of tokens that an offered worker is computing now.
     """
     prices = offer.kind.prices
     load = (mean if worker.reported is None else worker.reported) + worker.booked
@@ -190,7 +189,7 @@ def _check_slo(limits: Limits, limit: Limit, ttft_us: float, load_us: float) -> 
 
 
 def _check_room(limits: Limits, limit: Limit, load: Load, kv_tokens: int, cached: int) -> int:
-    """What a worker of known load has no room for. What waits to be computed there will need its KV first."""
+    """Limits that a worker with known load has no room for. KV for prompts that wait there counts as taken."""
     over = 0
     if limit.slots > 0 and load.running_decodes >= limit.slots:
         over |= Over.SLOTS

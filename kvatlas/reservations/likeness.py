@@ -1,11 +1,12 @@
-"""Likeness: which workers a request costs the same, apart from their load and what they hold.
+"""Likeness: workers on which a request costs the same, apart from their load and the blocks that they hold.
 
-A router that wants to know the cheapest of a thousand workers names a likeness instead of its workers, and the store knows
-them, sorted by load. So indexers, which report workers, and routers must agree on it; it depends on the fleet record alone,
-not on a router's settings. Workers that differ in a router's settings only (rates, reuse rules) share a likeness.
+A router that looks for the cheapest of a thousand workers names a likeness instead of its workers, and the store knows
+those, sorted by load. So indexers, which report workers, and routers must agree on the likeness. It depends only on the
+fleet record, not on a router's settings. Workers that differ only in a router's settings (rates, reuse rules) share a
+likeness.
 
-Look-alikes whose costs are equal stand on a **ring**, at the first 32 bits of the SHA-1 of their ids: a prompt goes to
-the next one behind its own place, so different prompts spread, and equal ones meet.
+Look-alikes with equal costs stand on a **ring**, at the first 32 bits of the SHA-1 of their ids. A prompt goes to the next
+one after its own place, so different prompts spread and equal ones meet.
 """
 
 from functools import lru_cache
@@ -24,7 +25,7 @@ def likeness_of(record: FleetRecord) -> bytes:
     if not record.routable:
         return b""
     endpoint = record.endpoint
-    # what a worker without events is predicted to hold fits its cache
+    # predictions for a worker without events are limited by the size of its cache
     cache_blocks = record.load.forward_pass.total_kv_blocks if record.load and not endpoint.events else 0
     return _hash(
         endpoint.kind.value,
@@ -37,13 +38,13 @@ def likeness_of(record: FleetRecord) -> bytes:
         endpoint.eagle,
         endpoint.events,
         cache_blocks,
-        *endpoint.stores,  # without any, the same as in versions that know none
+        *endpoint.stores,  # without stores, the same bytes as in versions that know none
         *([record.tenants] if record.tenants else []),  # likewise
     )
 
 
 def place_on_ring(worker_id: str) -> int:
-    """0 to RING - 1."""
+    """A worker's place: 0 to RING - 1."""
     return int.from_bytes(sha1(worker_id.encode(), usedforsecurity=False).digest()[:4], "big")
 
 

@@ -1,6 +1,6 @@
-"""Reservations in process: the reference model, and what a single router without a store uses.
+"""Reservations in process memory: the reference model, and the choice for a single router without a store.
 
-What it keeps of a pool, and how it stays quick however much is booked: `memory_pool`.
+`memory_pool` keeps the state of a pool, and stays fast however much is booked.
 """
 
 import time
@@ -29,7 +29,7 @@ CLOCK_SLACK_US = 1_000_000
 
 
 class MemoryReservations:
-    """See `Reservations`. `clock_us` is its own clock, microseconds."""
+    """See `Reservations`. `clock_us` returns microseconds."""
 
     fed_by_indexer = False
 
@@ -94,7 +94,7 @@ class MemoryReservations:
     async def read_evidence(self, pool_id: str) -> Mapping[str, Evidence]:
         return dict(self._pool(pool_id).rates)
 
-    # ------------------------------------------------------------ the same without waiting
+    # ------------------------------------------------------------ the same calls without waiting
 
     def evaluate_now(self, pool_id: str, ask: Ask) -> Evaluation:
         """`evaluate`, without waiting."""
@@ -152,7 +152,7 @@ class MemoryReservations:
     # ------------------------------------------------------------ pieces
 
     def _evaluate(self, pool: MemoryPool, ask: Ask, now: int) -> tuple[Evaluation, dict[bytes, int]]:
-        """And of each prediction that shares a prefix with the prompt, the steps that are held with it."""
+        """The evaluation, and for each prediction that shares a prefix with the prompt the steps held with it."""
         members = (
             {id: (worker.likeness, worker.limit) for id, worker in pool.workers.items()} if ask.look_alikes else {}
         )
@@ -254,7 +254,7 @@ class MemoryReservations:
             pool.remove_prediction(id)
 
     def _drop_settled_predictions(self, pool: MemoryPool, worker_id: str) -> None:
-        """Except of prompts that it is still computing."""
+        """Drop a worker's predictions, except for prompts that it is still computing."""
         for id in pool.predicted_for(worker_id):
             reservation = pool.booked.get(id)
             if reservation is None or not reservation.prefilling:
@@ -264,7 +264,7 @@ class MemoryReservations:
         return self._pools.setdefault(pool_id, MemoryPool())
 
     def _purge(self, pool_id: str) -> tuple[MemoryPool, int]:
-        """End what is over in the pool; the pool, and the time."""
+        """End everything in the pool that has expired. Returns the pool and the time."""
         pool, now = self._pool(pool_id), self._clock_us()
         for id in pool.prediction_ends.take_due(now):
             pool.remove_prediction(id)

@@ -1,6 +1,6 @@
-"""One pool of `MemoryReservations`: what is booked and predicted, by worker, with sums that are kept as it changes.
+"""One pool of `MemoryReservations`: bookings and predictions by worker, with sums that are kept up to date.
 
-Nothing here goes through all bookings: with ten thousand of them open, one more costs what the first one did.
+Nothing here iterates over all bookings: with ten thousand open ones, another booking costs as much as the first one.
 """
 
 from collections import Counter, defaultdict
@@ -31,7 +31,7 @@ class BookedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PredictedPrefix:
-    """A prediction of the steps from number `first` on. `used`: when it was last used, and then its id."""
+    """A prediction of the steps from number `first` on. `used`: when it was last used, and the id of that use."""
 
     worker_id: str
     ready_us: int
@@ -48,7 +48,7 @@ class PredictedPrefix:
 
 
 class Deadlines:
-    """Ids by time: when each is due, one time an id."""
+    """When each id is due; an id has one time."""
 
     def __init__(self) -> None:
         self._due_us: dict[bytes, int] = {}
@@ -58,10 +58,10 @@ class Deadlines:
         return id in self._due_us
 
     def add(self, due_us: int, id: bytes) -> None:
-        """An id is due at this time, whatever was said of it before."""
+        """Set the time when an id is due, replacing an earlier one."""
         self._due_us[id] = due_us
         heappush(self._heap, (due_us, id))
-        if len(self._heap) > 2 * len(self._due_us) + SLACK:  # what was discarded stays in the heap until it is due
+        if len(self._heap) > 2 * len(self._due_us) + SLACK:  # discarded ids stay in the heap until they are due
             self._heap = [(due_us, id) for id, due_us in self._due_us.items()]
             heapify(self._heap)
 
@@ -69,11 +69,11 @@ class Deadlines:
         self._due_us.pop(id, None)
 
     def list_due(self, until_us: int) -> list[tuple[int, bytes]]:
-        """When each id is due, and the id, of those that are due by then, first ones first."""
+        """(due time, id) of the ids that are due by then, earliest first."""
         return sorted((due_us, id) for id, due_us in self._due_us.items() if due_us <= until_us)
 
     def take_due(self, now_us: int) -> list[bytes]:
-        """The ids that are due by now; they are removed."""
+        """Remove and return the ids that are due by now."""
         due: list[bytes] = []
         while self._heap and self._heap[0][0] <= now_us:
             due_us, id = heappop(self._heap)
@@ -85,8 +85,8 @@ class Deadlines:
 
 @dataclass(slots=True)
 class PoolWorker:
-    """What a worker reported, and what is booked there. `covered_us`: bookings up to then are in the sample; `uncovered`: the
-    others, with their sums."""
+    """A worker's report, and its bookings. The load sample covers bookings up to `covered_us`; `uncovered` has the others,
+    with their sums."""
 
     incarnation: int | None = None
     reported: Load | None = None
@@ -102,18 +102,18 @@ class PoolWorker:
 
     @property
     def load_booked(self) -> Load:
-        """What was booked since the sample."""
+        """The load booked since the sample."""
         return Load(self.running, self.queued_tokens, 0, self.kv_tokens)
 
     def count(self, request: BookedRequest, sign: int) -> None:
-        """Add a booking to the sums, or (-1) take it out."""
+        """Add a booking to the sums, or (-1) remove it."""
         self.running += sign
         self.queued_tokens += sign * request.queued_tokens
         self.kv_tokens += sign * request.kv_tokens
 
 
 class MemoryPool:
-    """See the module. Bookings and predictions are changed by its methods alone."""
+    """The pool that the module docstring describes. Only its methods change bookings and predictions."""
 
     def __init__(self, rates: dict[str, Evidence] | None = None) -> None:
         self.workers: dict[str, PoolWorker] = {}
@@ -133,7 +133,7 @@ class MemoryPool:
     # ------------------------------------------------------------ bookings
 
     def add_booking(self, id: bytes, request: BookedRequest) -> None:
-        """Of a new id."""
+        """Add a booking under a new id."""
         worker = self.workers.setdefault(request.worker_id, PoolWorker())
         self.booked[id] = request
         self._of_router[request.router_id].add(id)
@@ -144,7 +144,7 @@ class MemoryPool:
             worker.count(request, 1)
 
     def end_prefill(self, id: bytes) -> None:
-        """Its prompt waits no longer."""
+        """A booking's prompt no longer waits."""
         request = self.booked[id]
         worker = self.workers[request.worker_id]
         if id in worker.uncovered:
@@ -152,7 +152,7 @@ class MemoryPool:
         self.booked[id] = replace(request, queued_tokens=0, prefilling=False)
 
     def remove_booking(self, id: bytes) -> BookedRequest | None:
-        """None if there is none (any more)."""
+        """Remove and return a booking; None if it does not (or no longer) exist."""
         request = self.booked.pop(id, None)
         if request is None:
             return None
@@ -169,12 +169,12 @@ class MemoryPool:
         return request
 
     def cover(self, worker: PoolWorker, until_us: int, sample: LoadReport) -> Load:
-        """A load sample includes the worker's bookings up to this time, except of prompts that its engine has not computed:
-        as many as wait there, and one of those that run, as it may have begun that only; the newest ones. Engines compute in
-        the order of arrival.
+        """Apply a load sample. It includes the worker's bookings up to this time, except prompts that its engine has not
+        computed: as many as wait there, plus one running request, whose prefill may have just begun. Those are the newest
+        bookings, because engines compute in the order of arrival.
 
-        Returns the sample's load without the requests whose bookings go on counting. An engine that reports tokens and no
-        waiting requests knows what it has queued: its sample includes all.
+        Returns the sample's load without the requests whose bookings keep counting. An engine that reports tokens but no
+        waiting requests knows its queue: its sample includes everything.
         """
         load, waiting = sample.load, sample.waiting
         in_time = worker.uncovered.list_due(until_us)
@@ -203,7 +203,7 @@ class MemoryPool:
     # ------------------------------------------------------------ predictions
 
     def put_prediction(self, id: bytes, prediction: PredictedPrefix) -> None:
-        """A new one, or another one in its place."""
+        """Add a prediction, or replace the one with this id."""
         self.remove_prediction(id)
         self.predictions[id] = prediction
         self.prediction_ends.add(prediction.ends_us, id)
@@ -237,7 +237,7 @@ class MemoryPool:
         return self._steps.get(worker_id, 0)
 
     def predictions_along(self, hashes: bytes) -> list[bytes]:
-        """Those that begin with a step of this chain, at its place."""
+        """Predictions whose first step is part of this chain, at the same place."""
         found: list[bytes] = []
         for first in self._firsts:
             step = hashes[first * HASH_BYTES : (first + 1) * HASH_BYTES]

@@ -1,7 +1,7 @@
-"""Choosing a pair: which worker computes the prompt and which the answer. The Lua twin is `functions/_pair_choice.lua`.
+"""Chooses a pair: one worker computes the prompt, another the answer. The Lua twin is `functions/_pair_choice.lua`.
 
-The cost of a pair is the prefill's, the transfer's and the decode's. As the transfer depends on the prefill worker's
-group alone, only the cheapest of each group is tried: the work grows with workers, not with their pairs.
+A pair costs the sum of prefill, transfer and decode. The transfer depends only on the prefill worker's group, so only the
+cheapest worker of each group is tried: the work grows with workers, not with pairs.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from kvatlas.reservations.protocol import PairLayout
 def choose_pair(layout: PairLayout, scores: Sequence[tuple[int, float]]) -> tuple[int | None, int]:
     """The offers that compute the prompt (None: the other one does) and the answer.
 
-    `scores`: each offer's level (`limits.level`) and cost. Levels of a pair add up, and count before costs. Ties go to a
-    worker that does both, then to the first. Every ask has an offer that can be chosen.
+    `scores`: each offer's level (`limits.level`) and cost. The levels of a pair add up, and count before costs. Ties go to
+    a worker that does both, then to the first. The ask must have an offer that can be chosen.
     """
     first_both = layout.prefills + layout.decodes
     prefill: int | None = None

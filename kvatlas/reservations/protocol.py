@@ -1,16 +1,16 @@
 """Reservations: the protocol, and the values that its calls take and return.
 
-A pool's load is what its workers report and what routers have booked on them since. A **reservation** is one request on
-one worker: it queues the prompt tokens that the worker has to compute until the first token is there, and runs until it
-is released. A **prediction** is what a reservation leaves in a cache: the prompt's blocks count as held by the worker from
-the moment that its prefill should end, until its events confirm them or the prediction ends (see `Reservations`).
+A pool's load is what its workers report plus what routers have booked on them since. A **reservation** is one request on
+one worker: it queues the prompt tokens that the worker has to compute until the first token is there, and runs until it is
+released. A **prediction** is the cache content that a reservation leaves behind: the prompt's blocks count as held by the
+worker from when its prefill should end, until its events confirm them or the prediction ends (see `Reservations`).
 
-Prefixes are cut in **steps** of STEP_BLOCKS blocks: of a chain only every STEP_BLOCKS-th hash travels, so a prediction is a
-lower bound within STEP_BLOCKS - 1 blocks.
+Prefixes are cut into **steps** of STEP_BLOCKS blocks: only every STEP_BLOCKS-th hash of a chain is sent, so a prediction is
+a lower bound within STEP_BLOCKS - 1 blocks.
 
 A choice among hundreds of workers names only a few of them. The rest are **look-alikes**: workers of one likeness that hold
-the same and differ only in their load. An ask makes one offer to all of them, and the store, which keeps them sorted by load,
-finds the cheapest.
+the same blocks and differ only in their load. An ask makes one offer to all of them, and the store, which keeps them sorted
+by load, finds the cheapest.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,38 +28,38 @@ from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, limi
 
 STEP_BLOCKS = 8
 MAX_STEPS = 1_024
-"""Of longer prompts only this much is predicted: 8,192 blocks."""
+"""Longer prompts are predicted only this far: 8,192 blocks."""
 ID_BYTES = 16
 
 STALE_US = 5_000_000
-"""An older load sample is ignored: engines are sampled each second."""
+"""Older load samples are ignored: engines are sampled each second."""
 ARRIVAL_US = 100_000
-"""A load sample includes the bookings made this long before it: the time a request may take from booking to engine."""
+"""A load sample includes bookings made at least this long before it: the time a request may take to reach its engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepChain:
-    """A prompt cut for one block size: `step_tokens` tokens a step, and 8 packed bytes for each (`of` makes them)."""
+    """A prompt cut for one block size: `step_tokens` tokens per step, and 8 packed bytes for each step (made by `of`)."""
 
     step_tokens: int
     hashes: bytes
 
     @classmethod
     def of(cls, scope_id: bytes, block_size: int, chain: bytes) -> "StepChain":
-        """From the packed sequence hashes of a prompt's blocks. The scope is mixed in: equal tokens in two scopes differ."""
+        """Cut a prompt's packed sequence hashes. The scope is mixed in, so equal tokens in two scopes differ."""
         hashes = thin(chain[: MAX_STEPS * STEP_BLOCKS * HASH_BYTES], STEP_BLOCKS)
         mixed = int.from_bytes(hashes, "big") ^ int.from_bytes(scope_id * (len(hashes) // HASH_BYTES), "big")
         return cls(block_size * STEP_BLOCKS, mixed.to_bytes(len(hashes), "big"))
 
 
 class OfferKind(NamedTuple):
-    """What is the same for a request on all workers that are alike.
+    """Everything about a request that is the same on all workers that are alike.
 
-    `chain`: the number of the ask's chain that is cut as their blocks are; None: none is, and nothing is predicted. Of a
-    prefix of n tokens that a worker is predicted to hold, min(n, `limit_tokens`) - `lost_tokens` can be used. A prediction
-    is believed for `believed_us` after it should be there; on workers whose events confirm nothing, up to `capacity_steps`
-    steps are believed (0: events confirm). `interference`: what a microsecond costs by which computing this prompt delays one
-    of the worker's open requests.
+    `chain`: index of the ask's chain that matches their block size; None: no match, and nothing is predicted. Of a
+    predicted prefix of n tokens, min(n, `limit_tokens`) - `lost_tokens` can be used. A prediction is believed for
+    `believed_us` after it should be there; on workers whose events confirm nothing, up to `capacity_steps` steps are
+    believed (0: events confirm). `interference`: cost of each microsecond by which computing this prompt delays one of the
+    worker's open requests.
     """
 
     chain: int | None
@@ -72,10 +72,10 @@ class OfferKind(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A worker that may be booked, and what the request would cost there.
+    """A worker that may be booked, and the request's cost there.
 
-    `held_steps`: what the index knows of; `cached_tokens`: everything cached. `base_us`: the cost without load, of which
-    `work_us` pass before the first token. Offers of one `kind` share the object.
+    `held_steps`: steps that the index knows of; `cached_tokens`: everything cached. `base_us`: the cost without load, of
+    which `work_us` pass before the first token. Offers of one `kind` share the object.
     """
 
     worker_id: str
@@ -89,7 +89,7 @@ class Offer(NamedTuple):
 class LookAlikes(NamedTuple):
     """The same offer to all workers of a likeness (`kvatlas.reservations.likeness`) that the ask does not name otherwise.
 
-    `offer`: without a worker's id. `decode_us`: see `Limit`; their other limits are those that they reported.
+    `offer`: without a worker id. `decode_us`: see `Limit`; their other limits are those that they reported.
     """
 
     likeness: bytes
@@ -99,10 +99,11 @@ class LookAlikes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairLayout:
-    """How the offers of an ask form pairs, in which one worker computes the prompt and another one the answer.
+    """How the offers of an ask form pairs: one worker computes the prompt and another one the answer.
 
-    The first `prefills` offers compute the prompt alone, the next `decodes` the answer alone, all others both.
-    `groups` has a number for each prefill offer, `transfers_us` for each decode offer what moving the prompt's KV there
+    The first `prefills` offers compute only the prompt, the next `decodes` only the answer, all others both. `groups` has a
+    group number for each prefill offer; `transfers_us` has for each decode offer the time to move the prompt's KV there
+    from each group; below 0: it can't be moved.
     takes from each of these groups; below 0: it can't be moved.
     """
 
@@ -114,14 +115,14 @@ class PairLayout:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Which of `offers`, and of the offers to `look_alikes`, is cheapest now? Ties go to the first offer, then to the
-    look-alike that is next on the ring (`kvatlas.reservations.likeness`) from `ring` on.
+    """A question: which of `offers`, and of the offers to `look_alikes`, is the cheapest now? Ties go to the first offer,
+    then to the next look-alike on the ring (`kvatlas.reservations.likeness`) from `ring` on.
 
-    `again_factor`: what a token costs in addition, in times of its price, if another worker is computing it now. `limits`
-    absent: none are checked. `pair_layout` absent: one offer is chosen, not a pair.
+    `again_factor`: extra cost of a token that another worker is computing now, as a multiple of its price. `limits` absent:
+    none are checked. `pair_layout` absent: one offer is chosen, not a pair.
 
     `skipped`: workers that get no offer as look-alikes. If the store knows fewer than `least_members` look-alikes, counting
-    skipped workers and those with an offer of their own, the ask raises LookAlikesUnknown.
+    skipped workers and those with their own offer, the ask raises LookAlikesUnknown.
     """
 
     offers: Sequence[Offer]
@@ -141,11 +142,11 @@ class LookAlikesUnknown(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """An ask whose cheapest offer is to be reserved under an id that the router made (16 bytes, never used twice).
+    """An ask whose cheapest offer is reserved under an id that the router made (16 bytes, never used twice).
 
     The reservation lives as long as the router's lease, which this call renews, and at most `longest_us`. If a pair is
-    chosen, `id` is the reservation of the worker that computes the answer, `prefill_id` that of the one that computes the
-    prompt. Raises InvalidValue for an id of another length, an ask without offers, or one with a pair layout and no second
+    chosen, `id` is the reservation of the worker that computes the answer, `prefill_id` that of the worker that computes
+    the prompt. Raises InvalidValue for an id of another length, an ask without offers, or a pair layout without a second
     id.
     """
 
@@ -162,18 +163,18 @@ class Booking:
             if id is not None and len(id) != ID_BYTES:
                 raise InvalidValue(f"reservation id of {len(id)} bytes; expected {ID_BYTES}")
         if self.ask.pair_layout is not None and self.prefill_id in (None, self.id):
-            raise InvalidValue("a booking of a pair without an id of its own for the prefill")
+            raise InvalidValue("a booking of a pair needs a second id, for the prefill")
         if not self.ask.offers and not self.ask.look_alikes:
             raise InvalidValue("a booking without offers; expected at least one worker")
 
 
 class OfferEvaluation(NamedTuple):
-    """What an offer's cost comes from: reported and booked load, and the prefix that the worker is predicted to hold.
+    """The parts of an offer's cost: reported and booked load, and the prefix that the worker is predicted to hold.
 
     `load_known` False: its reported load is unknown or too old, and the mean of the others stands in. `predicted_tokens`:
-    if above 0, the tokens that it counts as holding, after waiting `wait_us` longer than for its backlog. `again_tokens`:
-    those that another worker is computing now and this one would compute as well. `over`: limits that it would exceed
-    (flags of `kvatlas.reservations.room_and_slo.Over`); `missed_us`: by how much it would miss the SLO.
+    if above 0, the tokens that count as held after waiting `wait_us` longer than for its backlog. `again_tokens`: tokens
+    that another worker is computing now and this one would compute too. `over`: limits that it would exceed (flags of
+    `kvatlas.reservations.room_and_slo.Over`); `missed_us`: by how much it would miss the SLO.
     """
 
     load: Load
@@ -187,10 +188,10 @@ class OfferEvaluation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Which of `offers` is the cheapest, and what the cost of each comes from, in the same order.
+    """The cheapest of `offers`, and the parts of each offer's cost, in the same order.
 
-    `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair
-    layout, `chosen` computes the answer, and `prefill` the prompt (None: `chosen` computes both).
+    `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair layout,
+    `chosen` computes the answer and `prefill` the prompt (None: `chosen` computes both).
     """
 
     chosen: int
@@ -207,8 +208,9 @@ class Evaluation:
 class Outcome(StrEnum):
     """How a reservation ends.
 
-    `FINISHED`: its prompt was computed. `FAILED`: perhaps not; what was still being computed is no longer believed.
-    `CALLED_OFF`: it is unknown whether it was ever made (the call was not answered); should it come late, it is refused.
+    `FINISHED`: its prompt was computed. `FAILED`: perhaps not, so blocks that were still being computed are no longer
+    believed. `CALLED_OFF`: the call was not answered, so it is unknown whether the booking was made; if it arrives late, it
+    is refused.
     """
 
     FINISHED = "finished"
@@ -218,10 +220,11 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A worker's load sample, `age_us` old. `covers`: does it include the bookings made ARRIVAL_US before it was taken?
+    """A worker's load sample, `age_us` old. `covers`: it includes the bookings made ARRIVAL_US before it was taken.
 
-    `waiting`: requests whose prompts the engine had not begun. Of their tokens it tells little: the bookings of the newest of
-    them, and of the one before, which may be computed in part, go on counting instead (`MemoryPool.cover`).
+    `waiting`: requests whose prompts the engine had not begun. The sample says little about their tokens. Instead, the
+    bookings of the newest requests keep counting: as many as wait, plus one that may be partly computed
+    (`MemoryPool.cover`).
     """
 
     load: Load
@@ -232,9 +235,9 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What is known of a worker: its incarnation, and its load if it reports one.
+    """A worker's incarnation, and its load if it reports one.
 
-    `likeness`: equal for look-alikes; empty if the worker gets no requests now. `limit`: its slots and its KV.
+    `likeness`: equal for look-alikes; empty if the worker gets no requests now. `limit`: its request slots and its KV.
     """
 
     incarnation: int
@@ -244,7 +247,8 @@ class WorkerReport:
 
     @classmethod
     def of(cls, record: FleetRecord, now_us: int) -> "WorkerReport":
-        """From a fleet record. `now_us`: the clock of the receiver of its heartbeat, or one that agrees with the worker's."""
+        """The report in a fleet record. `now_us`: the clock of the heartbeat's receiver, or one that agrees with the
+        worker's."""
         return cls(record.incarnation, _load_report(record, now_us), likeness_of(record), limit_of(record))
 
 
@@ -252,7 +256,7 @@ def _load_report(record: FleetRecord, now_us: int) -> LoadReport | None:
     if record.load is None:
         return None
     load = Load.of(record.load, record.endpoint.block_size or 1)
-    if not record.load.sampled_us:  # taken at an unknown time: it may include any booking or none
+    if not record.load.sampled_us:  # taken at an unknown time: it may include any of the bookings, or none
         return LoadReport(load, 0, covers=False)
     if record.load_age_us is None or not record.heard_us:
         age_us = max(0, now_us - record.load.sampled_us)
@@ -266,16 +270,16 @@ class Reservations(Protocol):
 
     Promises: `book` chooses and reserves in one step, so that all routers see each other's bookings. A reservation ends
     with its release, its router's lease, its worker's retirement, or its longest time, whichever is first; ending it again
-    changes nothing. No prediction outlives the time for which it is believed, or a failure of its request; a settled one does
-    not outlive its worker's incarnation.
+    changes nothing. A prediction ends when it is no longer believed, or when its request fails; a settled one also ends
+    with its worker's incarnation.
 
-    If that clock goes back (another server's, or stepped), all that is booked and predicted ends with the next report: it
-    would count until the clock is where it was.
+    If the store's clock goes back (another server's clock, or a step), all bookings and predictions end with the next
+    report. Otherwise they would count until the clock is back where it was.
     """
 
     @property
     def fed_by_indexer(self) -> bool:
-        """True: the indexer reports workers. False: the caller has to `report` what it knows of them."""
+        """True: the indexer reports workers. False: the caller must `report` them."""
 
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
         """What `book` would choose now. Books nothing. Raises LookAlikesUnknown."""
@@ -285,33 +289,35 @@ class Reservations(Protocol):
         Raises LookAlikesUnknown; then nothing is reserved."""
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
-        """The request's first token is there. False if there is no such reservation, or it was recorded before."""
+        """Record that the request's first token is there. False if the reservation does not exist, or this was recorded
+        before."""
 
     async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
-        """End a reservation. False if there is none (any more)."""
+        """End a reservation. False if it does not (or no longer) exist."""
 
     async def record_ends(self, pool_id: str, ends: Sequence[tuple[bytes, Outcome | None]]) -> None:
-        """`record_first_token` (outcome None) and `release` of many, in order."""
+        """`record_first_token` (outcome None) and `release` for many reservations, in order."""
 
     async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
-        """Those of these reservations that were not released. One that ended by itself lately may still be among them."""
+        """The reservations among these that were not released. Those that recently ended on their own may be included."""
 
     async def renew_lease(self, pool_id: str, router_id: str, lease_us: int) -> bool:
-        """Renew a router's lease. False if it was over, and with it every reservation made under it."""
+        """Renew a router's lease. False if it had expired, and with it every reservation made under it."""
 
     async def end_lease(self, pool_id: str, router_id: str) -> None:
-        """End a router's lease, and with it its reservations."""
+        """End a router's lease, and its reservations with it."""
 
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
-        """Report workers by id. A lower incarnation than the last one is late, and ignored, as are older samples. A higher one
-        ends the worker's predictions, except of prompts that are being computed; bookings stay, because every snapshot begins
-        an incarnation while the engine's requests go on."""
+        """Report workers by id. Reports with a lower incarnation than the last one, and older samples, are late and
+        ignored. A higher incarnation ends the worker's predictions, except for prompts that are being computed. Bookings
+        stay, because every snapshot begins an incarnation while the engine's requests go on."""
 
     async def forget(self, pool_id: str, worker_id: str) -> None:
-        """Forget a worker that is gone, with all that was booked, predicted and learned there."""
+        """Forget a worker that is gone, with all its bookings, predictions and learned rates."""
 
     async def add_evidence(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
-        """Add evidence of workers' rates to that of all routers. It is dropped for workers that were never reported."""
+        """Add evidence of workers' rates to that of all routers. Evidence of workers that were never reported is
+        dropped."""
 
     async def read_evidence(self, pool_id: str) -> Mapping[str, Evidence]:
-        """All routers' evidence of workers' rates; workers without any are absent."""
+        """All routers' evidence of workers' rates; workers without evidence are absent."""

@@ -39,17 +39,18 @@ _WORKER = Struct(">12d")
 
 WORKERS_A_CALL = 32
 ENDS_A_CALL = 32
-"""Up to this many are reported, or given evidence, or ended, in one call, so that other calls wait for a millisecond or two."""
+"""Limits of workers reported (or given evidence) and of bookings ended per call, so other calls wait only a millisecond or
+two."""
 IDS_A_CALL = 500
 MOST_SLICES = 10_000
 _DAMAGED = "DAMAGED "
-"""A function that may only read found a record that it can't work with."""
+"""Error of a read-only function that found a record it can't use."""
 
 log = logging.getLogger("kvatlas.reservations")
 
 
 class PoolDamage(NamedTuple):
-    """A pool was repaired so often since its last report; what was damaged the last time."""
+    """How often a pool was repaired since its last report, and what was damaged the last time."""
 
     times: int
     what: str
@@ -136,7 +137,7 @@ class RedisReservations:
         for worker_id, packed in zip(flat[::2], flat[1::2], strict=True):
             try:
                 form, requests, sums = msgpack.unpackb(packed)
-                if form == FORM:  # another version's evidence has no meaning here
+                if form == FORM:  # evidence of another version has no meaning here
                     sums = tuple(map(float, sums))
                     if not all(map(isfinite, (requests, *sums))):
                         raise ValueError("a number is not finite")
@@ -150,8 +151,8 @@ class RedisReservations:
 async def write_reports(
     store: Store, pool_id: str, reports: Mapping[str, tuple[bytes, WorkerReport]]
 ) -> PoolDamage | None:
-    """Report workers, each with its packed fleet record; an empty one leaves the stored record as it is. Returns if the pool
-    was repaired. Raises Unreachable."""
+    """Report workers, each with its packed fleet record; an empty one leaves the stored record as it is. Returns the damage
+    if the pool was repaired. Raises Unreachable."""
     rows = [_report_row(worker_id, record, report) for worker_id, (record, report) in reports.items()]
     damage = None
     for first in range(0, len(rows), WORKERS_A_CALL):
@@ -163,7 +164,7 @@ async def write_reports(
 
 
 def _report_row(worker_id: str, record: bytes, report: WorkerReport) -> tuple[Any, ...]:
-    """As `functions/report.lua` takes it."""
+    """A worker's report in the form of `functions/report.lua`."""
     sample, incarnation = report.sample, str(report.incarnation)
     known, age_us, covered_age_us, load, waiting = 0, 0, -1, Load(), 0
     if sample is not None:
@@ -194,7 +195,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _pack_ask(ask: Ask) -> bytes:
-    """As `functions/_evaluation.lua` takes it."""
+    """An ask in the form of `functions/_evaluation.lua`."""
     chains = [(cut.step_tokens, cut.hashes) for cut in ask.chains]
     numbers: dict[int, int] = {}
     kinds: list[Any] = []
@@ -212,7 +213,7 @@ def _pack_ask(ask: Ask) -> bytes:
     for likeness, (_, kind, held_steps, cached_tokens, base_us, work_us), _ in ask.look_alikes:
         look_alikes += (likeness, number_of(kind), held_steps, cached_tokens, base_us, work_us)
     layout, skipped = ask.pair_layout, list(ask.skipped)
-    if skipped and ask.offers:  # an offer of its own counts
+    if skipped and ask.offers:  # workers with their own offer count as well
         skipped = list(set(skipped).difference(offer.worker_id for offer in ask.offers))
     return _pack(
         (
@@ -263,9 +264,9 @@ def _limit_fields(limits: Limits, look_alikes: Sequence[LookAlikes]) -> tuple[An
 
 
 class _OfferEvaluations(Sequence[OfferEvaluation]):
-    """Each offer's evaluation, computed again as in the store when it is read: a router reads one of many.
+    """Each offer's evaluation, recomputed on access exactly as in the store: a router reads one of many.
 
-    `records`: each offer's worker as the store keeps it (`functions/_layout.lua`).
+    `records`: the stored record of each offer's worker (`functions/_layout.lua`).
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
         in_flight: int,
         best: Mapping[str, UsablePrediction],
     ) -> None:
-        """`groups`: of the look-alikes whose offers follow the ask's own."""
+        """`groups`: the look-alikes whose offers follow the ask's own offers."""
         self._ask = ask
         self._offers = offers
         self._records = records
@@ -308,7 +309,7 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
     def _evaluate(self, number: int) -> OfferEvaluation:
         ask, offer = self._ask, self._offers[number]
         fields = _WORKER.unpack_from(self._records[number])
-        # the store works with none that is damaged, but does not look at all of them for each choice
+        # the store refuses damaged records, but does not look at all of them for each choice
         sampled_us, _, queued, running, waiting, kv, more_queued, more_running, more_kv, _, slots, kv_limit = (
             int(field) if isfinite(field) else 0 for field in fields
         )
@@ -326,7 +327,7 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
 
 
 def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
-    """As `functions/_choice.lua` returns it; None for a booking that was called off. Raises LookAlikesUnknown."""
+    """Unpack the answer of `functions/_choice.lua`; None for a booking that was called off. Raises LookAlikesUnknown."""
     chosen, *rest = msgpack.unpackb(answer, raw=True)
     if not chosen:
         return None

@@ -1,4 +1,4 @@
-"""Calls to a pool's functions in the store: what is reported of its workers, and what routers book on them.
+"""Calls to a pool's functions in the store, for workers' reports and routers' bookings.
 
 All keys of a pool are in one slot, and its functions take all of them (documented in `functions/_layout.lua`).
 """
@@ -18,7 +18,7 @@ POOL_LIBRARY = FunctionLibrary(
 )
 
 _FORM = 2
-"""Of all keys but the first and the last one. Routers and indexers of another form book and report beside this one."""
+"""Version in all keys except the first and the last. Routers and indexers of another version book and report separately."""
 
 _PARTS = (
     "workers",
@@ -55,7 +55,7 @@ def pool_keys(pool_id: str) -> tuple[str, ...]:
 async def call_pool(
     store: Store, function: str, pool_id: str, args: Sequence[Any], *, keys: Sequence[str] | None = None
 ) -> Any:
-    """Call `kvatlas_pool_<function>`; `keys` if it takes others than the pool's. Raises Unreachable."""
+    """Call `kvatlas_pool_<function>`; `keys` if it takes other keys than the pool's. Raises Unreachable."""
     return await POOL_LIBRARY.call(store, f"kvatlas_pool_{function}", keys or pool_keys(pool_id), args)
 
 

@@ -1,7 +1,7 @@
-"""Limits: what a worker would exceed if it got a request.
+"""Limits that a worker would exceed if it got a request.
 
-A worker without room (its request slots are taken, or its free KV can't hold the prompt) gets a request only if no worker
-has room. A service level objective (SLO) may be a price or a limit of the second rank: see `Limits`.
+A worker without room (no free request slot, or too little free KV for the prompt) gets a request only if no worker has
+room. A service level objective (SLO) may be a price, or a limit of second rank: see `Limits`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kvatlas.fleet.records import FleetRecord
 
 
 class Over(IntFlag):
-    """What would be exceeded: the SLO's time to the first token, or for each further one; request slots; KV blocks."""
+    """Exceeded limits: the SLO's time to the first token, or for each further one; request slots; KV blocks."""
 
     TTFT = 1
     TPOT = 2
@@ -22,7 +22,7 @@ class Over(IntFlag):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As users read them."""
+        """The names of the limits, as users read them."""
         return tuple(_NAMES[one] for one in Over if one in self)
 
 
@@ -36,7 +36,7 @@ _NAMES = {Over.TTFT: "ttft", Over.TPOT: "tpot", Over.SLOTS: "slots", Over.KV: "k
 class Limit(NamedTuple):
     """Limits of one offered worker; 0: unknown. `slots`: requests that run at once. `kv_tokens`: capacity of its cache.
 
-    `decode_us`: what all tokens behind the first take there without load.
+    `decode_us`: the time of all tokens after the first there, without load.
     """
 
     slots: int = 0
@@ -48,7 +48,7 @@ UNKNOWN_LIMIT = Limit()
 
 
 def limit_of(record: FleetRecord) -> Limit:
-    """As the worker reports it."""
+    """The limits that the worker reports."""
     if record.load is None:
         return UNKNOWN_LIMIT
     metrics = record.load.forward_pass
@@ -57,12 +57,12 @@ def limit_of(record: FleetRecord) -> Limit:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of an ask, `of_offers` in the order of its offers. Look-alikes have room if `look_alikes_have_room`; otherwise
-    what they reported is checked. A worker whose load is unknown, or too old, has room.
+    """Limits of an ask; `of_offers` follows the order of its offers. Look-alikes have room if `look_alikes_have_room`;
+    otherwise their reported limits are checked. A worker whose load is unknown or too old has room.
 
     The request's SLO: its first token within `ttft_us`, and all further ones within `decode_us` (0: no objective). Each us
-    more costs `slo_factor` us in addition; with `slo_filters` a worker that takes longer is chosen only if all workers with
-    room do.
+    of excess costs `slo_factor` us more. With `slo_filters`, a worker that misses the SLO is chosen only if all workers
+    with room miss it.
     """
 
     of_offers: Sequence[Limit]
@@ -75,7 +75,7 @@ class Limits:
 
 
 def level(over: int, *, slo_filters: bool) -> int:
-    """0: a worker that exceeds nothing which counts; 1: chosen only if no 0 is left; 2: only if no 1 is."""
+    """0: exceeds nothing that counts; 1: chosen only if no 0 is left; 2: chosen only if no 1 is left."""
     if over & NO_ROOM:
         return 2
     return 1 if slo_filters and over & MISSES_SLO else 0

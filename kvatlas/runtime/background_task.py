@@ -5,14 +5,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 AGAIN_S = 5.0
-"""After how long a task that was cancelled and still runs is cancelled once more: longer than any body takes to clean up."""
+"""If a cancelled task still runs after this long, it is cancelled again. Longer than any body needs to clean up."""
 
 
 class BackgroundTask:
     """A task that may be started and stopped any number of times. Its body loops `while task.running`.
 
-    Python 3.11's `wait_for`, inside redis-py and nats-py, may swallow a cancellation: a body that loops sees the flag, and
-    one that waits for something else by then is cancelled again after AGAIN_S.
+    Python 3.11's `wait_for`, used in redis-py and nats-py, may swallow a cancellation. A body that loops sees the flag; one
+    that waits for something else by then is cancelled again after AGAIN_S.
     """
 
     def __init__(self, body: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
@@ -28,7 +28,7 @@ class BackgroundTask:
         self._task = asyncio.create_task(self._body(), name=self._name)
 
     async def stop(self) -> bool:
-        """Cancel the body and wait for its end. Returns False if it was not started. What the body raised is dropped."""
+        """Cancel the body and wait for its end. Returns False if it was not started. Errors of the body are dropped."""
         task, self._task = self._task, None
         self.running = False
         if task is None:

@@ -1,7 +1,7 @@
-"""HTTP/1.1 connections with deadlines for what the client is to send, and a bounded number of them.
+"""HTTP/1.1 connections, limited in number, with deadlines for the client's data.
 
-A refusal is an answer in JSON. Its connection is closed only when the client has had time to read that: data that arrives on a
-closed socket resets the connection, and takes the answer away.
+A refusal is an answer in JSON. Its connection stays open until the client has had time to read it: data that arrives on a
+closed socket would reset the connection and discard the answer.
 """
 
 import asyncio
@@ -20,23 +20,23 @@ from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 CERTIFICATE = "kvatlas.certificate"
-"""In the scope of a request: the names of its client's certificate, a frozenset."""
+"""Key in a request's scope: the names in its client's certificate, a frozenset."""
 BODY_GRACE_S = 10.0
 LEAST_BYTES_PER_S = 2_048
-"""A body comes at least this fast, after the grace."""
+"""Minimum rate of a body, after the grace."""
 STOP_S = 5.0
-"""How long an unfinished body may take when the server stops."""
+"""Time that an unfinished body may take when the server stops."""
 PROBE_S = 2.0
-"""How long a connection in the reserve may take for its headers."""
+"""Time that a connection in the reserve may take for its headers."""
 LINGER_S = 2.0
-"""How long a refused client may take to read why."""
+"""Time that a refused client has to read why."""
 MOST_HEADER_BYTES = 64 << 10
 
-_FULL = "too many connections are open; expected a later try"
+_FULL = "too many connections are open; try again later"
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection. `shares` are those of its server."""
+    """One connection. `shares`: the connections of its server."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class BoundedProtocol(H11Protocol):
         self._cancel_deadline()
 
     def shutdown(self) -> None:
-        """The server stops: an unfinished body does not hold it up."""
+        """The server stops and does not wait for an unfinished body."""
         self._stops_at = self.loop.time() + STOP_S
         super().shutdown()
         self._cancel_deadline()
@@ -114,7 +114,8 @@ class BoundedProtocol(H11Protocol):
     # ------------------------------------------------------------ deadlines
 
     def _set_deadline(self) -> None:
-        """If the client is to send something. An idle connection between two requests is uvicorn's (`HttpAccess.idle_s`)."""
+        """Set a deadline if the client has to send something. Idle connections between two requests are left to uvicorn
+        (`HttpAccess.idle_s`)."""
         if self._refused:
             return
         reads_body = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
@@ -143,7 +144,7 @@ class BoundedProtocol(H11Protocol):
 
     def _end_body(self) -> None:
         self._deadline = None
-        if self._body_since is None or self._body_left_s() > 0:  # more of it came meanwhile
+        if self._body_since is None or self._body_left_s() > 0:  # more of it arrived meanwhile
             self._set_deadline()
         elif self._stops_at is not None and self.loop.time() >= self._stops_at:
             self._refuse(503, "the server stops, and the body is not complete; send the request again")
@@ -163,7 +164,7 @@ class BoundedProtocol(H11Protocol):
     # ------------------------------------------------------------ refusals
 
     def send_400_response(self, msg: str) -> None:
-        """Called in the handling of an error of the parser."""
+        """Called while an error of the parser is handled."""
         error = sys.exception()
         if getattr(error, "error_status_hint", 400) == 431:
             self._counters.headers += 1
@@ -172,14 +173,14 @@ class BoundedProtocol(H11Protocol):
             self._refuse(400, f"this is not HTTP/1.1: {error!s:.200}")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """`HttpBorder` refuses WebSockets; any other upgrade may be left alone (RFC 9110, 7.8)."""
+        """`HttpBorder` refuses WebSockets; any other upgrade may be ignored (RFC 9110, 7.8)."""
 
     @property
     def _who(self) -> str:
         return self.client[0] if self.client else "unknown"
 
     def _refuse(self, status: int, line: str) -> None:
-        """Answer instead of the application, and let the client read that."""
+        """Answer instead of the application, and give the client time to read the answer."""
         self._refusals.report(str(status), f"request of {self._who} refused: {line}")
         self._refused = True
         self._cancel_deadline()
@@ -219,7 +220,7 @@ def _certificate_names(certificate: Mapping[str, Any] | None) -> frozenset[str]:
 
 
 class _WithCertificate:
-    """The application on a connection whose client showed a certificate: its names are in the scope (`CERTIFICATE`)."""
+    """The application on a connection whose client showed a certificate: adds its names to the scope (`CERTIFICATE`)."""
 
     def __init__(self, application: Any, names: frozenset[str]) -> None:
         self._application: ASGIApp = application
@@ -230,7 +231,7 @@ class _WithCertificate:
 
 
 class _ProbesOnly:
-    """The application on a connection of the reserve: one request, of a probe."""
+    """The application on a connection of the reserve: it serves one request, from a probe."""
 
     def __init__(self, application: Any) -> None:
         self._application: ASGIApp = application

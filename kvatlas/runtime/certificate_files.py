@@ -1,6 +1,6 @@
-"""Certificates in files that are renewed while a process runs: each TLS handshake uses them as they are on disk.
+"""Certificate files that are renewed while a process runs: each TLS handshake uses the files as they are on disk.
 
-Files that can't be used leave those before them in use.
+If new files can't be used, the previous ones stay in use.
 """
 
 import logging
@@ -16,7 +16,7 @@ from weakref import WeakSet
 from kvatlas.errors import KvatlasError
 
 LOOK_S = 1.0
-"""How often, at most, the files are looked at."""
+"""Minimum seconds between two looks at the files."""
 DAY_S = 86_400
 CERTIFICATE_EXPIRED = 10
 """OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED."""
@@ -26,8 +26,8 @@ _log = logging.getLogger("kvatlas.certificates")
 
 @dataclass(frozen=True, slots=True)
 class CertificateState:
-    """`what`: what it is for. Days left of the certificate in use and of the one on disk, None if it is not known. `error`: why
-    the files on disk are not in use."""
+    """State of one certificate. `what`: its purpose. Days left for the certificate in use and for the one on disk, None if
+    unknown. `error`: why the files on disk are not in use."""
 
     what: str
     file: str
@@ -37,8 +37,8 @@ class CertificateState:
 
 
 class RenewedContext(ssl.SSLContext):
-    """A context for asyncio, uvloop, and others that ask it at each handshake. `build` reads the files; it raises OSError or
-    KvatlasError for files that can't be used."""
+    """A context for asyncio, uvloop, and others that use it for each handshake. `build` reads the files and raises OSError
+    or KvatlasError for unusable ones."""
 
     def __new__(cls, what: str, build: Callable[[], ssl.SSLContext], files: Sequence[Path]) -> "RenewedContext":
         built = build()
@@ -69,7 +69,7 @@ class RenewedContext(ssl.SSLContext):
 
     @property
     def state(self) -> CertificateState:
-        """As of now: what is on disk was tried."""
+        """The current state, after trying the files on disk."""
         self._look(at_once=True)
         now = time.time()
         in_use, on_disk = (
@@ -90,7 +90,9 @@ class RenewedContext(ssl.SSLContext):
             self._current = self._build()
         except (OSError, KvatlasError) as error:  # ssl.SSLError is an OSError
             self._error = str(error)
-            _log.warning("%s: %s can't be used (%s); those before are used", self._what, self._names, self._error)
+            _log.warning(
+                "%s: %s can't be used (%s); the previous ones stay in use", self._what, self._names, self._error
+            )
             return
         self._error = ""
         self._in_use_until = self._on_disk_until()
@@ -116,11 +118,14 @@ def describe_verification(error: ssl.SSLCertVerificationError) -> str:
     """Why a server's certificate is not trusted, and the cure, in one line."""
     if error.verify_code == CERTIFICATE_EXPIRED:
         return "its certificate has expired: renew it on the server"
-    return f"its certificate is not trusted ({error.verify_message}): give its CA, and the name that it is issued for"
+    return (
+        f"its certificate is not trusted ({error.verify_message}): give its CA, and connect by "
+        "the name that it is issued for"
+    )
 
 
 def state_on_disk(what: str, file: Path) -> CertificateState:
-    """Read a certificate now."""
+    """Read a certificate's state from the file now."""
     until = _end_of(file)
     days = None if until is None else (until - time.time()) / DAY_S
     return CertificateState(what, str(file), days, days)
@@ -134,7 +139,8 @@ def _end_of(file: Path) -> float | None:
 
 
 def valid_until(pem: str) -> float:
-    """The end of the first certificate in a file, in seconds since 1970. Raises ValueError if there is none."""
+    """The end of validity of the first certificate in a file, in seconds since 1970. Raises ValueError without a
+    certificate."""
     begin = pem.index(ssl.PEM_HEADER)
     der = ssl.PEM_cert_to_DER_cert(pem[begin : pem.index(ssl.PEM_FOOTER, begin) + len(ssl.PEM_FOOTER)])
     try:
@@ -149,7 +155,7 @@ def valid_until(pem: str) -> float:
         _, _, after = _field(der, at)
         tag, at, end = _field(der, after)
     except IndexError as error:
-        raise ValueError("a certificate that is cut") from error
+        raise ValueError("a truncated certificate") from error
     form = "%y%m%d%H%M%SZ" if tag == 0x17 else "%Y%m%d%H%M%SZ"
     return datetime.strptime(der[at:end].decode("ascii"), form).replace(tzinfo=UTC).timestamp()
 

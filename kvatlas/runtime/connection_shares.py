@@ -1,6 +1,6 @@
 """Which connections an HTTP server keeps: a share for each client address, and a reserve for probes.
 
-Idle connections make room for new ones, the one that is idle for longest first.
+Idle connections make room for new ones, the longest idle one first.
 """
 
 from enum import Enum
@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from kvatlas.addresses import parse_ip
 
 RESERVE = 64
-"""Connections above the limit that are answered on probes' paths alone."""
+"""Connections above the limit that may request only the probes' paths."""
 RESERVE_SHARE = 8
 """Of these, for one address."""
 NEARLY_FULL = 0.95
@@ -25,7 +25,7 @@ C = TypeVar("C", bound=Closable)
 
 
 class Place(Enum):
-    """What a new connection gets."""
+    """Requests that a new connection may make."""
 
     FULL = "any request"
     PROBES = "probes alone"
@@ -33,7 +33,7 @@ class Place(Enum):
 
 
 class ConnectionShares(Generic[C]):
-    """The open connections of one server. At most `most` of them, and `share` of one address, get any request."""
+    """The open connections of one server. At most `most` of them, and `share` per address, may make any request."""
 
     def __init__(self, most: int, share: int) -> None:
         self.most = most
@@ -44,7 +44,7 @@ class ConnectionShares(Generic[C]):
         self._idle: dict[C, None] = {}
 
     def open(self, connection: C, address: str | None) -> Place:
-        """`address`: the client's, without its port; None if it has none, as on a Unix socket."""
+        """Add a connection. `address`: the client's, without its port; None if it has none, as on a Unix socket."""
         key = _network(address)
         if self._of(Place.FULL, key) >= self.share:
             self._drop_idle(key)
@@ -64,7 +64,7 @@ class ConnectionShares(Generic[C]):
         return len(self._full) - len(self._idle) >= NEARLY_FULL * self.most
 
     def close(self, connection: C) -> None:
-        """It is closed, or about to be. Closing twice is fine."""
+        """Remove a connection that is closed or about to be. Removing it twice is fine."""
         self._idle.pop(connection, None)
         for place, members in ((Place.FULL, self._full), (Place.PROBES, self._probes)):
             if (key := members.pop(connection, None)) is not None:
@@ -73,12 +73,12 @@ class ConnectionShares(Generic[C]):
                     del self._count[place, key]
 
     def rest(self, connection: C) -> None:
-        """It is idle from now on."""
+        """Note that a connection is idle from now on."""
         if connection in self._full:
             self._idle[connection] = None
 
     def wake(self, connection: C) -> None:
-        """It is not idle any more."""
+        """Note that a connection is no longer idle."""
         self._idle.pop(connection, None)
 
     def _of(self, place: Place, key: str) -> int:
@@ -96,7 +96,7 @@ class ConnectionShares(Generic[C]):
 
 
 def _network(address: str | None) -> str:
-    """A client of IPv6 has a whole /64 to itself; an IPv4 address inside an IPv6 one is the IPv4 one."""
+    """The key of a client's share: a whole /64 for IPv6. An IPv4-mapped IPv6 address counts as IPv4."""
     ip = parse_ip(address or "")
     if ip is None:
         return address or ""

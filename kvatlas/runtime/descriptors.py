@@ -1,4 +1,5 @@
-"""File descriptors of this process: each connection takes one, and a process without any left accepts and opens none."""
+"""File descriptors of this process. Each connection takes one; a process with none left can't accept or open
+connections."""
 
 import os
 import resource
@@ -12,23 +13,23 @@ RESERVED = 256
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """`open` now, of at most `most`."""
+    """`open`: descriptors in use now; `most`: the limit."""
 
     open: int
     most: int
 
 
 def count_descriptors() -> Descriptors:
-    """Those of this process. Without /proc none is counted."""
+    """The descriptors of this process. Without /proc `open` is 0."""
     try:
-        count = len(os.listdir("/proc/self/fd")) - 1  # without the one that lists them
-    except OSError:  # also if none is left to list them with
+        count = len(os.listdir("/proc/self/fd")) - 1  # except the one that lists them
+    except OSError:  # also if none is left for listing them
         count = _probe_free()
     return Descriptors(count, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def raise_limit() -> Descriptors:
-    """Allow as many as this process may allow itself."""
+    """Raise the limit as far as this process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -42,5 +43,5 @@ def most_requests() -> int:
 
 
 def _probe_free() -> int:
-    """All are in use, or /proc is not there."""
+    """The count if listing failed: the limit if all are in use, 0 without /proc."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if os.path.isdir("/proc/self/fd") else 0

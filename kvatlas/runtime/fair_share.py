@@ -1,23 +1,24 @@
-"""Keeps one sender's flood from taking the time of all others: what exceeds its share is left out before it is read."""
+"""Keeps one sender's flood from starving all others: messages above a sender's share are dropped before they are read."""
 
 from collections.abc import Hashable
 
 BURST = 20
 PER_S = 10.0
-"""Publishers send a heartbeat a second, and ask for a grant ten times a second at most."""
+"""Publishers send one heartbeat a second, and request a grant at most ten times a second."""
 MOST_SENDERS = 10_000
 
 
 class FairShare:
-    """Lets each sender's first `burst` messages through, then `per_s` on average. Pure; times are seconds of a steady clock."""
+    """Admits each sender's first `burst` messages, then `per_s` on average. Pure; times are seconds of a monotonic
+    clock."""
 
     def __init__(self, burst: int = BURST, per_s: float = PER_S) -> None:
         self._burst, self._per_s = burst, per_s
         self._taken: dict[Hashable, tuple[float, float]] = {}
-        """How much of its burst each sender has taken, and when that was right."""
+        """How much of its burst each sender has used, and as of when."""
 
     def admit(self, sender: Hashable, now_s: float) -> bool:
-        """May this message be read?"""
+        """True if this message may be read."""
         taken = self._taken_of(sender, now_s)
         if taken > self._burst - 1:
             return False

@@ -1,4 +1,4 @@
-"""Who may use an HTTP server, and how much of it. `http_border` and `bounded_protocol` enforce it."""
+"""Who may use an HTTP server, and how much. `http_border` and `bounded_protocol` enforce it."""
 
 import ssl
 from collections.abc import Sequence
@@ -9,18 +9,19 @@ from kvatlas.errors import SettingsError
 from kvatlas.runtime.certificate_files import RenewedContext
 
 PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
-"""Answered without a token, and in the reserve: what asks is the machine's own, and learns one bit."""
+"""Paths that are served without a token, and in the reserve: the machine's own probes ask them, and learn one bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAccess:
-    """Limits of one server, its certificate, and the tokens of which a request must have one (none: no request needs any).
+    """Limits of one server, its certificate, and its tokens; every request needs one of them (none: no request needs a
+    token).
 
     `header_s` and `body_s`: seconds that a client has to send a request's headers, and then its body. `idle_s`: how long an
-    idle connection stays open; longer than clients and balancers keep one (httpx 5 s, aiohttp 15, Go and Envoy's gateways 90,
-    OkHttp 300, Google's balancers 600), or a request is sent on one that is just being closed. `address_connections`: of one
-    client address; None: three quarters of all. `client_ca_file`: what the certificate of a client is checked against, if it
-    shows one.
+    idle connection stays open. It must be longer than clients and load balancers keep one (httpx 5 s, aiohttp 15, Go and
+    Envoy's gateways 90, OkHttp 300, Google's load balancers 600); otherwise a request may be sent on a connection that is
+    just being closed. `address_connections`: limit per client address; None: three quarters of all. `client_ca_file`:
+    authorities for client certificates, which are optional.
     """
 
     body_bytes: int = 64 << 20
@@ -40,8 +41,8 @@ class HttpAccess:
         return max(1, self.connections * 3 // 4) if self.address_connections is None else self.address_connections
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """None without a certificate; renewed files are taken up. Raises
-        SettingsError for files that are no certificate and its key."""
+        """The TLS context, which picks up renewed files; None without a certificate. Raises SettingsError for files that
+        are not a certificate and its key."""
         if self.cert_file is None:
             return None
         files = [file for file in (self.cert_file, self.key_file, self.client_ca_file) if file is not None]
@@ -55,7 +56,7 @@ class HttpAccess:
             context.load_cert_chain(self.cert_file, self.key_file)
         except OSError as error:  # ssl.SSLError is one
             files = f"--http-cert-file {str(self.cert_file)!r} and --http-key-file {str(self.key_file)!r}"
-            raise SettingsError(f"{files} are no certificate and its key: {error.strerror or error}") from None
+            raise SettingsError(f"{files} are not a certificate and its key: {error.strerror or error}") from None
         if self.client_ca_file is not None:
             context.verify_mode = ssl.CERT_OPTIONAL  # probes and holders of keys show none
             try:

@@ -1,7 +1,7 @@
-"""What an HTTP server refuses before an application sees it; `bounded_protocol` refuses what is no whole request.
+"""Refuses HTTP requests before an application sees them; `bounded_protocol` refuses incomplete ones.
 
-That is: a request with both Content-Length and Transfer-Encoding (two readers of it may disagree where it ends), a body that is
-too long, a WebSocket and, if the server has tokens, requests without one of them (probes excepted).
+It refuses requests with both Content-Length and Transfer-Encoding (two readers may disagree about where such a request
+ends), too long bodies, WebSockets and, if the server has tokens, requests without one of them (except probes).
 """
 
 import hmac
@@ -17,7 +17,7 @@ from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 _CODES = {401: "invalid_api_key"}
-"""As OpenAI's API names them."""
+"""Error codes as in OpenAI's API."""
 
 
 class BodyTooLong(HTTPException):
@@ -28,8 +28,8 @@ class BodyTooLong(HTTPException):
 
 
 def bounded_body(receive: Receive, announced: int, limit: int, on_too_long: Callable[[BodyTooLong], None]) -> Receive:
-    """`receive`, which raises BodyTooLong behind `limit` bytes, at once if more are `announced` (Content-Length; 0: not known).
-    `on_too_long` is called before."""
+    """Wrap `receive` to raise BodyTooLong after `limit` bytes, or at once if more are `announced` (Content-Length; 0:
+    unknown). `on_too_long` is called first."""
     received = 0
 
     async def bounded() -> Message:
@@ -47,7 +47,7 @@ def bounded_body(receive: Receive, announced: int, limit: int, on_too_long: Call
 
 
 class HttpBorder:
-    """An ASGI application in front of another one: lets through what may pass."""
+    """An ASGI application in front of another one; passes on only allowed requests."""
 
     def __init__(
         self, application: ASGIApp, access: HttpAccess, counters: HttpCounters, refusals: RateLimitedLog
@@ -78,11 +78,11 @@ class HttpBorder:
             await self._application(scope, bounded, send)
 
     def _is_allowed(self, scope: Scope, authorization: bytes) -> bool:
-        """Browsers send no token with OPTIONS."""
+        """True if the request has a valid token or needs none. Browsers send no token with OPTIONS."""
         if not self._access.tokens or scope["path"] in PROBES or scope["method"] == "OPTIONS":
             return True
         scheme, _, token = authorization.partition(b" ")
-        # all of them, each in constant time: how long it takes says nothing of a token
+        # compare all of them, each in constant time, so that the duration says nothing about a token
         matches = [hmac.compare_digest(token.strip(), one) for one in self._access.tokens]
         return scheme.lower() == b"bearer" and any(matches)
 

@@ -1,12 +1,12 @@
-"""What an HTTP server refuses, counted."""
+"""Counters of requests that an HTTP server refuses."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class HttpCounters:
-    """Refusals: `framing` (both lengths), `headers` (too many bytes), `too_long` (the body), `too_late` (the headers), `slow`
-    (the body), `too_many` (connections), `denied` (no valid token), `upgrade` (to a WebSocket)."""
+    """Refusals: `framing` (both lengths given), `headers` (too many bytes), `too_long` (the body), `too_late` (the
+    headers), `slow` (the body), `too_many` (connections), `denied` (no valid token), `upgrade` (to a WebSocket)."""
 
     framing: int = 0
     headers: int = 0

@@ -1,4 +1,4 @@
-"""An HTTP server inside a process that does other work too: a bound socket, and uvicorn without signal handlers."""
+"""An HTTP server inside a process with other work: a bound socket, and uvicorn without signal handlers."""
 
 import contextlib
 import logging
@@ -42,7 +42,7 @@ class Listener:
         return f"{'https' if self.tls else 'http'}://{place}"
 
     def close(self) -> None:
-        """Closing twice is fine."""
+        """Close the socket. Closing twice is fine."""
         self.socket.close()
 
 
@@ -72,9 +72,9 @@ async def serve(
     grace_s: int = 1,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve until cancelled, then give open responses `grace_s` to end. `task_status` is started once it accepts.
+    """Serve until cancelled, then give open responses `grace_s` to end. `task_status` is started once the server accepts.
 
-    With a grace of 0 uvicorn logs that it cancelled tasks even if there were none.
+    With a grace of 0, uvicorn logs that it cancelled tasks even if none were running.
     """
     access, counters, refusals = listener.access, HttpCounters(), RateLimitedLog(_log)
     protocol = partial(BoundedProtocol, access=access, shares=listener.shares, counters=counters, refusals=refusals)

@@ -1,4 +1,4 @@
-"""`/metrics` of the servers of ours: Prometheus' text. `setup_telemetry` has to be told that a process serves it."""
+"""`/metrics` of our servers, in Prometheus' text format. `setup_telemetry` must know that a process serves it."""
 
 import asyncio
 

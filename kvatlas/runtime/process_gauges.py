@@ -1,4 +1,4 @@
-"""What every process reports of itself: its descriptors, and how long its certificates are valid."""
+"""Gauges of every process: its descriptors, and how long its certificates are valid."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from kvatlas.runtime.descriptors import count_descriptors
 
 @dataclass(frozen=True, slots=True)
 class ProcessGauges:
-    """`certificate_s`: until the first certificate ends, be it in use or on disk; None without any."""
+    """`certificate_s`: seconds until the first certificate ends, in use or on disk; None without certificates."""
 
     descriptors_open: int
     descriptors_most: int
@@ -16,7 +16,7 @@ class ProcessGauges:
 
 
 def process_gauges() -> ProcessGauges:
-    """As of now."""
+    """The current values."""
     descriptors = count_descriptors()
     days = [one[name] for one in certificates_in_use() for name in ("in_use_days", "on_disk_days")]
     left = [one * DAY_S for one in days if one is not None]

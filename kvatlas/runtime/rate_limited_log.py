@@ -1,4 +1,4 @@
-"""One clear log line for each kind of trouble, not one for each of a thousand bad messages, nor one each second."""
+"""One clear log line for each kind of trouble, instead of one for each of a thousand bad messages, or one every second."""
 
 import logging
 from collections.abc import Callable, Hashable
@@ -9,12 +9,13 @@ QUIET_S = 10.0
 LONGEST_QUIET_S = 600.0
 MAX_KINDS = 64
 LIMITED = "limited"
-"""An attribute of log records that need no further limit."""
+"""Attribute of log records that need no further limit."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """When its last line was let through, how long none is now, how many were left out since, and when the last one came."""
+    """One kind: when its last line was logged, how long it is quiet now, how many lines were dropped since, and when the
+    last one came."""
 
     logged_s: float
     quiet_s: float
@@ -23,8 +24,8 @@ class _Kind:
 
 
 class Repetitions:
-    """Lets the first of a kind through at once, the next after QUIET_S, then after twice that, and so on up to LONGEST_QUIET_S;
-    a kind that was not seen for as long begins again. Pure."""
+    """Admits the first of a kind at once, the next after QUIET_S, then after twice that, and so on up to LONGEST_QUIET_S. A
+    kind that was not seen for that long starts over. Pure."""
 
     def __init__(self, most_kinds: int = MAX_KINDS) -> None:
         self._most_kinds = most_kinds
@@ -46,7 +47,7 @@ class Repetitions:
 
 
 class RateLimitedLog:
-    """Logs lines as `Repetitions` admits their kinds, with how many were left out."""
+    """Logs lines as `Repetitions` admits their kinds, with the number of lines left out."""
 
     def __init__(self, logger: logging.Logger, prefix: str = "", clock: Callable[[], float] = monotonic) -> None:
         self._logger = logger

@@ -1,4 +1,4 @@
-"""Retries for servers that are not reachable yet: the only place that decides how often."""
+"""Retries for servers that are not reachable yet. The only place that decides how often."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,8 +18,8 @@ async def retry_until_reachable(
 ) -> T:
     """Return what `attempt` returns. With `wait`, retry with back-off while it raises Unreachable or NoIndexYet.
 
-    `on_wait` gets a line for the user before each pause. Raises what `attempt` raises: without `wait` these two errors as
-    well, AccessDenied always.
+    `on_wait` gets a line for the user before each pause. Raises what `attempt` raises: AccessDenied always, and these two
+    errors if not `wait`.
     """
     backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
     while True:

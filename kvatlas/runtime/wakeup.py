@@ -1,13 +1,14 @@
-"""A wait that is ended by a call or by time."""
+"""A wait that ends by a call or after a time."""
 
 import asyncio
 
 
 class Wakeup:
-    """One waiter; any number of callers of `wake`, on the waiter's event loop. A call without a waiter ends the next wait at
-    once.
+    """One waiter, and any number of callers of `wake`, on the waiter's event loop. A call without a waiter ends the next
+    wait at once.
 
-    A publisher waits a few times for each message, so this is a future and a timer: a cancel scope costs ten times as much.
+    A publisher waits a few times for each message, so this uses a future and a timer: a cancel scope costs ten times as
+    much.
     """
 
     __slots__ = ("_waiter", "_woken")

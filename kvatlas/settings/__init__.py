@@ -1,10 +1,10 @@
-"""Settings: one class a process, each field a flag and an environment variable; flags win.
+"""Settings: one class per process; each field is a flag and an environment variable, and flags win.
 
     field `nats_url`  =  flag `--nats-url`  =  variable `KVATLAS_NATS_URL`
 
-    process.py      what every process takes; flags and variables to settings; a mistake as one line (`SettingsError`)
+    process.py      settings of every process; reads flags and variables; a mistake is one line (`SettingsError`)
     field_types.py  types of fields: URLs, ports, names, lists
-    commands.py     up, collect, doctor, top, and questions about one block or prompt
+    commands.py     up, collect, doctor, top, and queries about one block or prompt
     engine.py       API keys of engines, and the authorities of their certificates
     http.py         limits, certificate and tokens of an HTTP server
     indexer.py, publisher.py, proxy.py, gateway.py

@@ -1,4 +1,4 @@
-"""Settings of commands that are no service of a fleet: `up`, and those that ask a question."""
+"""Settings of commands that are not services of a fleet: `up`, and queries."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from kvatlas.validation import DEFAULT_DECODE_TOKENS, OutputTokens, Positive
 
 
 class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
-    """Everything on one machine."""
+    """Settings of `kvatlas up`: everything on one machine."""
 
     nats_url: NatsUrl | None = Field(
         default=None, description="NATS server to use; default: an embedded one is started."
@@ -40,7 +40,7 @@ class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
         default=None, description="Redis or Valkey to use; default: an embedded Valkey is started."
     )
     state_dir: Path | None = Field(default=None, description="Folder for all data; default: a temporary one.")
-    router: bool = Field(default=False, description="Start a router too, for the engines that are given.")
+    router: bool = Field(default=False, description="Also start a router for the given engines.")
     router_port: Port = Field(default=8080, description="Port of that router; 0: any free port.")
     nats_port: Port | None = Field(
         default=None, description="Port of the embedded NATS; 0: any free port. Default: 4222 with --router, else 0."
@@ -52,14 +52,14 @@ class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. A port is refused for a server that is not started."""
+        """See `ProcessSettings.load`. Refuses a port for a server that is not started."""
         settings = super().load(**flags)
         for url, port in (("nats_url", "nats_port"), ("redis_url", "redis_port")):
             joined = getattr(settings, url)
             if joined is not None and port in settings.model_fields_set:
                 raise SettingsError(
                     f"{_spelled(port)} is {getattr(settings, port)}, but {_spelled(url)} is {redact_url(joined)}: "
-                    "that server is joined and none is started; expected only one of the two"
+                    "that server is used and none is started; expected only one of the two"
                 )
         if "router_port" in settings.model_fields_set and not settings.router:
             raise SettingsError(
@@ -68,7 +68,7 @@ class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
         return settings
 
     def embedded_port(self, kind: Literal["nats", "redis"]) -> int:
-        """Where the embedded server listens; 0: any free port. With a router where other commands look for it by default."""
+        """Port of the embedded server; 0: any free port. With a router, the port that other commands use by default."""
         given: int | None = getattr(self, f"{kind}_port")
         if given is not None:
             return given
@@ -77,7 +77,7 @@ class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
 
 
 class CollectSettings(EngineAccessSettings, NatsSettings):
-    """A publisher for each engine's pod, outside the pods."""
+    """Settings of `kvatlas collect`: a publisher for each engine pod, outside the pods."""
 
     help_groups: ClassVar[HelpGroups] = {OWN: "selector engine_port state_dir partitions"}
 
@@ -93,7 +93,7 @@ class CollectSettings(EngineAccessSettings, NatsSettings):
 
 
 class RecordSettings(ProcessSettings):
-    """What is recorded, and how much of it."""
+    """What to record, and how much of it."""
 
     routers: CommaList = Field(description="URLs of routers that were started with --record, separated by commas.")
     minutes: float = Field(default=60.0, gt=0, le=1e6, description="For how long.")
@@ -110,12 +110,12 @@ class RecordSettings(ProcessSettings):
 
     @property
     def token(self) -> str | None:
-        """Raises SettingsError for a file that can't be read."""
+        """The token. Raises SettingsError for a file that can't be read."""
         return None if self.token_file is None else read_secret(self.token_file, "--token-file").strip()
 
 
 class QuerySettings(Settings):
-    """A question. It does not wait for ever for an answer unless it is told to."""
+    """Settings of a query. Unlike a service, it waits for a server only if asked to."""
 
     wait: bool = Field(
         default=False, description="Retry an unreachable server with back-off; with --no-wait report it at once."
@@ -133,26 +133,26 @@ class LayoutSettings(QuerySettings):
 
 
 class ScopeSettings(QuerySettings):
-    """A question within one identity scope."""
+    """Settings of a query within one identity scope."""
 
-    model_id: Name | None = Field(default=None, description="Model that the request is for, unless its hints say it.")
+    model_id: Name | None = Field(default=None, description="Model that the request is for, unless its hints name one.")
     tokenizer_id: Name | None = Field(default=None, description="Tokenizer of the model; default: the model id.")
     adapter_id: Name | None = Field(default=None, description="LoRA adapter; default: none.")
     tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the request.")
 
     @property
     def scope(self) -> Scope:
-        """Raises SettingsError without a model."""
+        """The scope. Raises SettingsError without a model."""
         if self.model_id is None:
             raise SettingsError(missing_line("model_id", "expected the model that the request is for"))
         return Scope(self.model_id, self.tokenizer_id or self.model_id, self.adapter_id, self.tenant_id)
 
 
 class DoctorSettings(ScopeSettings, EngineAccessSettings):
-    """One examination; the scope is that of --request, if it names none itself."""
+    """Settings of one examination; the scope is that of --request, if it names none itself."""
 
     identities: Path | None = Field(
-        default=None, description="The indexers' file of identities: tells which workers they refuse."
+        default=None, description="The indexers' file of identities: shows which workers they refuse."
     )
     listen_s: float = Field(
         default=2.5, gt=0, description="Seconds to listen for heartbeats; each worker sends one a second."
@@ -171,7 +171,7 @@ class DoctorSettings(ScopeSettings, EngineAccessSettings):
 
     @property
     def expected_workers(self) -> tuple[str, ...]:
-        """Raises SettingsError for a file that can't be read, and for what is no worker id."""
+        """The ids in the file. Raises SettingsError for a file that can't be read, or a line that is not a worker id."""
         if self.expected is None:
             return ()
         try:
@@ -187,13 +187,13 @@ class DoctorSettings(ScopeSettings, EngineAccessSettings):
 
 
 class TopSettings(QuerySettings):
-    """The fleet, live."""
+    """Settings of the live view of the fleet."""
 
-    interval_s: float = Field(default=2.0, ge=0.2, le=3600, description="Seconds between two looks at the fleet.")
+    interval_s: float = Field(default=2.0, ge=0.2, le=3600, description="Seconds between two updates.")
 
 
 class BlockSettings(ScopeSettings):
-    """A question about one block."""
+    """Settings of a query about one block."""
 
     chain: Annotated[str, AfterValidator(check_chain)] = Field(
         default=OWN_CHAIN,
@@ -202,12 +202,12 @@ class BlockSettings(ScopeSettings):
 
     @property
     def scope(self) -> Scope:
-        """Raises SettingsError without a model."""
+        """The scope. Raises SettingsError without a model."""
         return replace(super().scope, chain=self.chain)
 
 
 class PromptSettings(ScopeSettings):
-    """A question about one prompt."""
+    """Settings of a query about one prompt."""
 
     output_tokens: OutputTokens = Field(default=DEFAULT_DECODE_TOKENS, description="Expected length of the output.")
     cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="Cost profile to price with.")

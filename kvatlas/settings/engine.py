@@ -34,7 +34,7 @@ class EngineAccessSettings(ProcessSettings):
 
     @property
     def engine_access(self) -> EngineAccess:
-        """Raises SettingsError for a file that can't be used."""
+        """API keys and authorities. Raises SettingsError for an unusable file."""
         text = read_secret(self.engine_key_file, "--engine-key-file") if self.engine_key_file is not None else ""
         try:
             access = EngineAccess.parse(text, self.engine_ca_file)

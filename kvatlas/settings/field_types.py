@@ -21,7 +21,7 @@ REDIS_SCHEMES = ("redis", "rediss", "unix", *CLUSTER_SCHEMES, *SENTINEL_SCHEMES)
 ZMQ_SCHEMES = ("tcp", "ipc", "inproc")
 HTTP_SCHEMES = ("http", "https")
 MAX_PARTITIONS = 4_096
-"""Each one has a lease and a reader of its own."""
+"""Limit of partitions: each has its own lease and reader."""
 MAX_SECONDS = 10 * 365 * 86_400
 
 
@@ -58,7 +58,7 @@ def _check_nats_urls(value: str) -> str:
 
 
 def _check_engine_url(value: str) -> str:
-    """Routers send requests to it: what else a URL may have would be a publisher's choice of the request."""
+    """Routers send requests to it, so a path or query in the URL would let a publisher choose the request."""
     try:
         return check_origin(value)
     except InvalidValue as error:
@@ -75,7 +75,7 @@ _check_redis_url = _url_check(*REDIS_SCHEMES)
 
 
 def _check_redis_urls(value: str) -> str:
-    """Redis' own client takes database 0 for a path that is not a number."""
+    """Redis' own client would take database 0 for a path that is not a number."""
     if value.partition("://")[0] in SENTINEL_SCHEMES:
         SentinelUrl.parse(value)
         return value
@@ -87,7 +87,8 @@ def _check_redis_urls(value: str) -> str:
 
 
 def _check_worker_id(value: str) -> str:
-    """A pod's name may have dots, which a NATS subject can't; it never has an underscore, so two pods stay two names."""
+    """Accept pod names: their dots, which a NATS subject can't have, become underscores. Pod names never have underscores,
+    so two pods keep two names."""
     try:
         return check_worker_id(value.replace(".", "_"))
     except InvalidValue as error:

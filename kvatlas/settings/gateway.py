@@ -24,7 +24,7 @@ class GatewaySettings(RoutingSettings):
 
     tenant_header: str = Field(
         default="x-gateway-inference-fairness-id",
-        description="Request header that names the tenant, for a fair queue; heeded if it is one of --trusted-headers.",
+        description="Request header that names the tenant, for a fair queue; used only if it is one of --trusted-headers.",
     )
     trusted_headers: CommaList = Field(
         default=(),
@@ -33,16 +33,16 @@ class GatewaySettings(RoutingSettings):
     )
     tenant_from: str = Field(
         default="",
-        description="Where the gateway says whose request it is: header:NAME, which it sets itself, or metadata:NAMESPACE/KEY, "
+        description="Where the gateway names a request's tenant: header:NAME, which it sets itself, or metadata:NAMESPACE/KEY, "
         "which its own filters set. Default: there is one tenant.",
     )
     host: Name = Field(default="127.0.0.1", description="Address to listen on.")
-    port: Port = Field(default=9002, description="Port that the gateway asks; 0: any free one.")
+    port: Port = Field(default=9002, description="Port for the gateway's requests; 0: any free one.")
     health_port: Port = Field(default=9003, description="Port of the health service for probes; 0: any free one.")
-    plaintext: bool = Field(default=False, description="No TLS on the port that the gateway asks.")
+    plaintext: bool = Field(default=False, description="No TLS on the gateway's port.")
     tls_certificate: Path | None = Field(
         default=None,
-        description="File of the certificate chain (PEM); default: one made at the start, signed by itself.",
+        description="File of the certificate chain (PEM); default: a self-signed one, created at the start.",
     )
     tls_key: Path | None = Field(default=None, description="File of the certificate's private key (PEM).")
     processes: int = Field(default=1, ge=1, le=256, description="Processes that share the ports.")
@@ -92,12 +92,12 @@ class GatewaySettings(RoutingSettings):
     )
     grace_s: int = Field(default=120, ge=0, le=86_400, description="Seconds that running answers get after that.")
     conformance: bool = Field(
-        default=False, description="Heed the test headers of the Inference Extension's conformance suite."
+        default=False, description="Obey the test headers of the Inference Extension's conformance suite."
     )
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """As every settings'; certificate and key belong together, and the pool has one source."""
+        """See `ProcessSettings.load`. Certificate and key belong together, and the pool has one source."""
         settings = super().load(**flags)
         if (settings.tls_certificate is None) != (settings.tls_key is None):
             absent = "tls_key" if settings.tls_key is None else "tls_certificate"
@@ -110,5 +110,5 @@ class GatewaySettings(RoutingSettings):
 
     @property
     def most_tokenizer_deadline_ms(self) -> float:
-        """Half of the time for a decision: the other half is left for the choice."""
+        """Half of the time for a decision; the other half is left for the choice."""
         return self.pick_deadline_ms / 2

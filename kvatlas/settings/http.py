@@ -35,7 +35,7 @@ class HttpSettings(ProcessSettings):
         description="Seconds that an idle connection stays open; longer than clients and balancers keep theirs.",
     )
     http_connections: Positive = Field(
-        default=_DEFAULT.connections, description="Connections at a time; a further one gets a 503, but for probes."
+        default=_DEFAULT.connections, description="Connections at a time; a further one gets a 503, except for probes."
     )
     http_address_connections: Positive | None = Field(
         default=None,
@@ -81,11 +81,11 @@ class HttpSettings(ProcessSettings):
 
 
 def read_tokens(file: Path, flag: str) -> tuple[bytes, ...]:
-    """Bearer tokens, one a line. Raises SettingsError."""
+    """Bearer tokens, one per line. Raises SettingsError."""
     tokens = read_secret(file, flag).split("\n")
     for number, token in enumerate(tokens, 1):
         if not re.fullmatch(r"[!-~]+", token.strip()):
             raise SettingsError(
-                f"{flag} is {str(file)!r}, whose line {number} is no token; expected printable ASCII without spaces"
+                f"{flag} is {str(file)!r}, whose line {number} is not a token; expected printable ASCII without spaces"
             )
     return tuple(token.strip().encode() for token in tokens)

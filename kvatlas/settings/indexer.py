@@ -15,7 +15,7 @@ FleetId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{12}$")]
 
 
 class IndexerSettings(Settings, HttpSettings):
-    """One indexer replica."""
+    """Settings of one indexer process."""
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "nats_url redis_url status_port identities retire_after_s",

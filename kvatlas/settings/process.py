@@ -1,4 +1,4 @@
-"""What every process takes, and how flags and environment variables become settings."""
+"""Settings of every process, and how flags and environment variables become settings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +16,9 @@ from kvatlas.validation import describe_expected
 
 ENV_PREFIX = "KVATLAS_"
 COMMON = "Common"
-"""Group of the flags that people set first: the help begins with it."""
+"""Group of the flags that people set first; the help begins with it."""
 OWN = "Options"
-"""Group of the flags that stand in no other."""
+"""Group of the flags that are in no other group."""
 HelpGroups = Mapping[str, str]
 """Group -> its fields, separated by spaces."""
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
@@ -26,13 +26,13 @@ DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 
 
 class ProcessSettings(BaseSettings):
-    """What every process takes. Build with `load`, not with the constructor."""
+    """Settings of every process. Build with `load`, not with the constructor."""
 
     model_config = SettingsConfigDict(
         defer_build=True, env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, protected_namespaces=()
     )
     help_groups: ClassVar[HelpGroups] = {"Log and start": "wait log_level log_format"}
-    """Groups of the help. Those of the base classes follow; a field stands where it is named first."""
+    """Groups of the help. Groups of the base classes follow; a field belongs to the first group that names it."""
 
     wait: bool = Field(
         default=True, description="Retry an unreachable server with back-off; with --no-wait exit 1 at once."
@@ -72,7 +72,7 @@ class ProcessSettings(BaseSettings):
     def load(cls, **flags: Any) -> Self:
         """Settings from flags (None: not given), else the environment, else the defaults.
 
-        Raises SettingsError, one line that names the flag or variable, its value and what was expected.
+        Raises SettingsError: one line with the flag or variable, its value and what was expected.
         """
         given = {name: value for name, value in flags.items() if value is not None}
         try:
@@ -82,7 +82,7 @@ class ProcessSettings(BaseSettings):
 
 
 def nats_url_field() -> Any:
-    """The setting of a process that uses a running NATS."""
+    """The NATS setting of a process that uses a running server."""
     return Field(
         default=DEFAULT_NATS_URL,
         description="NATS servers of one cluster, separated by commas: nats://, tls://, ws:// or wss://.",
@@ -166,7 +166,7 @@ class ServerSettings(NatsSettings):
 
 
 class Settings(ServerSettings):
-    """What every command takes that uses running servers."""
+    """Settings of every command that uses running servers."""
 
     nats_url: NatsUrl = nats_url_field()
     redis_url: RedisUrl = Field(
@@ -198,7 +198,7 @@ def variable_of(field: str) -> str:
 
 
 def missing_line(field: str, expected: str) -> str:
-    """The line of a SettingsError for a field that is needed but not given."""
+    """The line of a SettingsError for a required field that is missing."""
     return f"{flag_of(field)} (or {variable_of(field)}) is missing; {expected}"
 
 

@@ -18,9 +18,9 @@ from kvatlas.store.access import RedisAccess
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, Count, OutputTokens, Positive
 
 CONTROL_AFTER = 1_000
-"""From a router's port to its operators'."""
+"""Distance from a router's port to its operators' port."""
 MOST_TOKENIZER_DEADLINE_MS = 1_000.0
-"""In a burst all prompts are late together; to wait longer than this costs a client more than a miss."""
+"""In a burst all prompts are late together; waiting longer than this costs a client more than a cache miss."""
 SESSION_HEADERS = (
     "x-session-id",
     "x-claude-code-session-id",
@@ -29,11 +29,11 @@ SESSION_HEADERS = (
     "x-session-affinity",
     "x-opencode-session",
 )
-"""vLLM's own, Claude Code's, Codex' (the second of older versions), OpenCode's."""
+"""vLLM's own, Claude Code's, Codex' (the second from older versions), OpenCode's."""
 
 
 class RoutingSettings(EngineAccessSettings, Settings):
-    """How a process that gets requests reads and routes them."""
+    """How a process that serves requests reads and routes them."""
 
     help_groups: ClassVar[HelpGroups] = {
         "Requests": "tokenizer tokenizer_deadline_ms tenant_id salt_is_tenant output_tokens ask_usage decision_header",
@@ -83,7 +83,7 @@ class RoutingSettings(EngineAccessSettings, Settings):
     )
     marks: bool = Field(
         default=True,
-        description="Believe hybrid models' marks; if off, route as if they reused all that is resident, to compare.",
+        description="Use hybrid models' marks; if off, route as if they reused all resident blocks, for comparison.",
     )
     learn: bool = Field(
         default=True, description="Learn the workers' rates from finished requests (cost profile engine)."
@@ -113,7 +113,7 @@ class RoutingSettings(EngineAccessSettings, Settings):
     )
     session_headers: CommaList = Field(
         default=SESSION_HEADERS,
-        description="Request headers that name a session, separated by commas; the first that is there counts. Empty: none, "
+        description="Request headers that name a session, separated by commas; the first one present counts. Empty: none, "
         "for clients that are not trusted.",
     )
     temperature: float = Field(
@@ -151,7 +151,7 @@ class RoutingSettings(EngineAccessSettings, Settings):
 
     @property
     def shows_decisions(self) -> bool:
-        """Do answers to clients that prove nothing have the decision header?"""
+        """True if answers to clients without credentials have the decision header."""
         return self.decision_header == "always" or (self.decision_header == "auto" and is_loopback(self.host))
 
     @property
@@ -166,7 +166,7 @@ class RoutingSettings(EngineAccessSettings, Settings):
 
 
 class ProxySettings(RoutingSettings, HttpSettings):
-    """One proxy process."""
+    """Settings of one proxy process."""
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url host port tokenizer replica",
@@ -226,7 +226,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
     )
     request_hints: bool = Field(
         default=False,
-        description="Heed the headers X-KVAtlas-Strategy, -Priority, -Session, -Allow and -Deny of requests. Trusted likewise.",
+        description="Obey the headers X-KVAtlas-Strategy, -Priority, -Session, -Allow and -Deny of requests. Trusted likewise.",
     )
     drain_s: float = Field(
         default=5.0,
@@ -250,7 +250,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `HttpSettings.load`. The file of operators' tokens must be readable too."""
+        """See `HttpSettings.load`. The file of operators' tokens must also be readable."""
         settings = super().load(**flags)
         _ = settings.control_http  # raises
         if settings.clients_file is not None and settings.http_token_file is not None:
@@ -259,7 +259,7 @@ class ProxySettings(RoutingSettings, HttpSettings):
 
     @property
     def control_is_apart(self) -> bool:
-        """Do operators' calls have a port of their own? On loopback that would keep no one out."""
+        """True if operators' calls have their own port. On loopback that would not keep anyone out."""
         given = (self.control_port, self.control_token_file, self.http_token_file, self.clients_file)
         return any(one is not None for one in given) or not is_loopback(self.host)
 

@@ -59,7 +59,7 @@ PublishedKind = Annotated[_Kinds, BeforeValidator(_check_kind)]
 
 
 class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
-    """One publisher process: for one engine, or for all ranks of one."""
+    """Settings of one publisher process: for one engine, or for all its ranks."""
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "engine worker_id model_id endpoint engine_url",
@@ -75,8 +75,8 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
 
     nats_url: NatsUrl = nats_url_field()
     engine: PublishedKind = Field(
-        description="Kind of engine; open: one that speaks the open event forms; mock: a simulated one; store: a shared store, "
-        "of which engines' publishers tell."
+        description="Kind of engine; open: one that sends the open event forms; mock: a simulated one; store: a shared store, "
+        "whose blocks engines' publishers report."
     )
     events: bool = Field(
         default=True,
@@ -93,8 +93,8 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     )
     hash_chain: Name = Field(
         default=DEFAULT_HASH_CHAIN,
-        description="Name of the engine's own block hashes: requests ask for blocks that are told without token ids by the "
-        "chain external:NAME (open event forms).",
+        description="Name of the engine's own block hashes: requests find blocks that are published without token ids under "
+        "the chain external:NAME (open event forms).",
     )
     endpoint: ZmqEndpoint | None = Field(
         default=None,
@@ -109,7 +109,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         default=None, description="Tokens in a block; default: learned from the events."
     )
     block_bytes: BlockBytes = Field(
-        default=0, description="Bytes of KV cache in a block; 0: by --model-config-path, or as the engine says."
+        default=0, description="Bytes of KV cache in a block; 0: from --model-config-path, or as the engine reports."
     )
     model_config_path: Path | None = Field(
         default=None,
@@ -151,11 +151,11 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     )
     chunk_size: Count = Field(
         default=0,
-        description="Tokens in a chunk of chunked local attention (Llama 4: 8192); no event tells it. 0: unknown.",
+        description="Tokens in a chunk of chunked local attention (Llama 4: 8192), which no event contains. 0: unknown.",
     )
     hybrid: bool = Field(
         default=False,
-        description="The model has other attention than full, of which the engine's events say nothing (SGLang's hybrids).",
+        description="The model also has other than full attention, which the engine's events don't show (SGLang's hybrids).",
     )
     scheduler_block_size: Count = Field(
         default=0,
@@ -164,12 +164,12 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     adapter_ids: Labels = Field(
         default_factory=dict,
         max_length=MAX_ITEMS,
-        description="Names of adapters by the ids of an engine that tells no names (vLLM before 0.14): id=name pairs, "
+        description="Names of adapters by the ids of an engine that sends no names (vLLM before 0.14): id=name pairs, "
         "separated by commas. Blocks of other adapters are left out.",
     )
     store_ttl_s: Annotated[int, Field(ge=0, le=MAX_SECONDS)] = Field(
         default=0,
-        description="Seconds for which a block is published that a connector stored where nobody tells its removal (Mooncake, "
+        description="Seconds for which to publish a block that a connector stored where removals are not reported (Mooncake, "
         "files, object stores). 0: it is left out.",
     )
     shared_store: WorkerId | None = Field(
@@ -179,20 +179,21 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     )
     read_setup_us: Count | None = Field(
         default=None,
-        description="Of a shared store: microseconds until a read's first byte; default: as its tier usually takes.",
+        description="For a shared store: microseconds until a read's first byte; default: as usual for its tier.",
     )
     read_us_per_mib: Count | None = Field(
-        default=None, description="Of a shared store: microseconds to read a MiB (5 GiB/s: 195); default: as its tier."
+        default=None,
+        description="For a shared store: microseconds to read a MiB (5 GiB/s: 195); default: as usual for its tier.",
     )
     lmcache_endpoint: LMCacheEndpoint | None = Field(
         default=None,
         description="Address of the LMCache multiprocess server that the engine is attached to, e.g. tcp://127.0.0.1:5555, "
-        "or grpc://127.0.0.1:5555 (extra lmcache): what its CPU memory holds is published too. Of a shared store: the server "
-        "that it is.",
+        "or grpc://127.0.0.1:5555 (extra lmcache): the content of its CPU memory is published too. For a shared store: its own "
+        "server.",
     )
     mooncake_endpoint: ZmqEndpoint | None = Field(
         default=None,
-        description="Of a shared store: the KV event socket of Mooncake's master, which says what it evicts.",
+        description="For a shared store: the KV event socket of Mooncake's master, which reports evictions.",
     )
     lmcache_model: Name | None = Field(
         default=None, description="The model as the engine names it to LMCache; default: the model id."
@@ -221,9 +222,9 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. A shared store needs `block_size`, and `store_ttl_s` unless it is LMCache's server. An
-        engine with events needs `endpoint`, one without needs `engine_url`; TensorRT-LLM's
-        events are read at `engine_url`."""
+        """See `ProcessSettings.load`. A shared store needs `block_size`, and also `store_ttl_s` unless it is LMCache's
+        server. An engine with events needs `endpoint`, one without needs `engine_url`. TensorRT-LLM's events are read at
+        `engine_url`."""
         settings = super().load(**flags)
         if settings.source is not None and settings.engine is not EngineKind.OPEN:
             raise SettingsError(
@@ -254,7 +255,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         return settings
 
     def _check_open(self) -> None:
-        """Batches come from a socket, from standard input, or to the status page."""
+        """Check that batches come from a socket, from standard input, or to the status page."""
         if self.source is not None and self.endpoint is not None:
             raise SettingsError(f"--source is {self.source}, and --endpoint {self.endpoint}; expected one of them")
         if self.source is not None and self.dp_size is not None:
@@ -268,7 +269,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
             raise SettingsError(missing_line("endpoint", expected))
 
     def _check_store(self) -> None:
-        """A shared store has no engine's addresses, and its block size must be given: routers need it to look prompts up."""
+        """Check a shared store: it has no engine addresses, and routers need its block size to look prompts up."""
         if self.block_size is None:
             raise SettingsError(missing_line("block_size", "expected the block size of the engines that use the store"))
         for flag, given in (
@@ -280,15 +281,16 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
             ("--dp-size", self.dp_size),
         ):
             if given is not None:
-                raise SettingsError(f"{flag} is {given}; expected none: a shared store is no engine")
+                raise SettingsError(f"{flag} is {given}; expected none: a shared store is not an engine")
         if not self.store_ttl_s and self.lmcache_endpoint is None:
             expected = (
-                "expected a time after which a block counts as evicted, since nobody tells; or --lmcache-endpoint"
+                "expected a time after which a block counts as evicted, since evictions are not reported; or "
+                "--lmcache-endpoint"
             )
             raise SettingsError(missing_line("store_ttl_s", expected))
 
     def _check_drained(self) -> None:
-        """An engine whose events are read over HTTP has no sockets, and one answer for all its ranks."""
+        """Check an engine whose events are read over HTTP: it has no sockets, and one answer for all its ranks."""
         if self.engine_url is None:
             raise SettingsError(
                 missing_line("engine_url", "expected trtllm-serve's HTTP address, where events are read")
@@ -304,7 +306,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
 
     @property
     def ranks(self) -> Sequence[Self]:
-        """The settings of each rank that the process serves; without `dp_size` these settings alone."""
+        """The settings of each rank that the process serves; without `dp_size` only these settings."""
         if self.dp_size is None:
             return [self]
         return [self.model_copy(update={"dp_rank": rank, "dp_size": None}) for rank in range(self.dp_size)]

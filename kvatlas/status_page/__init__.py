@@ -1,1 +1,2 @@
-"""The status page that routers, indexers and sidecars serve for people: one page, one renderer; each has its own sections."""
+"""The status page for people, served by routers, indexers and sidecars: one page and one renderer, each with its own
+sections."""

@@ -1,4 +1,4 @@
-"""What a status page shows, without how it looks: facts, sections of tables, and a form to probe with."""
+"""The content of a status page, independent of its looks: facts, sections of tables, and a form for the probe."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Tone(StrEnum):
-    """How a cell is meant."""
+    """The meaning of a cell."""
 
     PLAIN = "plain"
     QUIET = "quiet"
@@ -17,7 +17,7 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`hint`: more of it, shown on hovering. `share`: 0 to 1, drawn as a bar beside the text. `marked`: the text is a state or
+    """`hint`: details, shown on hovering. `share`: 0 to 1, drawn as a bar beside the text. `marked`: the text is a state or
     a choice, and stands out."""
 
     text: str
@@ -29,7 +29,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`number`: its cells are compared by eye, so they are aligned at their end."""
+    """`number`: its cells are compared by eye, so they are right-aligned."""
 
     label: str
     number: bool = False
@@ -38,8 +38,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`empty`: what is shown without a row. `note`: what it leaves out. `title`: in a section with several tables. `folded`:
-    shown on a click."""
+    """`empty`: text shown without rows. `note`: what the table leaves out. `title`: used in a section with several tables.
+    `folded`: rows are shown on a click."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
@@ -49,7 +49,7 @@ class Table:
     folded: bool = False
 
     def without_empty(self, *labels: str) -> "Table":
-        """Without those of these columns in which no row says anything."""
+        """Drop those of these columns that are empty in every row."""
         kept = [
             i
             for i, column in enumerate(self.columns)
@@ -62,7 +62,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A row of bars, the newest last. `values`: (height, what it stands for)."""
+    """A row of bars, the newest last. `values`: (height, label)."""
 
     title: str
     values: Sequence[tuple[float, str]]
@@ -91,10 +91,10 @@ QUIET_DASH = Cell("–", Tone.QUIET)
 
 
 def milliseconds_text(us: float) -> str:
-    """With a decimal where it matters."""
+    """Milliseconds as text, with a decimal if they are few."""
     return f"{us / 1e3:,.1f} ms" if us < 100_000 else f"{us / 1e3:,.0f} ms"
 
 
 def number_cell(value: int, tone: Tone = Tone.PLAIN, hint: str = "") -> Cell:
-    """With separators of thousands; 0 is quiet."""
+    """A number with thousands separators; 0 is quiet."""
     return Cell(f"{value:,}", Tone.QUIET if not value and tone is Tone.PLAIN else tone, hint)

@@ -1,4 +1,5 @@
-"""The page as HTML. It loads nothing: style and script are in it, and its policy lets the browser run nothing else."""
+"""The page as HTML. It loads nothing: style and script are inline, and its policy forbids the browser to run anything
+else."""
 
 import time
 from base64 import b64encode
@@ -19,7 +20,7 @@ _FOLDER = Path(__file__).parent
 
 
 def render(role: str, name: str, facts: Sequence[Fact], sections: Sequence[Section], form: Form | None) -> str:
-    """`role`: what the process is, `name`: which one."""
+    """`role`: the kind of process, `name`: which one."""
     style, script = _part("page.css"), _part("page.js")
     return _template().render(
         role=role,
@@ -30,14 +31,14 @@ def render(role: str, name: str, facts: Sequence[Fact], sections: Sequence[Secti
         version=own_version(),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         refresh_ms=REFRESH_MS,
-        style=Markup(style),  # noqa: S704 files of ours
+        style=Markup(style),  # noqa: S704 our own files
         script=Markup(script),  # noqa: S704
     )
 
 
 @cache
 def headers() -> Mapping[str, str]:
-    """For every page: what the browser may do with it."""
+    """Headers of every page: what the browser may do with it."""
     policy = {
         "default-src": "'none'",
         "style-src": _source(_part("page.css")),
@@ -74,5 +75,5 @@ def _part(name: str) -> str:
 
 
 def _source(text: str) -> str:
-    """As a content security policy names a text in the page."""
+    """A source expression that allows a text of the page in a content security policy."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

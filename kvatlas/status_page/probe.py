@@ -1,4 +1,4 @@
-"""The probe of a status page: a prompt in a form, and what answers it."""
+"""The probe of a status page: a form for a prompt, and what answers it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from kvatlas.errors import InvalidValue
 from kvatlas.status_page.content import Section
 
 MAX_BYTES = 512 * 1024
-"""Of a form: some 60,000 token ids."""
+"""Limit of a form: some 60,000 token ids."""
 MAX_FIELDS = 16
 MAX_NAME = 512
 
 
 class PromptKind(StrEnum):
-    """What was pasted."""
+    """The kind of text that was pasted."""
 
     TOKENS = "tokens"
     TEXT = "text"
@@ -46,13 +46,13 @@ class Query:
 
     @classmethod
     def parse(cls, body: bytes, kinds: Sequence[PromptKind]) -> Self:
-        """From a URL-encoded form. Raises InvalidValue for anything else, and without a prompt."""
+        """Parse a URL-encoded form. Raises InvalidValue for anything else, and for an empty prompt."""
         try:
             fields = parse_qs(body.decode("ascii"), max_num_fields=MAX_FIELDS, errors="strict")
-        except ValueError as error:  # a UnicodeError is one
+        except ValueError as error:  # includes UnicodeError
             raise InvalidValue(f"the form can't be read: {error}") from error
         kind = _field(fields, "kind")
-        prompt = (fields.get("prompt") or [""])[0].replace("\r\n", "\n")  # browsers send every line's end so
+        prompt = (fields.get("prompt") or [""])[0].replace("\r\n", "\n")  # browsers end lines with \r\n
         if kind not in kinds:
             raise InvalidValue(f"kind is {kind!r}; expected one of {', '.join(kinds)}")
         if not prompt.strip():
@@ -69,26 +69,26 @@ def _field(fields: Mapping[str, Sequence[str]], name: str) -> str:
 
 
 class Probe(Protocol):
-    """Answers what a form asks."""
+    """Answers the queries of a form."""
 
     @property
     def kinds(self) -> Sequence[PromptKind]:
-        """What may be pasted."""
+        """Kinds of text that may be pasted."""
 
     @property
     def asks_adapter(self) -> bool:
-        """Is an adapter named besides the model?"""
+        """True if an adapter can be named besides the model."""
 
     async def models(self) -> Mapping[str, str]:
         """Models to choose from: what the form sends, and what it shows. Raises KvatlasError."""
 
     async def answer(self, query: Query) -> Section:
-        """Who holds how much of the prompt, and what it would cost where. Nothing is booked. Raises KvatlasError."""
+        """Workers that hold some of the prompt, and what it would cost there. Nothing is booked. Raises KvatlasError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the page shows of a probe: its form. `error`: why the last one got no answer; `answer`: what it got."""
+    """A probe's form on the page. `error`: why the last query failed; `answer`: its answer."""
 
     kinds: Sequence[PromptKind]
     models: Mapping[str, str]

@@ -1,7 +1,7 @@
-"""`/` of a process' status port: the page, and the answer to its probe.
+"""`/` of a process' status port: the page, and the answers of its probe.
 
-The figures are collected at most once a second, however many look at them, and each section on its own: what does not answer
-says so in its place.
+Figures are collected at most once a second, however many people look at them. Sections are independent: one that can't be
+read says so in its place.
 """
 
 import asyncio
@@ -20,12 +20,13 @@ from kvatlas.status_page.probe import MAX_BYTES, Form, Probe, Query
 FRESH_S = 1.0
 SECTION_S = 3.0
 PROBE_S = 15.0
-"""An engine may have to tokenize the text."""
+"""Long, because an engine may have to tokenize the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One section: its name and title, and what makes it; that may raise KvatlasError, TimeoutError and the page's failures."""
+    """One section: its name and title, and the function that reads it, which may raise KvatlasError, TimeoutError and the
+    page's failures."""
 
     name: str
     title: str
@@ -48,8 +49,8 @@ class StatusPage:
         probe: Probe | None = None,
         failures: tuple[type[Exception], ...] = (),
     ) -> None:
-        """`role`: what the process is; `name`: which one. `facts`: figures that are known at once. `failures`: what sections
-        and the probe raise besides, when something is away."""
+        """`role`: the kind of process; `name`: which one. `facts`: figures that need no waiting. `failures`: further errors
+        that sections and the probe raise when a server is away."""
         self._failures: tuple[type[Exception], ...] = (KvatlasError, TimeoutError, *failures)
         self._role = role
         self._name = name
@@ -89,7 +90,7 @@ class StatusPage:
         return await self._page(form)
 
     async def _page(self, form: Form | None, status: int = 200) -> Response:
-        from kvatlas.status_page import page  # needs jinja2: 2 MiB, of which most sidecars show nobody anything
+        from kvatlas.status_page import page  # needs jinja2, 2 MiB; nobody opens most sidecars' pages
 
         sections = await self._read_sections()
         text = page.render(self._role, self._name(), self._facts(), sections, form)
@@ -117,12 +118,12 @@ class StatusPage:
             async with asyncio.timeout(SECTION_S):
                 return await source.read()
         except self._failures as error:
-            line = Cell(f"Not known now: {_line(error)}", Tone.BAD)
+            line = Cell(f"Unknown now: {_line(error)}", Tone.BAD)
             return Section(source.name, source.title, lines=[line])
 
 
 async def _read(request: Request) -> bytes:
-    """The body. Raises _TooLong."""
+    """Read the body. Raises _TooLong."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)

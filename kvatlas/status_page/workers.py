@@ -1,4 +1,4 @@
-"""The workers as any process sees them that reads the fleet's records: state, blocks by tier, load, last event, last repair."""
+"""The workers, for any process that reads the fleet's records: state, blocks by tier, load, last event, last repair."""
 
 import asyncio
 import time
@@ -11,9 +11,9 @@ from kvatlas.quantities import age_text, count_text
 from kvatlas.status_page.content import QUIET_DASH, Cell, Column, Fact, Section, Table, Tone, number_cell
 
 MOST_WORKERS = 64
-"""Rows; those that need attention come first."""
+"""Limit of rows; workers that need attention come first."""
 LATE_US = 3_000_000
-"""A heartbeat that is this old is late; after 5 s the worker is lost."""
+"""A heartbeat is late after this long; after 5 s the worker is lost."""
 READS_AT_ONCE = 8
 
 ReadDigest = Callable[[str], Awaitable[Sequence[int] | None]]
@@ -50,7 +50,7 @@ async def workers_section(records: Mapping[str, FleetRecord], digest: ReadDigest
 
 
 def workers_fact(records: Mapping[str, FleetRecord]) -> Fact:
-    """How many may get requests."""
+    """How many workers may get requests."""
     engines = [record for record in records.values() if not record.endpoint.is_store]
     routable = sum(record.routable for record in engines)
     tone = Tone.GOOD if routable == len(engines) and routable else Tone.WARNING if routable else Tone.BAD
@@ -58,13 +58,13 @@ def workers_fact(records: Mapping[str, FleetRecord]) -> Fact:
 
 
 def blocks_cell(by_tier: Mapping[Tier, int]) -> Cell:
-    """Blocks by tier, the nearest first; a tier without any is left out."""
+    """Blocks by tier, nearest first; empty tiers are left out."""
     parts = [f"{count:,} {tier.label}" for tier, count in sorted(by_tier.items()) if count]
     return Cell(" + ".join(parts)) if parts else Cell("0", Tone.QUIET)
 
 
 def state_cell(state: EngineState, liveness: Liveness = Liveness.ALIVE, doubt: str = "") -> Cell:
-    """`doubt`: why the index may be wrong about it."""
+    """The state of a worker. `doubt`: why the index may be wrong about it."""
     if liveness is Liveness.LOST:
         return Cell("lost", Tone.BAD, "no heartbeat for 5 s: routers skip it", marked=True)
     if state is EngineState.DOWN:
@@ -77,7 +77,7 @@ def state_cell(state: EngineState, liveness: Liveness = Liveness.ALIVE, doubt: s
 
 
 def load_cells(load: WorkerState | None) -> list[Cell]:
-    """Requests that run and wait, and the cache's use."""
+    """Running and waiting requests, and the use of the cache."""
     if load is None:
         return [QUIET_DASH] * 3
     forward = load.forward_pass
@@ -87,7 +87,7 @@ def load_cells(load: WorkerState | None) -> list[Cell]:
 
 
 def ago_cell(at_us: int | None, now_us: int, late_us: int | None = None) -> Cell:
-    """How long ago; a dash if never."""
+    """Time since a moment; a dash for never."""
     if not at_us:
         return QUIET_DASH
     age_us = max(0, now_us - at_us)
@@ -114,5 +114,5 @@ def _row(worker_id: str, record: FleetRecord, held: Sequence[int] | None, now_us
 
 
 def _is_well(record: FleetRecord) -> bool:
-    """Needs nobody's attention."""
+    """True if the worker needs no attention."""
     return record.liveness is Liveness.ALIVE and record.state is EngineState.UP and not record.doubt

@@ -17,10 +17,10 @@ CLUSTER_PREFIXES = tuple(f"{scheme}://" for scheme in CLUSTER_SCHEMES)
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """`url`: with user and password, if the store asks for them; of a cluster, any servers of it, separated by commas; with
-    Sentinel as `SentinelUrl` describes it. `ca_file` is trusted instead of the system's authorities; `cert_file` and
-    `key_file` are this client's, for a store that asks for certificates. They need a scheme that begins with `rediss`.
-    `read_replicas`: overlaps are read from a cluster's replicas, a few seconds old at most."""
+    """`url`: with user and password if the store requires them; for a cluster, any of its servers, separated by commas; for
+    Sentinel, as `SentinelUrl` describes. `ca_file` is trusted instead of the system's authorities; `cert_file` and
+    `key_file` are this client's, for a store that requires certificates. Files need a scheme that begins with `rediss`.
+    `read_replicas`: overlaps are read from a cluster's replicas, at most a few seconds old."""
 
     url: str
     ca_file: Path | None = None
@@ -30,12 +30,12 @@ class RedisAccess:
 
     @property
     def urls(self) -> list[str]:
-        """One, or those of a cluster's servers."""
+        """The URL, or those of a cluster's servers."""
         return split_urls(self.url)
 
     @property
     def name(self) -> str:
-        """The store as it may be shown."""
+        """The store, safe to show: without credentials."""
         return f"Redis at {redact_url(self.url)}"
 
     @property
@@ -50,7 +50,7 @@ class RedisAccess:
             return {"server.address": host, "server.port": number, "db.namespace": str(sentinels.database)}
         try:
             port = parts.port
-        except ValueError:  # connecting says so
+        except ValueError:  # connecting reports it
             port = None
         attributes: dict[str, str | int] = {
             "server.address": parts.hostname or "localhost",
@@ -72,14 +72,15 @@ class RedisAccess:
         return options
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """For every connection to the store; None without files: then the URL says it all. Raises as `options`."""
+        """The TLS context of every connection to the store; None without files, because then the URL has all options.
+        Raises like `options`."""
         if self.ca_file is None and self.cert_file is None:
             return None
         return tls_context("Redis", self.ca_file, self.cert_file, self.key_file)
 
 
 def split_urls(url: str) -> list[str]:
-    """The URLs in a list of a cluster's servers; any other URL alone: a comma may be a password's."""
+    """The URLs of a cluster's servers; any other URL stays whole, because a comma may be part of a password."""
     several = [one.strip() for one in url.split(",")]
     return several if all(one.startswith(CLUSTER_PREFIXES) for one in several) else [url]
 
@@ -87,7 +88,7 @@ def split_urls(url: str) -> list[str]:
 def tls_context(
     what: str, ca_file: Path | None = None, cert_file: Path | None = None, key_file: Path | None = None
 ) -> ssl.SSLContext:
-    """A client's context for connections to `what`; renewed files are taken up. Raises OSError for a file that can't be read,
+    """A client's context for connections to `what`; picks up renewed files. Raises OSError for a file that can't be read,
     ssl.SSLError for one without a certificate."""
 
     def build() -> ssl.SSLContext:

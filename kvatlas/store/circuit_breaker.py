@@ -8,7 +8,7 @@ REST_S = 0.25
 
 
 class CircuitBreaker:
-    """Stops calling a store that failed `failures` times in a row; one call each `rest_s` tries it again."""
+    """Stops calling a store that failed `failures` times in a row; one call every `rest_s` seconds tries it again."""
 
     def __init__(
         self, failures: int = FAILURES, rest_s: float = REST_S, clock: Callable[[], float] = time.monotonic
@@ -20,7 +20,8 @@ class CircuitBreaker:
         self._next_try = 0.0
 
     def may_call(self) -> bool:
-        """True also for the one call that tries the store again: follow it by `record_success` or `record_failure`."""
+        """True if the store may be called, perhaps as the one call that tries it again. Follow it by `record_success` or
+        `record_failure`."""
         if self._failed < self._failures:
             return True
         now = self._clock()

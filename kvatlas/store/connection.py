@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 5.0
 
-_ONCE = Retry(NoBackoff(), 0)  # no hidden retries: the caller knows whether a second call is right
+_ONCE = Retry(NoBackoff(), 0)  # no hidden retries: the caller decides whether a second call is safe
 
 UNREACHABLE = (
     RedisConnectionError,
@@ -52,7 +52,7 @@ UNREACHABLE = (
     TimeoutError,
     OSError,
 )
-"""What redis-py raises if the store does not answer; anything else it raises is an answer."""
+"""Errors that redis-py raises if the store does not answer; any other error is an answer."""
 
 
 class Store:
@@ -64,7 +64,7 @@ class Store:
         self.name = access.name
         self.attributes = access.attributes
         self._nodes: dict[str, RedisConnections] = {}
-        """By node of a cluster; a standalone store has one without a name."""
+        """By node of a cluster; a standalone store has one entry with an empty name."""
         self._replica_nodes: dict[str, RedisConnections] = {}
         self._replicas: ReadReplicas | None = None
         if access.read_replicas and isinstance(client, RedisCluster):
@@ -83,8 +83,8 @@ class Store:
         return (await self._call([("FCALL_RO", function, len(keys), *keys, *args)], retry=True))[0]
 
     async def fcall_ro_many(self, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
-        """Several read-only calls in one pipelined round trip (in a cluster: one to each node); answers in order, of read
-        replicas if the store has them."""
+        """Several read-only calls in one pipelined round trip (in a cluster: one to each node), sent to read replicas if
+        configured; answers in order."""
         commands = [("FCALL_RO", function, len(keys), *keys, *args) for keys, args in calls]
         if self._replicas is not None:
             return list(await asyncio.gather(*(self._call_replica(self._replicas, command) for command in commands)))
@@ -108,7 +108,7 @@ class Store:
             pool = self.client.connection_pool
             return await self._connections_to("", pool.make_connection).call(commands, retry=retry)
         except ReadOnlyError as error:
-            # its role has changed: new connections may lead to the present primary
+            # its role has changed: new connections may lead to the current primary
             for connections in self._nodes.values():
                 connections.renew()
             await self.client.connection_pool.disconnect(inuse_connections=False)
@@ -121,7 +121,7 @@ class Store:
         return (await self._call([command], retry=True))[0] if found is None else found[0]
 
     async def _call_node(self, command: tuple[Any, ...], *, retry: bool) -> Any:
-        """A function call, at the node that has the slot of its first key as far as is known."""
+        """Call a function at the node that, as far as known, has the slot of its first key."""
         first_key = command[3]
         try:
             node = self.client.get_node_from_key(first_key)
@@ -130,14 +130,14 @@ class Store:
             )
             return (await connections.call([command], retry=retry))[0]
         except (AskError, TryAgainError, ClusterError, RedisClusterException, ReadOnlyError, RedisConnectionError):
-            # the slot has moved, or its node is gone: redis-py finds the new one, and remembers it
+            # the slot has moved, or its node is gone: redis-py finds and remembers the new one
             return await self._follow(command)
 
     async def _follow(self, command: tuple[Any, ...]) -> Any:
         try:
             return await self.client.execute_command(*command)
-        except AttributeError as error:  # redis-py's answer to an ASK that names a node that it does not know yet
-            raise RedisConnectionError("a slot moves to a server that is not known yet") from error
+        except AttributeError as error:  # redis-py's reaction to an ASK that names a node it does not know yet
+            raise RedisConnectionError("a slot is moving to an unknown server") from error
 
     def _connections_to_replica(self, node: ClusterNode) -> RedisConnections:
         options = {**node.connection_kwargs, "retry": _ONCE, "redis_connect_func": self.client.on_connect}
@@ -154,8 +154,8 @@ class Store:
         return connections
 
     async def load_functions(self, code: str) -> None:
-        """Load a function library, replacing an older one, on every primary. Raises Unreachable; OutOfMemoryError if the
-        store has no room for one that it does not have yet."""
+        """Load a function library on every primary, replacing an older one. Raises Unreachable; OutOfMemoryError if the
+        store has no room for a library that it does not have yet."""
         try:
             await self._on_primaries("FUNCTION LOAD", "REPLACE", code)
         except OutOfMemoryError:
@@ -179,14 +179,14 @@ class Store:
                 raise
 
     async def read_info(self, section: str) -> list[dict[str, Any]]:
-        """A section of INFO, of every primary. Raises Unreachable."""
+        """A section of INFO from every primary. Raises Unreachable."""
         found = await self.ask(self._on_primaries("INFO", section))
         by_node = self.is_cluster and all(isinstance(one, dict) for one in found.values())
         return list(found.values()) if by_node else [found]
 
     async def read_config(self, name: str) -> dict[str, str]:
-        """A setting of every primary that says it, by node; of a standalone store under an empty name. Raises Unreachable, and
-        redis' ResponseError if the server hides its configuration."""
+        """A setting of every primary that reports it, by node; a standalone store has an empty name. Raises Unreachable,
+        and redis' ResponseError if the server hides its configuration."""
         found = await self.ask(self._on_primaries("CONFIG GET", name))
         answers = found if self.is_cluster and name not in found else {"": found}
         return {node: one[name] for node, one in answers.items() if isinstance(one, dict) and name in one}
@@ -197,7 +197,7 @@ class Store:
         return answer
 
     async def _has_functions(self, code: str) -> bool:
-        """Is exactly this library loaded? Unknown in a cluster, where one answer does not speak for every primary."""
+        """True if exactly this library is loaded. Unknown in a cluster, where one answer does not cover every primary."""
         if self.is_cluster:
             return False
         name = code.partition("\n")[0].rpartition("name=")[2]
@@ -213,13 +213,13 @@ class Store:
 async def open_store(
     access: RedisAccess | str, *, wait: bool = True, on_wait: Callable[[str], None] | None = None
 ) -> Store:
-    """A store that has answered once; `access` may be the URL alone.
+    """Open a store and wait for its first answer; `access` may be the URL alone.
 
-    URLs: `redis://`, `rediss://`, `unix://`, `redis+cluster://` and `rediss+cluster://` (any nodes of a cluster,
-    separated by commas), `redis+sentinel://` and `rediss+sentinel://` (as `SentinelUrl` describes). With `wait` an
-    unreachable server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises
-    Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials, or a file of certificates
-    that can't be used; InvalidValue for any other URL.
+    URLs: `redis://`, `rediss://`, `unix://`, `redis+cluster://` and `rediss+cluster://` (any nodes of a cluster, separated
+    by commas), `redis+sentinel://` and `rediss+sentinel://` (as `SentinelUrl` describes). With `wait` an unreachable server
+    is tried again with back-off, and `on_wait` gets a line for the user each time. Without `wait` it raises Unreachable at
+    once, naming the address. Raises AccessDenied for wrong credentials or unusable certificate files, InvalidValue for any
+    other URL.
     """
     whole = RedisAccess(access) if isinstance(access, str) else access
     return await retry_until_reachable(lambda: _open(whole), wait=wait, on_wait=on_wait)
@@ -251,8 +251,8 @@ async def _open(access: RedisAccess) -> Store:
 
 
 async def _initialize(client: RedisCluster) -> None:
-    """Read the cluster's map, and what commands there are, from any servers that answer: redis-py insists on its first
-    primary for the second."""
+    """Read the cluster's map and its commands from any servers that answer. redis-py insists on its first primary for the
+    commands."""
     silent: set[str] = set()
     while True:
         try:
@@ -276,7 +276,7 @@ def reason(error: BaseException) -> str:
 
 
 def _library_name(library: Any) -> str:
-    """From an entry of FUNCTION LIST, a map or a flat list of names and values."""
+    """The name in an entry of FUNCTION LIST, a map or a flat list of names and values."""
     fields = library if isinstance(library, dict) else dict(zip(library[::2], library[1::2], strict=True))
     name: bytes = fields[b"library_name"]
     return name.decode()
@@ -284,7 +284,7 @@ def _library_name(library: Any) -> str:
 
 def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
     try:
-        # a driver would introduce itself with CLIENT SETINFO, which Redis 7.0 does not know and our users may not call
+        # a driver would identify itself with CLIENT SETINFO, which Redis 7.0 does not know and our users may not call
         scheme, options = urlsplit(access.url).scheme, access.options() | {"driver_info": None}
         connections = _tls_connections(access)
         if scheme in CLUSTER_SCHEMES:
@@ -330,7 +330,7 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
 
 
 def _tls_connections(access: RedisAccess) -> type[SSLConnection] | None:
-    """None if the settings name no certificates."""
+    """Connections with the configured certificates; None without any."""
     context = access.tls_context()
     return None if context is None else with_context(SSLConnection, context)
 

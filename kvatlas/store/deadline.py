@@ -1,4 +1,4 @@
-"""Deadlines of store calls: how long a decision waits for the store, and what becomes of calls that are late."""
+"""Deadlines of store calls: how long a decision waits for the store, and what happens to late calls."""
 
 import asyncio
 import time
@@ -14,15 +14,15 @@ T = TypeVar("T")
 LAST_CHECKS = 3
 CALLS_A_DECISION = 3
 READ_SHARE = 0.6
-"""How much of a decision's time reading the pool and the index may take, so that some is left to book."""
+"""Share of a decision's time that reading the pool and the index may take, so that some is left for booking."""
 
 STORE_FAILURES = (Unreachable, LayoutMismatch, RedisError, TimeoutError)
-"""Raised for a store that is slow, away, or back without its data."""
+"""Errors from a store that is slow, away, or back without its data."""
 
 
 class StoreLatency:
     """How long the store's answers take, smoothed as TCP smooths its round trips (RFC 6298, 2). Waiting for the event loop
-    is part of it: on a busy machine the store does not answer later, but its answers are read later."""
+    is included: on a busy machine the store answers as fast, but its answers are read later."""
 
     def __init__(self) -> None:
         self._mean_s = 0.0
@@ -30,7 +30,7 @@ class StoreLatency:
         self._known = False
 
     def record(self, seconds: float) -> None:
-        """A call was answered."""
+        """Record the duration of an answered call."""
         if not self._known:
             self._mean_s, self._deviation_s, self._known = seconds, seconds / 2, True
             return
@@ -38,27 +38,27 @@ class StoreLatency:
         self._mean_s += (seconds - self._mean_s) / 8
 
     def deadline_ms(self, least_ms: float, most_ms: float) -> float:
-        """Time for a decision, which makes up to CALLS_A_DECISION calls; a store that never answers does not change it."""
+        """Time for a decision, which makes up to CALLS_A_DECISION calls. A store that never answers does not change it."""
         enough_ms = CALLS_A_DECISION * (self._mean_s + 4 * self._deviation_s) * 1_000
         return min(max(least_ms, enough_ms), max(least_ms, most_ms))
 
 
 class LateCalls:
-    """Store calls past their deadline, left running to their end: a connection that is just being made, and would be
-    cancelled every time, is there for the next call. The store's own time limit ends them."""
+    """Store calls past their deadline. They run to their end, so that a connection that is just being made is ready for the
+    next call instead of being cancelled every time. The store's own timeout ends them."""
 
     def __init__(self) -> None:
         self.latency = StoreLatency()
         self._late: set[asyncio.Task[Any]] = set()
 
     async def wait_for(self, call: Coroutine[Any, Any, T], seconds: float) -> T:
-        """The call's result. Raises TimeoutError if it takes longer, and what the call raises."""
+        """Return the call's result. Raises TimeoutError if it takes longer, and what the call raises."""
         task = asyncio.create_task(self._measure(call))
         try:
             async with asyncio.timeout(max(0.0, seconds)):
                 return await asyncio.shield(task)
         except TimeoutError:
-            # if it was this process that was busy, the result is there by now
+            # if this process was the busy one, the result is there by now
             for _ in range(LAST_CHECKS):
                 if task.done():
                     return task.result()
@@ -85,14 +85,14 @@ class LateCalls:
     def _discard(self, task: asyncio.Task[Any]) -> None:
         self._late.discard(task)
         if not task.cancelled():
-            task.exception()  # retrieved, or asyncio logs that it never was
+            task.exception()  # retrieved; otherwise asyncio logs that it never was
 
 
 class Deadline:
     """The time that one decision may wait for the store; None: no limit.
 
-    What the router computes in between does not count: with a thousand workers it may be more than the limit, and falling
-    open would not save it.
+    The router's own computing in between does not count. With a thousand workers it may take longer than the limit, and
+    falling open would not save it.
     """
 
     def __init__(self, ms: float | None, late_calls: LateCalls, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,7 +102,7 @@ class Deadline:
         self._waited_s = 0.0
 
     async def wait_for(self, call: Coroutine[Any, Any, T], share: float = 1.0) -> T:
-        """The call's result. Raises TimeoutError if this share of the time is over first, and what the call raises."""
+        """Return the call's result. Raises TimeoutError after this share of the time, and what the call raises."""
         if self.ms is None:
             return await call
         began = self._clock()
@@ -112,5 +112,5 @@ class Deadline:
             self._waited_s += self._clock() - began
 
     def describe(self, error: BaseException) -> str:
-        """Why a call failed, in one line."""
+        """The reason of a failed call, in one line."""
         return f"no answer in {self.ms:g} ms" if isinstance(error, TimeoutError) else str(error)

@@ -1,8 +1,8 @@
 """Libraries of server-side functions: their code, and calls that load them if the server does not have them.
 
-The names of a library and of its functions end with a tag, a hash of the code: processes of two versions each find their
-own functions, in whatever order they start. What a version leaves behind when its last process ends is deleted once no
-process has used it for long (`indexer/cleanup/library_expiry.py`): each process marks its libraries as used.
+Names of libraries and functions end with a tag, a hash of the code, so processes of two versions each find their own
+functions, in whatever order they start. Each process marks its libraries as used. A library that no process has used for
+long is deleted (`indexer/cleanup/library_expiry.py`).
 """
 
 import logging
@@ -25,7 +25,7 @@ from kvatlas.telemetry.duration_series import Durations
 
 MARK_EVERY_S = 600.0
 USED_FOR_S = 24 * 3600
-"""So long a mark counts: a library without one is used by no process that calls functions."""
+"""Lifetime of a mark: no process that calls functions uses a library without one."""
 
 _MISSING = "Function not found"
 _TAG_BYTES = 4
@@ -59,7 +59,7 @@ local function bounded(callback, most_args, most_bytes)
   end
 end
 
--- Returns an argument as a whole number between these; raises an error if it is none.
+-- Returns an argument as a whole number within these bounds; raises an error for anything else.
 local function integer(text, least, most)
   local number = tonumber(text)
   if not number or number < least or number > (most or MOST_NUMBER) or number % 1 ~= 0 then
@@ -81,18 +81,19 @@ _durations = Durations(
 
 
 class FunctionLibrary:
-    """One library, made of a folder of `.lua` files: those of `shared` first, in this order, then the others, each with the
-    one command that it is named by. They register a function under its name and `TAG`; calls leave the tag out.
+    """One library, made of a folder of `.lua` files: first those in `shared`, in this order, then the others, each with the
+    one command that it is named after. They register a function under its name plus `TAG`; calls leave the tag out.
 
-    The server compiles the library as one chunk, which may have 200 locals. So each file is a block of its own: what a shared
-    file has at its top level is exported, and each block begins with the exports of earlier files that it mentions, as locals.
+    The server compiles the library as one chunk, which may have only 200 locals. So each file becomes a block:
+    top-level names of shared files are exported, and each block begins with the earlier exports that it mentions, as
+    locals.
 
-    If the server does not have the function (it was never loaded, or flushed), a call loads the library, which is always
-    right, and tries once more. All calls raise what `Store.fcall` raises.
+    If the server does not have a function (never loaded, or flushed), a call loads the library, which is always safe, and
+    tries once more. All calls raise what `Store.fcall` raises.
     """
 
     def __init__(self, family: str, folder: Path, shared: Sequence[str]) -> None:
-        """`family`: the name without the tag."""
+        """`family`: the library's name without its tag."""
         self.family = family
         self.folder = folder
         self.shared = shared
@@ -104,11 +105,11 @@ class FunctionLibrary:
 
     @cached_property
     def code(self) -> str:
-        """What is loaded; it begins with the line that names the library."""
+        """The code to load; it begins with the line that names the library."""
         return f"#!lua name={self.name}\nlocal TAG = '{self._tag}'\n{self._body}"
 
     def function(self, name: str) -> str:
-        """The name under which the server has a function."""
+        """The function's name on the server."""
         return name + self._tag
 
     @cached_property
@@ -141,7 +142,7 @@ class FunctionLibrary:
         return sorted(path.stem for path in self.folder.glob("*.lua") if path.stem not in self.shared)
 
     def source(self, stem: str) -> str:
-        """The text of one of its files."""
+        """The text of one of the library's files."""
         return (self.folder / f"{stem}.lua").read_text()
 
     async def load(self, store: Store) -> None:
@@ -160,7 +161,7 @@ class FunctionLibrary:
     async def call_ro_many(
         self, store: Store, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]
     ) -> list[Any]:
-        """Several (keys, args) of one function that writes nothing: see `Store.fcall_ro_many`."""
+        """Several (keys, args) for one function that writes nothing: see `Store.fcall_ro_many`."""
         with _observed("FCALL_RO", function, store, len(calls)):
             answers: list[Any] = await self._call(store, store.fcall_ro_many, function, calls)
         return answers
@@ -198,7 +199,7 @@ def _top_level(source: str) -> list[str]:
 
 @contextmanager
 def _observed(operation: str, function: str, store: Store, calls: int = 1) -> Iterator[None]:
-    """A call's span, and its duration by function."""
+    """Record a call's span, and its duration by function."""
     began, failure = perf_counter(), ""
     with store_span(operation, function, store.attributes, calls):
         try:
@@ -211,7 +212,7 @@ def _observed(operation: str, function: str, store: Store, calls: int = 1) -> It
 
 
 def mark_key(library: str) -> str:
-    """The key that says that a library, named with its tag, is used."""
+    """The key that marks a library, named with its tag, as used."""
     return f"kva:{{fleet}}:library:{library}"
 
 

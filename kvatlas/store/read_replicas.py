@@ -1,4 +1,4 @@
-"""Reads from the replicas of a cluster's primaries, as long as these hear from their primaries."""
+"""Reads from a cluster's replicas, while they hear from their primaries."""
 
 import logging
 import random
@@ -13,17 +13,17 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.redis_connections import RedisConnections
 
 HEARD_S = 2
-"""A replica that has not heard from its primary for longer may be behind, and is not read."""
+"""A replica that has not heard from its primary for longer may be behind, and is not used."""
 CHECK_EVERY_S = 1.0
 
 log = logging.getLogger("kvatlas.store")
 
 
 class ReadReplicas:
-    """Of each shard of the store one replica, another one for each process: answers may be HEARD_S + CHECK_EVERY_S old."""
+    """Picks one replica of each shard, a different one in each process. Answers may be HEARD_S + CHECK_EVERY_S old."""
 
     def __init__(self, client: RedisCluster, connections_to: Callable[[ClusterNode], RedisConnections]) -> None:
-        """`connections_to`: those that may read from a replica."""
+        """`connections_to`: returns connections that may read from a replica."""
         self._client = client
         self._connections_to = connections_to
         self._choice = random.SystemRandom().random()
@@ -32,7 +32,7 @@ class ReadReplicas:
         self._log = RateLimitedLog(log)
 
     async def call(self, command: tuple[Any, ...]) -> tuple[Any] | None:
-        """The answer to a reading function call, from a replica; None if the primary has to be asked."""
+        """A replica's answer to a read-only function call; None if the primary must be asked."""
         node = self._replica_of(command[3])
         if node is None:
             return None
@@ -43,7 +43,7 @@ class ReadReplicas:
             return ((await connections.call([command], retry=True))[0],)
         except (RedisError, OSError, TimeoutError) as error:
             self._checked[node.name] = monotonic(), False
-            self._log.report(node.name, f"replica {node.name}: not read ({error}), asking its primary")
+            self._log.report(node.name, f"replica {node.name}: not used ({error}), asking its primary")
             return None
 
     def _replica_of(self, key: str | bytes) -> ClusterNode | None:
@@ -54,7 +54,7 @@ class ReadReplicas:
         checked_s, current = self._checked.get(name, (0.0, False))
         if monotonic() < checked_s + CHECK_EVERY_S:
             return current
-        self._checked[name] = monotonic(), current  # for the calls that come meanwhile
+        self._checked[name] = monotonic(), current  # for calls that arrive meanwhile
         (text,) = await connections.call([("INFO", "replication")], retry=True)
         info = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
         heard = info.get("master_link_status") == "up" and int(info["master_last_io_seconds_ago"]) <= HEARD_S

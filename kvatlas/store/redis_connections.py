@@ -1,8 +1,8 @@
-"""Calls to the nodes of a store over few connections, many at a time on each: requests are written as they come, and the
-answers come back in that order.
+"""Calls to the nodes of a store over few connections, with many calls at a time on each: requests are written as they come,
+and the answers arrive in that order.
 
-redis-py opens and authenticates a connection; from then on its transport is read here, without a task, a lock and a buffer
-of its own for every call: 150 us of round trip on loopback become 60, and calls that come at once wait for each other, not
+redis-py opens and authenticates a connection. From then on we read its transport here, without a task, a lock and a buffer
+for every call. A round trip on loopback takes 60 us instead of 150, and simultaneous calls wait for each other instead of
 for a free connection.
 """
 
@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 MOST_CONNECTIONS = 4
-"""To one node. A long answer, or a long call, holds up what was sent behind it on the same connection."""
+"""Limit per node. A long answer or a long call delays everything sent after it on the same connection."""
 
 _NOTHING_YET = object()
 
@@ -26,12 +26,12 @@ _NOTHING_YET = object()
 class RedisConnections:
     """Connections to one node. Safe to share between tasks of one event loop.
 
-    A call that is cancelled leaves its connection in order: its answer is read and dropped. If one is not answered within
+    A cancelled call leaves its connection intact: its answer is read and dropped. If a call is not answered within
     `timeout_s`, the connection is closed, and all calls on it fail.
     """
 
     def __init__(self, connect: Callable[[], Any], timeout_s: float) -> None:
-        """`connect`: makes an unconnected connection of redis-py, with the address and the credentials."""
+        """`connect`: creates an unconnected redis-py connection with address and credentials."""
         self._connect = connect
         self._timeout_s = timeout_s
         self._open: list[_Pipeline] = []
@@ -40,8 +40,8 @@ class RedisConnections:
     async def call(self, commands: Sequence[tuple[Any, ...]], *, retry: bool) -> list[Any]:
         """The answers to commands sent together, in order.
 
-        `retry`: try once more on a new connection if this one was closed; only for commands that may run twice. Raises
-        what the server answers to the first command that it refuses, and redis' ConnectionError and TimeoutError.
+        `retry`: try once more on a new connection if this one was closed; only for commands that may run twice. Raises the
+        server's error for the first command that it refuses, and redis' ConnectionError and TimeoutError.
         """
         packed = b"".join(map(pack_command, commands))
         pipeline = self._choose() or await self._connected()
@@ -57,13 +57,13 @@ class RedisConnections:
         return answers
 
     def renew(self) -> None:
-        """Open new connections for the calls to come; the present ones close when what they were sent is answered."""
+        """Open new connections for future calls; the current ones close once their calls are answered."""
         open_ones, self._open = self._open, []
         for pipeline in open_ones:
             pipeline.finish()
 
     async def close(self) -> None:
-        """Close every connection; what is not answered yet fails."""
+        """Close every connection; unanswered calls fail."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
@@ -71,7 +71,7 @@ class RedisConnections:
             pipeline.close()
 
     def _choose(self) -> "_Pipeline | None":
-        """The connection with the fewest calls under way; None if there is none yet. If all are busy, one more is opened
+        """The connection with the fewest open calls; None before the first connection. If all are busy, one more is opened
         for the next call."""
         open_ones = self._open
         if not open_ones:
@@ -82,7 +82,7 @@ class RedisConnections:
         return best
 
     async def _connected(self) -> "_Pipeline":
-        """A connection that is just being opened, for all calls that wait for it."""
+        """A connection that is just being opened, shared by all calls that wait for it."""
         return await asyncio.shield(self._opening or self._begin_opening())
 
     def _begin_opening(self) -> "asyncio.Task[_Pipeline]":
@@ -93,7 +93,7 @@ class RedisConnections:
     def _opened(self, task: "asyncio.Task[_Pipeline]") -> None:
         self._opening = None
         if not task.cancelled():
-            task.exception()  # retrieved: if no call waits for it, the next one sees for itself
+            task.exception()  # retrieved: if no call waits for it, the next call gets its own error
 
     async def _open_one(self) -> "_Pipeline":
         connection = self._connect()
@@ -108,10 +108,10 @@ class RedisConnections:
 
 
 class _Pipeline(asyncio.Protocol):
-    """One connection: calls that are not answered yet, in the order in which they were sent."""
+    """One connection, with its unanswered calls in the order in which they were sent."""
 
     def __init__(self, connection: Any, timeout_s: float, on_lost: Callable[["_Pipeline"], None]) -> None:
-        """Takes over a connected connection of redis-py."""
+        """Takes over a connected redis-py connection."""
         self._connection = connection
         self._transport: asyncio.Transport = connection._writer.transport
         self._timeout_s = timeout_s
@@ -121,7 +121,7 @@ class _Pipeline(asyncio.Protocol):
             protocolError=ProtocolError, replyError=BaseParser.parse_error, notEnoughData=_NOTHING_YET
         )
         self._calls: deque[tuple[asyncio.Future[list[Any]], list[Any], int, float]] = deque()
-        """Its future, its answers so far, how many there will be, when it was sent."""
+        """Each call's future, its answers so far, how many it expects, and when it was sent."""
         self._timer: asyncio.TimerHandle | None = None
         self._lost: RedisError | None = None
         self._finishing = False
@@ -131,7 +131,7 @@ class _Pipeline(asyncio.Protocol):
         self._transport.resume_reading()
 
     def waiting(self) -> int:
-        """Calls that are not answered yet."""
+        """Number of unanswered calls."""
         return len(self._calls)
 
     async def send(self, packed: bytes, count: int) -> list[Any]:
@@ -149,13 +149,13 @@ class _Pipeline(asyncio.Protocol):
         return await future
 
     def finish(self) -> None:
-        """Close when everything is answered."""
+        """Close once everything is answered."""
         self._finishing = True
         if not self._calls:
             self.close()
 
     def close(self) -> None:
-        """What is not answered yet fails."""
+        """Close now; unanswered calls fail."""
         self._fail(RedisConnectionError("Connection closed by this program"))
 
     # ------------------------------------------------------------ called by the transport
@@ -194,7 +194,7 @@ class _Pipeline(asyncio.Protocol):
     # ------------------------------------------------------------ pieces
 
     def _check_time(self) -> None:
-        """The first call that waits is the oldest."""
+        """Check the first waiting call, which is the oldest."""
         self._timer = None
         if not self._calls:
             return
@@ -221,4 +221,4 @@ class _Pipeline(asyncio.Protocol):
         for future, *_ in calls:
             if not future.done():
                 future.set_exception(error)
-        self._connection._close()  # so that redis-py knows
+        self._connection._close()  # so redis-py knows

@@ -1,4 +1,4 @@
-"""Where Sentinels are, and which primary they watch: a URL."""
+"""A URL that names Sentinels and the primary that they watch."""
 
 from dataclasses import dataclass
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -12,7 +12,7 @@ _PORT = 26_379
 class SentinelUrl:
     """`redis+sentinel://user:password@host:port,host:port/name/database`; `rediss+sentinel`: TLS to Sentinels and servers.
 
-    The login is the servers'; `?sentinel_username=...&sentinel_password=...` is the Sentinels' own.
+    The login is for the servers; `?sentinel_username=...&sentinel_password=...` is for the Sentinels.
     """
 
     tls: bool
@@ -26,11 +26,11 @@ class SentinelUrl:
 
     @classmethod
     def parse(cls, url: str) -> "SentinelUrl":
-        """Raises ValueError, whose text has no part of the URL."""
+        """Parse the URL. Raises ValueError, whose text quotes no part of the URL."""
         scheme, _, rest = url.partition("://")
         authority, slash, path = rest.partition("/")
         login, _, places = authority.rpartition("@")
-        parts = urlsplit(f"{scheme}://{slash}{path}")  # without the hosts: of several it can't read IPv6 addresses
+        parts = urlsplit(f"{scheme}://{slash}{path}")  # without the hosts: urlsplit can't read several IPv6 addresses
         user, _, password = login.partition(":")
         service, _, database = parts.path.strip("/").partition("/")
         options = {name: values[0] for name, values in parse_qs(parts.query).items()}

@@ -15,8 +15,8 @@ from kvatlas.store.sentinel_url import SentinelUrl
 def watched_primary(url: SentinelUrl, context: ssl.SSLContext | None, tls: dict[str, Any], **options: Any) -> Redis:
     """A client of whichever server is the primary: each new connection asks the Sentinels.
 
-    `context`: of all connections, instead of the system's authorities; `tls` are its files, as redis-py takes them;
-    `options` are those of every connection.
+    `context`: for all connections, instead of the system's authorities; `tls`: its files, as redis-py takes them;
+    `options`: options of every connection.
     """
     own = {"username": url.sentinel_username, "password": url.sentinel_password, "ssl": url.tls, **tls, **options}
     sentinel = _Sentinels(url.sentinels, sentinel_kwargs=own)  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ def watched_primary(url: SentinelUrl, context: ssl.SSLContext | None, tls: dict[
 
 
 class _Sentinels(Sentinel):
-    """Says in one line which Sentinel answers what, if none of them knows a primary."""
+    """Reports in one line what each Sentinel answered, if none of them knows a primary."""
 
     async def discover_master(self, service_name: str) -> tuple[str, int]:
         try:
@@ -49,7 +49,7 @@ class _Sentinels(Sentinel):
             raise MasterNotFoundError("; ".join(answers)) from None
 
     async def _answer_of(self, client: Redis, name: str) -> str:
-        """Raises AuthenticationError if the Sentinel refuses the login."""
+        """One Sentinel's answer. Raises AuthenticationError if it refuses the login."""
         options = client.connection_pool.connection_kwargs
         place = f"Sentinel {options['host']}:{options['port']}"
         try:
@@ -64,7 +64,7 @@ class _Sentinels(Sentinel):
 
 
 class _Watched(Redis):
-    """Closes its connections to the Sentinels too."""
+    """Also closes its connections to the Sentinels."""
 
     def __init__(self, sentinel: Sentinel, pool: SentinelConnectionPool) -> None:
         super().__init__(connection_pool=pool)
@@ -77,7 +77,7 @@ class _Watched(Redis):
 
 
 def with_context(kind: type[SSLConnection], context: ssl.SSLContext) -> type[SSLConnection]:
-    """Connections whose certificates are read again when they are renewed: redis-py keeps what it read first."""
+    """Connections that read renewed certificates again; redis-py keeps the first ones."""
 
     class RenewedConnection(kind):  # type: ignore[valid-type, misc]
         def __init__(self, **options: Any) -> None:

@@ -1,4 +1,5 @@
-"""Durations by attributes that are known only when something happens, such as a status: a distribution for each set of them."""
+"""Durations by attributes whose values are known only at run time, such as a status: one distribution for each
+combination."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,29 +13,29 @@ if TYPE_CHECKING:
 
 MOST_SERIES = 100
 OTHER = "_OTHER"
-"""OpenTelemetry's word for a value that is not told."""
+"""OpenTelemetry's word for a value that is not listed separately."""
 
 
 @dataclass(slots=True)
 class Duration:
-    """One series."""
+    """One series of durations."""
 
     duration: Distribution = field(default_factory=Distribution)
 
 
 class Durations:
-    """The series of one group of instruments, which has the field `duration` alone; each is exported from its first value on.
-    When there are MOST_SERIES, new ones are counted as OTHER."""
+    """The series of one group of instruments, whose only field is `duration`. Each is exported from its first value on.
+    After MOST_SERIES, new combinations are counted as OTHER."""
 
     def __init__(self, group: str, names: Sequence[str], common: Mapping[str, str]) -> None:
-        """`names`: of the attributes whose values `add` gets. `common`: attributes of all series."""
+        """`names`: attributes whose values `add` gets. `common`: attributes of all series."""
         self._group = group
         self._names = names
         self._common = common
         self._series: dict[tuple[str, ...], tuple[Duration, MetricSource]] = {}
 
     def add(self, values: tuple[str, ...], seconds: float, span: "SpanContext | None" = None) -> None:
-        """Count one; an empty value is an absent attribute."""
+        """Count one duration; an empty value is an absent attribute."""
         found = self._series.get(values)
         if found is None:
             if len(self._series) >= MOST_SERIES:

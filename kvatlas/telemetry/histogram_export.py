@@ -1,7 +1,7 @@
 """Hands distributions to OpenTelemetry's metric readers, which get everything else from the SDK's own instruments.
 
-The SDK has observable counters and gauges, which read plain integers when an exporter asks, but no observable histogram. So
-a reader gets them with what it receives.
+The SDK's observable counters and gauges read plain integers when an exporter asks, but it has no observable histogram. So
+we add distributions to the data that a reader receives.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ Attributes = Mapping[str, str]
 
 
 def add_distributions(reader: MetricReader, resource: Resource, *, exponential: bool) -> None:
-    """Let a reader receive all distributions too, as exponential histograms or with explicit bounds."""
+    """Let a reader also receive all distributions, as exponential histograms or with explicit bounds."""
     receive: Callable[..., None] = reader._receive_metrics
     began_ns = time_ns()
 
@@ -51,7 +51,7 @@ def add_distributions(reader: MetricReader, resource: Resource, *, exponential: 
 
 
 def _join(scopes: Sequence[ScopeMetrics], found: Sequence[Metric]) -> list[ScopeMetrics]:
-    """The scopes, with these metrics in ours: of two entries for one scope, or for one resource, exporters keep the last."""
+    """Add these metrics to our scope. If a scope or resource had two entries, exporters would keep only the last."""
     others = [scope for scope in scopes if scope.scope.name != _SCOPE.name]
     ours = [metric for scope in scopes if scope.scope.name == _SCOPE.name for metric in scope.metrics]
     return [*others, ScopeMetrics(_SCOPE, [*ours, *found], "")]

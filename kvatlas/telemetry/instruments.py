@@ -1,10 +1,10 @@
-"""The metrics of kvatlas: name, unit, description, and the plain integers they are read from. The names that dashboards of
+"""The metrics of kvatlas: name, unit, description, and the plain integers behind them. Metric names that dashboards of
 endpoint pickers expect are in `router/gateway/field_metrics.py`.
 
-Adding to a counter with attributes costs 5 us, adding to a plain integer 0.03 us. So the hot paths count in dataclasses of
-integers and register them once (`kvatlas.telemetry.export_metrics`); observable instruments read them when an exporter asks.
-Each group has one table for its dataclass: field -> series, which is an instrument and the attributes that tell the field
-from the instrument's other fields.
+Adding to a counter with attributes costs 5 us, adding to a plain integer 0.03 us. So hot paths count in dataclasses of
+integers and register them once (`kvatlas.telemetry.export_metrics`); observable instruments read them when an exporter
+asks. Each group has one table for its dataclass: field -> series, that is an instrument plus the attributes that
+distinguish the field from the instrument's other fields.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ class Instrument:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What one field is exported as: a series of an instrument, with attributes of its own. `factor`: from the field's unit to
-    the instrument's."""
+    """The exported series of one field: an instrument with its own attributes. `factor` converts the field's unit to the
+    instrument's."""
 
     instrument: Instrument
     attributes: Mapping[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ def _gauge(name: str, unit: str, description: str) -> Instrument:
 
 
 def _histogram(name: str, unit: str, description: str) -> Instrument:
-    """Of a field that is a `Distribution`."""
+    """For a field that is a `Distribution`."""
     return Instrument(f"kvatlas.{name}", unit, description, Kind.HISTOGRAM)
 
 
@@ -620,7 +620,7 @@ INDEX_REPLICA_NOW = {
     **_single(COPY_STALENESS, "staleness_s"),
     **_single(COPY_MEMORY, "memory_bytes"),
 }
-"""Of kvatlas.index.local_copy.local_copy.IndexReplica."""
+"""Fields of kvatlas.index.local_copy.local_copy.IndexReplica."""
 
 # ---------------------------------------------------------------- outliers: kvatlas_router.outliers.monitor.OutlierCounters
 
@@ -630,7 +630,7 @@ EJECTIONS = _counter("outliers.changes", "{worker}", "Workers ejected because th
 EJECTED_NOW = _gauge("outliers.ejected", "{worker}", "Workers left alone because they fail")
 
 EJECTED = _single(EJECTED_NOW, "ejected_workers")
-"""Of kvatlas_router.outliers.monitor.OutlierMonitor."""
+"""Fields of kvatlas_router.outliers.monitor.OutlierMonitor."""
 OUTLIERS = {
     **_by(ENGINE_ANSWERS, "verdict", good="good", bad="bad"),
     **_by(EJECTIONS, "change", ejections="ejected", readmissions="readmitted"),
@@ -773,10 +773,10 @@ def _messaging(operation: str) -> Mapping[str, str]:
 
 
 STORE_CALL = _single(DB_TIME, "duration")
-"""Of kvatlas.telemetry.duration_series.Duration, as the next."""
+"""Fields of kvatlas.telemetry.duration_series.Duration, here and in the next table."""
 HTTP_REQUEST = _single(HTTP_TIME, "duration")
 MESSAGES_OUT = {"sends": Series(MESSAGES_SENT, _messaging("send"))}
-"""Of the publisher's counters, once more, as the next of the indexer's."""
+"""The publisher's counters under standard names; in the next table, the indexer's."""
 MESSAGES_IN = {
     "messages_read": Series(MESSAGES_CONSUMED, _messaging("receive")),
     "apply_time": Series(MESSAGES_TIME, _messaging("process")),
@@ -825,4 +825,4 @@ TOTALS: dict[str, set[str]] = {
     "rates": {"overhead_us", "requests"},
     "proxy": {"requests", "sent", "untokenized"},
 }
-"""Fields that are not exported: other fields or another group say the same, or only kvatlas itself reads them."""
+"""Fields that are not exported: other fields or another group have the same data, or only kvatlas itself reads them."""

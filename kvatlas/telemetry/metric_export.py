@@ -1,6 +1,6 @@
-"""Exports plain integers through OpenTelemetry's observable instruments; they are read when an exporter asks.
+"""Exports plain integers through OpenTelemetry's observable instruments, which read them when an exporter asks.
 
-Distributions are read by `histogram_export`: the API has no observable histogram.
+`histogram_export` reads distributions: the API has no observable histogram.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ class MetricSource:
         self.attributes = attributes
 
     def close(self) -> None:
-        """Stop exporting it. Closing twice is fine."""
+        """Stop exporting the object. Closing twice is fine."""
         with _lock:
             _sources.get(self.group, {}).pop(id(self), None)
 
@@ -40,7 +40,7 @@ class MetricSource:
         self.close()
 
     def current(self) -> object | None:
-        """The counters as they are now."""
+        """The current counters."""
         return self.provider() if callable(self.provider) else self.provider
 
 
@@ -51,7 +51,7 @@ _created: set[str] = set()
 
 def metrics_enabled() -> bool:
     """True if this process has a meter provider, so that exported metrics have a reader."""
-    # a process without one gets a stand-in, whose class is not public
+    # a process without a provider gets a stand-in, whose class is not public
     return not type(metrics.get_meter_provider()).__name__.startswith(("_Proxy", "NoOp"))
 
 

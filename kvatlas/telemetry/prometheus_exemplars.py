@@ -1,6 +1,6 @@
-"""Exemplars on Prometheus' page: OpenTelemetry's exporter leaves them out.
+"""Exemplars on Prometheus' page, which OpenTelemetry's exporter leaves out.
 
-They are in the OpenMetrics form of the page alone, which Prometheus asks for, and which it keeps with
+They are only in the OpenMetrics form of the page, which Prometheus requests, and stores with
 `--enable-feature=exemplar-storage`.
 """
 
@@ -14,7 +14,7 @@ from kvatlas.telemetry.instruments import Instrument
 from kvatlas.telemetry.metric_export import read_distributions
 
 _SUFFIX = {"s": "_seconds", "By": "_bytes"}
-"""By unit, as the exporter names metrics."""
+"""Suffix by unit, as the exporter names metrics."""
 
 Collect = Callable[[], Iterable[Metric]]
 
@@ -38,7 +38,7 @@ def _name_of(instrument: Instrument) -> str:
 
 
 def _mark(samples: Iterable[Sample], attributes: Mapping[str, str], found: Distribution) -> list[Sample]:
-    """One series' buckets get the exemplars that fall into them."""
+    """Add exemplars to the buckets of one series."""
     bounds, _ = found.doublings()
     own = {name.replace(".", "_"): value for name, value in attributes.items()}
     by_bound = {bound: place for place, bound in enumerate(bounds)}

@@ -1,6 +1,6 @@
-"""Tells whether a new trace is sampled before it has a span: an unsampled span of OpenTelemetry costs twice the decision.
+"""Decides whether a new trace is sampled before it has a span: an unsampled OpenTelemetry span costs twice the decision.
 
-It imports the SDK; spans.py asks through a tracer's `sampler`.
+This module imports the SDK; spans.py reaches it through a tracer's `sampler`.
 """
 
 import threading
@@ -16,22 +16,22 @@ from opentelemetry.util.types import Attributes
 
 
 class _Decided(threading.local):
-    """The trace id and the decision of the root span that this thread begins next."""
+    """The trace id and the decision for the root span that this thread begins next."""
 
     root: tuple[int, SamplingResult] | None = None
 
 
 class RootSampler(Sampler, RandomIdGenerator):
-    """A provider's sampler and source of ids. Its own sampler is asked once for each root span, by `drops_root` or by the span
-    itself: whichever it is, it decides as it would without."""
+    """A provider's sampler and source of ids. It asks the provider's own sampler once for each root span, in `drops_root`
+    or for the span itself; the decision is the same."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._decided = _Decided()
 
     def drops_root(self, name: str, kind: SpanKind) -> bool:
-        """Would a span without attributes and links that begins now have no parent, and be neither sampled nor recorded? If
-        not, the next span of this thread is to be that one."""
+        """True if a span without attributes and links that begins now would have no parent and would be neither sampled nor
+        recorded. If False, that span must be this thread's next one."""
         if trace.get_current_span().get_span_context().is_valid:
             return False
         trace_id = super().generate_trace_id()
@@ -65,6 +65,6 @@ class RootSampler(Sampler, RandomIdGenerator):
 
 
 def decide_roots_first(provider: TracerProvider) -> TracerProvider:
-    """The provider, whose tracers have a RootSampler from now on."""
+    """Give the provider's tracers a RootSampler."""
     provider.sampler = provider.id_generator = RootSampler(provider.sampler)
     return provider

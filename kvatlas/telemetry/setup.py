@@ -1,4 +1,4 @@
-"""Switches on OpenTelemetry's SDK in kvatlas' own processes, as the standard OTEL_* variables say.
+"""Switches on OpenTelemetry's SDK in kvatlas' own processes, according to the standard OTEL_* variables.
 
 A signal is on if an exporter is named (OTEL_TRACES_EXPORTER, OTEL_METRICS_EXPORTER; not `none`) or an OTLP endpoint is set
 (OTEL_EXPORTER_OTLP_ENDPOINT, or that of the signal). OTEL_SDK_DISABLED=true overrides everything. The SDK itself reads
@@ -43,7 +43,8 @@ class Telemetry:
         return self.tracer_provider is not None or self.meter_provider is not None
 
     def shutdown(self, deadline_s: float = SHUTDOWN_S) -> None:
-        """Export what is left. What the collector has not taken by the deadline is lost: it must not delay the exit."""
+        """Export what is left. Data that the collector has not taken by the deadline is lost, so that the exit is not
+        delayed."""
         shutdowns: list[Callable[[], None]] = []
         if self.tracer_provider is not None:
             shutdowns.append(self.tracer_provider.shutdown)
@@ -91,7 +92,7 @@ def setup_telemetry(
     exporters = {
         signal: [_load_exporter(signal, name, env)() for name in names] for signal, names in requested.items()
     }  # before any provider is set: a wrong name must not leave half of them running
-    if with_page and "prometheus" not in requested.get("metrics", ()):  # that one fills the same page
+    if with_page and "prometheus" not in requested.get("metrics", ()):  # that reader fills the same page
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
 
         exporters.setdefault("metrics", []).append(PrometheusMetricReader())
@@ -134,8 +135,8 @@ def setup_telemetry(
 
 
 def read_metrics_page(accept: str = "") -> tuple[bytes, str]:
-    """The process' metrics in the form of Prometheus' text that a client accepts, and its content type. Takes milliseconds:
-    not for an event loop."""
+    """The process' metrics in a Prometheus text format that the client accepts, and its content type. Takes milliseconds,
+    so don't call it in an event loop."""
     from prometheus_client import REGISTRY
     from prometheus_client.exposition import choose_encoder
 

@@ -9,9 +9,9 @@
                                                             picked worker that links to a send
     FCALL kvatlas_book, FCALL_RO ...              CLIENT    a call to the store, inside a sampled span only
 
-A span costs about 15 us and 64 links another 100 us, hence one span a batch and at most MAX_LINKS links. OpenTelemetry has
-no conventions for NATS, so names, kinds and attributes follow its general messaging conventions. The context travels as W3C
-`traceparent` (and `tracestate`) in NATS headers; the index passes it on to routers in the fleet record.
+A span costs about 15 us, and 64 links another 100 us; hence one span per batch and at most MAX_LINKS links. OpenTelemetry
+has no conventions for NATS, so names, kinds and attributes follow its general messaging conventions. The context travels as
+W3C `traceparent` (and `tracestate`) in NATS headers; the index passes it on to routers in the fleet record.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +41,7 @@ SEND = f"send {DESTINATION_TEMPLATE}"
 PROCESS = f"process {DESTINATION_TEMPLATE}"
 WORKER = "kvatlas.worker"
 INCARNATION = "kvatlas.incarnation"
-"""As text: not every trace store has integers of 64 bits."""
+"""As text, because not every trace store has 64-bit integers."""
 
 _TRACEPARENT = "traceparent"
 _OFF: AbstractContextManager[Span] = nullcontext(INVALID_SPAN)
@@ -59,8 +59,8 @@ _SENDING: dict[str, Any] = {
 
 
 def tracing_enabled() -> bool:
-    """True if this process has a tracer provider. Cheap: checked before anything else is done."""
-    # what get_tracer_provider asks first; next it asks the environment, which takes ten times as long
+    """True if this process has a tracer provider. Cheap, so it is checked first."""
+    # get_tracer_provider checks this first, and then the environment, which takes ten times as long
     return trace._TRACER_PROVIDER is not None
 
 
@@ -104,8 +104,8 @@ def link_of(traceparent: str | None) -> Link | None:
 
 
 class CurrentSpan(AbstractContextManager[Span]):
-    """Makes a span the current one for a block, at whose end it ends; an error that leaves the block is recorded. As
-    OpenTelemetry's `use_span`, at half the time."""
+    """Makes a span the current one for a block and ends it afterwards; records an error that leaves the block. Does the
+    same as OpenTelemetry's `use_span` in half the time."""
 
     __slots__ = ("_span", "_token")
 
@@ -127,7 +127,7 @@ class CurrentSpan(AbstractContextManager[Span]):
 
 
 def _without_children(span: Span) -> AbstractContextManager[Span]:
-    """The span as the current one if it is sampled; else nothing in its block asks for it."""
+    """Make the span current if it is sampled; otherwise its block needs no current span."""
     return CurrentSpan(span) if span.is_recording() else nullcontext(span)
 
 
@@ -140,7 +140,7 @@ class LinkCollector:
         self._links: dict[str, Link] = {}
 
     def add(self, headers: Mapping[str, str] | None) -> None:
-        """Collect the span that a message's headers name, if any."""
+        """Add the span that a message's headers name, if any."""
         if not headers or len(self._links) >= MAX_LINKS:
             return
         traceparent = headers.get(_TRACEPARENT)
@@ -165,7 +165,7 @@ def flush_span(
 ) -> AbstractContextManager[Span]:
     """The PRODUCER span of one flushed batch; it is the current span inside, so `inject_headers` returns its context.
 
-    `started_ns`: when its first engine batch was received (nanoseconds since 1970), so that the wait shows too.
+    `started_ns`: when its first engine batch was received (nanoseconds since 1970), so that the span includes the wait.
     """
     if not tracing_enabled():
         return _OFF
@@ -193,7 +193,7 @@ def snapshot_span(
 ) -> AbstractContextManager[Span]:
     """The PRODUCER span of a snapshot, which begins an incarnation; see `flush_span`.
 
-    `reason`: why it begins. `request`: headers of the request for it, if that is why; the span links to it.
+    `reason`: why it begins. `request`: headers of the request for the snapshot, if any; the span links to it.
     """
     if not tracing_enabled():
         return _OFF
@@ -212,7 +212,7 @@ def snapshot_span(
 def snapshot_request_span(worker_id: str, *, above: int, doubt: str) -> AbstractContextManager[Span]:
     """The PRODUCER span of an indexer's request for a snapshot; `inject_headers` inside it returns its context.
 
-    `above`: the incarnation in doubt. `doubt`: why it is.
+    `above`: the incarnation in doubt. `doubt`: the reason.
     """
     if not tracing_enabled():
         return _OFF
@@ -233,8 +233,8 @@ def apply_span(
 ) -> AbstractContextManager[Span]:
     """The CONSUMER span of one batch that an indexer applies to the index. Keeps the first MAX_LINKS links.
 
-    It is also a child of the first one: a batch is sampled if one of its messages is, and has no span without one.
-    `describe_batch` adds whose messages they are.
+    The span is also a child of the first link: a batch is sampled if one of its messages is, and has no span without one.
+    `describe_batch` adds the messages' workers.
     """
     kept = list(islice(links, MAX_LINKS))
     if not kept or not tracing_enabled():
@@ -255,10 +255,10 @@ def apply_span(
 
 
 def describe_batch(span: Span, workers: Mapping[tuple[str, int], int]) -> None:
-    """Record whose messages a batch has: how many of each (worker, incarnation).
+    """Record how many messages of each (worker, incarnation) a batch has.
 
-    One worker's are attributes, those of several an event for each of the first MAX_LINKS: a search for a worker or an
-    incarnation finds both.
+    A single worker becomes attributes; of several, each of the first MAX_LINKS becomes an event. A search for a worker or
+    an incarnation finds both.
     """
     if len(workers) == 1:
         ((worker_id, incarnation),) = workers
@@ -276,7 +276,7 @@ def describe_batch(span: Span, workers: Mapping[tuple[str, int], int]) -> None:
 def store_span(
     operation: str, function: str, server: Mapping[str, Any], calls: int = 1
 ) -> AbstractContextManager[Span]:
-    """The CLIENT span of calls to a function of the store, which are sent at once; only inside a sampled span.
+    """The CLIENT span of calls to a store function that are sent together; only inside a sampled span.
 
     `operation`: Redis' command. `server`: attributes that name the store.
     """
@@ -301,8 +301,8 @@ def step_span(name: str) -> AbstractContextManager[Span]:
 
 
 def decision_span(operation: str, *, request_id: str | None = None, model_id: str = "") -> AbstractContextManager[Span]:
-    """The span of one `route`, `rank` or `overlap`; a child of the caller's current span, if any, and none inside one that is
-    not sampled.
+    """The span of one `route`, `rank` or `overlap`. It is a child of the caller's current span, if any; inside an unsampled
+    one there is no span.
 
     `describe_decision` adds the outcome.
     """
@@ -343,7 +343,7 @@ def describe_decision(
 
 
 class _Tracing(NamedTuple):
-    """A provider and this package's tracer of it. `drops_root`: see `RootSampler`; None of a provider without one."""
+    """A provider and this package's tracer of it. `drops_root`: see `RootSampler`; None for a provider without one."""
 
     provider: TracerProvider
     tracer: Tracer
@@ -359,7 +359,7 @@ def tracer() -> Tracer:
 
 
 def _tracing() -> _Tracing:
-    """Kept, because the SDK takes a lock each time that it is asked for a tracer."""
+    """The provider and tracer, kept because the SDK takes a lock for each request for a tracer."""
     global _last
     provider = trace.get_tracer_provider()
     if _last is None or _last.provider is not provider:

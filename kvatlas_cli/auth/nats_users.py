@@ -1,8 +1,8 @@
-"""Users of NATS: each publisher, the indexers, the routers and the auditor (`doctor`, `audit`), with the subjects that each may
-use.
+"""Users of NATS: each publisher, the indexers, the routers and the auditor (`doctor`, `audit`), with the subjects that each
+may use.
 
-A router uses NATS only for a replica of the index (`--replica`). Every user has inboxes of its own: nobody reads another's
-answers.
+A router uses NATS only for a local copy of the index (`--replica`). Every user has its own inboxes, so none can read
+another's answers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,8 +36,8 @@ EVERY_PUBLISHER = Identities({"publisher": Identity(workers=("*",))})
 
 
 class Method(StrEnum):
-    """How a user proves who it is: a password (the server has its bcrypt hash), an NKey (the server has the public half), or
-    a certificate (the server has `verify_and_map`; a name in the certificate is the user's)."""
+    """How a user proves its identity: a password (the server has its bcrypt hash), an NKey (the server has the public
+    half), or a certificate (the server has `verify_and_map`; a name in the certificate is the user's)."""
 
     PASSWORD = "password"  # noqa: S105  # the name of a method
     NKEY = "nkey"
@@ -46,8 +46,8 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Subjects that a user may publish to and subscribe to. `denied`: exceptions to both. `responds`: it may answer requests,
-    once each."""
+    """Subjects that a user may publish to and subscribe to. `denied`: exceptions to both. `responds`: it may answer
+    requests, once each."""
 
     publish: Sequence[str]
     subscribe: Sequence[str]
@@ -55,7 +55,7 @@ class Permissions:
     responds: bool = False
 
     def render(self) -> str:
-        """As nats-server's configuration has it."""
+        """The permissions in the syntax of nats-server's configuration."""
         denied = f" deny: {_list(self.denied)}" if self.denied else ""
         lines = [
             f"publish: {{ allow: {_list(self.publish)}{denied} }}",
@@ -71,8 +71,8 @@ def inbox_of(user: str) -> str:
 
 
 def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: bool = False) -> dict[str, Permissions]:
-    """What each user may do, by name. `with_routers`: a user for routers that keep a replica, which read the stream. Raises
-    InvalidValue for a publisher named as another user."""
+    """The permissions of each user, by name. `with_routers`: include a user for routers with a local copy, which read the
+    stream. Raises InvalidValue for a publisher with another user's name."""
     for taken in (INDEXER, ROUTER, AUDITOR):
         if taken in identities.by_user:
             raise InvalidValue(f"publisher {taken}: that is another user's name; expected a different one")
@@ -133,7 +133,7 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: 
 
 
 def render_nats_users(users: Mapping[str, Permissions], proofs: Mapping[str, str]) -> str:
-    """The `authorization` block. `proofs`: what goes before each user's permissions, its name or key among it."""
+    """The `authorization` block. `proofs`: the text before each user's permissions, including its name or key."""
     lines = [
         "# Written by `kvatlas auth nats`; include it in nats-server's configuration.",
         "authorization {",

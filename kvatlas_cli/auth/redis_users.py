@@ -1,10 +1,10 @@
 """Users of the store: indexer, router and auditor, with the commands and keys that each may use (Redis 7, Valkey).
 
-A store checks the commands inside a function against the user who calls it. So each user gets the commands that its
-functions use, and only on its keys: what a user calls by itself, past the functions, is refused alike. For the same reason
-no function is allowed by its name: the names change with every version, and would grant nothing that its commands don't.
+A store checks the commands inside a function against the permissions of the calling user. So each user gets the commands
+that its functions use, only on its keys; direct calls past the functions are restricted equally. For the same reason no
+function is allowed by name: names change with every version, and would grant nothing beyond the commands.
 
-A command that reads a whole key, or as much of it as the caller asks for, is allowed only on keys that are small.
+Commands that read a whole key, or as much of it as the caller asks for, are allowed only on small keys.
 """
 
 import re
@@ -22,22 +22,22 @@ _CALL = re.compile(r"redis\.p?call\(\s*'([A-Z]+)'")
 
 _CONNECT = ("auth", "hello", "ping", "select")
 _CLUSTER = ("asking", "cluster|slots", "command", "readonly")
-"""What redis-py sends to the nodes of a cluster. `command` lists the server's commands."""
+"""Commands that redis-py sends to the nodes of a cluster. `command` lists the server's commands."""
 _ONE_FIELD = ("exists", "hexists", "hget", "hlen", "hmget")
-"""Reads that take as long as the command is."""
+"""Reads whose duration depends only on the length of the command."""
 _SERVER = ("config|get", "function|list", "info", "role")
-"""What only `doctor` and the indexers' checks need. `config|get` shows passwords that the server has in its configuration."""
+"""Commands that only `doctor` and the indexers' checks need. `config|get` shows passwords in the server's configuration."""
 _LIBRARIES = ("function|delete", "function|load")
 _WHOLE_INDEX = ("hgetall", "hscan", "smembers", "smismember")
 _INDEXER = ("discard", "exec", "multi", "sadd", "scard", "srandmember", "srem")
-"""What indexers send beside their functions."""
+"""Commands that indexers send outside their functions."""
 
 _ALL_KEYS = "kva:*"
 _FLEET_KEYS = "kva:{fleet}:*"
 _ACTIVE_KEYS = "kva:{s*}:active"
 """Worker names by holder: as many as there are workers."""
 _POOL = "*"
-"""Stands for every pool."""
+"""Placeholder for every pool."""
 _READS = frozenset(
     {
         *("exists", "hexists", "hget", "hgetall", "hlen", "hmget", "hscan", "info", "lindex", "scard", "sismember"),
@@ -48,7 +48,7 @@ _READS = frozenset(
 
 
 def redis_users(*, with_replicas: bool = False) -> dict[str, str]:
-    """The rules of each user as an ACL file has them, without the password. `with_replicas`: routers may copy the index."""
+    """The rules of each user in ACL file syntax, without the password. `with_replicas`: routers may copy the index."""
     fleet_records = pool_keys(_POOL)[0]
     booked = [*pool_keys(_POOL)[1:], answers_key(_POOL), outliers_key(_POOL)]
     pool = fleet_records.partition("}")[0] + "}:*"
@@ -66,8 +66,8 @@ def redis_users(*, with_replicas: bool = False) -> dict[str, str]:
             _LIBRARIES,
             _commands(INDEX_LIBRARY, POOL_LIBRARY, FLEET_LIBRARY),
         ),
-        # `info` says whether a replica hears from its primary
-        # a call needs the right to write all keys that it is given; what is called inside is checked by itself
+        # `info` shows whether a replica hears from its primary
+        # a call needs write access to all its keys; commands inside the function are checked separately
         "router": " ".join(
             [
                 _rule([f"%R~{_ALL_KEYS}"], everybody, _ONE_FIELD, whole_index),
@@ -86,7 +86,7 @@ def redis_users(*, with_replicas: bool = False) -> dict[str, str]:
 
 
 def render_acl_file(passwords: Mapping[str, str], *, with_replicas: bool = False) -> str:
-    """An ACL file with these users, their passwords as hashes, and no other user."""
+    """An ACL file with these users, their passwords as hashes, and no other users."""
     rules = redis_users(with_replicas=with_replicas)
     lines = ["user default off"]
     lines += [f"user {user} on #{sha256(passwords[user].encode()).hexdigest()} {rules[user]}" for user in rules]

@@ -1,4 +1,4 @@
-"""A folder of secrets that only its owner reads: one file a user. What is there is kept when another user is added."""
+"""A folder of secrets that only its owner can read: one file per user. Existing files are kept when a user is added."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from kvatlas.errors import InvalidValue
 
 PASSWORD_BYTES = 24
 _NEXT_URL = re.compile(r",(?=\s*[a-z+]+://)")
-"""Sentinels are hosts of one URL, with commas between them."""
+"""Separator of URLs; the hosts of one Sentinel URL are also separated by commas."""
 
 
 class SecretFolder:
@@ -22,7 +22,7 @@ class SecretFolder:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file at once, readable by its owner alone."""
+        """Write a file atomically, readable only by its owner."""
         file = self.folder / name
         partial = self.folder / f".{name}.{os.getpid()}"
         partial.unlink(missing_ok=True)
@@ -32,7 +32,7 @@ class SecretFolder:
         return file
 
     def keep(self, name: str, make: Callable[[], str]) -> str:
-        """What the file holds, made now if there is none."""
+        """The content of the file, which is created if missing."""
         file = self.folder / name
         if not file.exists():
             self.write(name, make() + "\n")
@@ -48,7 +48,7 @@ class SecretFolder:
             password = _password_of(kept, user)
             if password is None:
                 raise InvalidValue(
-                    f"{self.folder / name} is no URL of user {user}; expected what this command wrote, or nothing"
+                    f"{self.folder / name} is not a URL of user {user}; expected a file that this command wrote, or none"
                 )
             self.write(name, login_url(server_url, user, password) + "\n")  # the server may have moved
             found[user] = password
@@ -56,7 +56,7 @@ class SecretFolder:
 
 
 def login_url(server_url: str, user: str, password: str) -> str:
-    """The URL (or several, separated by commas) with this user."""
+    """The URL (or several, separated by commas) with this user's login."""
     login = f"{quote(user, safe='')}:{quote(password, safe='')}@"
     urls = [urlsplit(one.strip()) for one in _NEXT_URL.split(server_url)]
     return ",".join(one._replace(netloc=login + one.netloc.rpartition("@")[2]).geturl() for one in urls)

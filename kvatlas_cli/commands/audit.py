@@ -21,7 +21,7 @@ def audit(
     settings: QuerySettings,
     worker: Annotated[str | None, typer.Option(help="Audit only this worker.")] = None,
     deadline: Annotated[
-        float, typer.Option(min=0.0, help="Seconds for the index to catch up with what publishers have sent.")
+        float, typer.Option(min=0.0, help="Seconds for the index to catch up with the publishers' messages.")
     ] = 10.0,
     as_json: JsonFlag = False,
 ) -> None:

@@ -20,11 +20,9 @@ from kvatlas_cli.auth.secret_files import SecretFolder
 
 KEY_BYTES = 32
 
-auth = typer.Typer(help="Write users of NATS and of Redis, and what each may do.")
+auth = typer.Typer(help="Write users of NATS and of Redis, with their permissions.")
 
-OutFlag = Annotated[
-    Path, typer.Option(metavar="PATH", help="Folder for the files; users that are there keep their secrets.")
-]
+OutFlag = Annotated[Path, typer.Option(metavar="PATH", help="Folder for the files; existing users keep their secrets.")]
 
 
 @auth.command("nats")
@@ -43,7 +41,8 @@ def nats(
         str, typer.Option(help="NATS servers, separated by commas, for the users' URLs.")
     ] = DEFAULT_NATS_URL,
     with_routers: Annotated[
-        bool, typer.Option("--with-routers", help="A user for routers with --replica, too: it only reads the stream.")
+        bool,
+        typer.Option("--with-routers", help="Also write a user for routers with --replica; it only reads the stream."),
     ] = False,
 ) -> None:
     """Write NATS users: each publisher, indexer and auditor, their permissions, and the identities for the indexers."""
@@ -87,7 +86,8 @@ def key(
     name: Annotated[str, typer.Argument(help="The client's name, for logs and limits.")],
     tenant: Annotated[str, typer.Option(help="The tenant whose prompts it sends; default: its name.")] = "",
 ) -> None:
-    """Make a key for a client of the router, and print what the router's --clients-file needs: the key's hash."""
+    """Make a key for a client of the router, and print the lines that the router's --clients-file needs, with the key's
+    hash."""
     made = f"kva-{token_urlsafe(KEY_BYTES)}"
     print(f"# the client's key, shown only now: {made}")
     print(f"[clients.{name}]")
@@ -103,7 +103,7 @@ _USED_BY = {
 
 
 def _prove(folder: SecretFolder, users: Sequence[str], method: Method, nats_url: str) -> Mapping[str, str]:
-    """What stands before each user's permissions; the secrets are written."""
+    """The text before each user's permissions; also writes the secrets."""
     if method is Method.CERTIFICATE:
         return {user: f"user: {user}" for user in users}
     if method is Method.NKEY:
@@ -120,7 +120,7 @@ def _prove(folder: SecretFolder, users: Sequence[str], method: Method, nats_url:
     import bcrypt  # needs the extra
 
     passwords = folder.passwords(list(users), "nats-url", nats_url)
-    # random passwords of 192 bits need no slow hash; older servers know the prefix 2a alone
+    # random 192-bit passwords need no slow hash; older servers know only the prefix 2a
     hashes = {
         user: bcrypt.hashpw(password.encode(), bcrypt.gensalt(4, b"2a")).decode()
         for user, password in passwords.items()
@@ -129,7 +129,7 @@ def _prove(folder: SecretFolder, users: Sequence[str], method: Method, nats_url:
 
 
 def _flags_of(user: str, method: Method) -> dict[str, str]:
-    """The user's file, and the flags of a process that is this user."""
+    """The user's file, and the flags for a process that runs as this user."""
     who = f"for {user}"
     match method:
         case Method.PASSWORD:

@@ -77,7 +77,7 @@ async def _follow(settings: DoctorSettings, source: str, found: list[Finding]) -
 
 @contextmanager
 def _progress() -> Iterator[Told]:
-    """What is being done, on one line of a terminal; nothing elsewhere."""
+    """Show the current step on one line of a terminal; show nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -93,7 +93,7 @@ def _progress() -> Iterator[Told]:
 
 
 def _print(found: list[Finding]) -> None:
-    """A finding a line; of a terminal's width if there is one."""
+    """Print one finding per line, wrapped to the terminal's width if there is a terminal."""
     margin = " " * (_LEVEL_WIDTH + 1 + _CHECK_WIDTH + 1)
     width = line_width() or 0
     for one in found:
@@ -105,7 +105,7 @@ def _print(found: list[Finding]) -> None:
 
 
 def _print_wrapped(line: str, margin: str, width: int) -> None:
-    """`width` 0: as long as it is."""
+    """Print a wrapped line; with `width` 0 it is not wrapped."""
     print("\n".join(wrap(line, width, "", margin)) if width > len(margin) + 20 else line)
 
 

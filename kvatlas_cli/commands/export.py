@@ -18,16 +18,16 @@ from kvatlas_cli.store_connection import check_worker_known, connect_store, open
 @with_settings(QuerySettings)
 def export(
     settings: QuerySettings,
-    worker: Annotated[str | None, typer.Option(help="Export only what this worker holds.")] = None,
+    worker: Annotated[str | None, typer.Option(help="Export only this worker's residencies.")] = None,
     summary: Annotated[
         bool,
-        typer.Option("--summary", help="Print one line a scope and tier instead: blocks and bytes of all workers."),
+        typer.Option("--summary", help="Print one line per scope and tier instead: blocks and bytes of all workers."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="No effect: the output is always JSON lines.")] = False,
 ) -> None:
     """Print every residency as one JSON line, with the hash as 16 hex digits (JSON numbers don't carry 64 bits)."""
     if summary and worker is not None:
-        raise SettingsError(f"--worker is {worker}, but --summary is of all workers; expected one of the two")
+        raise SettingsError(f"--worker is {worker}, but --summary is for all workers; expected one of the two")
     run_query("export", settings, _summarize(settings) if summary else _export(settings, worker))
 
 

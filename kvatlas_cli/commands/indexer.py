@@ -1,4 +1,4 @@
-"""`kvatlas indexer`: one replica of the indexer."""
+"""`kvatlas indexer`: one indexer process."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @with_settings(IndexerSettings)
 def indexer(settings: IndexerSettings) -> None:
-    """Apply what publishers send to the index. Any number of replicas share the partitions."""
+    """Apply publishers' messages to the index. Any number of replicas share the partitions."""
     from kvatlas_indexer.service import run_indexer  # needs the extra
 
     run_service(

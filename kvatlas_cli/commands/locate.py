@@ -20,7 +20,7 @@ PrefixArgument = Annotated[
 
 @with_settings(BlockSettings)
 def locate(settings: BlockSettings, sequence_hash: HashArgument, as_json: JsonFlag = False) -> None:
-    """Show who holds one block: worker, tier, bytes, flags, and when the worker was last heard."""
+    """Show who holds one block: worker, tier, bytes, flags, and when the worker was last heard from."""
     run_query("locate", settings, _locate(settings, read_hash(sequence_hash), as_json))
 
 
@@ -41,5 +41,5 @@ async def _children(settings: BlockSettings, prefix_hash: int | None, as_json: b
     async with connect_store(settings) as store:
         found = await (await open_index(store, settings)).children(settings.scope, prefix_hash)
         printer = await ResidencyPrinter.of_fleet(store)
-    what = "of first blocks" if prefix_hash is None else f"of blocks behind {prefix_hash:016x}"
+    what = "of first blocks" if prefix_hash is None else f"of blocks that follow {prefix_hash:016x}"
     printer.print_all(what, settings.scope, found, as_json=as_json)

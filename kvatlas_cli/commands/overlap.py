@@ -1,4 +1,4 @@
-"""`kvatlas overlap`: what each worker holds of a prompt."""
+"""`kvatlas overlap`: how much of a prompt each worker holds."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def _notes(worker: WorkerOverlap) -> str:
 
 
 def _tiers_text(worker: WorkerOverlap) -> str:
-    """Tokens by tier, and those that are only predicted."""
+    """Tokens by tier, plus those that are only predicted."""
     parts = [f"{tier.label} {tokens}" for tier, tokens in worker.tokens_by_tier.items()]
     if not worker.events:
         parts.append(f"{worker.predicted_tokens} predicted (engine without events)")

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @with_settings(PublishSettings)
 def publish(settings: PublishSettings) -> None:
-    """Follow one engine's KV events and publish what it holds to the index. SIGUSR1: routers send its workers nothing new."""
+    """Follow one engine's KV events and publish its blocks to the index. SIGUSR1 drains it: no new requests for its workers."""
     from kvatlas_publishers.sidecar import run_sidecar  # needs the extra
 
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before the workers are published there is nothing to drain
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to drain before the workers are published
     run_service(
         "publisher", settings, run_sidecar(settings.ranks, ready=_ready), metrics_page=settings.status_port is not None
     )

@@ -25,5 +25,5 @@ def router(settings: ProxySettings) -> None:
 
 
 def print_router_ready(url: str) -> None:
-    """Say where it takes requests."""
+    """Print the router's address."""
     print_notice(f"router at {url}; OpenAI API under {url}/v1")

@@ -18,7 +18,7 @@ from kvatlas_cli.top.screen import View, render, sort_workers
 from kvatlas_cli.top.terminal import Terminal, open_terminal
 
 FIRST_HEARTBEATS_S = 1.2
-"""Each worker sends one a second: after that, how far the index is behind is known."""
+"""Each worker sends one per second: after this long we know how far the index is behind."""
 
 
 @with_settings(TopSettings)
@@ -41,12 +41,12 @@ async def _top(settings: TopSettings) -> None:
 
 @asynccontextmanager
 async def _heartbeats(settings: TopSettings) -> AsyncIterator[Mapping[str, ReceivedHeartbeat]]:
-    """What workers tell meanwhile; nothing without NATS, and a notice says so."""
+    """The workers' heartbeats meanwhile; empty without NATS, with a notice."""
     listener = HeartbeatListener()
     try:
         client = await connect_nats(settings.nats, name="kvatlas-top", wait=settings.wait, on_wait=print_notice)
     except Unreachable as error:
-        print_notice(f"{error}; going on without heartbeats")
+        print_notice(f"{error}; continuing without heartbeats")
         yield listener.heard
         return
     try:
@@ -57,7 +57,7 @@ async def _heartbeats(settings: TopSettings) -> AsyncIterator[Mapping[str, Recei
 
 
 async def _show(terminal: Terminal, sampler: FleetSampler, interval_s: float) -> None:
-    """Until it is left."""
+    """Show the fleet until the user quits."""
     view, before, trouble = View(), None, ""
     sample: FleetSample = await sampler.read()
     loop = asyncio.get_running_loop()

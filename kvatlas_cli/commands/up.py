@@ -45,9 +45,9 @@ LOCK_FILE = "up.lock"
 LOOPBACK = "127.0.0.1"
 ROUTABLE_S = 10.0
 GRACE_S = 5.0
-"""How long answers that run may take after Ctrl-C."""
+"""How long running answers may take after Ctrl-C."""
 DECISION_MS = 1_000.0
-"""All parts share this machine, as those of the demo do: the store may have to wait for a core."""
+"""All parts share this machine, as in the demo, so the store may have to wait for a core."""
 _POLL_S = 0.05
 NOT_IN_WORKER_ID = re.compile(r"[^A-Za-z0-9_-]+")
 
@@ -136,7 +136,7 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
         for server, field, url in (("NATS", "nats_url", settings.nats_url), ("Redis", "redis_url", settings.redis_url)):
             if url is not None:
                 spelled = f"{flag_of(field)} or {variable_of(field)}"
-                print_notice(f"joining the {server} at {redact_url(url)} ({spelled}); starting none here")
+                print_notice(f"using the {server} at {redact_url(url)} ({spelled}); starting none here")
         nats_url = settings.nats_url or await _start_nats(stack, settings, state_dir)
         redis_url = settings.redis_url or await _start_valkey(stack, settings, state_dir, keep=not temporary)
         access = {
@@ -184,15 +184,15 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
 
 
 async def _run_router(settings: ProxySettings, *, task_status: TaskStatus[str]) -> None:
-    """Started, with its URL, once it takes requests."""
+    """Run the router; reports its URL as started once it takes requests."""
     from kvatlas_router.proxy_service import run_proxy  # needs the extra
 
     await run_proxy(settings, ready=task_status.started)
 
 
 async def _wait_until_routable(settings: ProxySettings, workers: Set[str]) -> None:
-    """Wait until the index knows the engines, so that the first request finds them; one that does not answer holds up none of
-    the others for ever."""
+    """Wait until the index knows the engines, so that the first request finds them. An engine that does not answer delays
+    the others only for a limited time."""
     async with connected_store(settings.redis, wait=settings.wait) as store:
         fleet = FleetStore(store)
         waiting = workers
@@ -235,14 +235,14 @@ async def _start_valkey(stack: AsyncExitStack, settings: UpSettings, state_dir: 
 
 
 async def _start(stack: AsyncExitStack, kind: str, server: AbstractAsyncContextManager["EmbeddedServer"]) -> str:
-    """The server's URL. Raises SettingsError if its port is taken."""
+    """Start a server and return its URL. Raises SettingsError if its port is taken."""
     from kvatlas.embedded.server_process import PortTakenError
 
     try:
         return (await stack.enter_async_context(server)).url
     except PortTakenError as error:
         raise SettingsError(
-            f"{error}; --{kind}-port names another port, --{kind}-url joins a running server"
+            f"{error}; choose another port with --{kind}-port, or use a running server with --{kind}-url"
         ) from error
 
 

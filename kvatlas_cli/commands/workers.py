@@ -51,15 +51,15 @@ async def _workers(settings: QuerySettings, as_json: bool) -> None:
 
 
 class _Held(NamedTuple):
-    """What a worker's active holder has. `resumable`: marked blocks, behind which a prompt can be resumed; None of a worker
-    without marks, which can resume behind every block, or nobody knows behind which (`EngineEndpoint.upper_bound`)."""
+    """Content of a worker's active holder. `resumable`: marked blocks, after which a prompt can resume; None for a worker
+    without marks, which can resume after every block, or for which nobody knows (`EngineEndpoint.upper_bound`)."""
 
     residencies: int
     resumable: int | None
 
 
 async def _count_held(index: RedisIndex, worker_id: str) -> _Held | None:
-    """None of a worker without an active holder."""
+    """The content of a worker's active holder; None without one."""
     words = await index.digest(worker_id)
     if words is None:
         return None
@@ -94,7 +94,7 @@ def _resumable_text(record: FleetRecord, held: _Held | None) -> str:
 
 
 def _jsonable(record: FleetRecord, held: _Held | None, now_us: int) -> dict[str, Any]:
-    """The incarnation is text: it has 64 bits, which JSON numbers don't carry."""
+    """A worker as JSON. The incarnation is text, because JSON numbers can't carry its 64 bits."""
     return {
         "worker": record.endpoint.id,
         "kind": record.endpoint.kind.value,

@@ -1,4 +1,4 @@
-"""Reads what `kvatlas top` shows: the store's records of workers, indexers and routers, and the workers' heartbeats."""
+"""Reads the data of `kvatlas top`: the store's records of workers, indexers and routers, and the workers' heartbeats."""
 
 import asyncio
 import time
@@ -24,8 +24,8 @@ READS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """One worker. `blocks` None: the index has no holder of it that answers. `behind`: messages in the stream that the index
-    has not applied; None: not known, or of another incarnation. `owner`: the indexer that follows it; empty without one."""
+    """One worker. `blocks` None: it has no active holder in the index. `behind`: messages in the stream that the index has
+    not applied; None: unknown, or of another incarnation. `owner`: the indexer that follows it; empty without one."""
 
     record: FleetRecord
     blocks: Mapping[Tier, int] | None
@@ -41,7 +41,7 @@ class WorkerSample:
 
 @dataclass(frozen=True, slots=True)
 class RouterSample:
-    """One router's answers of one pool since it started. `prompt_tokens`: of the answers that say what was cached."""
+    """One router's answers in one pool since it started. `prompt_tokens`: of the answers that report cached tokens."""
 
     router_id: str
     model_id: str
@@ -54,7 +54,7 @@ class RouterSample:
 
 @dataclass(frozen=True, slots=True)
 class FleetSample:
-    """The fleet at one time; `now_us` since 1970. `owned`: partitions with an owner."""
+    """The fleet at one time; `now_us`: since 1970. `owned`: number of partitions with an owner."""
 
     now_us: int
     workers: Mapping[str, WorkerSample] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class FleetSample:
 
 
 class FleetSampler:
-    """`read` now and then. `heard`: the last heartbeats, which grow meanwhile; empty without NATS."""
+    """Call `read` now and then. `heard`: the last heartbeats, updated meanwhile; empty without NATS."""
 
     def __init__(self, store: Store, index: RedisIndex, heard: Mapping[str, ReceivedHeartbeat]) -> None:
         self._store = store
@@ -74,7 +74,7 @@ class FleetSampler:
         self._fleet = FleetStore(store)
 
     async def read(self) -> FleetSample:
-        """Raises Unreachable."""
+        """Read the fleet. Raises Unreachable."""
         store_us = await store_time_us(self._store)
         members, leases = await read_indexers(self._store, store_us, self._index.layout.number)
         records = await self._fleet.all()

@@ -14,7 +14,8 @@ MIN_WIDTH, MIN_HEIGHT = 40, 10
 
 
 class _Column(NamedTuple):
-    """A worker's figure. `width` 0: what is left. `key`: what workers are sorted by, the most interesting last."""
+    """A column of the workers' table. `width` 0: the remaining width. `key`: sort key of workers, the most interesting
+    last."""
 
     label: str
     width: int
@@ -79,7 +80,7 @@ _FIXED = sum(column.width + 1 for column in COLUMNS)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is looked at: the column that sorts, the selected worker, and the one that is open."""
+    """The state of the view: the column to sort by, the selected worker, and the opened one."""
 
     sort: int = 0
     reverse: bool = False
@@ -87,7 +88,7 @@ class View:
     opened: str = ""
 
     def press(self, key: str, order: Sequence[str]) -> "View | None":
-        """After a key; None: leave. `order`: the workers as they are shown."""
+        """The view after a key; None: quit. `order`: the workers as shown."""
         match key:
             case "q" | "escape" | "left" if self.opened:
                 return replace(self, opened="")
@@ -123,7 +124,8 @@ def sort_workers(sample: FleetSample, view: View) -> list[str]:
 def render(
     sample: FleetSample, before: FleetSample | None, view: View, width: int, height: int | None, trouble: str = ""
 ) -> list[str]:
-    """`before`: the sample before it, for rates. `height` None: as many lines as there are. `trouble`: why it is not newer."""
+    """Render a screen. `before`: the previous sample, for rates. `height` None: unlimited. `trouble`: why there is no newer
+    sample."""
     width = max(width, MIN_WIDTH)
     head = [*_summary(sample, before), trouble] if trouble else list(_summary(sample, before))
     if view.opened in sample.workers:
@@ -188,17 +190,17 @@ def _worker_table(sample: FleetSample, view: View, width: int, room: int | None)
 
 
 def _around(names: Sequence[str], selected: str, room: int) -> Sequence[str]:
-    """As many as there is room for, the selected one among them."""
+    """As many names as fit, including the selected one."""
     if len(names) <= room:
         return names
-    room -= 1  # for the line that says how many more there are
+    room -= 1  # for the line with the number of hidden ones
     at = names.index(selected) if selected in names else 0
     first = max(0, min(at - room // 2, len(names) - room))
     return names[first : first + room]
 
 
 def _line(texts: Sequence[str], columns: Sequence[_Column], first: int, mark: str = " ") -> str:
-    """The worker and its state begin where their labels do, figures end there."""
+    """The worker and its state are left-aligned, figures are right-aligned."""
     cells = [mark + _cut(texts[0], first).ljust(first), _cut(texts[1], columns[1].width).ljust(columns[1].width)]
     cells += [_cut(text, column.width).rjust(column.width) for text, column in zip(texts[2:], columns[2:], strict=True)]
     return " ".join(cells)
@@ -237,7 +239,7 @@ def _worker_lines(worker: WorkerSample, now_us: int, width: int) -> Iterator[str
         "block size": f"{endpoint.block_size} tokens" if endpoint.block_size else "unknown",
         "blocks": tiers,
         "behind": "unknown" if worker.behind is None else count_text(worker.behind, "message"),
-        "partition": f"{worker.partition}, followed by {worker.owner or 'nobody'}",
+        "partition": f"{worker.partition}, followed by {worker.owner or 'no indexer'}",
         "incarnation": str(record.incarnation),
         "last event": f"{_ago(record.applied_us, now_us)} ago" if record.applied_us else "none applied",
         "last repair": "none" if repair is None else f"{_ago(repair.at_us, now_us)} ago: {repair.reason}",

@@ -1,4 +1,4 @@
-"""The terminal of `kvatlas top`: keys in, screens out (thin)."""
+"""The terminal of `kvatlas top`: reads keys, shows screens (thin)."""
 
 import asyncio
 import os
@@ -26,19 +26,19 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 class Terminal:
-    """Of `open_terminal`. `keys`: what was pressed."""
+    """The terminal that `open_terminal` opens. `keys`: the pressed keys."""
 
     def __init__(self) -> None:
         self.keys: asyncio.Queue[str] = asyncio.Queue()
 
     @property
     def size(self) -> tuple[int, int]:
-        """(columns, lines), also after it was resized."""
+        """(columns, lines), up to date after a resize."""
         size = shutil.get_terminal_size()
         return size.columns, size.lines
 
     def show(self, lines: Sequence[str]) -> None:
-        """Replace what is on the screen; no line may be wider than it."""
+        """Replace the screen's content; no line may be wider than the screen."""
         text = "\r\n".join(f"{line}\x1b[K" for line in lines)
         sys.stdout.write(f"\x1b[H{text}\x1b[J")
         sys.stdout.flush()
@@ -58,7 +58,7 @@ class Terminal:
 
 @asynccontextmanager
 async def open_terminal() -> AsyncIterator[Terminal]:
-    """The terminal of stdin and stdout, with a screen of its own; as it was before when left, whatever happens."""
+    """Open the terminal of stdin and stdout with a separate screen; its previous state is always restored at the end."""
     terminal, fd = Terminal(), sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     loop = asyncio.get_running_loop()

@@ -1,1 +1,1 @@
-"""Bookings of this router, in the store together with those of all others."""
+"""This router's bookings, in the store together with those of all others."""

@@ -1,4 +1,4 @@
-"""From quotes to the ask of a booking: each worker's cost without load, and the prompt cut into steps."""
+"""Turns quotes into the ask of a booking: each worker's cost without load, and the prompt cut into steps."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -22,14 +22,14 @@ def build_ask(
     usual_block_size: int | None,
     look_alikes: Mapping[bytes, Quote] = MappingProxyType({}),
 ) -> Ask:
-    """Offers in the order of `quotes`, and to look-alikes by likeness. `chains`: by block size, as far as hashed; more is
-    hashed as needed. `usual_block_size`: of the pool, for workers that have announced no block yet.
+    """Offers in the order of `quotes`, and offers to look-alikes by likeness. `chains`: by block size, as far as hashed;
+    more is hashed as needed. `usual_block_size`: the pool's, for workers that have announced no block yet.
 
-    Raises InvalidValue for a token id that is out of range.
+    Raises InvalidValue for an out-of-range token id.
     """
     booking = settings.booking
     step_chains: list[StepChain] = []
-    numbers: dict[int, int] = {}  # of the step chains, by block size
+    numbers: dict[int, int] = {}  # numbers of the step chains, by block size
     predicts = booking.reservations and booking.prefixes_in_flight
     kinds: dict[KindQuote, tuple[OfferKind, int]] = {}
 
@@ -67,7 +67,7 @@ def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, setting
     if rule.block_aligned:
         limit -= limit % block_size
     return OfferKind(
-        # where a prompt that is being computed will be resumable is not known with marks: such a worker is predicted nothing
+        # with marks, nobody knows yet where a prompt in flight can resume, so nothing is predicted for such a worker
         chain=None if for_kind.example.endpoint.marks else chain,
         limit_tokens=max(0, limit),
         lost_tokens=rule.dropped_blocks * block_size,

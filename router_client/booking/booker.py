@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Booker:
-    """Books for one router. What is booked: the worker that answers, then the prefill worker if that is another one."""
+    """Books for one router. It books the worker that answers, then the prefill worker if that is another one."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class Booker:
 
     @property
     def sorts_workers(self) -> bool:
-        """Do the reservations know the workers by likeness, so that an ask may include look-alikes?"""
+        """True if the reservations know the workers by likeness, so that an ask may include look-alikes."""
         return self._settings.booking.reservations and self._reservations.fed_by_indexer
 
     # ------------------------------------------------------------ in the store, with the other routers
 
     def may_call_store(self) -> bool:
-        """False while the store is left alone after failures; see `CircuitBreaker.may_call`."""
+        """False while the store is spared after failures; see `CircuitBreaker.may_call`."""
         return self._breaker.may_call()
 
     async def try_store(self, call: Coroutine[Any, Any, T], deadline: Deadline) -> tuple[T | None, str]:
@@ -81,12 +81,12 @@ class Booker:
         return result, ""
 
     async def look(self, pool_id: str, ask: Ask) -> Evaluation:
-        """The evaluation that `book` would make now; nothing is booked. Raises what the store raises."""
+        """The evaluation that `book` would make now. Books nothing. Raises what the store raises."""
         await self._report_workers(pool_id)
         return await self._reservations.evaluate(pool_id, ask)
 
     async def book(self, prompt: Prompt, ask: Ask, deadline: Deadline) -> tuple[Evaluation, tuple[Reservation, ...]]:
-        """Choose and reserve in one call. Raises what the store raises, and TimeoutError; then nothing stays booked."""
+        """Choose and reserve in one call. Raises what the store raises, and TimeoutError; then no booking remains."""
         pool_id = prompt.scope.pool_id
         await self._report_workers(pool_id)
         booking = self._new_booking(prompt, ask, leased=self._reservations.fed_by_indexer)
@@ -101,7 +101,7 @@ class Booker:
             answered = True
             raise
         finally:
-            if not answered:  # the store may have booked it all the same, or may book it yet
+            if not answered:  # the store may have booked it anyway, or may still do so
                 for id in ids:
                     self._leases.report_later(pool_id, id, Outcome.CALLED_OFF)
         if evaluation is None:
@@ -115,7 +115,7 @@ class Booker:
     async def look_or_book(
         self, prompt: Prompt, ask: Ask, deadline: Deadline, *, book: bool
     ) -> tuple[Evaluation, tuple[Reservation, ...]]:
-        """In one call. Raises what the store raises, and TimeoutError."""
+        """`book` or `look`, in one call. Raises what the store raises, and TimeoutError."""
         if book:
             return await self.book(prompt, ask, deadline)
         return await deadline.wait_for(self.look(prompt.scope.pool_id, ask)), ()
@@ -123,13 +123,13 @@ class Booker:
     # ------------------------------------------------------------ alone
 
     def look_alone(self, pool_id: str, ask: Ask) -> Evaluation:
-        """By loads as last read, and this router's own bookings."""
+        """Evaluate by the loads read last, and this router's own bookings."""
         if reports := self._new_reports(pool_id, self._own):
             self._own.report_now(pool_id, reports)
         return self._own.evaluate_now(pool_id, ask)
 
     def book_alone(self, prompt: Prompt, ask: Ask) -> tuple[Reservation, ...]:
-        """Reserve what `look_alone` chooses."""
+        """Reserve the worker that `look_alone` chooses."""
         pool_id = prompt.scope.pool_id
         booking = self._new_booking(prompt, ask, leased=False)
         evaluation = self._own.book_now(pool_id, booking)
@@ -142,20 +142,20 @@ class Booker:
 
     def _new_booking(self, prompt: Prompt, ask: Ask, *, leased: bool) -> Booking:
         longest_us = round(self._settings.booking.longest_s * 1e6)
-        # in this process no lease is needed: a reservation ends with the process at the latest
+        # no lease is needed in this process: a reservation ends with the process at the latest
         lease_us = self._leases.lease_us if leased else longest_us
         prefill_id = None if ask.pair_layout is None else token_bytes(ID_BYTES)
         id = token_bytes(ID_BYTES)
         return Booking(id, self._leases.router_id, prompt.input_tokens, ask, lease_us, longest_us, prefill_id)
 
     async def _report_workers(self, pool_id: str) -> None:
-        """Report the pool as last read to reservations that no indexer reports to."""
+        """Report the pool as read last, unless an indexer reports to these reservations."""
         reservations = self._reservations
         if not reservations.fed_by_indexer and (reports := self._new_reports(pool_id, reservations)):
             await reservations.report(pool_id, reports)
 
     def _new_reports(self, pool_id: str, to: Reservations) -> dict[str, WorkerReport]:
-        """Empty if the pool was not read again since the last reports to these reservations."""
+        """New reports for these reservations; empty if the pool was not read again since the last ones."""
         pool, key = self._fleet.last_known(pool_id), (id(to), pool_id)
         if pool is None or self._last_reported.get(key) is pool:
             return {}
@@ -165,6 +165,6 @@ class Booker:
 
 
 def evaluate_without_bookings(ask: Ask, pool: Pool, quotes: Sequence[Quote]) -> Evaluation:
-    """By reported load alone; `quotes` are those of the ask's offers, workers of the pool."""
+    """Evaluate by reported load alone; `quotes` belong to the ask's offers, workers of the pool."""
     busy = {quote.id: WorkerLoad(pool.loads[quote.id], Load()) for quote in quotes}
     return evaluate(ask, Candidates.of(ask, {}), busy, (), 0)

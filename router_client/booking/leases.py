@@ -1,6 +1,6 @@
-"""A router's lease in each pool that it books in, and the reports that the store has not received yet.
+"""A router's lease in each pool in which it books, and reports that the store has not received yet.
 
-No request waits for the store to hear of its first token or its end: reports are queued, and sent together.
+No request waits until the store has recorded its first token or its end: reports are queued and sent together.
 """
 
 import asyncio
@@ -21,10 +21,11 @@ BEATS_A_LEASE = 3
 RETRY_S = 0.1
 CLOSE_S = 1.0
 KEEP_S = 30.0
-"""A report is tried for this long, or a lease's length if that is longer: by then the lease would have ended it."""
+"""How long a report is retried, or a lease's length if that is longer: by then the lease would have ended the
+reservation."""
 MOST_PENDING = 100_000
 LINGER_S = 0.001
-"""Reports that come within this time of each other are sent together."""
+"""Reports that arrive within this time of each other are sent together."""
 MOST_TOGETHER = 256
 
 _log = logging.getLogger("router_client")
@@ -38,7 +39,7 @@ class _PendingReport(NamedTuple):
 
 
 class Leases:
-    """Renews the lease and sends reports while the client is entered; otherwise a lease lasts from one booking to the next.
+    """Renews leases and sends reports while the client is entered; otherwise a lease lasts from one booking to the next.
 
     A report that the store did not receive is repeated.
     """
@@ -57,32 +58,34 @@ class Leases:
         self._task = BackgroundTask(self._run, "kvatlas router leases")
 
     def record_booking(self, pool_id: str) -> None:
-        """A reservation was made under this lease."""
+        """Record a new reservation under this lease."""
         self._live[pool_id] = self._live.get(pool_id, 0) + 1
         self._counters.booked += 1
 
     def record_release(self, pool_id: str) -> None:
-        """A reservation under this lease was ended."""
+        """Record that a reservation under this lease was ended."""
         self._live[pool_id] -= 1
         self._counters.released += 1
 
     @property
     def sends_reports(self) -> bool:
-        """May a reservation leave its reports to `report_later`? Not if nobody sends them, or they need not travel."""
+        """True if a reservation may leave its reports to `report_later`. False if nothing sends them, or if they stay in
+        this process."""
         return self._task.running and self._reservations.fed_by_indexer
 
     def report_later(self, pool_id: str, id: bytes, outcome: Outcome | None) -> None:
-        """Report to the store soon, or when it answers: how a reservation ended, or (None) that its first token is there."""
+        """Report to the store soon, or when it answers again: how a reservation ended, or (None) that its first token is
+        there."""
         until_s = time.monotonic() + max(self._lease_s, KEEP_S)
         self._pending.append(_PendingReport(pool_id, id, outcome, until_s))
         self._wake.set()
 
     def start(self) -> None:
-        """Begin to renew."""
+        """Start to renew leases and send reports."""
         self._task.start()
 
     async def stop(self) -> None:
-        """Give up every lease, with all that is still booked under it. Waits at most CLOSE_S for the store."""
+        """Give up every lease, and all bookings under it. Waits at most CLOSE_S for the store."""
         await self._task.stop()
         try:
             async with asyncio.timeout(CLOSE_S):
@@ -134,7 +137,7 @@ class Leases:
                 self._counters.lapsed += not still_held
 
     async def _report_pending(self) -> None:
-        """Raises what the store raises; then the reports that it did not confirm are kept."""
+        """Send the queued reports. Raises what the store raises; unconfirmed reports are kept."""
         while self._pending:
             taken = [self._pending.popleft() for _ in range(min(len(self._pending), MOST_TOGETHER))]
             now_s = time.monotonic()

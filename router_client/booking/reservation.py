@@ -1,4 +1,4 @@
-"""One reservation of this router, as the caller that routes the request holds it."""
+"""One reservation of this router, for the caller that routes the request."""
 
 from kvatlas.reservations import Outcome, Reservations
 from kvatlas.store.deadline import STORE_FAILURES, Deadline, LateCalls
@@ -6,8 +6,8 @@ from router_client.booking.leases import Leases
 
 
 class Reservation:
-    """Every call is safe to repeat, and none raises if the store does not answer: the report is repeated later. While the
-    client is entered none waits for the store at all."""
+    """Every call is safe to repeat, and none raises if the store does not answer: the report is sent again later. While the
+    client is entered, no call waits for the store at all."""
 
     def __init__(
         self,
@@ -18,7 +18,7 @@ class Reservation:
         deadline_ms: float | None,
         late_calls: LateCalls,
     ) -> None:
-        """`leases` None: it is booked in this process alone."""
+        """`leases` None: booked in this process only."""
         self.pool_id = pool_id
         self.id = id
         self._store = store
@@ -31,13 +31,13 @@ class Reservation:
             leases.record_booking(pool_id)
 
     async def first_token(self) -> None:
-        """The request's first token is there: its prefill is over."""
+        """Report the request's first token: its prefill is over."""
         if not self._prefilled and not self._ended:
             self._prefilled = True
             await self._report(None)
 
     async def end(self, outcome: Outcome) -> None:
-        """The request is over."""
+        """Report the end of the request."""
         if self._ended:
             return
         self._ended = True
@@ -59,6 +59,6 @@ class Reservation:
             received = True
         except STORE_FAILURES:
             pass  # reported later, below
-        finally:  # also if the request's own task was cancelled
+        finally:  # even if the request's own task was cancelled
             if not received and self._leases is not None:
                 self._leases.report_later(self.pool_id, self.id, outcome)

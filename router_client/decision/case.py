@@ -1,4 +1,4 @@
-"""What one choice is made from, before the candidates are priced."""
+"""The inputs of one choice, before the candidates are priced."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,10 @@ from router_client.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt, the workers that may get it, and what they hold of it.
+    """A prompt, the workers that may get it, and the part of it that they hold.
 
-    `why`: one line, if it is without the index, or its pool as read before. `followed`: the worker that another policy chose.
+    `why`: one line, if the index was not used or the pool is an earlier reading. `followed`: the worker that another policy
+    chose.
     """
 
     prompt: Prompt

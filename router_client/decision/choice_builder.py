@@ -1,4 +1,4 @@
-"""From priced and booked candidates to what a client returns: a ranking, a choice, or a choice of two workers."""
+"""Turns priced and booked candidates into a client's results: a ranking, a choice, or a choice of two workers."""
 
 import logging
 import time
@@ -18,13 +18,13 @@ from router_client.prompt import Prompt
 from router_client.results import Choice, Ranking
 
 MOST_REMARKED = 256
-"""Remarks on requests that are logged, each once."""
+"""Limit of remarks on requests that are logged, each once."""
 
 _log = logging.getLogger("router_client")
 
 
 class ChoiceBuilder:
-    """Builds for one router. When a request ends, its choice is compared with the answer by `statistics` and `learner`."""
+    """Builds results for one router. When a request ends, `statistics` and `learner` compare its choice with the answer."""
 
     def __init__(self, learner: RateLearner, statistics: ChoiceStatistics, shed_factor: float) -> None:
         self._learner = learner
@@ -49,7 +49,7 @@ class ChoiceBuilder:
         would_be: str | None = None,
         learns: bool = True,
     ) -> Choice:
-        """`learns`: the answer's usage and times are compared with the prediction, and rates learned from them."""
+        """`learns`: compare the answer's usage and times with the prediction, and learn rates from them."""
         record = case.pool.records[result.worker_id]
         return Choice(
             result.worker_id,
@@ -73,7 +73,7 @@ class ChoiceBuilder:
         )
 
     def pair(self, case: Case, ranking: PairRanking, reservations: Sequence[Reservation]) -> PairChoice:
-        """`reservations`: the worker that answers, then the prefill worker; empty if nothing is booked."""
+        """`reservations`: for the worker that answers, then for the prefill worker; empty if nothing is booked."""
         for_decode, for_prefill = (*reservations, None, None)[:2]
         unable = case.pool.unable
         if ranking.prefill is None:
@@ -88,7 +88,7 @@ class ChoiceBuilder:
         )
 
     def remarks(self, prompt: Prompt, pool: Pool) -> tuple[str, ...]:
-        """What of the request was ignored, and why nobody can hold its blocks. Each is logged once."""
+        """What was ignored in the request, and why no worker can hold its blocks. Each remark is logged once."""
         why = why_nobody_can(prompt, pool)
         remarks = (*prompt.notes, why) if why else prompt.notes
         for line in remarks:

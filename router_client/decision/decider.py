@@ -1,7 +1,7 @@
 """The steps of one choice: read the pool, look up the overlap, price the candidates, book the cheapest under load.
 
-Each step has a file of its own (`fleet_cache`, `index_lookup`, `policy`, `router_client.booking.booker`), and all share
-one deadline. If the store is slow or away, the step goes on without it.
+Each step has its own file (`fleet_cache`, `index_lookup`, `policy`, `router_client.booking.booker`), and all share one
+deadline. If the store is slow or away, the choice continues without it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -33,7 +33,7 @@ from router_client.results import Choice, Ranking, list_left_out
 from router_client.settings import RouterSettings
 
 MOST_NAMED = 8
-"""An error names up to this many of the workers that are left out."""
+"""Limit of left-out workers that an error names."""
 
 
 class Decider:
@@ -59,12 +59,12 @@ class Decider:
         self._policy = RoutingPolicy(settings)
 
     async def read_pool(self, pool_id: str) -> Pool:
-        """Within the deadline, else as last read. Raises Unreachable if it never was."""
+        """The pool, read within the deadline or as read last. Raises Unreachable if it was never read."""
         pool, _ = await self._read_pool(pool_id, self._start_deadline(), call_store=True)
         return pool
 
     async def rank(self, prompt: Prompt) -> Ranking:
-        """Every candidate. Raises what the store raises."""
+        """Rank every candidate. Raises what the store raises."""
         pool = self._policy.narrow(await self._fleet.read_pool(prompt.scope.pool_id), prompt)
         case = Case(prompt, pool, await self._index.look_up(prompt, pool))
         quotes = self._policy.quote(case)
@@ -75,7 +75,7 @@ class Decider:
         return self._builder.ranking(case, results, pool.left_out)
 
     async def predict_tokens(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> dict[str, int]:
-        """By worker, the tokens that `rank` would predict it to hold beyond the lookup. Raises what the store raises."""
+        """By worker, the tokens that `rank` would predict beyond the lookup. Raises what the store raises."""
         case = Case(prompt, self._policy.narrow(pool, prompt), lookup)
         quotes = self._policy.quote(case)
         if not quotes:
@@ -88,9 +88,9 @@ class Decider:
         }
 
     async def decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool, explain_all: bool = False) -> Choice:
-        """The worker to use, reserved if `book`. `explain_all`: read every candidate.
+        """Choose a worker, and reserve it if `book`. `explain_all`: read every candidate.
 
-        Within the deadline, whatever the store does. Raises NoWorkers; Unreachable if the pool was never read.
+        Stays within the deadline, whatever the store does. Raises NoWorkers; Unreachable if the pool was never read.
         """
         deadline, call_store = self._start_deadline(), self._booker.may_call_store()
         case = await self._read_case(prompt, avoid, deadline, call_store=call_store)
@@ -102,7 +102,7 @@ class Decider:
                 if choice is not None:
                     return choice
                 case = replace(case, why=case.why or failure)
-                call_store = not failure  # without one, the store does not know these look-alikes
+                call_store = not failure  # otherwise the store does not know these look-alikes
         quotes = self._policy.quote(case)
         if not quotes:
             raise self._no_workers(prompt, case.pool.left_out)
@@ -121,7 +121,7 @@ class Decider:
         return self._choose_alone(replace(case, why=case.why or failure), quotes, ask, book=book)
 
     async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairChoice:
-        """The workers to use, reserved in one call if `book`; see `decide`. No other policy is followed."""
+        """Choose one or two workers, reserved in one call if `book`; see `decide`. No other policy is followed."""
         deadline, call_store = self._start_deadline(), self._booker.may_call_store()
         case = await self._read_case(prompt, avoid, deadline, call_store=call_store)
         pairs = self._policy.quote_pairs(case)
@@ -162,7 +162,7 @@ class Decider:
         return pool, why
 
     def _no_workers(self, prompt: Prompt, left_out: Mapping[str, str]) -> NoWorkers:
-        """Why no worker can take the prompt, in one line."""
+        """The error that says in one line why no worker can take the prompt."""
         self._counters.no_workers += 1
         scope = prompt.scope
         pool = f"pool {scope.pool_id} (model {scope.model_id}, tokenizer {scope.tokenizer_id})"
@@ -174,7 +174,7 @@ class Decider:
     # ------------------------------------------------------------ under load
 
     async def _look(self, case: Case, quotes: Sequence[Quote]) -> Evaluation:
-        """As it is now; nothing is booked. Raises what the store raises."""
+        """Evaluate the current state; nothing is booked. Raises what the store raises."""
         ask = self._policy.ask(case, quotes)
         if not self._settings.booking.reservations:
             return evaluate_without_bookings(ask, case.pool, quotes)
@@ -183,7 +183,7 @@ class Decider:
     async def _choose_in_store(
         self, case: Case, quotes: Sequence[Quote], ask: Ask, deadline: Deadline, *, book: bool
     ) -> Choice:
-        """With all other routers' bookings. Raises what the store raises, and TimeoutError."""
+        """Choose with the bookings of all other routers. Raises what the store raises, and TimeoutError."""
         book_cheapest = book and case.followed is None
         evaluation, reservations = await self._booker.look_or_book(case.prompt, ask, deadline, book=book_cheapest)
         if book and case.followed is not None:
@@ -193,8 +193,8 @@ class Decider:
     async def _choose_among_look_alikes(
         self, case: Case, quotes: LookAlikeQuotes, deadline: Deadline, *, book: bool
     ) -> Choice | None:
-        """The same, reading few workers; None if the store knows too few of them. Raises what the store raises, and
-        TimeoutError."""
+        """Choose in the store while reading few workers; None if the store knows too few of them. Raises what the store
+        raises, and TimeoutError."""
         ask = self._policy.ask_look_alikes(case, quotes)
         try:
             evaluation, reservations = await self._booker.look_or_book(case.prompt, ask, deadline, book=book)
@@ -202,18 +202,18 @@ class Decider:
             return None
         matched, by_offer, chosen = quotes.match(evaluation)
         if chosen is None:
-            # the worker is newer than the pool as read here
-            with suppress(*STORE_FAILURES):  # without a new reading, the choice fails below
+            # the worker is newer than our reading of the pool
+            with suppress(*STORE_FAILURES):  # if that fails, the choice fails below
                 case = replace(case, pool=await deadline.wait_for(self._fleet.read_again(case.prompt.scope.pool_id)))
                 matched, by_offer, chosen = replace(quotes, pool=case.pool).match(evaluation)
         if chosen is None:
             for reservation in reservations:
                 await reservation.end(Outcome.FAILED)
-            raise Unreachable(f"worker {evaluation.worker_id} was chosen, but has no fleet record that can be read")
+            raise Unreachable(f"worker {evaluation.worker_id} was chosen, but its fleet record can't be read")
         return self._choose(case, matched, by_offer, chosen, *reservations)
 
     def _choose_alone(self, case: Case, quotes: Sequence[Quote], ask: Ask, *, book: bool) -> Choice:
-        """By what this router knows itself: loads as last read, and its own bookings."""
+        """Choose with this router's own knowledge: loads as read last, and its own bookings."""
         evaluation = self._booker.look_alone(case.prompt.scope.pool_id, ask)
         if case.basis is not Basis.COST and not any(evaluated.load_known for evaluated in evaluation.by_offer):
             case = replace(case, basis=Basis.PREFIX_HASH)
@@ -235,7 +235,7 @@ class Decider:
         chosen: int,
         reservation: Reservation | None = None,
     ) -> Choice:
-        """The followed worker, if there is one, else the chosen one. `quotes` and `by_offer` are in one order."""
+        """The followed worker, if any, else the chosen one. `quotes` and `by_offer` have the same order."""
         results = self._rank(case, quotes, by_offer, chosen)
         result, would_be = results[0], None
         if case.followed is not None:
@@ -248,5 +248,5 @@ class Decider:
 
 
 def _narrow_ask(ask: Ask, worker_id: str) -> Ask:
-    """An ask for one of its workers, whatever limits that one is over."""
+    """An ask for one of its workers, even if that worker is over a limit."""
     return replace(ask, offers=[offer for offer in ask.offers if offer.worker_id == worker_id], limits=None)

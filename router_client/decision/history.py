@@ -1,4 +1,5 @@
-"""The choices of the last minutes, for people: how many each worker got, what of the prompts was cached, and the last ones."""
+"""The choices of the last minutes, for people: how many each worker got, how much of the prompts was cached, and the last
+ones."""
 
 import time
 from collections import deque
@@ -13,9 +14,9 @@ LAST = 24
 
 @dataclass(slots=True)
 class Tally:
-    """Choices of one worker. `without_index`: those that load or the prefix alone decided. `prompt_tokens`, of which
-    `cached_tokens` were predicted to be cached. `answer_tokens`: prompt tokens of the answers that told what was cached,
-    `found_tokens`."""
+    """Choices of one worker. `without_index`: decided by load or prefix alone. `prompt_tokens`: of these, `cached_tokens`
+    were predicted to be cached. `answer_tokens`: prompt tokens of answers that report cached tokens; `found_tokens`: those
+    cached tokens."""
 
     choices: int = 0
     without_index: int = 0
@@ -34,8 +35,8 @@ class Tally:
 
 
 class PastDecision(NamedTuple):
-    """One choice. `at_us`: microseconds since 1970. `ttft_us` None: its cost profile predicts none. `basis`: what it was chosen
-    by, and `why` if not by cost."""
+    """One choice. `at_us`: microseconds since 1970. `ttft_us` None: its cost profile does not predict it. `basis`: the
+    grounds of the choice, with `why` unless it was by cost."""
 
     at_us: int
     worker_id: str
@@ -48,13 +49,13 @@ class PastDecision(NamedTuple):
 
 
 class DecisionHistory:
-    """Bounded: STEPS steps of STEP_S each, with the workers that were chosen in them, and the LAST choices."""
+    """Bounded: STEPS intervals of STEP_S each, with the workers chosen in them, and the LAST choices."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._steps: deque[tuple[int, dict[str, Tally]]] = deque(maxlen=STEPS)
         self.last: deque[PastDecision] = deque(maxlen=LAST)
-        """The newest last."""
+        """The newest is last."""
 
     def record(self, decision: PastDecision, *, without_index: bool) -> None:
         tally = self._tally(decision.worker_id)
@@ -65,13 +66,13 @@ class DecisionHistory:
         self.last.append(decision)
 
     def record_answer(self, worker_id: str, prompt_tokens: int, found_tokens: int) -> None:
-        """The worker's engine told how many of a prompt's tokens it found cached."""
+        """Record how many of a prompt's tokens the worker's engine found cached."""
         tally = self._tally(worker_id)
         tally.answer_tokens += prompt_tokens
         tally.found_tokens += found_tokens
 
     def by_worker(self) -> dict[str, Tally]:
-        """Of the last STEPS steps."""
+        """The tallies of the last STEPS intervals."""
         found: dict[str, Tally] = {}
         for step in self._recent():
             for worker_id, tally in step.items():
@@ -79,7 +80,7 @@ class DecisionHistory:
         return found
 
     def by_step(self) -> Sequence[int]:
-        """Choices in each of the last STEPS steps, the present one last."""
+        """Choices in each of the last STEPS intervals, the current one last."""
         counts = {number: sum(tally.choices for tally in step.values()) for number, step in self._steps}
         now = self._now()
         return [counts.get(number, 0) for number in range(now - STEPS + 1, now + 1)]

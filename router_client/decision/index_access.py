@@ -1,4 +1,4 @@
-"""The index that a router's overlaps come from: the store's, or a replica of it in this process."""
+"""The index that answers a router's overlaps: the store's, or a copy of it in this process."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,8 +14,8 @@ from router_client.pricing.overlap import OverlapIndex
 async def open_overlap_index(
     store: Store, index: AnsweringIndex, replica: ReplicaSettings | None
 ) -> AsyncIterator[OverlapIndex]:
-    """The store's `index`, or over it a replica if there are settings for one: it copies in the background, so neither NATS
-    nor the copy is waited for. Raises NotSupported if a replica needs packages that are not installed."""
+    """The store's `index`, or a local copy over it if `replica` has settings. The copy is made in the background, without
+    waiting for NATS. Raises NotSupported if the copy needs packages that are not installed."""
     if replica is None:
         yield index
         return

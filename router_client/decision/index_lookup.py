@@ -1,4 +1,4 @@
-"""Looking a prompt up in the index within a decision's deadline; if the index is slow, away or switched off, load decides."""
+"""Looks a prompt up in the index within a decision's deadline. If the index is slow, away or switched off, load decides."""
 
 from time import perf_counter
 
@@ -14,7 +14,7 @@ from router_client.prompt import Prompt, Strategy
 
 
 class IndexLookup:
-    """Calls the index for one router. `load_only` may be set at any time: then the index is not called."""
+    """Calls the index for one router. `load_only` switches it off, and may be set at any time."""
 
     def __init__(self, index: OverlapIndex, counters: RouterCounters, *, load_only: bool) -> None:
         self.load_only = load_only
@@ -27,7 +27,7 @@ class IndexLookup:
         return await look_up_overlap(self._index, prompt, pool.block_shapes)
 
     async def look_up_in_time(self, prompt: Prompt, pool: Pool, deadline: Deadline) -> Case:
-        """The same within READ_SHARE of the deadline; if that fails, an empty lookup and why."""
+        """`look_up` within READ_SHARE of the deadline; if that fails, an empty lookup and the reason."""
         if self.load_only:
             why = "the router is switched to load alone"
         elif prompt.strategy is Strategy.LOAD:

@@ -1,4 +1,5 @@
-"""A router's policy: which workers may get a prompt, what is added to their costs, and what results are checked against.
+"""A router's policy: which workers may get a prompt, surcharges on their costs, and the limits that results are checked
+against.
 
 Pure, and the same on every router with the same settings; only a followed policy may have state of its own.
 """
@@ -20,7 +21,7 @@ from router_client.prompt import Prompt, Strategy
 from router_client.settings import RouterSettings, SloMode
 
 PREFIX_TOKENS = 1_024
-"""Without load and index, prompts that share this many tokens at their start go to the same worker."""
+"""Without load and index, prompts that share this many first tokens go to the same worker."""
 
 
 class RoutingPolicy:
@@ -32,8 +33,8 @@ class RoutingPolicy:
         self._seed = settings.seed.to_bytes(8, "little", signed=True) if settings.seed else b""
 
     def narrow(self, pool: Pool, prompt: Prompt, avoid: Collection[str] = ()) -> Pool:
-        """The pool without the workers that may not see the prompt's tenant, that the caller avoids, or that a selector leaves
-        out."""
+        """The pool without workers that may not see the prompt's tenant, that the caller avoids, or that a selector
+        excludes."""
         pool = pool.of_tenant(prompt.scope.tenant_id)
         if avoid:
             pool = pool.without(avoid)
@@ -43,13 +44,13 @@ class RoutingPolicy:
         return pool
 
     def quote(self, case: Case) -> list[Quote]:
-        """Every candidate's cost without load, surcharges included, in the order in which ties are broken."""
+        """Every candidate's cost without load, surcharges included, in tie-breaking order."""
         fingerprint = case.lookup.fingerprint + self._seed
         quotes = quote_candidates(case.prompt, case.pool, case.lookup.held, fingerprint=fingerprint)
         return self._add_surcharges(case.prompt, quotes, fingerprint)
 
     def quote_look_alikes(self, case: Case) -> LookAlikeQuotes | None:
-        """The same with few candidates named, the cheapest of the others being found in the store; None if that is not
+        """Quotes that name only few candidates; the store finds the cheapest of the others. None if that is not
         possible."""
         settings, prompt, pool, held = self._settings, case.prompt, case.pool, case.lookup.held
         if settings.temperature or self._followed(prompt) is not None or settings.explain_all:
@@ -69,7 +70,7 @@ class RoutingPolicy:
         )
 
     def quote_pairs(self, case: Case) -> PairQuotes:
-        """The same for prefill and decode workers."""
+        """Quotes of prefill and decode workers."""
         fingerprint, least = case.lookup.fingerprint + self._seed, self._settings.pairs.least_new_tokens
         pairs = quote_pairs(case.prompt, case.pool, case.lookup.held, fingerprint=fingerprint, least_new_tokens=least)
         return pairs.add_surcharges(lambda answering: self._add_surcharges(case.prompt, answering, fingerprint))
@@ -79,13 +80,13 @@ class RoutingPolicy:
         return build_ask(case.prompt, quotes, case.lookup.chains, self._settings, case.pool.usual_block_size)
 
     def ask_look_alikes(self, case: Case, quotes: LookAlikeQuotes) -> Ask:
-        """The same question about named workers and look-alikes."""
+        """The same question, about named workers and look-alikes."""
         chains, usual_size = case.lookup.chains, quotes.pool.usual_block_size
         ask = build_ask(case.prompt, quotes.named, chains, self._settings, usual_size, quotes.look_alikes)
         return replace(ask, skipped=tuple(quotes.pool.skipped), least_members=quotes.least_members, ring=quotes.ring)
 
     def criteria(self, prompt: Prompt) -> Criteria:
-        """The terms and limits of results: the same as in the ask."""
+        """The terms and limits of results, the same as in the ask."""
         limits = self._settings.limits
         factor = limits.slo_factor if limits.slo is SloMode.PENALTY else 0.0
         booking = self._settings.booking
@@ -93,7 +94,7 @@ class RoutingPolicy:
         return Criteria(prompt.slo, booking.again_factor, booking.interference_factor, factor, filters)
 
     def choose_followed(self, prompt: Prompt, pool: Pool) -> str | None:
-        """The worker that the followed policy chooses; None without such a policy, or if it chooses no candidate."""
+        """The worker that the followed policy chooses; None without such a policy, or if its choice is not a candidate."""
         if (follow := self._followed(prompt)) is None:
             return None
         endpoints = [candidate.endpoint for candidate in pool.candidates]
@@ -106,7 +107,8 @@ class RoutingPolicy:
         return self._round_robin if prompt.strategy is Strategy.ROUND_ROBIN else None
 
     def choose_by_prefix(self, case: Case, quotes: Sequence[Quote]) -> int:
-        """The number of the quote by a hash of the prompt's start: prompts that begin alike meet, and share a cache."""
+        """The number of the quote chosen by a hash of the prompt's start, so that prompts with equal starts share a
+        cache."""
         lookup = case.lookup
         size = min(lookup.chains, default=0)
         prefix = lookup.chains[size].prefix_hash(max(1, PREFIX_TOKENS // size)) if size else lookup.fingerprint

@@ -1,5 +1,5 @@
-"""A request's own hints for its choice, as headers. Heeded only where they are switched on: who may set them decides where
-requests go."""
+"""A request's own hints for its choice, as headers. They are read only if switched on, because a client that sets them
+decides where its requests go."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ _STRATEGY, _PRIORITY, _SESSION, _ALLOW, _DENY = HINT_HEADERS
 
 @dataclass(frozen=True, slots=True)
 class RequestHintHeaders:
-    """`strategy` None: the router's own. `priority`: lower is earlier; None: as without hints. `allow` None: all workers."""
+    """`strategy` None: the router's own. `priority`: lower is earlier; None: without a hint. `allow` None: all workers."""
 
     strategy: Strategy | None = None
     priority: int | None = None
@@ -28,7 +28,7 @@ class RequestHintHeaders:
 
     @classmethod
     def read(cls, headers: Iterable[tuple[bytes, bytes]]) -> Self:
-        """Raises InvalidValue, one line that names the header."""
+        """Read the hints. Raises InvalidValue, one line that names the header."""
         found = {name: value.decode("latin-1").strip() for name, value in headers if name in HINT_HEADERS}
         for name, value in found.items():
             if len(value) > MOST_LETTERS:
@@ -42,7 +42,7 @@ class RequestHintHeaders:
         )
 
     def apply(self, prompt: Prompt) -> Prompt:
-        """The prompt with these hints."""
+        """The prompt with these hints applied."""
         select = prompt.select
         if self.allow is not None or self.deny:
             select = replace(select or Selector(), allow=self.allow, deny=self.deny)

@@ -1,4 +1,4 @@
-"""Other ways to choose a worker than by cost: followed by a router in shadow mode, or for a request that asks for it."""
+"""Ways to choose a worker other than by cost, for a router in shadow mode or a request that asks for one."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,7 +1,7 @@
-"""How much of an upper bound engines really reuse, by pool: what their answers' cached tokens teach.
+"""How much of an upper bound engines really reuse, by pool, learned from the cached tokens in their answers.
 
-Of some hybrid models residency is all that is told (SGLang, groups of a kind that is not known here): what is resident is an
-upper bound of what is reused. The share that the answers had is counted instead, once there are enough of them.
+For some hybrid models only residency is known (SGLang, or groups of an unknown kind): the resident blocks are an upper
+bound of what is reused. Once there are enough answers, the share that they reused is applied.
 """
 
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from router_client.prompt import Prompt
 
 LEAST_ANSWERS = 20
 FADING = 0.99
-"""What an answer counts for less with each later one: about the last hundred matter."""
+"""Factor by which an answer fades with each later one: about the last hundred matter."""
 STEP = 0.05
-"""Shares are rounded to it, so that pools are not made anew for each answer."""
+"""Shares are rounded to it, so that pools are not rebuilt for each answer."""
 
 
 @dataclass(slots=True)
@@ -35,8 +35,8 @@ class _Answers:
 
 
 class BoundShares:
-    """Gives each worker's rule: as set, and for one whose tokens are an upper bound with its pool's share. `version` changes
-    with any share."""
+    """Gives each worker's rule as configured; for a worker whose tokens are an upper bound, with its pool's share.
+    `version` changes with any share."""
 
     def __init__(self, rules: ReuseRules) -> None:
         self.version = 0
@@ -50,7 +50,7 @@ class BoundShares:
         return rule if known is None or known.share == 1 else replace(rule, share=known.share)
 
     def record(self, prompt: Prompt, chosen: SelectionResult, endpoint: EngineEndpoint, usage: Usage) -> None:
-        """Learn from an answer of this worker. One says nothing if it tells no cached tokens, or nothing was resident."""
+        """Learn from an answer of this worker. An answer without cached tokens, or without resident blocks, is ignored."""
         if not endpoint.upper_bound or usage.cached_tokens is None:
             return
         readable = prompt.reading.readable_tokens(endpoint.kind)

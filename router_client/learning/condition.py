@@ -1,4 +1,4 @@
-"""The condition of this router, for its reports: `kvatlas.predictions.condition`."""
+"""Measures the condition of this router for its reports: `kvatlas.predictions.condition`."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from router_client.counters import RouterCounters
 
 
 class RequestEnds(NamedTuple):
-    """Requests that ended, since the server started: all, those that no engine took, and those whose client gave up."""
+    """Requests that ended since the server started: all, those that no engine took, and those whose client gave up."""
 
     requests: int = 0
     refused: int = 0
@@ -19,7 +19,7 @@ class RequestEnds(NamedTuple):
 
 
 class ConditionMeter:
-    """`ends`: of a server on this library, which sets it."""
+    """Reads the condition. `ends` is set by a server built on this library."""
 
     def __init__(self, counters: RouterCounters) -> None:
         self._counters = counters
@@ -27,7 +27,7 @@ class ConditionMeter:
         self.ends: Callable[[], RequestEnds] = RequestEnds
 
     def read(self) -> RouterCondition:
-        """As of now."""
+        """The current condition."""
         counters, descriptors = self._counters, count_descriptors()
         fell_open = counters.open_index + counters.open_fleet + counters.open_booking + counters.open_connections
         since_start = {

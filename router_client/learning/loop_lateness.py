@@ -1,7 +1,7 @@
-"""How late an event loop is: what it measures is as late as it is.
+"""Measures how late an event loop is, because all times measured in it are as late.
 
-A router that is busy (hundreds of requests at once, other programs on its processors) sees an engine's answer when it gets
-round to it. Learned as the engine's time, that would make the engine of a burst look many times as slow as its equal.
+A busy router (hundreds of requests at once, other programs on its processors) sees an engine's answer late. Attributed to
+the engine, that delay would make the engine of a burst look many times slower than its equals.
 """
 
 import asyncio
@@ -12,26 +12,26 @@ from weakref import WeakKeyDictionary, WeakSet
 
 TICK_S = 0.01
 LEAST_NS = 2_000_000
-"""Less is the resolution of timers."""
+"""Smaller delays are within the resolution of timers."""
 MOST_KEPT = 4_096
-"""Late ticks; of a loop that is never in time, those of the last minute or so."""
+"""Limit of late ticks; for a loop that is never on time, those of about the last minute."""
 
 
 class LoopLateness:
-    """Of one event loop. It ticks while anybody watches: an idle router does not wake up for it."""
+    """The lateness of one event loop. It ticks only while someone watches, so an idle router does not wake up for it."""
 
     _of_loop: ClassVar["WeakKeyDictionary[asyncio.AbstractEventLoop, LoopLateness]"] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._watchers: WeakSet[object] = WeakSet()
         self._due_ns: int | None = None
-        """When the next tick should be; None: nobody watches."""
+        """When the next tick should be; None without watchers."""
         self._late: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
         """When late ticks should have been, and when they were, ascending."""
 
     @classmethod
     def of_running_loop(cls) -> "LoopLateness | None":
-        """That of the loop in which this is called; None outside of one."""
+        """The lateness of the running loop; None outside of one."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -51,11 +51,11 @@ class LoopLateness:
             self._schedule()
 
     def most_ns(self, start_ns: int, end_ns: int) -> int:
-        """The longest time for which the loop got round to nothing that was due between two times of `time.perf_counter_ns`; 0
-        if it was in time."""
+        """The longest time between two values of `time.perf_counter_ns` in which the loop was late for everything that was
+        due; 0 if it was on time."""
         most = 0
         if self._due_ns is not None and self._due_ns < end_ns:
-            most = time.perf_counter_ns() - self._due_ns  # it has not come yet
+            most = time.perf_counter_ns() - self._due_ns  # it has not ticked yet
         for due_ns, was_ns in reversed(self._late):
             if was_ns < start_ns:
                 break

@@ -1,7 +1,7 @@
-"""How long answers are, learned from those that this router saw: for each pool, by what requests allow, and for each session.
+"""Lengths of answers, learned from those that this router saw: for each pool by what requests allow, and for each session.
 
-A request says at most how long its answer may be, and clients write there what they like: 4,096 for an answer of 200 tokens. So
-what answers to such requests were like counts, and until there are any, what the request allows.
+A request limits the length of its answer, but clients write any number there: 4,096 for an answer of 200 tokens. So the
+lengths of answers to similar requests count, and until there are any, the limit.
 """
 
 from collections import OrderedDict
@@ -11,9 +11,9 @@ from router_client.prompt import OutputLimits, Prompt
 
 POOL_MEMORY = 64
 SESSION_MEMORY = 8
-"""How many answers a mean stands for; older ones fade."""
+"""How many answers a mean represents; older ones fade."""
 POOL_WORTH = 2.0
-"""Answers of a session that what its pool's are like is worth; for a pool what the request allows is worth half of that."""
+"""Weight of the pool's mean, in answers of a session; for a pool, the request's limit has half that weight."""
 MOST_SESSIONS = 16_384
 
 
@@ -31,14 +31,14 @@ class _Mean:
 
 
 class OutputLengths:
-    """For one router."""
+    """Output lengths for one router."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[str, int], _Mean] = {}
         self._sessions: OrderedDict[tuple[str, str], _Mean] = OrderedDict()
 
     def expect(self, prompt: Prompt) -> int:
-        """The tokens that the answer to a prompt should have, within its limits."""
+        """The expected length of the answer to a prompt in tokens, within its limits."""
         limits = prompt.output_limits or OutputLimits()
         expected = float(prompt.output_tokens if limits.most is None else limits.most)
         pool_id = prompt.scope.pool_id
@@ -49,7 +49,7 @@ class OutputLengths:
         return limits.clamp(round(expected))
 
     def record(self, prompt: Prompt, output_tokens: int) -> None:
-        """A prompt was answered by so many tokens."""
+        """Record the length of the answer to a prompt."""
         if output_tokens < 1:
             return
         pool_id = prompt.scope.pool_id
@@ -64,5 +64,5 @@ class OutputLengths:
 
 
 def _size_class(limits: OutputLimits) -> int:
-    """Requests that allow about as much, within a factor of 2, are alike."""
+    """A class for requests that allow about as much, within a factor of 2."""
     return 0 if limits.most is None else limits.most.bit_length()

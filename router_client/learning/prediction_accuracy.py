@@ -1,4 +1,4 @@
-"""Compares what engines say in their answers with what was predicted, counted by pool and reported to the store.
+"""Compares engines' answers with the predictions, counts them by pool, and reports the counts to the store.
 
 A wrong tokenizer shows here first. `kvatlas doctor` reads the reports of all routers (`kvatlas.predictions.store`).
 """
@@ -30,13 +30,13 @@ from router_client.learning.usage import Usage
 from router_client.prompt import Prompt
 
 REPORT_S = 2.0
-"""Report interval; repeated when unchanged because the store expires reports after 60 s."""
+"""Interval of reports; unchanged ones are repeated because the store expires reports after 60 s."""
 CALL_S = 1.0
 LATELY_S = 60.0
-"""Requests of tenants that workers don't have are reported for so long."""
+"""How long requests of tenants that workers don't have are reported."""
 
 BY_INDEX = (Basis.COST.value, Basis.POLICY.value)
-"""Modes of a choice for which the index was looked up."""
+"""Modes of a choice that looked up the index."""
 
 Report = Callable[[str, AnswerReport], Awaitable[None]]
 """Stores the counts of a pool, given its id."""
@@ -55,15 +55,15 @@ class _ForeignRequests:
 
 @dataclass(slots=True)
 class PredictionAccuracy:
-    """Counts each answer, in total and by pool, and says in one line what is wrong, if something is."""
+    """Counts each answer, in total and by pool, and describes each problem in one line."""
 
     counts: AnswerCounts = field(default_factory=AnswerCounts)
     stalled_by_pool: Callable[[], Mapping[str, Sequence[str]]] = dict
-    """Workers that a server on this library finds stalled, by pool; they go into the reports."""
+    """Workers that a server built on this library finds stalled, by pool; included in the reports."""
     condition: Callable[[], RouterCondition | None] = lambda: None
-    """The condition of the whole router; it goes into the reports."""
+    """The condition of the whole router; included in the reports."""
     known_pools: Callable[[], Collection[str]] = tuple
-    """Pools that are reported before their first answer."""
+    """Pools that are reported even before their first answer."""
     _recent: dict[str, RecentCounts] = field(default_factory=dict)
     _pools: dict[str, AnswerCounts] = field(default_factory=dict)
     _examples: dict[str, str] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class PredictionAccuracy:
         found.worker_id, found.last_s = endpoint.id, monotonic()
 
     def reports(self) -> dict[str, AnswerReport]:
-        """By pool, as of now."""
+        """The current reports, by pool."""
         stalled, condition = self.stalled_by_pool(), self.condition()
         return {
             pool_id: AnswerReport(
@@ -136,7 +136,7 @@ class PredictionAccuracy:
                 )
 
     def findings(self) -> list[str]:
-        """Problems that need attention, and what to do about them, a line each."""
+        """Problems that need attention, and what to do about them, one line each."""
         found = [pair for report in self.reports().values() for pair in report.findings()]
         return [f"{line}; {advice}" for line, advice in dict.fromkeys(found)]
 
@@ -150,11 +150,11 @@ class AccuracyReporter:
         self._task = BackgroundTask(self._run, "kvatlas router answers")
 
     def start(self) -> None:
-        """Begin to report."""
+        """Start to report."""
         self._task.start()
 
     async def stop(self) -> None:
-        """Report no more."""
+        """Stop reporting."""
         await self._task.stop()
 
     async def _run(self) -> None:

@@ -1,7 +1,7 @@
 """Rates learned from the requests that this router finished, shared with all other routers through the store.
 
-Nothing of it delays a request: a finished request is only noted, and once a second its evidence is added to the store and
-the evidence of all routers is read back. Prices change with the next read of the pool's records.
+Learning delays no request: a finished request is only noted. Once a second its evidence is added to the store, and the
+evidence of all routers is read back. Prices change with the next read of the pool's records.
 """
 
 import asyncio
@@ -36,27 +36,27 @@ from router_client.settings import RouterSettings
 FIRST_READ_S = 1.0
 CLOSE_S = 1.0
 MOST_NOTED = 512
-"""Up to this many requests, the last ones, are learned from in one turn, at 0.1 ms each: rates change slowly."""
+"""Only the last requests, up to this many, are learned from in one turn, at 0.1 ms each: rates change slowly."""
 MOST_A_WORKER = 64
-"""Up to this many of them for one worker."""
+"""Limit of those requests per worker."""
 MISSED = 12.0
 FADES_IN = 16.0
-"""A worker's evidence begins to fade when it has missed MISSED requests: those that it would have got if all workers of the
-pool got equally many. FADES_IN more leave a third of it."""
+"""A worker's evidence begins to fade when it has missed MISSED requests, compared with an equal share of its pool's
+requests. After FADES_IN more, a third of it is left."""
 STEPS = 4
-"""Its rates are estimated again with each of so many steps on that way."""
+"""Number of steps on that way at which its rates are estimated again."""
 ESTIMATES_A_SLICE = 8
-"""Estimates made before other tasks get their turn, at 0.3 ms each."""
+"""Estimates to make, at 0.3 ms each, before other tasks get their turn."""
 
 _log = logging.getLogger("router_client")
 
 
 class Starvation:
-    """Which workers teach nothing while their pool goes on, and how much of their old evidence still counts.
+    """Finds workers without new evidence while their pool continues, and how much of their old evidence still counts.
 
-    A worker that was learned to be slow gets no requests, and without them it would stay slow for ever. So the evidence of a
-    worker fades while the others of its pool are learned from, until it is priced as its pool is and gets requests again. Time
-    alone fades nothing: a pool that is idle overnight keeps its rates.
+    A worker that was learned to be slow gets no requests, and without requests it would look slow for ever. So a worker's
+    evidence fades while its pool learns from others, until it is priced like its pool and gets requests again. Time alone
+    fades nothing: a pool that is idle overnight keeps its rates.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Starvation:
         self._total = 0
 
     def update(self, shared: Mapping[str, Evidence]) -> None:
-        """The evidence of all routers so far."""
+        """Pass the evidence of all routers so far."""
         self._total = sum(one.requests for one in shared.values())
         known, self._last = self._last, {}
         for worker_id, one in shared.items():
@@ -80,7 +80,7 @@ class Starvation:
 
 
 class PoolRates:
-    """A pool's rates as this router knows them: from the evidence of all routers, and from its own that is not shared yet."""
+    """A pool's rates as this router knows them: from the evidence of all routers, plus its own that is not shared yet."""
 
     def __init__(self, configured: EngineProfile) -> None:
         self.profile = configured
@@ -94,7 +94,7 @@ class PoolRates:
         self._starvation = Starvation()
 
     def add(self, request: FinishedRequest) -> bool:
-        """Learn from a request; False if it teaches nothing."""
+        """Learn from a request; False if it has no evidence."""
         worker_id = request.plan.worker_id
         rows = rows_of(request)
         if not rows:
@@ -111,12 +111,12 @@ class PoolRates:
         return unshared
 
     def put_back(self, unshared: Mapping[str, Evidence]) -> None:
-        """The store did not confirm it: share it again. Evidence that is shared twice only counts twice."""
+        """Share evidence again that the store did not confirm. Evidence that is shared twice only counts twice."""
         for worker_id, evidence in unshared.items():
             self._unshared[worker_id] = evidence.followed_by(self._unshared.get(worker_id, Evidence()))
 
     async def update(self, shared: Mapping[str, Evidence]) -> None:
-        """Learn from the evidence of all routers so far."""
+        """Update the estimates with the evidence of all routers so far."""
         self._shared = shared
         gone = self.learned.keys() - shared.keys()
         for worker_id in gone:
@@ -141,7 +141,7 @@ class PoolRates:
             self.profile = with_learned_rates(self._configured, self.learned, together)
 
     def _estimate(self, worker_id: str) -> Estimate:
-        """From all evidence known here; made again when that has changed enough to matter."""
+        """The estimate from all evidence known here; renewed when that has changed enough to matter."""
         evidence = self._shared.get(worker_id, Evidence())
         if (unshared := self._unshared.get(worker_id)) is not None:
             evidence = evidence.followed_by(unshared)
@@ -155,13 +155,14 @@ class PoolRates:
 
 
 def _is_outdated(known: Estimate, evidence: Evidence) -> bool:
-    """Has the evidence grown, or faded, enough to matter?"""
+    """True if the evidence has grown or faded enough to matter."""
     grown = evidence.requests - known.requests
     return evidence.weight < known.weight / 2 or not 0 <= grown <= min(known.requests // 16, 16)
 
 
 class RateLearner:
-    """Learns for one router from `start` to `stop`; other routers' evidence is read with a pool's first records anyway."""
+    """Learns for one router from `start` to `stop`. Other routers' evidence is read with a pool's first records in any
+    case."""
 
     def __init__(self, reservations: Reservations, settings: RouterSettings, counters: RouterCounters) -> None:
         self._reservations = reservations
@@ -180,7 +181,7 @@ class RateLearner:
         return dict(rates.learned) if rates is not None else {}
 
     async def profile(self, pool_id: str) -> CostProfile:
-        """The prices of the pool's workers now. Waits for the store only for a pool's first prices."""
+        """The current prices of the pool's workers. Waits for the store only for a pool's first prices."""
         if not self._settings.on or not isinstance(self._profile, EngineProfile):
             return self._profile
         rates = self._pools.get(pool_id)
@@ -194,7 +195,7 @@ class RateLearner:
         return rates.profile
 
     def feedback(self, pool_id: str, results: Sequence[SelectionResult], chosen: SelectionResult) -> "Feedback | None":
-        """For a choice, to record its end with. None if nothing is learned."""
+        """A recorder for the end of a choice; None if nothing is learned."""
         if pool_id not in self._pools or not isinstance(results, RankedResults):
             return None
         self._last[pool_id] = results
@@ -203,7 +204,7 @@ class RateLearner:
     def note(
         self, pool_id: str, results: RankedResults, chosen: SelectionResult, usage: Usage, timings: Timings
     ) -> None:
-        """A request ended well; it is learned from in the background."""
+        """Note a request that ended well; the background task learns from it."""
         if chosen.plan is None:
             return
         last = self._last.get(pool_id, results)
@@ -222,11 +223,11 @@ class RateLearner:
         self._noted.append((pool_id, finished))
 
     def start(self) -> None:
-        """Begin to learn and to share."""
+        """Start to learn and share."""
         self._task.start()
 
     async def stop(self) -> None:
-        """Share what is left. Waits at most CLOSE_S for the store."""
+        """Share the rest. Waits at most CLOSE_S for the store."""
         if not await self._task.stop():
             return
         self._metrics.close()
@@ -236,7 +237,7 @@ class RateLearner:
                 for pool_id, rates in self._pools.items():
                     await self._share(pool_id, rates)
         except STORE_FAILURES as error:
-            _log.warning("last evidence of rates not shared (%s); it is lost", reason(error))
+            _log.warning("last evidence of rates not shared and lost (%s)", reason(error))
 
     async def _run(self) -> None:
         while self._task.running:
@@ -297,7 +298,7 @@ class Feedback:
         self._recorded = False
 
     def record(self, usage: Usage, timings: Timings) -> None:
-        """The request ended well; a second call changes nothing."""
+        """Record that the request ended well; a second call does nothing."""
         if not self._recorded:
             self._recorded = True
             self._learner.note(self._pool_id, self._results, self._chosen, usage, timings)

@@ -1,4 +1,4 @@
-"""Times that a caller measures of an engine's answer."""
+"""Times of an engine's answer, measured by a caller."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,20 +12,21 @@ from router_client.learning.loop_lateness import LoopLateness
 MOST_GAPS = 512
 LEAST_GAPS = 2
 MOST_TOKENS_A_PART = 16
-"""Engines that guess ahead make up to about 10 tokens at a time."""
+"""Engines with speculative decoding make up to about 10 tokens at a time."""
 TOGETHER = 0.1
-"""Parts nearer to each other than this share of the mean came together: the network, or the event loop, held the first back."""
+"""Parts closer together than this share of the mean arrived together: the network or the event loop held back the first
+one."""
 MOST_LATE = 0.1
-"""Of a time: if the loop that measured it was later, it says more of the loop than of the engine. A few turns of the loop lie
-between the two ends of a time, so it may be wrong by a few times this."""
+"""Largest lateness of the loop as a share of a time. Above it, the time says more about the loop than about the engine. A
+few turns of the loop lie between the two ends of a time, so the error may be a few times as large."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Microseconds; None: not measured. `AnswerClock` measures them.
 
-    `ttft_us`: from sending the request to its first token. `tpot_us`: from one token to the next: the median, because the
-    mean includes the prefill of other requests.
+    `ttft_us`: from sending the request to its first token. `tpot_us`: the median time from one token to the next; the mean
+    would include the prefill of other requests.
     """
 
     ttft_us: float | None = None
@@ -33,7 +34,7 @@ class Timings:
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Self | None:
-        """Those that a JSON body has under `timings`. Raises InvalidValue for values that are not times."""
+        """The times in a JSON body, under `timings`. Raises InvalidValue for values that are not times."""
         timings = body.get("timings")
         if timings is None:
             return None
@@ -49,7 +50,7 @@ class Timings:
 
 
 class Lateness(Protocol):
-    """Of what measures times; `LoopLateness` is one."""
+    """Lateness of what measures times; `LoopLateness` is one."""
 
     def watch(self, watcher: object) -> None: ...
 
@@ -60,7 +61,7 @@ class Lateness(Protocol):
 class AnswerClock:
     """Starts when the request is sent; call `part` as each part of a streamed answer arrives.
 
-    `lateness` absent: that of the running event loop, whose times `now_ns` must be then.
+    `lateness` absent: the running event loop's; then `now_ns` must be on the same clock.
     """
 
     now_ns: Callable[[], int] = time.perf_counter_ns
@@ -80,8 +81,8 @@ class AnswerClock:
             self.lateness.watch(self)
 
     def part(self, parts: int = 1) -> None:
-        """One more part of the answer arrived, a token or more, or several at once. Parts that only say whose answer it is, how
-        many tokens it has, or that it ends, are none: an answer of a few tokens would look many times as fast as it is."""
+        """One or more parts of the answer arrived, each of one or more tokens. Don't count parts that only have a role, a
+        token count or the end: an answer of a few tokens would look many times as fast."""
         if parts < 1:
             return
         now = self.now_ns()
@@ -96,7 +97,7 @@ class AnswerClock:
 
     @property
     def ttft_us(self) -> float | None:
-        """From the request to its first part, as it was seen here."""
+        """From the request to its first part, as seen here."""
         return None if self._first_ns is None else (self._first_ns - self._sent_ns) / 1_000
 
     def first_part(self) -> Timings:
@@ -105,17 +106,17 @@ class AnswerClock:
         return Timings(self.ttft_us if measured else None)
 
     def timings(self, output_tokens: int) -> Timings:
-        """The times of an answer of `output_tokens` that came in these parts.
+        """The times of an answer of `output_tokens` that arrived in these parts.
 
-        The time from token to token is the median over the parts, by the tokens that a part has. Nothing is said of it by fewer
-        than LEAST_GAPS, nor if parts have more tokens than an engine makes at a time: then their number is not to be believed.
-        Times that the event loop was too late to measure are left out.
+        The time from token to token is the median over the parts, divided by the tokens per part. It is missing with fewer
+        than LEAST_GAPS, or if parts have more tokens than an engine makes at a time, because their number is then not
+        credible. Times that the event loop was too late to measure are left out.
         """
         if self._first_ns is None or output_tokens < 2 or not self._gaps:
-            # one part of several tokens: when the first of them was there is unknown
+            # one part of several tokens: we can't tell when the first of them was there
             return self.first_part() if output_tokens == 1 else Timings()
         tokens_a_part = 1.0
-        if output_tokens - 1 > self._parts:  # the last token often has no text, and no part
+        if output_tokens - 1 > self._parts:  # the last token often has neither text nor a part
             tokens_a_part = (output_tokens - 1) / self._parts_after_first
         each_ns = [gap_ns / parts for gap_ns, parts in self._join_gaps()]
         first = self.first_part()
@@ -126,17 +127,17 @@ class AnswerClock:
         return replace(first, tpot_us=median_low(each_ns) / tokens_a_part / 1_000)
 
     def _is_measured(self, start_ns: int, end_ns: int) -> bool:
-        """Was the event loop in time between these times?"""
+        """True if the event loop was on time between these times."""
         return self.lateness is None or self.lateness.most_ns(start_ns, end_ns) <= MOST_LATE * (end_ns - start_ns)
 
     def _join_gaps(self) -> list[tuple[int, int]]:
-        """Gaps with the parts that ended them. Parts that came together, though in two reads, count as one arrival."""
+        """Gaps with the parts that ended them. Parts that arrived together, though in two reads, count as one arrival."""
         assert self._first_ns is not None
         least_ns = TOGETHER * (self._last_ns - self._first_ns) / self._parts_after_first
         joined: list[tuple[int, int]] = []
         for gap_ns, parts in self._gaps:
             if gap_ns >= least_ns:
                 joined.append((gap_ns, parts))
-            elif joined:  # else they came with the first part
+            elif joined:  # otherwise they came with the first part
                 joined[-1] = joined[-1][0] + gap_ns, joined[-1][1] + parts
         return joined

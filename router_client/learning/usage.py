@@ -18,10 +18,10 @@ class Usage:
 
     @classmethod
     def of(cls, answer: Any) -> Self | None:
-        """From an answer, or from one event of a stream; None if it has no valid usage.
+        """Usage in an answer, or in one event of a stream; None without valid usage.
 
-        Responses and Anthropic's messages say `input_tokens`, these without the cached ones; their streams have it inside of a
-        `response` or a `message`. SGLang's `/generate` has `meta_info`.
+        The Responses API and Anthropic's messages have `input_tokens`, the latter without the cached ones; their streams
+        have it inside a `response` or a `message`. SGLang's `/generate` has `meta_info`.
         """
         if not isinstance(answer, Mapping):
             return None

@@ -1,7 +1,7 @@
 """Quotes for a large pool without a quote for every worker: those that stand out are named, the others are look-alikes.
 
-A worker stands out if it holds another part of the prompt than most workers of its likeness, or is of another kind (its rates
-are learned to be others). The store finds the cheapest of the rest by their load (`kvatlas.reservations.protocol.LookAlikes`).
+A worker stands out if it holds another part of the prompt than most workers of its likeness, or is of another kind (its
+learned rates differ). The store finds the cheapest of the rest by their load (`kvatlas.reservations.protocol.LookAlikes`).
 """
 
 from collections import Counter
@@ -17,16 +17,16 @@ from router_client.pricing.quotes import Quote, QuoteDesk
 from router_client.prompt import Prompt
 
 LEAST_CANDIDATES = 17
-"""Of smaller pools every worker is named."""
+"""In smaller pools every worker is named."""
 MOST_NAMED = 128
 KNOWN_SHARE = 0.875
-"""The store should know at least this share of the candidates; records are up to a heartbeat older or newer here."""
+"""The store should know at least this share of the candidates; its records may be a heartbeat older or newer than ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookAlikeQuotes:
-    """`named`: in the order in which ties are broken. `look_alikes`: a quote for each likeness; its candidate
-    is any worker of that likeness.
+    """`named`: in tie-breaking order. `look_alikes`: a quote for each likeness; its candidate is any worker of that
+    likeness.
 
     `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`).
     """
@@ -44,7 +44,7 @@ class LookAlikeQuotes:
     def match(self, evaluation: Evaluation) -> tuple[list[Quote], Sequence[OfferEvaluation], int | None]:
         """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.
 
-        Workers that this reading of the pool does not have yet are left out; None: the chosen one is among them.
+        Workers that this reading of the pool does not have yet are left out; None: the chosen worker is one of them.
         """
         quotes, first = list(self.named), len(self.named)
         kept = list(range(first))
@@ -63,7 +63,8 @@ class LookAlikeQuotes:
 def quote_look_alikes(
     prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix], fingerprint: bytes, *, named: Sequence[str] = ()
 ) -> LookAlikeQuotes | None:
-    """`named`: candidates to be named in any case. None if the pool is small, or too many workers stand out."""
+    """Quotes for a large pool. `named`: candidates to name in any case. None if the pool is small, or too many workers
+    stand out."""
     if not pool.groups or len(pool.candidates) < LEAST_CANDIDATES:
         return None
     desk = QuoteDesk(prompt, pool, held)
@@ -88,7 +89,7 @@ def quote_look_alikes(
 def _usual_prefix(
     group: Group, held: Mapping[str, HeldPrefix], holders: Sequence[str]
 ) -> tuple[HeldPrefix, Sequence[str]]:
-    """What most workers of a group hold, and the workers that hold something else."""
+    """The prefix that most workers of a group hold, and the workers that hold a different one."""
     if 2 * len(holders) <= len(group.ids):
         return NOTHING_HELD, holders
     ((usual, count),) = Counter(held[id] for id in holders).most_common(1)

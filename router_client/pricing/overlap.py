@@ -1,6 +1,6 @@
-"""From a prompt to the part of it that each worker of a pool holds, in tokens.
+"""Finds the part of a prompt that each worker of a pool holds, in tokens.
 
-Each block shape of the pool (block size and granularity) is looked up with its own hashes; results compare in tokens.
+Each block shape of the pool (block size and granularity) is looked up with its own hashes; results are compared in tokens.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ class OverlapIndex(Protocol):
     async def overlap(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
     ) -> Overlap:
-        """How many leading blocks of a chain each active worker holds, and can resume. Raises Unreachable."""
+        """How many leading blocks of a chain each active worker holds, and where it can resume. Raises Unreachable."""
 
 
 @runtime_checkable
 class ReportsStatus(Protocol):
-    """An index that has something to say about itself."""
+    """An index with a status of its own."""
 
     def status(self) -> dict[str, Any] | None:
-        """For people, as plain data."""
+        """The status for people, as plain data."""
 
 
 @runtime_checkable
 class BlockIndex(Protocol):
-    """What the index answers besides, about single blocks."""
+    """Further calls of an index, about single blocks."""
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         """See `ResidencyIndex`."""
@@ -50,7 +50,7 @@ class BlockIndex(Protocol):
 
 
 class ResidencyOnly:
-    """An index without its marks: of hybrid models all that is resident counts as reusable. To compare with."""
+    """An index without its marks, for comparison: all resident blocks of hybrid models count as reusable."""
 
     def __init__(self, index: OverlapIndex) -> None:
         self._index = index
@@ -63,14 +63,14 @@ class ResidencyOnly:
         return found._replace(shards=[shard._replace(positions={}) for shard in found.shards])
 
     def status(self) -> dict[str, Any] | None:
-        """Of the index below."""
+        """The status of the underlying index."""
         return self._index.status() if isinstance(self._index, ReportsStatus) else None
 
 
 class Run(NamedTuple):
     """Consecutive tokens of a prompt's start that one worker holds; `tiers` nearest first.
 
-    The tiers are those at the run's first and last block.
+    The tiers are those of the run's first and last block.
     """
 
     tokens: int
@@ -80,8 +80,8 @@ class Run(NamedTuple):
 class HeldPrefix(NamedTuple):
     """How much of a prompt's start one worker holds: its runs, in order, in whole blocks of its own size.
 
-    `in_hbm`: all of it is in HBM. `reach_tokens`: up to where its marks let its engine resume this prompt; None of a worker
-    without marks, whose engine's rule says it.
+    `in_hbm`: all of it is in HBM. `reach_tokens`: how far its marks let its engine resume this prompt; None for a worker
+    without marks, whose engine's rule decides.
     """
 
     runs: tuple[Run, ...] = ()
@@ -98,11 +98,11 @@ class HeldPrefix(NamedTuple):
 
     @property
     def copied_tokens(self) -> int:
-        """How much of it is worth anything to an engine."""
+        """How many of its tokens are worth anything to an engine."""
         return self.tokens if self.reach_tokens is None else self.reach_tokens
 
     def usable_tokens(self, rule: ReuseRule, prompt: Prompt, kind: EngineKind, block_size: int) -> int:
-        """How many of the prompt's first tokens an engine of this rule and kind would not compute again."""
+        """How many of the prompt's first tokens an engine with this rule and kind would not compute again."""
         readable = prompt.reading.readable_tokens(kind)
         if self.reach_tokens is None:
             return rule.usable_tokens(self.tokens, prompt.input_tokens, block_size, readable)
@@ -111,14 +111,14 @@ class HeldPrefix(NamedTuple):
 
 NOTHING_HELD = HeldPrefix()
 
-_tiers = cache(tiers_of)  # 256 flags bytes, read for each worker of each result
+_tiers = cache(tiers_of)  # at most 256 flags bytes, read for each worker of each result
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
-    """The part of a prompt that each of a pool's workers holds; those that hold nothing are absent.
+    """The part of a prompt that each of a pool's workers holds; workers that hold nothing are absent.
 
-    `fingerprint` identifies the prompt's start, the same on every router. `chains`: by block size, as far as hashed.
+    `fingerprint` identifies the prompt's start, equally on every router. `chains`: by block size, as far as hashed.
     `source`: see `Overlap`.
     """
 
@@ -130,7 +130,7 @@ class PromptLookup:
 
     @classmethod
     def empty(cls, prompt: Prompt, block_shapes: Mapping[BlockShape, Set[str]]) -> "PromptLookup":
-        """As if no worker held anything; the index is not called."""
+        """A lookup as if no worker held anything; the index is not called."""
         chains = {shape.block_size: PromptChain(prompt, shape.block_size) for shape in block_shapes}
         return cls({}, _fingerprint(prompt, chains), 0, chains)
 
@@ -155,7 +155,7 @@ async def look_up_overlap(
 
 
 def _chain_for(prompt: Prompt, shape: BlockShape, plain: Mapping[int, PromptChain]) -> PromptChain:
-    """Bookings and fingerprints are of the plain chain, which all workers of a block size share."""
+    """The chain for a lookup. Bookings and fingerprints use the plain chain, which all workers of a block size share."""
     if shape.lookahead_tokens:
         return PromptChain(prompt, shape.block_size, shape.lookahead_tokens)
     return plain[shape.block_size]
@@ -177,7 +177,7 @@ async def _look_up_shape(
 ) -> _ShapeLookup:
     runs: dict[str, WorkerRuns] = {}
     reach: dict[str, int] = {}
-    every_block = shape.granularity == 1  # of others, no worker has marks
+    every_block = shape.granularity == 1  # workers with another granularity have no marks
     limit = (prompt.input_tokens - 1) // shape.block_size  # an engine computes at least the last token
     first_index = number = round_trips = 0
     source = ""
@@ -210,11 +210,11 @@ async def _look_up_shape(
 
 
 def _append_runs(runs: Mapping[str, WorkerRuns], before: int, found: Mapping[str, WorkerRuns]) -> dict[str, WorkerRuns]:
-    """`runs` of the first `before` blocks, with those that were found behind them."""
+    """Join `runs`, which cover the first `before` blocks, with those found after them."""
     joined = dict(runs)
     for worker_id, behind in found.items():
         known = runs.get(worker_id, ())
-        # residency is prefix-closed: what an earlier chunk's result did not show is held now
+        # residency is prefix-closed: blocks that an earlier chunk's result did not show must be held now
         if missing := before - _length(known):
             _, first_flags = behind[0]
             known = (*known, (missing, first_flags))
@@ -223,7 +223,7 @@ def _append_runs(runs: Mapping[str, WorkerRuns], before: int, found: Mapping[str
 
 
 async def _gather(lookups: Sequence[Coroutine[Any, Any, _ShapeLookup]]) -> list[_ShapeLookup]:
-    """All results; several lookups run at once. Raises the first error itself, not an exception group."""
+    """All results; several lookups run concurrently. Raises the first error itself, not an exception group."""
     if len(lookups) <= 1:
         return [await lookup for lookup in lookups]
     try:
@@ -240,12 +240,12 @@ def _length(found: Sequence[tuple[int, int]]) -> int:
 
 @lru_cache(maxsize=16_384)
 def _prefix_of(found: WorkerRuns, step_tokens: int) -> HeldPrefix:
-    """Many workers, and many prompts, have the same; equal ones are one object."""
+    """The prefix of these runs. Cached, because many workers and prompts have the same; equal ones are one object."""
     return HeldPrefix.of(_merge_runs(found, step_tokens))
 
 
 def _merge_runs(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ...]:
-    """From (length in steps, flags) to runs in tokens; neighbours in equal tiers become one."""
+    """Turn (length in steps, flags) into runs in tokens; neighbours in equal tiers become one."""
     if len(found) == 1:
         ((length, flags),) = found
         return (Run(length * step_tokens, _tiers(flags)),)

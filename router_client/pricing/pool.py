@@ -1,4 +1,5 @@
-"""A pool's workers as pricing needs them, worked out once for each read of the fleet records, not for each request."""
+"""A pool's workers in the form that pricing needs, computed once for each read of the fleet records, not for each
+request."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -24,11 +25,11 @@ from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, limit_of
 
 MOST_SKIPPED = 64
 MOST_TENANTS = 256
-"""For this many a pool remembers which of its workers they may use."""
+"""Limit of tenants for which a pool remembers which of its workers they may use."""
 
 
 class WorkerRules(Protocol):
-    """What each worker's engine reuses: `ReuseRules`, or `BoundShares` that answers correct."""
+    """What each worker's engine reuses: `ReuseRules`, or `BoundShares`, which answers correct."""
 
     def of(self, endpoint: EngineEndpoint) -> ReuseRule: ...
 
@@ -49,7 +50,7 @@ def why_unable(record: FleetRecord) -> str | None:
 
 
 def is_readable(record: FleetRecord) -> bool:
-    """May workers read this one's cache now? A draining engine still answers reads."""
+    """True if workers may read this one's cache now. A draining engine still answers reads."""
     return record.liveness is Liveness.ALIVE and record.state in (EngineState.UP, EngineState.DRAINING)
 
 
@@ -57,7 +58,7 @@ def is_readable(record: FleetRecord) -> bool:
 class Candidate:
     """A worker that may get a prompt.
 
-    `kind`: one number for all workers on which a request costs the same, apart from what they hold and their load.
+    `kind`: the same number for all workers on which a request costs the same, apart from their cache content and load.
     `block_size` 0: it has announced no block yet. `total_blocks`: the size of its cache, 0 if unknown. `limit`: how many
     requests and tokens it has room for. `likeness`: as the store knows it (`kvatlas.reservations.likeness`).
     """
@@ -87,9 +88,9 @@ class Group:
 
 
 class ReportedLoads(dict[str, Load | None]):
-    """Each worker's load as its record tells it, worked out when it is first asked for; None: not reported.
+    """Each worker's load from its record, computed on first access; None: not reported.
 
-    Choices in the store ask for none, so that a reading of a thousand workers, several times a second, works out none.
+    Choices in the store use none, so reading a thousand workers several times a second computes none.
     """
 
     def __init__(self, records: Mapping[str, FleetRecord]) -> None:
@@ -106,15 +107,16 @@ class ReportedLoads(dict[str, Load | None]):
 class Pool:
     """One read of a pool.
 
-    `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can do
-    both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out` are all
-    that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that announces
-    blocks; `sources` are the workers whose copies others may read, if they share a transfer group. `stores` are the shared
-    stores, which are read by the workers that name them: they get no requests, so they are neither candidates nor left out.
-    `profile`: the prices now. `loads`: as reported in this reading. `groups` has all candidates, and besides them up to
-    MOST_SKIPPED that a caller does not want (`skipped`); it is empty if they are more. `chains`: those that workers' blocks
-    are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced blocks.
-    `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it (`of_tenant`).
+    `candidates` may get whole requests: workers that prefill and decode; if there are none, prefill workers that can do
+    both. `prefillers` compute only prompts, `decoders` answers or both. `unable` can't serve anything now, `left_out` are
+    all that are not candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that
+    announces blocks; `sources` are the workers whose copies others may read, if they share a transfer group. `stores` are
+    the shared stores, which are read by the workers that name them; they get no requests, so they are neither candidates
+    nor left out. `profile`: the current prices. `loads`: as reported in this reading. `groups` has all candidates, plus up
+    to MOST_SKIPPED workers that a caller does not want (`skipped`); it is empty if there are more. `chains`: the chains of
+    workers' block keys, with the block sizes of each. `usual_block_size`: that of most candidates; None: none has announced
+    blocks. `tenants`: lists of tenants whose prompts workers may get, each list once; `by_tenant`: the pool for each tenant
+    (`of_tenant`).
     """
 
     records: Mapping[str, FleetRecord]
@@ -192,7 +194,7 @@ class Pool:
         )
 
     def read_again(self, records: Mapping[str, FleetRecord]) -> "Pool | None":
-        """The pool of a later reading in which nothing changed but loads and times, at a microsecond a worker; None if more
+        """The pool of a later reading in which only loads and times changed, at a microsecond per worker; None if more
         changed."""
         before = self.records
         if len(before) != len(records):
@@ -239,7 +241,7 @@ class Pool:
         )
 
     def of_tenant(self, tenant_id: str) -> "Pool":
-        """The pool without the workers that may not get this tenant's prompts; worked out once for each tenant."""
+        """The pool without workers that may not get this tenant's prompts; computed once per tenant."""
         if all(include(tenants, tenant_id) for tenants in self.tenants):
             return self
         if (known := self.by_tenant.get(tenant_id)) is not None:
@@ -250,7 +252,7 @@ class Pool:
                 None if self.records[worker.id].may_see(tenant_id) else "its identity may not see this tenant's prompts"
             )
 
-        # look-alikes have the same tenants: whole groups are left out, and nothing has to be skipped in the others
+        # look-alikes have the same tenants: whole groups are left out, and none of the others needs to be skipped
         groups = tuple(group for group in self.groups if self.records[group.example.id].may_see(tenant_id))
         found = replace(self.narrow(why_not), groups=groups, skipped=self.skipped)
         if len(self.by_tenant) >= MOST_TENANTS:
@@ -264,7 +266,7 @@ class Pool:
 
 
 def serves_whole(worker: EngineEndpoint) -> bool:
-    """Can a worker compute both prompt and answer, whatever its role?
+    """True if a worker can compute both prompt and answer, whatever its role.
 
     An SGLang server started for one of them (`--disaggregation-mode`) waits for a partner; others can do both.
     """
@@ -274,7 +276,7 @@ def serves_whole(worker: EngineEndpoint) -> bool:
 def _build_candidates(
     rules: WorkerRules, profile: CostProfile, kinds: dict[Hashable, int], records: Sequence[FleetRecord]
 ) -> tuple[Candidate, ...]:
-    """`kinds`: the numbers of the kinds so far; new kinds are added."""
+    """Build candidates. `kinds`: the numbers of the kinds so far; new kinds are added."""
     candidates = []
     for record in records:
         endpoint = record.endpoint
@@ -289,7 +291,7 @@ def _build_candidates(
 
 
 def _differs_in_load_only(before: FleetRecord, now: FleetRecord) -> bool:
-    """Is all the same that `Pool.of` reads?"""
+    """True if everything that `Pool.of` reads is the same."""
     if before.state is not now.state or before.liveness is not now.liveness or before.tenants != now.tenants:
         return False
     if vars(before.endpoint) != vars(now.endpoint):  # what == does, twice as fast
@@ -298,13 +300,13 @@ def _differs_in_load_only(before: FleetRecord, now: FleetRecord) -> bool:
 
 
 def _capacity(record: FleetRecord) -> tuple[int, int]:
-    """What of a load is no load: request slots and blocks of the cache, 0 if unknown."""
+    """The fixed part of a load report: request slots and blocks of the cache, 0 if unknown."""
     metrics = record.load.forward_pass if record.load else ForwardPassMetrics()
     return metrics.total_request_slots, metrics.total_kv_blocks
 
 
 def _groups_of(candidates: Sequence[Candidate]) -> tuple[Group, ...]:
-    """By likeness; the example is of the kind that most of them have."""
+    """Group candidates by likeness; the example is of the most frequent kind."""
     alike: dict[bytes, list[Candidate]] = {}
     for candidate in candidates:
         alike.setdefault(candidate.likeness, []).append(candidate)

@@ -1,10 +1,10 @@
-"""Prefill and decode apart: one worker computes a request's prompt, another one its answer; or one both, if that is cheaper.
+"""Separate prefill and decode: one worker computes a request's prompt and another one its answer, unless one for both is
+cheaper.
 
-A pair costs the prompt on a prefill worker (its queue, its cache), the transfer of the KV that the decode worker does
-not hold, and decoding there. KV can go from one worker to another if both name a common transfer group, have the same
-block size and speak the same protocol (vLLM's, SGLang's); workers that name no group at all are assumed to reach each
-other, because a prefill worker has no other use. Below a number of new tokens a worker computes the prompt itself, if
-it can.
+A pair costs the prompt on a prefill worker (its queue, its cache), the transfer of the KV that the decode worker does not
+hold, and decoding there. KV can be moved between two workers that name a common transfer group, have the same block size
+and speak the same protocol (vLLM's, SGLang's). Workers that name no group are assumed to reach each other, because a
+prefill worker has no other use. Below a number of new tokens a worker computes the prompt itself, if it can.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +45,8 @@ class _KvSource(NamedTuple):
 class PairQuotes:
     """Quotes of one request: `prefills` for the prompt alone, `decodes` for the answer alone, `wholes` for both.
 
-    `groups`: for each prefill quote the number of its group; KV of one group's workers is read at one price. `prices_us`:
-    for each decode quote the price of the answer with the KV from each group; None: it can't be read.
+    `groups`: the group number of each prefill quote; KV of all workers in a group has one price. `prices_us`: for each
+    decode quote the price of the answer with the KV from each group; None: it can't be read.
     """
 
     prefills: Sequence[Quote]
@@ -57,16 +57,16 @@ class PairQuotes:
 
     @property
     def all_quotes(self) -> list[Quote]:
-        """In the order of an ask's offers."""
+        """All quotes, in the order of an ask's offers."""
         return [*self.prefills, *self.decodes, *self.wholes]
 
     @property
     def can_serve(self) -> bool:
-        """Can any worker, or any pair, serve the request?"""
+        """True if any worker or pair can serve the request."""
         return bool(self.wholes or self.decodes)
 
     def add_surcharges(self, add: Callable[[list[Quote]], list[Quote]]) -> "PairQuotes":
-        """With what a policy adds to the workers that answer, the same whether they compute the prompt or not."""
+        """The quotes with a policy's surcharges on the workers that answer, whether or not they also compute the prompt."""
         answering = list({quote.id: quote for quote in (*self.decodes, *self.wholes)}.values())
         result = add(answering)
         if result is answering:  # nothing was added
@@ -82,9 +82,9 @@ class PairQuotes:
         return replace(self, decodes=copy_surcharges(self.decodes), wholes=copy_surcharges(self.wholes))
 
     def to_pair_ask(self, ask: Ask) -> Ask:
-        """Turn an ask about `all_quotes` into one that chooses among pairs as well.
+        """Turn an ask about `all_quotes` into one that also chooses among pairs.
 
-        The queue of prompts at a decode worker does not count: the KV comes while that is worked off.
+        The queue of prompts at a decode worker does not count, because the KV arrives while it is worked off.
         """
         first, end = len(self.prefills), len(self.prefills) + len(self.decodes)
         decodes = [_decode_offer(*one) for one in zip(ask.offers[first:end], self.decodes, strict=True)]
@@ -108,7 +108,7 @@ def quote_pairs(
     fingerprint: bytes,
     least_new_tokens: int,
 ) -> PairQuotes:
-    """`least_new_tokens`: a worker that would compute fewer itself gets no prefill worker."""
+    """Quote pairs. `least_new_tokens`: a worker that would compute fewer itself gets no prefill worker."""
     prompt_alone = replace(prompt, output_tokens=0)
     prefills = quote_candidates(prompt_alone, pool, held, fingerprint=fingerprint, candidates=pool.prefillers)
     decoders = quote_candidates(prompt, pool, held, fingerprint=fingerprint, candidates=pool.decoders)
@@ -130,7 +130,8 @@ def quote_pairs(
 
 
 class PairRanking:
-    """The choice among a request's pairs and single workers, and what else there was: priced only when it is read."""
+    """The choice among a request's pairs and single workers, and the alternatives, which are priced only when they are
+    read."""
 
     def __init__(self, quotes: PairQuotes, evaluation: Evaluation, criteria: Criteria) -> None:
         self._quotes = quotes
@@ -141,24 +142,25 @@ class PairRanking:
 
     @property
     def prefill(self) -> SelectionResult | None:
-        """The worker that computes the prompt alone; None if one worker computes both."""
+        """The worker that computes only the prompt; None if one worker computes both."""
         return None if self._evaluation.prefill is None else self.prefills[0]
 
     @property
     def decode(self) -> SelectionResult:
-        """The worker that computes the answer, with the transfer; if there is no prefill worker, with the prompt."""
+        """The worker that computes the answer, including the transfer; without a prefill worker, including the prompt."""
         return (self.wholes if self._evaluation.prefill is None else self.decodes)[0]
 
     @property
     def alternative(self) -> "Alternative | None":
-        """The cheapest of the other kind: one worker for both, or a pair (with the cheapest prefill, or nearly so)."""
+        """The cheapest of the other kind: one worker for both, or a pair (with a prefill that is the cheapest, or nearly
+        so)."""
         if self._evaluation.prefill is not None:
             return Alternative(None, self.wholes[0]) if self.wholes else None
         return Alternative(self.prefills[0], self.decodes[0]) if self.decodes else None
 
     @cached_property
     def prefills(self) -> RankedResults:
-        """Every worker that may compute the prompt alone."""
+        """Every worker that may compute only the prompt."""
         return self._rank_slice(self._quotes.prefills, 0, self._evaluation.prefill)
 
     @cached_property
@@ -169,8 +171,8 @@ class PairRanking:
 
     @cached_property
     def decodes(self) -> RankedResults:
-        """Every worker that may compute the answer alone, with the KV from the chosen prefill worker or, if none is
-        chosen, from the cheapest."""
+        """Every worker that may compute only the answer, with the KV from the chosen prefill worker or, if none is chosen,
+        from the cheapest."""
         if not self._quotes.prefills:
             return RankedResults([], [])
         pairs, evaluation = self._quotes, self._evaluation
@@ -226,7 +228,7 @@ def _transfer_groups(worker: EngineEndpoint) -> frozenset[str]:
 
 
 def _is_near(reader: Candidate, source: _KvSource) -> bool | None:
-    """Is the source in the reader's locality domain? None: its KV can't be read."""
+    """True if the source is in the reader's locality domain; None if its KV can't be read."""
     if source.block_size != reader.block_size or not source.transfer_groups & _transfer_groups(reader.endpoint):
         return None
     if source.protocol is not TransferProtocol.of(reader.endpoint.kind):
@@ -235,7 +237,7 @@ def _is_near(reader: Candidate, source: _KvSource) -> bool | None:
 
 
 def _decode_quote(quote: Quote, near: bool) -> Quote:
-    """For the answer alone: what the worker does not hold is read from a prefill worker."""
+    """A quote for only the answer: tokens that the worker does not hold are read from a prefill worker."""
     for_kind, usable = quote.for_kind, quote.usable_tokens
     own = for_kind.pieces(quote.held.runs, 0, usable)
     rest = for_kind.prompt.input_tokens - usable
@@ -245,11 +247,11 @@ def _decode_quote(quote: Quote, near: bool) -> Quote:
 
 
 def _decode_offer(offer: Offer, quote: Quote) -> Offer:
-    """For the answer alone: no prompt is computed, and what the answer costs without load is the pair's price."""
+    """An offer for only the answer: no prompt is computed, and the cost of the answer without load is the pair's price."""
     kind = offer.kind._replace(chain=None, prices=offer.kind.prices._replace(queued_us=0.0))
     return offer._replace(kind=kind, base_us=float(quote.surcharge_us), work_us=0.0)
 
 
 def _limit_after_transfer(limit: Limit, transferred_tokens: int) -> Limit:
-    """The room that is left once the KV has come."""
+    """The room that is left once the KV has arrived."""
     return limit._replace(kv_tokens=max(1, limit.kv_tokens - transferred_tokens)) if limit.kv_tokens else limit

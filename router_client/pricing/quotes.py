@@ -1,12 +1,12 @@
 """Quotes: what a request would cost on each worker of a pool, without load.
 
-A quote is the price of a plan: read what the worker holds and its engine can use, compute the rest. What a shared store holds
-beyond that is read too, by a worker that names it: its engine asks no router whether that pays. A copy on another worker
-counts only if both share a transfer group and a block size; then the deepest such copy is the plan's source, if reading it is
-cheaper.
+A quote is the price of a plan: read the cached tokens that the worker holds and its engine can use, and compute the rest. A
+worker that names a shared store also reads what the store holds beyond that, because its engine does so without asking a
+router whether it pays. A copy on another worker counts only if both share a transfer group and a block size; the deepest
+such copy becomes the plan's source if reading it is cheaper.
 
-Every choice prices every candidate, so what is common is worked out once a request: one `KindQuote` for all workers of a
-kind, and in it what a held prefix of a given length saves.
+Every choice prices every candidate, so common parts are computed once per request: one `KindQuote` for all workers of a
+kind, and in it the savings for a held prefix of a given length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Surcharge(NamedTuple):
 
 
 class PrefixPrice(NamedTuple):
-    """A request's price with a held prefix of which `usable_tokens` need not be computed.
+    """A request's price with a held prefix, of which `usable_tokens` need not be computed.
 
     `work_us` of `base_us` pass before the first token.
     """
@@ -45,10 +45,10 @@ class PrefixPrice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KindQuote:
-    """The cost of a request, without load, on any worker of a kind (`Candidate.kind`) that holds nothing of it.
+    """The cost of a request, without load, on any worker of a kind (`Candidate.kind`) that holds none of it.
 
-    `work_us` of `base_us` pass before the first token; for a profile that predicts no time, the price of the prompt's
-    tokens stands in. `block_size` 0: these workers have announced no block yet.
+    `work_us` of `base_us` pass before the first token; if the profile predicts no time, the price of the prompt's tokens
+    stands in. `block_size` 0: these workers have announced no block yet.
     """
 
     prompt: Prompt
@@ -59,11 +59,11 @@ class KindQuote:
     base_us: float
     work_us: float
     hbm_prices: dict[tuple[int, int | None], PrefixPrice] = field(default_factory=dict)
-    """By the number of tokens held in HBM, and up to where marks let the engine resume."""
+    """By the number of tokens held in HBM, and how far marks let the engine resume."""
 
     @classmethod
     def of(cls, prompt: Prompt, example: Candidate, profile: CostProfile) -> "KindQuote":
-        """From any worker of the kind."""
+        """Build it from any worker of the kind."""
         plan = Plan(example.id, prompt.input_tokens, prompt.output_tokens)
         cold_cost, prices = profile.price(plan), profile.prices(plan)
         work_us = worth_us(prices, prompt.input_tokens) if cold_cost.ttft_us is None else cold_cost.ttft_us
@@ -71,32 +71,32 @@ class KindQuote:
 
     @property
     def block_size(self) -> int:
-        """In tokens."""
+        """The block size in tokens."""
         return self.example.block_size
 
     @property
     def block_tokens(self) -> int:
-        """The block size that the prompt is counted in: the workers', else the prompt's, else 1."""
+        """The block size for counting the prompt: the workers', else the prompt's, else 1."""
         return self.example.block_size or self.prompt.block_size or 1
 
     @property
     def required_blocks(self) -> int:
-        """Blocks of the prompt, its partial last one among them; 0 if their size is not known."""
+        """Blocks of the prompt, including its partial last one; 0 if their size is unknown."""
         known = self.block_size or self.prompt.block_size
         return self.prompt.required_blocks(known) if known else 0
 
     def interference(self, factor: float) -> float:
-        """What a microsecond costs by which a prompt delays an open request: `factor`, but 0 if nothing decodes there that
+        """The cost of a microsecond by which a prompt delays an open request: `factor`, but 0 if nothing decodes there that
         could wait, or if the profile predicts no time."""
         waits = self.cold_cost.ttft_us is not None and self.example.endpoint.role is not Role.PREFILL
         return factor if waits else 0.0
 
     def usable_tokens(self, held: HeldPrefix) -> int:
-        """How many of the prompt's first tokens the engine would not compute again if it held this."""
+        """How many of the prompt's first tokens the engine would not compute again if it held this prefix."""
         return held.usable_tokens(self.example.rule, self.prompt, self.example.endpoint.kind, self.block_tokens)
 
     def price_prefix(self, held: HeldPrefix) -> PrefixPrice:
-        """On a worker that holds this."""
+        """The price on a worker that holds this prefix."""
         if not held.in_hbm:
             usable = self.usable_tokens(held)
             return PrefixPrice(usable, *self.price_pieces(self.pieces(held.runs, 0, usable)))
@@ -110,7 +110,7 @@ class KindQuote:
         return known
 
     def price_pieces(self, pieces: Sequence[Piece]) -> tuple[float, float]:
-        """`base_us` and `work_us` of reading these, and computing the rest."""
+        """`base_us` and `work_us` for reading these pieces and computing the rest."""
         cost = self.profile.price(Plan(self.example.id, self.prompt.input_tokens, self.prompt.output_tokens, pieces))
         if cost.ttft_us is None:
             return cost.score_us, self.work_us - worth_us(self.prices, sum(piece.tokens for piece in pieces))
@@ -126,14 +126,14 @@ class KindQuote:
         same_domain: bool = True,
         rate: ReadRate | None = None,
     ) -> list[Piece]:
-        """The reads of these runs from token `start` up to token `end`, one for each run."""
+        """The pieces to read of these runs from token `start` up to token `end`, one for each run."""
         return [
             Piece(tokens, self.kv_bytes(tokens), tier, own, same_domain, rate)
             for tokens, tier in _clip_runs(runs, start, end)
         ]
 
     def kv_bytes(self, tokens: int) -> int:
-        """KV bytes of a prompt's tokens, rounded up: as the fleet record says, else the request; 0 for unknown."""
+        """KV bytes of a prompt's tokens, rounded up, by the fleet record or else by the request; 0 if unknown."""
         block_bytes = self.example.endpoint.block_bytes
         if block_bytes:
             return -(-tokens * block_bytes // self.block_tokens)
@@ -143,7 +143,7 @@ class KindQuote:
 class Quote(NamedTuple):
     """The cost of a request on one candidate without load: `base_us`, of which `work_us` pass before the first token.
 
-    The worker would reuse `usable_tokens` of the prefix that it holds, and read `transfers` from the worker or shared store
+    The worker would reuse `usable_tokens` of its held prefix, and read `transfers` from the worker or shared store
     `source`.
     """
 
@@ -161,7 +161,7 @@ class Quote(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The worker's."""
+        """The worker's id."""
         return self.candidate.id
 
     @property
@@ -184,7 +184,7 @@ class Quote(NamedTuple):
 
 
 def rendezvous_weight(fingerprint: bytes, worker_id: str) -> int:
-    """A worker's weight for a prompt; if costs tie, the highest wins. Equal prompts meet, different ones spread."""
+    """A worker's weight for a prompt; the highest wins if costs tie. So equal prompts meet, and different ones spread."""
     return xxh3_64_intdigest(worker_id.encode() + b"\x00" + fingerprint)
 
 
@@ -196,13 +196,13 @@ def quote_candidates(
     fingerprint: bytes = b"",
     candidates: Sequence[Candidate] | None = None,
 ) -> list[Quote]:
-    """A quote for every candidate (`candidates` absent: the pool's), in the order in which ties are broken."""
+    """A quote for every candidate (`candidates` absent: the pool's), in tie-breaking order."""
     desk = QuoteDesk(prompt, pool, held)
     return desk.quote_all(pool.candidates if candidates is None else candidates, fingerprint)
 
 
 class QuoteDesk:
-    """Quotes workers of a pool for one prompt, with what they have in common worked out once."""
+    """Quotes workers of a pool for one prompt; computes their common parts once."""
 
     def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
         self._prompt = prompt
@@ -212,7 +212,7 @@ class QuoteDesk:
         self._kinds: dict[int, KindQuote] = {}
 
     def quote(self, candidate: Candidate, prefix: HeldPrefix) -> Quote:
-        """For a candidate that holds this."""
+        """The quote for a candidate that holds this prefix."""
         for_kind = self._kinds.get(candidate.kind)
         if for_kind is None:
             for_kind = self._kinds[candidate.kind] = KindQuote.of(self._prompt, candidate, self._profile)
@@ -220,22 +220,22 @@ class QuoteDesk:
         return quote if self._sources is None else self._sources.add_best(quote)
 
     def quote_all(self, candidates: Sequence[Candidate], fingerprint: bytes) -> list[Quote]:
-        """In the order in which ties are broken."""
+        """Quotes in tie-breaking order."""
         weights = [rendezvous_weight(fingerprint, candidate.id) for candidate in candidates]
         order = sorted(range(len(candidates)), key=weights.__getitem__, reverse=True)
         return [self.quote(candidates[i], self._held.get(candidates[i].id, NOTHING_HELD)) for i in order]
 
 
 def _read_rate(source: EngineEndpoint) -> ReadRate | None:
-    """How fast a shared store says that it is read."""
+    """The read rate that a shared store states."""
     setup_us, us_per_mib = source.read_setup_us, source.read_us_per_mib
     return None if setup_us is None and us_per_mib is None else ReadRate(setup_us or 0, us_per_mib or 0)
 
 
 def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tier]]:
-    """The part of runs from token `start` up to token `end`, which they reach: tokens, and the nearest tier they are in.
+    """The part of runs from token `start` up to token `end`, which they reach: tokens, and their nearest tier.
 
-    Neighbours in one nearest tier are one, even if only some of them are in farther tiers as well."""
+    Neighbours with the same nearest tier become one, even if only some of them are also in farther tiers."""
     if len(runs) == 1:  # as most are
         return [(end - start, runs[0].tiers[0])] if start < end else []
     found: list[tuple[int, Tier]] = []
@@ -251,14 +251,14 @@ def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tie
 
 @dataclass(frozen=True, slots=True)
 class _DeepestCopies:
-    """The deepest copy in one transfer group: of all, and in each locality domain."""
+    """The deepest copies in one transfer group: of all, and in each locality domain."""
 
     of_all: EngineEndpoint
     by_domain: Mapping[str, EngineEndpoint]
 
 
 class _CopySources:
-    """Whose copies a candidate may read; built once a request, so that the work grows with workers, not with their pairs."""
+    """The copies that a candidate may read; built once per request, so that the work grows with workers, not with pairs."""
 
     def __init__(self, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
         self._held = held
@@ -274,7 +274,7 @@ class _CopySources:
             self._deepest[key] = _DeepestCopies(endpoints[-1], {e.locality_domain: e for e in endpoints})
 
     def add_best(self, quote: Quote) -> Quote:
-        """The quote with the copy to read: that of a shared store, unless one on another worker makes it cheaper."""
+        """The quote with the copy to read: a shared store's, unless one on another worker is cheaper."""
         reader = quote.candidate.endpoint
         best = self._read_store(quote, reader) if self._stores and reader.stores else quote
         for source in self._of(reader, quote.held.copied_tokens):
@@ -284,7 +284,7 @@ class _CopySources:
         return best
 
     def _read(self, quote: Quote, source: EngineEndpoint) -> Quote | None:
-        """The quote with what the source holds beyond the worker's own; None if that is nothing."""
+        """The quote with the blocks that the source holds beyond the worker's own; None if there are none."""
         for_kind, reader, copy = quote.for_kind, quote.candidate.endpoint, self._held[source.id]
         reach = for_kind.usable_tokens(copy)
         if reach <= quote.usable_tokens:
@@ -299,10 +299,10 @@ class _CopySources:
         )
 
     def _read_store(self, quote: Quote, reader: EngineEndpoint) -> Quote:
-        """The quote with what the deepest of the reader's shared stores holds beyond its own; of equally deep ones the one that
-        is read fastest.
+        """The quote with the blocks that the deepest of the reader's shared stores holds beyond its own; among equally deep
+        stores the fastest one.
 
-        Nothing of a store for a worker with marks: its other groups' blocks are not told there.
+        A worker with marks reads nothing from a store, because the store's events don't show its other groups' blocks.
         """
         shape = reader.block_size, reader.lookahead_tokens
         if reader.marks:
@@ -317,7 +317,8 @@ class _CopySources:
         return min(reads, key=lambda read: (-read.transferred_tokens, read.base_us), default=quote)
 
     def _of(self, candidate: EngineEndpoint, own_tokens: int) -> list[EngineEndpoint]:
-        """At most two a group, deeper than the candidate's own: the deepest copy, and the deepest in its own domain."""
+        """At most two copies per group that are deeper than the candidate's own: the deepest, and the deepest in its own
+        domain."""
         found: dict[str, EngineEndpoint] = {}
         for group in candidate.transfer_groups:
             deepest = self._deepest.get((group, candidate.block_size or 0))
@@ -329,6 +330,6 @@ class _CopySources:
         return list(found.values())
 
     def _depth(self, endpoint: EngineEndpoint) -> tuple[int, int]:
-        """Deeper is better; at equal depth the copy whose farthest tier is nearer."""
+        """Sort key: deeper is better; at equal depth, the copy whose farthest tier is nearer."""
         held = self._held[endpoint.id]
         return held.copied_tokens, -max(run.tiers[0] for run in held.runs)

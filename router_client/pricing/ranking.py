@@ -1,7 +1,7 @@
-"""A pool's candidates by cost: quotes with load added. Pure.
+"""Ranks a pool's candidates by cost: quotes with load added. Pure.
 
-Candidates are the workers that may get a prompt now (alive, up, not decode-only), also those that hold nothing. A worker
-whose load is unknown counts with the mean of the others. Load is added last, because routers' bookings change it while
+Candidates are the workers that may get a prompt now (alive, up, not decode-only), including those that hold nothing. A
+worker with unknown load counts with the mean of the others. Load is added last, because routers' bookings change it while
 they decide.
 """
 
@@ -36,7 +36,7 @@ def rank(
 
 
 class Criteria(NamedTuple):
-    """Factors of a result's added terms, and the SLO that it is checked against: those of the ask
+    """Factors of a result's additional terms, and the SLO that it is checked against, as in the ask
     (`kvatlas.reservations.Ask`)."""
 
     slo: Slo = DEFAULT_SLO
@@ -50,7 +50,7 @@ DEFAULT_CRITERIA = Criteria()
 
 
 class RankedResults(Sequence[SelectionResult]):
-    """Quotes with their load, cheapest first; those over a limit that leaves workers out come last.
+    """Quotes with their load, cheapest first; those over a limit that excludes workers come last.
 
     If the `chosen` one is known, it is the first (the store's arithmetic may differ by a rounding), and the others are
     priced only when they are read: a router reads one of hundreds.
@@ -92,7 +92,7 @@ class RankedResults(Sequence[SelectionResult]):
     __hash__ = None  # type: ignore[assignment]
 
     def load_of(self, worker_id: str) -> Load | None:
-        """The load that a worker was priced with; None for one that is no candidate."""
+        """The load that a worker was priced with; None for a worker that is not a candidate."""
         return next((self._by_offer[i].load for i, quote in enumerate(self._quotes) if quote.id == worker_id), None)
 
     def _price_all(self) -> tuple[SelectionResult, ...]:

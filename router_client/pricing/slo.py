@@ -1,4 +1,4 @@
-"""The limits of a request on each worker (room as the engine reports it, the SLO as the settings say), and the advice."""
+"""The limits of a request on each worker (its reported room, and the SLO from the settings), and the advice."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -13,9 +13,9 @@ from router_client.settings import LimitSettings, SloMode
 def build_limits(
     prompt: Prompt, quotes: Sequence[Quote], settings: LimitSettings, look_alikes: Sequence[Quote] = ()
 ) -> Limits | None:
-    """The limits of quotes, in their order; None if there is nothing to check. `look_alikes`: the quotes for look-alikes.
+    """The limits of quotes, in their order; None if nothing has to be checked. `look_alikes`: the quotes for look-alikes.
 
-    Under a profile that predicts no time the SLO is not checked.
+    If the profile predicts no time, the SLO is not checked.
     """
     each = [quote.candidate.limit for quote in quotes] if settings.room else [UNKNOWN_LIMIT] * len(quotes)
     predicts_time = any(quote.for_kind.cold_cost.ttft_us is not None for quote in (*quotes[:1], *look_alikes[:1]))
@@ -35,7 +35,7 @@ def build_limits(
 
 
 def decode_us(prompt: Prompt, quote: Quote) -> float:
-    """What all tokens behind the first take on a worker without load."""
+    """The time of all tokens after the first on a worker without load."""
     return prompt.output_tokens * (quote.for_kind.cold_cost.tpot_us or 0)
 
 
@@ -50,7 +50,7 @@ class Advice(StrEnum):
 
 
 def advise(results: Sequence[SelectionResult], slo: Slo, shed_factor: float) -> Advice:
-    """From every candidate. SHED if the earliest first token takes more than `shed_factor` times what the SLO allows."""
+    """The advice, from every candidate. SHED if the earliest first token takes more than `shed_factor` times the SLO."""
     if results and not (results[0].over and all(result.over for result in results)):
         return Advice.GO
     earliest_us = earliest_ttft_us(results)

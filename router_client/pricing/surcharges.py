@@ -1,14 +1,14 @@
-"""Surcharges: what is added to costs so that sessions keep their worker, and so that the cheapest is not always chosen.
+"""Surcharges on costs, so that sessions keep their worker, and so that the cheapest worker is not always chosen.
 
 Both are stateless and computed from what every router knows, so all routers add the same, even right after a start. They
-are never negative, and zero for the worker that they favour: its cost stays the expected one.
+are never negative, and zero for the favoured worker, whose cost stays the expected one.
 
 - **session**: a session belongs to the candidate with the highest hash weight of the session's id and the worker
   (rendezvous hashing): if a worker leaves, only its own sessions move. All other workers cost `session_us` more.
 - **softening**: with temperature T a worker is chosen with a probability proportional to exp(-cost / (T x scale)), where
-  scale is the cheapest cost without load. Sampled with the Gumbel-max trick (the least of cost - T x scale x G, G with a
-  Gumbel distribution) from a hash of seed, prompt and worker: the draw is a summand that each worker brings to the
-  booking, which stays one call, and the same prompt draws the same on every router.
+  scale is the cheapest cost without load. It is sampled with the Gumbel-max trick (the minimum of cost - T x scale x G, G
+  with a Gumbel distribution) from a hash of seed, prompt and worker. The draw is a summand of each worker's cost, so the
+  booking stays one call, and the same prompt draws the same on every router.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,19 +24,20 @@ _HASHES = float(1 << 64)
 
 
 def session_worker(session_id: str, workers: Sequence[str]) -> str:
-    """The worker that a session belongs to; the first of equals."""
+    """The worker that a session belongs to; the first among equals."""
     return max(workers, key=lambda id: rendezvous_weight(b"session\x00" + session_id.encode(), id))
 
 
 def gumbel(fingerprint: bytes, worker_id: str) -> float:
-    """A worker's draw for a prompt, with a Gumbel distribution."""
+    """A worker's draw for a prompt, Gumbel-distributed."""
     return -log(-log((rendezvous_weight(b"softening\x00" + fingerprint, worker_id) + 0.5) / _HASHES))
 
 
 def add_session_surcharge(
     quotes: Iterable[Quote], home: str, session_us: float, *, members: bool = False
 ) -> list[Quote]:
-    """The quotes with the surcharge on all workers but `home`. `members`: they are for look-alikes, which it is not."""
+    """The quotes with the surcharge on all workers except `home`. `members`: they are for look-alikes, which never include
+    it."""
     away = (Surcharge(SESSION, round(session_us), 1),)
     return [
         quote if quote.id == home and not members else quote._replace(surcharges=away, surcharge_us=away[0].us)
@@ -47,7 +48,7 @@ def add_session_surcharge(
 def add_surcharges(
     quotes: list[Quote], fingerprint: bytes, *, session_id: str | None, session_us: float, temperature: float
 ) -> list[Quote]:
-    """The quotes with their surcharges. `fingerprint`: the prompt's, with the router's seed."""
+    """The quotes with their surcharges. `fingerprint`: the prompt's, including the router's seed."""
     added: dict[str, list[Surcharge]] = {quote.id: [] for quote in quotes}
     if session_us and session_id is not None and quotes:
         home = session_worker(session_id, sorted(added))

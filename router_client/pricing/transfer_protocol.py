@@ -1,4 +1,4 @@
-"""The protocols by which two engines share a request, and the fields of a body that belong to them."""
+"""The protocols by which two engines share a request, and the fields of a request body that belong to them."""
 
 import json
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ WITHHELD = frozenset(
         "routed_dp_rank",
     }
 )
-"""Fields of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM that say from where an engine reads KV or embeddings, or which of its
-ranks answers."""
+"""Fields of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM that determine where an engine reads KV or embeddings from, or which
+of its ranks answers."""
 WITHHELD_HEADERS = frozenset(
     {
         "x-body-compressed",
@@ -48,11 +48,11 @@ WITHHELD_HEADERS = frozenset(
         ),
     }
 )
-"""Headers that say the same, or that SGLang writes over a body's fields."""
+"""Headers with the same meaning, or that SGLang copies over a body's fields."""
 _CONTAINERS = frozenset({"extra_args", "sampling_params", "vllm_xargs"})
-"""Fields whose own fields vLLM takes for these: all of them end in `SamplingParams.extra_args`."""
+"""Fields whose own fields vLLM treats like these: all of them end up in `SamplingParams.extra_args`."""
 _PASSING_PARAM = "lmcache."
-"""How names begin of params that LMCache reads for hints, such as tags."""
+"""Name prefix of parameters that LMCache reads as hints, such as tags."""
 
 
 class NotForClients(InvalidValue):
@@ -60,15 +60,16 @@ class NotForClients(InvalidValue):
 
 
 class TransferProtocol(Enum):
-    """`KV_TRANSFER_PARAMS`: vLLM's (NixlConnector and others): the prompt first; its answer says where the KV is.
-    `BOOTSTRAP`: SGLang's: both requests at once; the engines meet in a room of the prefill server's bootstrap server."""
+    """`KV_TRANSFER_PARAMS`: vLLM's (NixlConnector and others): the prompt is computed first, and its answer says where the
+    KV is. `BOOTSTRAP`: SGLang's: both requests at once; the engines meet in a room of the prefill server's bootstrap
+    server."""
 
     KV_TRANSFER_PARAMS = "kv_transfer_params"
     BOOTSTRAP = "bootstrap"
 
     @classmethod
     def of(cls, kind: EngineKind) -> "TransferProtocol | None":
-        """None for an engine whose protocol is not known here."""
+        """The protocol of an engine kind; None if it is unknown."""
         return _PROTOCOLS.get(kind)
 
 
@@ -81,8 +82,8 @@ _PROTOCOLS = {
 
 
 def withdraw_transfer_fields(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields to replace in a client's body: from where an engine reads KV is for the router to say, because whoever says it
-    reads what other clients' prompts left there, and chooses the hosts that an engine connects to."""
+    """Fields to replace in a client's body. Only the router may say where an engine reads KV from: a client that could say
+    it would read other clients' prompts, and choose the hosts that an engine connects to."""
     withdrawn: dict[str, Any] = {}
     for name in (WITHHELD | _CONTAINERS) & body.keys():
         value = body[name]
@@ -99,7 +100,7 @@ def _passing(params: Any) -> Any:
 
 
 def _without_withheld(value: Any) -> Any:
-    """A container, or a list of containers: SGLang takes one for each prompt."""
+    """Clean a container, or a list of containers: SGLang takes one for each prompt."""
     if isinstance(value, list):
         return [_without_withheld(one) for one in value]
     if isinstance(value, dict) and (withdrawn := withdraw_transfer_fields(value)):
@@ -108,8 +109,8 @@ def _without_withheld(value: Any) -> Any:
 
 
 def replace_fields(decoded: Mapping[str, Any], body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """The JSON object `body`, which is `decoded`, with these fields added or replaced. A long one is only serialized again if
-    a field is replaced."""
+    """The JSON object `body`, already `decoded`, with these fields added or replaced. A long one is only serialized again
+    if a field is replaced."""
     if not fields:
         return body
     if any(name in decoded for name in fields):

@@ -1,4 +1,4 @@
-"""Why the usable tokens of a held prefix end where they do: for people who look at an overlap."""
+"""Explains why the usable tokens of a held prefix end where they do, for people who look at an overlap."""
 
 from kvatlas.blocks.reuse import ReuseRule
 from kvatlas.fleet.records import EngineEndpoint
@@ -10,7 +10,8 @@ from router_client.prompt import Prompt
 def why_usable_ends(
     held: HeldPrefix, usable_tokens: int, rule: ReuseRule, prompt: Prompt, endpoint: EngineEndpoint
 ) -> str:
-    """In a few words; empty if all that is held is usable, or nothing is held for no reason of the question."""
+    """The reason in a few words; empty if all held tokens are usable, or if nothing is held without a reason in the
+    request."""
     if not held.tokens:
         return why_not_found(prompt, endpoint)
     if usable_tokens >= held.tokens:
@@ -25,8 +26,8 @@ def why_usable_ends(
         return "the prompt's last token is always computed"
     if held.reach_tokens is not None:
         if held.reach_tokens:
-            return "behind that, no group besides full attention holds what it needs to resume"
-        return "the groups besides full attention hold nowhere what they need to resume"
+            return "after that, no group besides full attention holds what it needs to resume"
+        return "the groups besides full attention nowhere hold what they need to resume"
     if rule.dropped_blocks:
         return f"EAGLE drops {rule.dropped_blocks} block{'s' if rule.dropped_blocks > 1 else ''}"
     return f"reuse is cut to multiples of {unit} tokens"
@@ -39,7 +40,7 @@ def why_not_found(prompt: Prompt, endpoint: EngineEndpoint) -> str:
         what = "the prompt's tokens" if prompt.tokens is not None else f"the request's block hashes of chain {chain}"
         return f"its blocks are keyed by chain {endpoint.chain}: {what} find none"
     if prompt.tokens is None and prompt.hashes and endpoint.block_size not in (None, prompt.block_size):
-        return f"its blocks have {endpoint.block_size} tokens, the request's block hashes are of {prompt.block_size}"
+        return f"its blocks have {endpoint.block_size} tokens, the request's block hashes have {prompt.block_size}"
     return ""
 
 
@@ -49,16 +50,16 @@ def why_nobody_can(prompt: Prompt, pool: Pool) -> str:
         return ""  # none has announced blocks
     if prompt.scope.chain not in pool.chains:
         chains = " and ".join(sorted(pool.chains))
-        return f"no worker's blocks are keyed by chain {prompt.scope.chain}, as the request's are; they are of {chains}"
+        return f"no worker's blocks are keyed by chain {prompt.scope.chain}, as the request's are; they use {chains}"
     sizes = pool.chains[prompt.scope.chain]
     if prompt.tokens is None and prompt.hashes and prompt.block_size not in sizes:
         listed = " and ".join(map(str, sorted(sizes)))
-        return f"the request's block hashes are of {prompt.block_size} tokens each; the workers' blocks have {listed}"
+        return f"the request's block hashes have {prompt.block_size} tokens each; the workers' blocks have {listed}"
     return ""
 
 
 def describe_bound(endpoint: EngineEndpoint, rule: ReuseRule) -> str:
-    """Why the worker's usable tokens are an upper bound, and what answers taught of it; empty if they are none."""
+    """Why the worker's usable tokens are an upper bound, and the share that answers had; empty if they are exact."""
     if endpoint.upper_bound and rule.share < 1:
         return f"{endpoint.upper_bound}; answers had {rule.share:.0%} of it"
     return endpoint.upper_bound

@@ -1,4 +1,4 @@
-"""The paged KV cache of one device or several: what simulated engines run on, and an interface of its own.
+"""The paged KV cache of one or several devices. Simulated engines run on it, and it has a public interface of its own.
 
     cache = KVCache(num_blocks=1_024, block_size=16)
     handle = cache.allocate(AllocationRequest("a", prompt_token_ids))

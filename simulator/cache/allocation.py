@@ -1,4 +1,4 @@
-"""What a caller asks the cache for, and the handle that it gets."""
+"""A request for cache memory, and the handle that the caller gets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from kvatlas_simulator.cache.geometry import KVGeometry
 
 
 class Priority(IntEnum):
-    """Which sequence should give way when blocks run out: the lowest, and of equal ones the youngest."""
+    """Which sequence should give way when blocks run out: the lowest priority first, and among equals the youngest."""
 
     LOW = 0
     NORMAL = 1
@@ -21,36 +21,36 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AllocationRequest:
-    """A sequence to be: its prompt, and who may share its blocks (equal tokens in an equal namespace)."""
+    """A new sequence: its prompt, and which sequences may share its blocks (equal tokens in an equal namespace)."""
 
     sequence_id: SequenceId
     token_ids: Sequence[int]
     namespace: Namespace = field(default_factory=Namespace)
     priority: Priority = Priority.NORMAL
     first_chunk: int | None = None
-    """Tokens after the cached prefix that are written at once; None: the whole prompt. `extend` writes the rest."""
+    """Tokens after the cached prefix to write at once; None: the whole prompt. `extend` writes the rest."""
 
     def estimated_bytes(self, geometry: KVGeometry) -> int:
-        """Bytes of the whole prompt's KV if nothing of it is shared."""
+        """Bytes of the whole prompt's KV if none of it is shared."""
         return geometry.bytes_of(len(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class HandleStats:
-    """One sequence's memory. Blocks that it shares with others count in full."""
+    """One sequence's memory. Shared blocks count in full."""
 
     memory_bytes: int
     """On the device: 0 while it is swapped out."""
     blocks: int
     tokens: int
     utilisation: float
-    """Slots with a token, of the slots in its blocks; 0 without blocks."""
+    """Share of the slots in its blocks that have a token; 0 without blocks."""
     last_access: float
-    """When it was last allocated, extended, read, forked or swapped, by the cache's clock in seconds."""
+    """When it was last allocated, extended, read, forked or swapped, in seconds of the cache's clock."""
 
 
 class SequenceStore(Protocol):
-    """What a handle asks its cache."""
+    """The part of a cache that a handle uses."""
 
     def handle_stats(self, sequence_id: SequenceId) -> HandleStats: ...
 
@@ -59,13 +59,13 @@ class SequenceStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheHandle:
-    """A live sequence in a cache. Once it is freed, every question raises SequenceNotFound."""
+    """A live sequence in a cache. After it is freed, every call raises SequenceNotFound."""
 
     sequence_id: SequenceId
     _cache: SequenceStore = field(repr=False)
 
     def stats(self) -> HandleStats:
-        """The sequence's memory now."""
+        """The sequence's current memory."""
         return self._cache.handle_stats(self.sequence_id)
 
     def block_table(self) -> BlockTable:

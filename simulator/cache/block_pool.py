@@ -1,4 +1,4 @@
-"""The GPU's physical blocks: a fixed number of them, a free list, and how many sequences hold each."""
+"""The GPU's physical blocks: a fixed number of them, a free list, and the number of sequences that hold each."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from kvatlas_simulator.cache.prefix_tree import PrefixNode
 
 
 class Block:
-    """One physical block. `token_ids` stands for the KV that was written to its slots."""
+    """One physical block. `token_ids` represents the KV written to its slots."""
 
     __slots__ = ("block_id", "cached_at", "node", "references", "released_at", "token_ids")
 
@@ -61,7 +61,7 @@ class BlockPool:
         return len(self._blocks) - self._referenced_blocks
 
     def take_free(self) -> Block:
-        """Take the next free block, empty and unreferenced. Raises IndexError if there is none."""
+        """Take the next free block, empty and unreferenced. Raises IndexError if all are taken."""
         block = self._blocks[self._free.popleft()]
         self.allocations += 1
         return block
@@ -79,7 +79,7 @@ class BlockPool:
             self._referenced_blocks += 1
 
     def dereference(self, block: Block) -> bool:
-        """Count one sequence fewer that holds the block. True if that was the last."""
+        """Count one sequence fewer that holds the block. True if it was the last one."""
         block.references -= 1
         if block.references:
             return False
@@ -87,7 +87,7 @@ class BlockPool:
         return True
 
     def free_fragmentation(self) -> float:
-        """Free blocks outside the longest run of adjacent ones, of all free blocks; costs a sort of the free list."""
+        """Share of the free blocks outside the longest run of adjacent ones; costs a sort of the free list."""
         if not self._free:
             return 0.0
         longest = run = 0
@@ -99,7 +99,7 @@ class BlockPool:
         return 1 - longest / len(self._free)
 
     def compact(self) -> dict[int, int]:
-        """Give the blocks that are not free the lowest ids, so that the free ones are adjacent; new ids by old ones."""
+        """Give the blocks in use the lowest ids, so that the free ones are adjacent. Returns new ids by old ones."""
         free = set(self._free)
         used = len(self._blocks) - len(free)
         holes = sorted(block_id for block_id in free if block_id < used)

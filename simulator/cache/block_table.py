@@ -7,12 +7,12 @@ from kvatlas_simulator.cache.errors import InsufficientBlocks
 
 
 def count_blocks(tokens: int, block_size: int) -> int:
-    """How many blocks this many tokens take; the last one may be partial."""
+    """How many blocks hold this many tokens; the last one may be partial."""
     return -(-tokens // block_size)
 
 
 class BlockTable:
-    """The physical blocks of one sequence in the order of its tokens, and how many tokens are in them."""
+    """The physical blocks of one sequence in token order, and how many tokens are in them."""
 
     __slots__ = ("_length", "block_ids", "block_size")
 
@@ -26,7 +26,7 @@ class BlockTable:
         self.length = length
 
     def __len__(self) -> int:
-        """How many blocks it has."""
+        """The number of blocks."""
         return len(self.block_ids)
 
     @property
@@ -48,15 +48,15 @@ class BlockTable:
         return len(self.block_ids) * self.block_size - self._length
 
     def blocks_needed(self, length: int) -> int:
-        """How many blocks a sequence of `length` tokens has in all."""
+        """How many blocks a sequence of `length` tokens has in total."""
         return count_blocks(length, self.block_size)
 
     def slot(self, position: int) -> tuple[int, int]:
-        """Physical block, and slot in it, of the token at `position`. Raises InvalidValue if there is no such token."""
+        """Physical block and slot of the token at `position`. Raises InvalidValue if the position has no token."""
         if not 0 <= position < self._length:
             raise InvalidValue(f"position is {position}; expected 0 to {self._length - 1}")
         return self.block_ids[position // self.block_size], position % self.block_size
 
     def head(self, blocks: int) -> "BlockTable":
-        """A table of its own of the first `blocks` blocks and the tokens in them."""
+        """A separate table of the first `blocks` blocks and the tokens in them."""
         return BlockTable(self.block_size, self.block_ids[:blocks], min(self._length, blocks * self.block_size))

@@ -1,4 +1,4 @@
-"""The CPU tier: room for a fixed number of blocks, cached ones and those of sequences that are swapped out."""
+"""The CPU tier: room for a fixed number of blocks, cached or belonging to swapped-out sequences."""
 
 from kvatlas_simulator.cache.eviction import BlockUse, EvictionKey, EvictionPolicy, EvictionQueue
 from kvatlas_simulator.cache.prefix_tree import PrefixNode
@@ -7,14 +7,14 @@ from kvatlas_simulator.cache.prefix_tree import PrefixNode
 class CpuTier:
     """Which nodes have a copy on the CPU, and which copy is evicted first.
 
-    A copy is a candidate for eviction if it is not being read and nothing would become unreachable without it: the node
-    has no children, or the GPU has a copy too.
+    A copy may be evicted if it is not being read and nothing would become unreachable without it: the node has no children,
+    or the GPU has a copy too.
     """
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:
         self.num_blocks = num_blocks
         self.swap_blocks = 0
-        """Set apart for sequences that are swapped out."""
+        """Reserved for swapped-out sequences."""
         self._policy = policy
         self._nodes: dict[int, PrefixNode] = {}
         self._candidates: EvictionQueue[int] = EvictionQueue()
@@ -24,12 +24,12 @@ class CpuTier:
 
     @property
     def room(self) -> int:
-        """Blocks for which there is room without an eviction."""
+        """Blocks that fit without an eviction."""
         return self.num_blocks - self.swap_blocks - len(self._nodes)
 
     @property
     def candidates(self) -> EvictionQueue[int]:
-        """By block hash."""
+        """The copies that may be evicted, by block hash."""
         return self._candidates
 
     def store(self, node: PrefixNode, tick: int) -> None:
@@ -57,14 +57,14 @@ class CpuTier:
         return self._nodes[self._candidates.pop()]
 
     def update_candidate(self, node: PrefixNode) -> None:
-        """Call after any change that decides whether the node's copy is a candidate."""
+        """Call after any change that affects whether the node's copy is a candidate."""
         if node.on_cpu and not node.pinned and (node.gpu_block_ids or not node.children):
             self._candidates.put(node.block_hash, self.key(node))
         else:
             self._candidates.discard(node.block_hash)
 
     def key(self, node: PrefixNode) -> EvictionKey:
-        """The place of the node's copy among those to evict."""
+        """The position of the node's copy in the eviction order."""
         return self._policy.key(BlockUse(node.cpu_cached_at, node.cpu_released_at, node.hits, node.depth))
 
     def nodes(self) -> tuple[PrefixNode, ...]:

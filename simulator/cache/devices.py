@@ -1,4 +1,4 @@
-"""Several devices, each with a cache of its own: placement by preference, moves, and rebalancing."""
+"""Several devices, each with its own cache: placement by preference, moves, and rebalancing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ class SequenceMove:
     source: str
     target: str
     blocks: int
-    """Blocks that it has there."""
+    """Blocks that it has on the target."""
 
 
 class DeviceCaches:
     """The caches of several devices. A sequence is on one of them at a time; devices share no blocks.
 
-    The caches stay usable by themselves (`cache`): this class keeps no state beside theirs.
+    The caches can also be used directly (`cache`): this class has no state of its own.
     """
 
     def __init__(self, caches: Mapping[str, KVCache]) -> None:
-        """`caches` by device, such as `gpu:0`; of blocks of one size."""
+        """`caches`: by device, such as `gpu:0`; all with the same block size."""
         if not caches:
             raise InvalidValue("no devices; expected at least one")
         sizes = sorted({cache.block_size for cache in caches.values()})
@@ -63,11 +63,12 @@ class DeviceCaches:
         return {device: cache.stats() for device, cache in self._caches.items()}
 
     def can_allocate(self, request: AllocationRequest) -> bool:
-        """Whether some device has enough blocks."""
+        """True if some device has enough blocks."""
         return any(cache.can_allocate(request) for cache in self._caches.values())
 
     def allocate(self, request: AllocationRequest, *, preferred: Sequence[str] = ()) -> CacheHandle:
-        """Begin a sequence on the first preferred device with enough blocks, else on the one with most left after it.
+        """Begin a sequence on the first preferred device with enough blocks, otherwise on the one with the most blocks
+        left.
 
         Raises InsufficientBlocks if no device has enough (with the numbers of the one that lacks fewest), SequenceExists,
         and UnknownDevice.
@@ -82,7 +83,7 @@ class DeviceCaches:
         return roomiest.allocate(request)
 
     def extend(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
-        """Append tokens where the sequence is. Raises InsufficientBlocks: `move` or `rebalance` may help."""
+        """Append tokens to the sequence, on its device. Raises InsufficientBlocks: `move` or `rebalance` may help."""
         self.cache_of(sequence_id).extend(sequence_id, token_ids)
 
     def free(self, sequence_id: SequenceId) -> None:
@@ -90,9 +91,11 @@ class DeviceCaches:
         self.cache_of(sequence_id).free(sequence_id)
 
     def move(self, sequence_id: SequenceId, device: str) -> SequenceMove:
-        """Move a live sequence. It shares what the target has cached, and nothing with the sequences that it leaves.
+        """Move a live sequence. It shares what the target has cached, and no longer shares blocks with sequences on its old
+        device.
 
-        Its blocks stay cached where it was. Raises InsufficientBlocks, SequenceSwappedOut, UnknownDevice; it stays then.
+        Its blocks stay cached on the old device. Raises InsufficientBlocks, SequenceSwappedOut, UnknownDevice; then it does
+        not move.
         """
         target, source = self.cache(device), self.device_of(sequence_id)
         if source != device:
@@ -102,9 +105,9 @@ class DeviceCaches:
         return SequenceMove(sequence_id, source, device, target.handle_stats(sequence_id).blocks)
 
     def rebalance(self) -> tuple[SequenceMove, ...]:
-        """Move sequences from the fullest device to the emptiest, while that makes the fuller of both less full.
+        """Move sequences from the fullest device to the emptiest, while that lowers the fuller one of both.
 
-        Those that would be preempted first are moved first. Swapped-out sequences stay.
+        Sequences that would be preempted first are moved first. Swapped-out sequences stay.
         """
         moves = []
         while (move := self._next_move()) is not None:

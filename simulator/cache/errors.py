@@ -1,4 +1,4 @@
-"""What the cache refuses, each as one sentence. A refused call changed nothing.
+"""The cache's errors, each with one sentence. A refused call changes nothing.
 
 CacheError (KvatlasError)
  |- SequenceNotFound      sequence 999 not found
@@ -17,7 +17,7 @@ SequenceId: TypeAlias = int | str
 
 
 class CacheError(KvatlasError):
-    """The cache can't do what was asked."""
+    """The cache can't do what was requested."""
 
 
 class SequenceNotFound(CacheError):
@@ -29,7 +29,7 @@ class SequenceNotFound(CacheError):
 
 
 class SequenceExists(CacheError):
-    """A live sequence has this id already."""
+    """A live sequence already has this id."""
 
     def __init__(self, sequence_id: SequenceId) -> None:
         super().__init__(f"sequence {sequence_id} exists already")

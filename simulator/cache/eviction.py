@@ -1,7 +1,7 @@
-"""Which unreferenced cached block is evicted first.
+"""The order in which unreferenced cached blocks are evicted.
 
-Only leaves are candidates: a block stays while a cached block continues it. So every policy frees a sequence from its
-tail, as vLLM does, and the rest can always be reached from its first block.
+Only leaves are candidates: a block stays while a cached block continues it. So every policy frees a sequence from its tail,
+as vLLM does, and the rest stays reachable from its first block.
 """
 
 import heapq
@@ -14,7 +14,7 @@ EvictionKey: TypeAlias = tuple[float, ...]
 
 
 class BlockUse(NamedTuple):
-    """A candidate's history; the times are ticks of the cache's own counter, no two alike."""
+    """A candidate's history; the times are unique ticks of the cache's own counter."""
 
     cached_at: int
     released_at: int
@@ -25,15 +25,15 @@ class BlockUse(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """Orders the candidates. It never sees a block that a sequence holds or that a cached block continues."""
+    """Orders the candidates. It never sees a block that a sequence holds, or that a cached block continues."""
 
     def key(self, use: BlockUse) -> EvictionKey:
-        """A candidate's place in the queue, lowest first. Equal uses have equal keys, and all keys can be compared."""
+        """A candidate's place in the queue, lowest first. Equal uses have equal keys, and all keys are comparable."""
         ...
 
 
 class BuiltInPolicy(StrEnum):
-    """The policies that are given."""
+    """The built-in policies, by the block that they evict first."""
 
     LRU = "lru"
     """The one released longest ago."""
@@ -83,7 +83,7 @@ class EvictionQueue(Generic[T]):
         self._keys.pop(candidate, None)
 
     def pop(self) -> T:
-        """Take the candidate with the lowest key. Raises IndexError if there is none."""
+        """Take the candidate with the lowest key. Raises IndexError if the queue is empty."""
         while True:
             key, candidate = heapq.heappop(self._heap)
             if self._keys.get(candidate) == key:

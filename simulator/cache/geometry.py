@@ -1,4 +1,4 @@
-"""How many bytes the KV of a model's tokens take."""
+"""The size of the KV of a model's tokens."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from kvatlas.errors import InvalidValue
 
 
 class DataType(Enum):
-    """What a key's or value's element is stored as."""
+    """Storage type of an element of a key or value."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -23,7 +23,7 @@ class DataType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """The shape of one token's keys and values. The default is a model like Llama 3 8B: 128 KiB a token."""
+    """The shape of one token's keys and values. The default is a model like Llama 3 8B: 128 KiB per token."""
 
     layers: int = 32
     heads: int = 8

@@ -3,12 +3,12 @@
 Invariants, after every call:
 
 - A block's references equal the number of block tables it is in; a free block is in no table and has no hash.
-- The GPU's cached blocks are prefix-closed. With the CPU tier the union of both is too, until a reset of the GPU alone.
-- The events, folded as counts by (hash, medium), are exactly the copies that the cache holds.
-- A hit is a block whose tokens and all tokens before them equal the prompt's, under the same adapter and salt.
+- The GPU's cached blocks are prefix-closed. With the CPU tier the union of both is too, until only the GPU is reset.
+- The events, added up by (hash, medium), are exactly the copies that the cache holds.
+- A hit is a block whose tokens and all earlier tokens equal the prompt's, under the same adapter and salt.
 
-The content is modelled by token ids: what was written to a block's slots can be read back. Sources: vLLM's block pool
-and prefix caching design (full blocks only, tail freed first, duplicates kept, the last prompt token recomputed).
+Content is modelled by token ids: whatever was written to a block's slots can be read back. Sources: vLLM's block pool and
+prefix caching design (full blocks only, tail freed first, duplicates kept, the last prompt token recomputed).
 """
 
 import time
@@ -41,16 +41,16 @@ from kvatlas_simulator.cache.stats import CacheStats, Defragmentation, GarbageCo
 class KVCache:
     """The cache manager of one device: block tables of live sequences over a fixed pool of blocks.
 
-    Synchronous, for one thread, no I/O. Every method that takes a `sequence_id` raises SequenceNotFound for an unknown one;
-    those that need its blocks raise SequenceSwappedOut. A call that raises changed nothing.
+    Synchronous, single-threaded, no I/O. Every method that takes a `sequence_id` raises SequenceNotFound for an unknown
+    one; methods that need its blocks raise SequenceSwappedOut. A call that raises changes nothing.
 
-    Differences on purpose:
+    Deliberate differences:
 
-    - Live sequences are never evicted. If blocks are lacking, the call raises InsufficientBlocks, and its caller, the engine,
-      preempts: `preemption_order` says whom, `swap_out` or `free` does it. The eviction policy orders cached blocks that
-      no sequence holds.
+    - Live sequences are never evicted. If too few blocks are available, the call raises InsufficientBlocks, and its caller,
+      the engine, preempts: `preemption_order` gives the order, `swap_out` or `free` does it. The eviction policy orders
+      cached blocks that no sequence holds.
     - A freed sequence's full blocks stay cached until their room is needed, or until `gc`.
-    - KV is not compressed: that would be a tensor library's work, and there are no tensors here.
+    - KV is not compressed: that would need a tensor library, and there are no tensors here.
     """
 
     def __init__(
@@ -71,9 +71,8 @@ class KVCache:
         """`hasher`: names blocks in events; default: seeded with 0.
 
         `on_pressure`: called with the old and the new level, at the end of the call that changed it; it may call the cache,
-        and what it raises reaches that call's caller.
-        `clock`: seconds, for last access and the time to live.
-        `report_hits`: record a stored event for each hit on the GPU, as vLLM with `kv_cache_report_mode="full"`.
+        and its exceptions reach that call's caller. `clock`: seconds, for last access and the time to live. `report_hits`:
+        record a stored event for each hit on the GPU, as vLLM with `kv_cache_report_mode="full"`.
         """
         if num_blocks < 1 or block_size < 1 or num_cpu_blocks < 0:
             raise InvalidValue(
@@ -103,7 +102,7 @@ class KVCache:
         self._swapped_out = self._swapped_in = 0
 
     def __contains__(self, sequence_id: object) -> bool:
-        """Whether a live sequence, also one that is swapped out, has this id."""
+        """True if a live sequence has this id, even if it is swapped out."""
         return sequence_id in self._sequences
 
     @property
@@ -126,7 +125,7 @@ class KVCache:
 
     @property
     def utilisation(self) -> float:
-        """GPU blocks that sequences hold, of all: 0..1."""
+        """Share of the GPU blocks that sequences hold: 0..1."""
         return self._pool.referenced_blocks / len(self._pool)
 
     @property
@@ -135,16 +134,16 @@ class KVCache:
 
     @property
     def nodes(self) -> tuple[PrefixNode, ...]:
-        """Every block that is known by content; some have no copy."""
+        """Every block whose content is known; some have no copy."""
         return self._prefix_cache.nodes
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
-        """The live sequences, also those that are swapped out."""
+        """The live sequences, including swapped-out ones."""
         return tuple(self._sequences)
 
     def stats(self) -> CacheStats:
-        """Counters, and gauges of now; costs a walk over the live sequences and a sort of the free list."""
+        """Counters, and current gauges; costs a walk over the live sequences and a sort of the free list."""
         cached = self._prefix_cache
         return CacheStats(
             allocations=self._pool.allocations,
@@ -169,20 +168,20 @@ class KVCache:
         )
 
     def match(self, token_ids: Sequence[int], namespace: Namespace, earlier: PrefixMatch | None = None) -> PrefixMatch:
-        """Find how much of a prompt is cached. The last token never counts: it is computed to get an output.
+        """Find how much of a prompt is cached. The last token never counts, because it must be computed to get an output.
 
-        `earlier`: an older match of the same prompt; the part that still holds is not looked up again.
+        `earlier`: an older match of the same prompt; the part of it that still holds is not looked up again.
         """
         lookup_blocks = max(len(token_ids) - 1, 0) // self.block_size
         return self._blocks.match(token_ids, namespace, lookup_blocks, () if earlier is None else earlier.nodes)
 
     def blocks_required(self, request: AllocationRequest, match: PrefixMatch | None = None) -> int:
-        """How many available blocks `allocate` takes: for new tokens, and cached ones that no sequence holds yet."""
+        """How many available blocks `allocate` takes: for new tokens, and for cached blocks that no sequence holds yet."""
         match = match or self.match(request.token_ids, request.namespace)
         return self._blocks.required(match, len(_first_chunk(request, match)))
 
     def can_allocate(self, request: AllocationRequest, match: PrefixMatch | None = None) -> bool:
-        """Whether enough blocks are available for `allocate`. `match`: the request's, if the caller has it."""
+        """True if enough blocks are available for `allocate`. `match`: the request's, if the caller has it."""
         return self.blocks_required(request, match) <= self._pool.available_blocks
 
     def swap_ins(self, match: PrefixMatch) -> int:
@@ -194,8 +193,8 @@ class KVCache:
     ) -> CacheHandle:
         """Begin a sequence with the cached prefix of its prompt, and write its first chunk.
 
-        `match`: the request's, if the caller has it; it must still be valid. Raises InsufficientBlocks, and SequenceExists.
-        `count_lookup`: whether hits and misses are counted (not when a preempted sequence comes back).
+        `match`: the request's, if the caller has it; it must still be valid. `count_lookup`: whether to count hits and
+        misses (not when a preempted sequence comes back). Raises InsufficientBlocks, and SequenceExists.
         """
         self._check_new(request.sequence_id)
         match = match or self.match(request.token_ids, request.namespace)
@@ -211,7 +210,7 @@ class KVCache:
         return CacheHandle(request.sequence_id, self)
 
     def can_extend(self, sequence_id: SequenceId, tokens: int) -> bool:
-        """Whether enough blocks are available to write this many tokens to the sequence."""
+        """True if enough blocks are available to write this many tokens to the sequence."""
         return self._blocks.growth(self._on_gpu(sequence_id), tokens) <= self._pool.available_blocks
 
     def extend(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
@@ -252,14 +251,14 @@ class KVCache:
         return CacheHandle(new_sequence_id, self)
 
     def shared_blocks(self, sequence_id: SequenceId, other_sequence_id: SequenceId) -> int:
-        """How many leading blocks two sequences share: the same physical ones."""
+        """How many leading physical blocks two sequences share."""
         pairs = zip(
             self._on_gpu(sequence_id).table.block_ids, self._on_gpu(other_sequence_id).table.block_ids, strict=False
         )
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def exclusive_blocks(self, sequence_id: SequenceId) -> int:
-        """How many blocks become available if this sequence is freed: those that no other one holds."""
+        """How many blocks become available if this sequence is freed: those that no other sequence holds."""
         return self._blocks.exclusive(self._on_gpu(sequence_id))
 
     def free(self, sequence_id: SequenceId) -> None:
@@ -273,9 +272,10 @@ class KVCache:
         self._report_pressure()
 
     def swap_out(self, sequence_id: SequenceId) -> int:
-        """Copy a live sequence to the CPU and release its GPU blocks; how many blocks it takes there.
+        """Copy a live sequence to the CPU and release its GPU blocks. Returns how many blocks it takes there.
 
-        Its own copy, beside cached blocks, which it may evict from the CPU. Raises InsufficientBlocks if the CPU is too small.
+        The copy is separate from cached blocks, which it may evict from the CPU. Raises InsufficientBlocks if the CPU is
+        too small.
         """
         sequence = self._on_gpu(sequence_id)
         token_ids = self._blocks.read(sequence)
@@ -293,7 +293,8 @@ class KVCache:
         return blocks
 
     def swap_in(self, sequence_id: SequenceId) -> int:
-        """Bring a sequence back to the GPU; how many blocks had to be copied, because they were cached nowhere any more.
+        """Bring a sequence back to the GPU. Returns how many blocks had to be copied, because they were no longer cached
+        anywhere.
 
         Raises InsufficientBlocks, and InvalidValue if the sequence is not swapped out.
         """
@@ -306,7 +307,7 @@ class KVCache:
         self._check_available(self._blocks.required(match, len(rest)))
         sequence.swapped_tokens = None
         sequence.last_access = self._clock()
-        # The youngest from now on.
+        # it is the youngest from now on
         self._sequences[sequence_id] = self._sequences.pop(sequence_id)
         self._prefix_cache.release_swap(count_blocks(len(token_ids), self.block_size))
         self._blocks.fill(sequence, match, rest)
@@ -350,14 +351,14 @@ class KVCache:
         )
 
     def request_of(self, sequence_id: SequenceId) -> AllocationRequest:
-        """A request that would allocate the sequence as it is now, here or in another cache."""
+        """A request that would allocate the sequence as it is now, in this or another cache."""
         sequence = self._on_gpu(sequence_id)
         return AllocationRequest(sequence_id, self._blocks.read(sequence), sequence.namespace, sequence.priority)
 
     def gc(self, *, keep_blocks: int | None = None) -> GarbageCollection:
-        """Drop expired prefixes; then evict until at most `keep_blocks` cached blocks are left that no sequence holds.
+        """Drop expired prefixes, then evict until at most `keep_blocks` cached blocks are left that no sequence holds.
 
-        None evicts nothing, 0 everything that is not held. Evicted blocks go to the CPU tier as ever.
+        None evicts nothing, 0 everything that is not held. Evicted blocks go to the CPU tier as usual.
         """
         if keep_blocks is not None and keep_blocks < 0:
             raise InvalidValue(f"keep_blocks is {keep_blocks}; expected at least 0")
@@ -370,7 +371,7 @@ class KVCache:
         return GarbageCollection(freed, freed * self.block_bytes, prefixes - cached.cached_prefixes)
 
     def defragment(self) -> Defragmentation:
-        """Move blocks so that all free ones are adjacent. Sequences keep their content, and get new physical blocks."""
+        """Move blocks so that all free ones are adjacent. Sequences keep their content in new physical blocks."""
         before = self._pool.free_fragmentation()
         moves = self._prefix_cache.compact()
         for sequence in self._sequences.values():
@@ -379,7 +380,8 @@ class KVCache:
         return Defragmentation(len(moves), before, self._pool.free_fragmentation())
 
     def reset(self, *, include_cpu: bool = False) -> bool:
-        """Drop every cached block of the GPU, and of the CPU if asked. False, and nothing changed, if a sequence holds any."""
+        """Drop every cached block of the GPU, and of the CPU if requested. Returns False and changes nothing if a sequence
+        holds any."""
         if self._pool.referenced_blocks:
             return False
         self._prefix_cache.clear(include_cpu=include_cpu)
@@ -411,7 +413,7 @@ class KVCache:
             raise InsufficientBlocks(blocks, self._pool.available_blocks)
 
     def _report_pressure(self) -> None:
-        """Call the callback if the level is another one; the last thing that a call does."""
+        """Call the callback if the level has changed. Must be the last thing that a call does."""
         before, now = self._reported_pressure, self.pressure
         if now is not before:
             self._reported_pressure = now
@@ -420,6 +422,6 @@ class KVCache:
 
 
 def _first_chunk(request: AllocationRequest, match: PrefixMatch) -> Sequence[int]:
-    """The tokens that `allocate` writes behind the match."""
+    """The tokens that `allocate` writes after the match."""
     end = None if request.first_chunk is None else match.hit_tokens + request.first_chunk
     return request.token_ids[match.hit_tokens : end]

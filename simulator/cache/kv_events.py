@@ -1,4 +1,4 @@
-"""KV events: what happened to the cache's blocks, in order."""
+"""KV events: changes of the cache's blocks, in order."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 
 class Medium(StrEnum):
-    """Where a copy of a block is, in vLLM's words."""
+    """The place of a block's copy, in vLLM's words."""
 
     GPU = "GPU"
     CPU = "CPU"
@@ -16,23 +16,23 @@ class Medium(StrEnum):
 class BlocksStored:
     """Each block of a run has one more copy on `medium`. The run is head first: each block is the parent of the next.
 
-    A group that keeps only some blocks of a run names these alone; the parent and the tokens are the whole run's, as in vLLM.
+    A group that keeps only some blocks of a run names only these; parent and tokens are still the whole run's, as in vLLM.
     """
 
     block_hashes: tuple[int, ...]
     parent_hash: int | None
     token_ids: tuple[int, ...]
-    """Of the whole run."""
+    """The tokens of the whole run."""
     medium: Medium
     adapter: str | None
     extra_keys: tuple[tuple[str, ...], ...]
-    """One entry a named block; empty if the block has none."""
+    """One entry per named block; empty for a block without extra keys."""
     group: int = 0
     """The KV cache group."""
 
     @property
     def salt(self) -> str | None:
-        """The cache salt, if the run begins a prompt that has one: it follows the adapter (`Namespace.extra_keys`)."""
+        """The cache salt, if the run begins a prompt with one: it follows the adapter (`Namespace.extra_keys`)."""
         keys = self.extra_keys[0][self.adapter is not None :] if self.extra_keys else ()
         return keys[0] if keys else None
 

@@ -1,6 +1,6 @@
-"""The prefix cache: full blocks that are found by content, on the GPU and in an optional CPU tier.
+"""The prefix cache: full blocks, found by content, on the GPU and in an optional CPU tier.
 
-A cached block stays until its room is needed, whether a sequence holds it or not. Blocks leave the GPU from a sequence's
+A cached block stays until its room is needed, whether or not a sequence holds it. Blocks leave the GPU from a sequence's
 tail; with a CPU tier they are swapped out to it, and back in at the next hit.
 """
 
@@ -19,17 +19,17 @@ from kvatlas_simulator.cache.prefix_tree import PrefixNode, PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class PrefixSettings:
-    """Which prefixes are cached, and for how long. The default is what engines do: all, until their room is needed."""
+    """Which prefixes are cached, and for how long. By default all, until their room is needed, as engines do."""
 
     sharing: bool = True
     """Off: nothing is cached or found; forks still share their blocks."""
     min_tokens: int = 0
     """Prefixes shorter than this are neither cached nor found."""
     max_prefixes: int | None = None
-    """The most distinct prefixes (chains of blocks that no cached block continues). One more drops the one that the
-    policy would evict first, as far as no other prefix shares it; prefixes of live sequences stay, whatever their number."""
+    """Limit of distinct prefixes (chains of blocks that no cached block continues). Above it, the prefix that the policy
+    would evict first is dropped, except blocks that another prefix shares. Prefixes of live sequences always stay."""
     ttl_s: float | None = None
-    """A prefix that no sequence has held for so many seconds is not found any more, and dropped by `gc`."""
+    """A prefix that no sequence has held for this many seconds is no longer found, and is dropped by `gc`."""
 
     def __post_init__(self) -> None:
         if self.min_tokens < 0:
@@ -43,7 +43,7 @@ class PrefixSettings:
 class PrefixCache:
     """Allocates the pool's blocks and caches, evicts and swaps the full ones. Records every change as a KV event.
 
-    Its counters count since the start, in blocks; `cached_blocks` and `cpu_blocks` are of now.
+    Its counters count blocks since the start; `cached_blocks` and `cpu_blocks` are current values.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PrefixCache:
 
     @property
     def nodes(self) -> tuple[PrefixNode, ...]:
-        """Every block that is known by content; some have no copy."""
+        """Every block whose content is known; some have no copy."""
         return tuple(self._tree)
 
     @property
@@ -92,16 +92,16 @@ class PrefixCache:
         return len(self._tree.leaves)
 
     def find(self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace) -> PrefixNode | None:
-        """The node of this block behind `parent`, if it can be used."""
+        """The node of this block after `parent`, if it can be used."""
         node = self._tree.find(parent, token_ids, namespace)
         return node if node is not None and self.usable(node) else None
 
     def usable(self, node: PrefixNode) -> bool:
-        """Whether the node has a copy and has not expired."""
+        """True if the node has a copy and has not expired."""
         return node.resident and not self._expired(node)
 
     def allocate(self) -> Block:
-        """An empty block with one reference; evicts one if none is free. The caller knows that one is available."""
+        """An empty block with one reference; evicts one if none is free. The caller must know that one is available."""
         if not self._pool.free_blocks:
             self._evict()
         block = self._pool.take_free()
@@ -109,8 +109,8 @@ class PrefixCache:
         return block
 
     def hold(self, prefix: Sequence[PrefixNode]) -> list[int]:
-        """Reference the blocks of a resident prefix; their ids. Blocks on the CPU alone are swapped in, for which the caller
-        knows that there is room."""
+        """Reference the blocks of a resident prefix and return their ids. Swaps in blocks that are only on the CPU; the
+        caller must know that they fit."""
         block_ids: list[int] = []
         for node in prefix:
             node.hits += 1
@@ -125,7 +125,8 @@ class PrefixCache:
         return block_ids + self._swap_in(prefix[len(block_ids) :])
 
     def store(self, parent: PrefixNode | None, blocks: Sequence[Block], namespace: Namespace) -> list[PrefixNode]:
-        """Cache full blocks that follow `parent`, head first; their nodes, fewer than blocks after a hash collision."""
+        """Cache full blocks that follow `parent`, head first. Returns their nodes, fewer than blocks after a hash
+        collision."""
         nodes: list[PrefixNode] = []
         stored: list[PrefixNode] = []
         for block in blocks:
@@ -144,7 +145,7 @@ class PrefixCache:
         return nodes
 
     def release(self, block: Block) -> None:
-        """Drop one sequence's reference. After the last one a cached block may be evicted; any other is free."""
+        """Drop one sequence's reference. After the last one a cached block may be evicted, and any other block is free."""
         if not self._pool.dereference(block):
             return
         if block.node is None:
@@ -156,7 +157,7 @@ class PrefixCache:
             self._update_candidates(block.node)
 
     def clear(self, *, include_cpu: bool) -> None:
-        """Drop every cached block of the GPU, and of the CPU if asked. No sequence may hold a block."""
+        """Drop every cached block of the GPU, and of the CPU if requested. No sequence may hold a block."""
         for block in self._pool.blocks:
             if block.node is not None:
                 self._candidates.discard(block.block_id)
@@ -176,7 +177,7 @@ class PrefixCache:
             self._cpu_tier.update_candidate(node)
 
     def limit_prefixes(self) -> None:
-        """Drop prefixes until they are as many as the settings allow. Costs a walk over all prefixes for each one dropped."""
+        """Drop prefixes down to the limit in the settings. Each dropped one costs a walk over all prefixes."""
         limit = self._settings.max_prefixes
         while limit is not None and len(self._tree.leaves) > limit:
             droppable = [leaf for leaf in self._tree.leaves if self._removable(leaf)]
@@ -188,17 +189,17 @@ class PrefixCache:
             self.cpu_evictions += cpu_blocks - self.cpu_blocks
 
     def drop_expired(self) -> None:
-        """Drop every copy of the blocks that have expired. What continues an expired block has expired too."""
+        """Drop every copy of expired blocks. Blocks that continue an expired block have expired too."""
         for leaf in tuple(self._tree.leaves):
             self._drop_tail(leaf, self._expired)
 
     def evict_down_to(self, blocks: int) -> None:
-        """Evict cached blocks that no sequence holds, as if their room was needed, until at most so many are left."""
+        """Evict cached blocks that no sequence holds, as if their room was needed, until at most this many are left."""
         while self._pool.available_blocks - self._pool.free_blocks > blocks:
             self._evict()
 
     def reserve_swap(self, blocks: int) -> None:
-        """Set CPU blocks apart for a swapped-out sequence; evicts cached ones. Raises InsufficientBlocks."""
+        """Reserve CPU blocks for a swapped-out sequence; evicts cached ones. Raises InsufficientBlocks."""
         tier = self._cpu_tier
         if blocks > tier.num_blocks - tier.swap_blocks:
             raise InsufficientBlocks(blocks, tier.num_blocks - tier.swap_blocks)
@@ -207,11 +208,11 @@ class PrefixCache:
         tier.swap_blocks += blocks
 
     def release_swap(self, blocks: int) -> None:
-        """Return CPU blocks that were set apart."""
+        """Return reserved CPU blocks."""
         self._cpu_tier.swap_blocks -= blocks
 
     def compact(self) -> dict[int, int]:
-        """Move blocks so that the free ones are adjacent; new ids by old ones, for the block tables."""
+        """Move blocks so that the free ones are adjacent. Returns new ids by old ones, for the block tables."""
         moves = self._pool.compact()
         for old, new in moves.items():
             self._candidates.discard(old)
@@ -251,7 +252,7 @@ class PrefixCache:
         self._drop_gpu_copy(block, node)
         self.evictions += 1
         if not node.resident:
-            # Only if every CPU copy was being read: the CPU copies behind this block are unreachable now.
+            # happens only if every CPU copy was being read: the CPU copies after this block are unreachable now
             for descendant in node.descendants():
                 if descendant.on_cpu:
                     self._drop_cpu_copy(descendant)
@@ -260,7 +261,7 @@ class PrefixCache:
         self._prune(node)
 
     def _swap_out(self, node: PrefixNode) -> None:
-        """Copy a node that leaves the GPU to the CPU, if the tier has room or can make it."""
+        """Copy a node that leaves the GPU to the CPU, if the tier has or can make room."""
         if self._cpu_tier.room < 1 and not self._evict_from_cpu():
             return
         self._tick += 1
@@ -279,7 +280,7 @@ class PrefixCache:
         return True
 
     def _swap_in(self, nodes: Sequence[PrefixNode]) -> list[int]:
-        """Give nodes that are only on the CPU a block on the GPU, held by the caller; the CPU copies stay."""
+        """Give nodes that are only on the CPU a GPU block, held by the caller; the CPU copies stay."""
         for node in nodes:
             node.pinned = True
             self._cpu_tier.update_candidate(node)
@@ -299,7 +300,7 @@ class PrefixCache:
         return block_ids
 
     def _update_candidates(self, node: PrefixNode) -> None:
-        """Decide again which copies of a node may be evicted, in both tiers; call after any change to it."""
+        """Update which copies of a node may be evicted, in both tiers. Call after any change to the node."""
         spare = len(node.gpu_block_ids) > 1 or not node.gpu_children
         for block_id in node.gpu_block_ids:
             block = self._pool[block_id]
@@ -310,7 +311,7 @@ class PrefixCache:
         self._cpu_tier.update_candidate(node)
 
     def _prune(self, node: PrefixNode) -> None:
-        """Call after a node lost a copy: drops it from the tree if that was the last, and updates the nodes above."""
+        """Call after a node lost a copy: drops it from the tree if it was the last one, and updates the nodes above."""
         if node.resident or node.children:
             self._update_candidates(node)
         if node.parent is not None:
@@ -333,7 +334,8 @@ class PrefixCache:
 
     def _drop_gpu_copy(self, block: Block, node: PrefixNode) -> None:
         node.gpu_block_ids.remove(block.block_id)
-        # It is none any more, unless making room on the CPU has made it one again, or it was not taken from the queue.
+        # usually it is no candidate any more, unless making room on the CPU made it one again, or it was not taken from the
+        # queue
         self._candidates.discard(block.block_id)
         block.node = None
         self.cached_blocks -= 1
@@ -346,13 +348,14 @@ class PrefixCache:
         return self._policy.key(BlockUse(block.cached_at, block.released_at, node.hits, node.depth))
 
     def _prefix_key(self, leaf: PrefixNode) -> EvictionKey:
-        """Where a prefix stands among those to drop: where its last block's best copy stands."""
+        """A prefix's place in the order of dropping: that of its last block's best copy."""
         if not leaf.gpu_block_ids:
             return self._cpu_tier.key(leaf)
         return max(self._key(self._pool[block_id], leaf) for block_id in leaf.gpu_block_ids)
 
     def _removable(self, leaf: PrefixNode) -> bool:
-        """Whether no sequence holds what only this prefix has: else dropping its end would not make prefixes fewer."""
+        """True if no sequence holds the part that only this prefix has. Otherwise dropping its end would not reduce the
+        prefixes."""
         node: PrefixNode | None = leaf
         while node is not None and not self._held(node):
             if node.parent is not None and len(node.parent.children) > 1:

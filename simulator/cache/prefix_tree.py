@@ -1,8 +1,8 @@
 """Cached content: a tree of full blocks, found by the engine's chained hash.
 
-A node is one block behind all blocks before it. It knows its copies on the GPU (more than one if two sequences computed
-it at the same time, as in vLLM) and on the CPU. A hash alone never makes a hit: parent, tokens and namespace are compared
-too, so a hash collision only costs a hit.
+A node is one block after all blocks before it. It knows its copies on the GPU (more than one if two sequences computed it
+at the same time, as in vLLM) and on the CPU. A hash alone never makes a hit: parent, tokens and namespace are compared too,
+so a hash collision only costs a hit.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -11,7 +11,7 @@ from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace
 
 
 class PrefixNode:
-    """A block of tokens behind one prefix. Compared by identity."""
+    """A block of tokens after one prefix. Compared by identity."""
 
     __slots__ = (
         "block_hash",
@@ -44,7 +44,7 @@ class PrefixNode:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[int, PrefixNode] = {}
         self.gpu_block_ids: list[int] = []
-        """Its copies, oldest first."""
+        """The ids of its GPU copies, oldest first."""
         self.gpu_children = 0
         """How many of its children have a copy on the GPU."""
         self.on_cpu = False
@@ -69,9 +69,9 @@ class PrefixNode:
         return self.namespace.extra_keys(first=self.parent is None)
 
     def descendants(self) -> list["PrefixNode"]:
-        """All nodes behind this one, each after its own descendants."""
+        """All nodes below this one, each after its own descendants."""
         found = [self]
-        for node in found:  # grows while it is walked
+        for node in found:  # the list grows during the loop
             found.extend(node.children.values())
         return found[:0:-1]
 
@@ -96,13 +96,13 @@ class PrefixTree:
         return self._leaves.values()
 
     def find(self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace) -> PrefixNode | None:
-        """The node of this block behind `parent`, if it is known; it may have no copy left."""
+        """The node of this block after `parent`, if it is known; it may have no copy left."""
         return self._lookup(self._hash(parent, token_ids, namespace), parent, token_ids, namespace)
 
     def find_or_add(
         self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace
     ) -> PrefixNode | None:
-        """The node of this block behind `parent`; None if another block has that hash already."""
+        """The node of this block after `parent`; None if another block already has that hash."""
         block_hash = self._hash(parent, token_ids, namespace)
         if block_hash in self._nodes:
             return self._lookup(block_hash, parent, token_ids, namespace)
@@ -114,10 +114,10 @@ class PrefixTree:
         return node
 
     def prune(self, node: PrefixNode | None) -> PrefixNode | None:
-        """Drop a node that nothing needs any more, then its ancestors; the first one that stays, if any."""
+        """Drop a node that is no longer needed, then its ancestors. Returns the first one that stays, if any."""
         while node is not None and not node.resident and not node.children:
             parent = node.parent
-            if self._nodes.get(node.block_hash) is node:  # else it was dropped before
+            if self._nodes.get(node.block_hash) is node:  # otherwise it was dropped before
                 del self._nodes[node.block_hash], self._leaves[node.block_hash]
                 if parent is not None:
                     del parent.children[node.block_hash]

@@ -1,6 +1,6 @@
-"""What a simulated engine holds, in the index's terms, for tests and tools that compare the two.
+"""The content of a simulated engine, in the index's terms, for tests and tools that compare the two.
 
-Real engines have no such request, which is why there are publishers.
+Real engines can't be asked for it, so we need publishers.
 """
 
 from typing import Any
@@ -14,9 +14,10 @@ TIER_OF = {Medium.GPU: "hbm", Medium.CPU: "cpu_dram"}
 
 
 def list_resident_blocks(cache: KVCache) -> list[dict[str, Any]]:
-    """Every block that a request could use now, once for each tier: `adapter_id`, `tier`, `sequence_hash` (16 digits).
+    """Every block that a request could use now, once per tier: `adapter_id`, `tier`, `sequence_hash` (16 digits).
 
-    Computed from the cached tokens, not from the events. Leaves out a block if an ancestor is missing: no request can use it.
+    Computed from the cached tokens, not from the events. Leaves out a block whose ancestor is missing, because no request
+    can use it.
     """
     found: list[dict[str, Any]] = []
     pending: list[tuple[PrefixNode, int | None]] = [(node, None) for node in cache.nodes if node.parent is None]

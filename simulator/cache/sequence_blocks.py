@@ -1,6 +1,6 @@
-"""The blocks of live sequences: cached ones that match, new ones for more tokens, copies of shared ones before a write.
+"""The blocks of live sequences: matching cached ones, new ones for more tokens, and copies of shared ones before a write.
 
-Nothing here checks whether enough blocks are available: the caller asks `required` or `growth` first.
+Nothing here checks whether enough blocks are available: the caller first calls `required` or `growth`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,15 +29,15 @@ class PrefixMatch:
 
 @dataclass(slots=True)
 class LiveSequence:
-    """What a cache knows of one sequence."""
+    """A cache's state of one sequence."""
 
     namespace: Namespace
     priority: Priority
     last_access: float
     table: BlockTable
     nodes: list[PrefixNode] = field(default_factory=list)
-    """Of its leading full blocks; fewer than the table's full blocks if prefixes are not (yet) cached, and after a hash
-    collision."""
+    """The nodes of its leading full blocks; fewer than the table's full blocks if prefixes are not (yet) cached, or after a
+    hash collision."""
     swapped_tokens: list[int] | None = None
     """Its content while it is swapped out."""
 
@@ -60,7 +60,7 @@ class SequenceBlocks:
         if not self._settings.sharing:
             return PrefixMatch(len(token_ids), namespace, (), 0, 0)
         size = self._block_size
-        # A pruned node has no copy, even if its block was cached again since: that is another node.
+        # a pruned node has no copy, even if its block was cached again since, because that is another node
         nodes = list(takewhile(self._prefix_cache.usable, known))
         parent = nodes[-1] if nodes else None
         for index in range(len(nodes), lookup_blocks):
@@ -74,24 +74,24 @@ class SequenceBlocks:
         return PrefixMatch(len(token_ids), namespace, tuple(nodes), len(nodes) * size, lookup_blocks)
 
     def required(self, match: PrefixMatch, new_tokens: int) -> int:
-        """Available blocks that `fill` takes: to hold the match, and for so many tokens behind it."""
+        """Available blocks that `fill` takes: to hold the match, and for this many tokens after it."""
         taken = sum(
             1 for node in match.nodes if not node.gpu_block_ids or not self._pool[node.gpu_block_ids[0]].references
         )
         return taken + count_blocks(new_tokens, self._block_size)
 
     def growth(self, sequence: LiveSequence, tokens: int) -> int:
-        """Available blocks that `append` takes: those it adds to the sequence, and one if it copies a shared one."""
+        """Available blocks that `append` takes: those it adds to the sequence, plus one if it copies a shared one."""
         return self._added(sequence, tokens) + self._copies_tail(sequence, tokens)
 
     def fill(self, sequence: LiveSequence, match: PrefixMatch, token_ids: Sequence[int]) -> None:
-        """Give a sequence without blocks those of a match, and write the tokens behind it."""
+        """Give a sequence without blocks those of a match, and write the tokens after it."""
         sequence.table = BlockTable(self._block_size, self._prefix_cache.hold(match.nodes), match.hit_tokens)
         sequence.nodes = list(match.nodes)
         self.append(sequence, token_ids)
 
     def append(self, sequence: LiveSequence, token_ids: Sequence[int]) -> None:
-        """Write tokens behind a sequence's last one; full blocks are cached at once."""
+        """Write tokens after a sequence's last one; full blocks are cached at once."""
         size, table = self._block_size, sequence.table
         added = self._added(sequence, len(token_ids))
         if self._copies_tail(sequence, len(token_ids)):
@@ -108,14 +108,14 @@ class SequenceBlocks:
         self._cache_full_blocks(sequence)
 
     def share(self, source: LiveSequence, blocks: int) -> tuple[BlockTable, list[PrefixNode]]:
-        """A table of a sequence's first blocks, held once more, and what is cached of them."""
+        """A table of a sequence's first blocks, referenced once more, and the cached nodes among them."""
         table = source.table.head(blocks)
         for block_id in table.block_ids:
             self._pool.reference(self._pool[block_id])
         return table, source.nodes[:blocks]
 
     def release(self, sequence: LiveSequence) -> None:
-        """Take a sequence's blocks from it, tail first."""
+        """Release a sequence's blocks, tail first."""
         for block_id in reversed(sequence.table.block_ids):
             self._prefix_cache.release(self._pool[block_id])
         sequence.table = BlockTable(self._block_size)
@@ -123,17 +123,17 @@ class SequenceBlocks:
         self._prefix_cache.limit_prefixes()
 
     def read(self, sequence: LiveSequence) -> list[int]:
-        """A sequence's tokens, from its blocks or from where they are swapped out to."""
+        """A sequence's tokens, from its blocks or from its swapped-out copy."""
         if sequence.swapped_tokens is not None:
             return list(sequence.swapped_tokens)
         return [token for block_id in sequence.table.block_ids for token in self._pool[block_id].token_ids]
 
     def exclusive(self, sequence: LiveSequence) -> int:
-        """How many of a sequence's blocks no other one holds."""
+        """How many of a sequence's blocks no other sequence holds."""
         return sum(self._pool[block_id].references == 1 for block_id in sequence.table.block_ids)
 
     def fragmentation(self, sequences: Iterable[LiveSequence]) -> float:
-        """Slots without a token, of all slots in the blocks that these, all live sequences, hold."""
+        """Share of empty slots in the blocks that these sequences hold; pass all live sequences."""
         slots = self._pool.referenced_blocks * self._block_size
         if not slots:
             return 0.0
@@ -145,7 +145,7 @@ class SequenceBlocks:
         return table.blocks_needed(table.length + tokens) - len(table)
 
     def _copies_tail(self, sequence: LiveSequence, tokens: int) -> bool:
-        """Whether writing tokens means writing to a partial block that another sequence holds too."""
+        """True if writing tokens would write to a partial block that another sequence also holds."""
         table = sequence.table
         return bool(tokens and table.free_tokens) and self._pool[table.block_ids[-1]].references > 1
 

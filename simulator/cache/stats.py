@@ -1,4 +1,4 @@
-"""The cache's counters, how full it is, and what its maintenance calls did."""
+"""The cache's counters, how full it is, and the results of its maintenance calls."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class CacheStats:
     allocations: int
     """GPU blocks handed out."""
     deallocations: int
-    """GPU blocks that became free again; allocations less these are the blocks that are not free."""
+    """GPU blocks that became free again; allocations minus these are the blocks in use."""
     hits: int
     """Full prompt blocks that were found, on the GPU or the CPU."""
     misses: int
@@ -20,19 +20,19 @@ class CacheStats:
     evictions: int
     """Cached copies that left the GPU to make room, for blocks or for prefixes."""
     copies: int
-    """Partial blocks copied on write because another sequence held them too."""
+    """Partial blocks copied on write because another sequence also held them."""
     failures: int
-    """Calls that were refused for lack of blocks."""
+    """Calls refused for lack of blocks."""
     swapped_out: int
     swapped_in: int
     cpu_evictions: int
     utilisation: float
-    """GPU blocks that sequences hold, of all."""
+    """Share of the GPU blocks that sequences hold."""
     pressure: MemoryPressure
     fragmentation: float
-    """Slots without a token, of all slots in the blocks that sequences hold."""
+    """Share of empty slots in the blocks that sequences hold."""
     free_fragmentation: float
-    """Free blocks outside the longest run of adjacent ones, of all free blocks."""
+    """Share of the free blocks outside the longest run of adjacent ones."""
     memory_bytes: int
     """In use: bytes of the GPU blocks that sequences hold."""
     cached_blocks: int
@@ -42,7 +42,7 @@ class CacheStats:
     cpu_blocks: int
     """Cached blocks on the CPU."""
     swap_blocks: int
-    """CPU blocks of sequences that are swapped out."""
+    """CPU blocks of swapped-out sequences."""
 
     @property
     def hit_rate(self) -> float:
@@ -53,19 +53,19 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class GarbageCollection:
-    """What `gc` freed."""
+    """The result of `gc`."""
 
     blocks: int
-    """GPU blocks that are free now and were not."""
+    """GPU blocks that are newly free."""
     memory_bytes: int
-    """Of these blocks."""
+    """The size of these blocks."""
     prefixes: int
-    """By how many the cached prefixes became fewer."""
+    """How many fewer prefixes are cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defragmentation:
-    """What `defragment` did. Fragmentation: free blocks outside the longest run of adjacent ones, of all free blocks."""
+    """The result of `defragment`. Fragmentation: share of the free blocks outside the longest run of adjacent ones."""
 
     moved_blocks: int
     fragmentation_before: float

@@ -35,22 +35,22 @@ _POLL_S = 0.05
 MODEL = "demo-model"
 
 SHARED_MACHINE = ["--decision-deadline-ms", "1000", "--no-learn"]
-"""All parts share this machine: the store may have to wait for a core, and which of four equal engines answers late is chance,
-not something to learn from."""
+"""All parts share this machine: the store may have to wait for a core, and which of four equal engines answers late is
+chance, so the router must not learn from it."""
 
 ROUTERS = {
-    # The same hop: it decides and books in the same way, but sends each request to the next engine.
+    # the same hop: it decides and books in the same way, but sends each request to the next engine
     "round-robin": [*SHARED_MACHINE, "--follow", "round_robin"],
     "kvatlas": SHARED_MACHINE,
 }
 """The flags of each phase's router."""
 
 RESIDENCY = {"by residency": [*SHARED_MACHINE, "--no-marks"]}
-"""Of hybrid engines, besides: as routers choose that only know full attention's blocks."""
+"""Additional router for hybrid engines: chooses as routers do that know only full attention's blocks."""
 
 
 class DemoSettings(ProcessSettings):
-    """What is simulated. Times are the engines' own; `speed_up` shortens them."""
+    """Settings of the simulation. Times are the engines' own; `speed_up` shortens them."""
 
     engines: Positive = Field(default=4, description="Simulated engines, each with its sidecar.")
     indexers: Positive = Field(default=2, description="Replicas of the indexer.")
@@ -85,8 +85,8 @@ class DemoSettings(ProcessSettings):
 
 
 async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
-    """Print progress on stderr, a table (or JSON) on stdout, and save a picture if one is asked for. Leaves no process
-    behind, even if cancelled.
+    """Print progress on stderr, a table (or JSON) on stdout, and save a picture if requested. Leaves no process behind,
+    even if cancelled.
 
     Raises KvatlasError for a part that does not start, or a fleet that does not settle.
     """
@@ -123,7 +123,7 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
     else:
         Console(width=None if sys.stdout.isatty() else 100).print(build_table(phases))
     if exported:
-        console.print(f"traces: exported by {', '.join(exported)}, as the OTEL_ variables say")
+        console.print(f"traces: exported by {', '.join(exported)}, according to the OTEL_ variables")
     elif (path := draw_path(traces.spans())) is not None:
         console.print(path)
     if settings.picture is not None:
@@ -134,7 +134,7 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
 async def run_phases(
     console: Console, settings: DemoSettings, workload: Workload, routers: dict[str, str], probe: "FleetProbe"
 ) -> list[Phase]:
-    """The workload through each router, with empty caches at its start."""
+    """Run the workload through each router, starting with empty caches."""
     phases = []
     columns = (
         TextColumn("{task.description:12}"),
@@ -218,6 +218,6 @@ class FleetProbe:
 
 @asynccontextmanager
 async def open_probe(fleet: RunningFleet) -> AsyncIterator[FleetProbe]:
-    """Connected to the fleet's parts."""
+    """A probe connected to the fleet's parts."""
     async with connected_store(fleet.redis_url, wait=False) as store, httpx.AsyncClient(timeout=10) as http:
         yield FleetProbe(fleet, http, store)

@@ -21,7 +21,8 @@ KEEPALIVE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One finished request, as its client sees it. Token counts are of the prompt; `refused`: attempts that engines refused."""
+    """One finished request, as its client sees it. Token counts are for the prompt; `refused`: attempts that engines
+    refused."""
 
     worker_id: str
     ttft_ms: float
@@ -55,7 +56,7 @@ class _Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """`first_token_s`: when the first token came, on the clock of `perf_counter`."""
+    """`first_token_s`: when the first token arrived, on the clock of `perf_counter`."""
 
     decision: _Decision
     usage: dict[str, Any]
@@ -66,7 +67,7 @@ class _Answer:
 async def send_workload(
     workload: Workload, model: str, router_url: str, speed_up: float, on_outcome: Callable[[Outcome], None]
 ) -> None:
-    """Run every session, each turn after the answer to the last one. Raises Unreachable if a request fails."""
+    """Run every session, sending each turn after the answer to the last one. Raises Unreachable if a request fails."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S)
     failed: BaseException | None = None
     try:
@@ -78,7 +79,7 @@ async def send_workload(
                 sessions.start_soon(_run_session, client, session, model, speed_up, on_outcome)
     except* httpx.HTTPError as errors:
         failed = errors.exceptions[0]
-    if failed is not None:  # raised out here: Python 3.11.2 wraps what an `except*` block raises in a group
+    if failed is not None:  # raised here, because Python 3.11.2 wraps exceptions from an `except*` block in a group
         raise Unreachable(f"router at {router_url}: {str(failed) or type(failed).__name__}") from failed
 
 
@@ -116,7 +117,7 @@ async def _request(client: httpx.AsyncClient, turn: Turn, model: str) -> tuple[O
 
 
 async def _post_completion(client: httpx.AsyncClient, turn: Turn, model: str) -> _Answer | float:
-    """The answer; or, if every engine is full, the seconds after which to try again."""
+    """The answer or, if every engine is full, the number of seconds until the next try."""
     body = {
         "model": turn.adapter or model,
         "prompt": turn.prompt,

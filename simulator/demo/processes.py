@@ -1,4 +1,4 @@
-"""The demo's fleet: every part is a process of its own, as in production; all of them end with the demo."""
+"""The demo's fleet: every part is its own process, as in production; all of them end with the demo."""
 
 import os
 import signal
@@ -27,8 +27,8 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """`engine_flags` are the flags of every simulated engine, `flags_of_each` further ones of each, `sidecar_flags` those of
-    every publisher; `routers`: the flags of each router, by name; `environment`: variables of every part, besides ours."""
+    """`engine_flags`: flags of every simulated engine; `flags_of_each`: further ones for each; `sidecar_flags`: flags of
+    every publisher; `routers`: the flags of each router, by name; `environment`: extra variables for every part."""
 
     model: str
     engines: int
@@ -53,7 +53,7 @@ class RunningFleet:
 
 @asynccontextmanager
 async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[RunningFleet]:
-    """Embedded NATS and Valkey, indexers, engines with a sidecar each, and routers, once all of them answer.
+    """Embedded NATS and Valkey, indexers, engines with a sidecar each, and routers; entered once all of them answer.
 
     Raises KvatlasError for a part that does not start, with the last line of its log.
     """
@@ -106,7 +106,7 @@ async def wait_until_routable(store: Store, workers: int, within_s: float) -> No
 
 
 class _Part:
-    """One `kvatlas` command as a child process, with its output in a log file."""
+    """One `kvatlas` command as a child process that writes its output to a log file."""
 
     def __init__(
         self, name: str, args: Sequence[str], probe_url: str | None, folder: Path, environment: Mapping[str, str]
@@ -122,7 +122,7 @@ class _Part:
     async def running(self) -> AsyncIterator[None]:
         command = child_command([sys.executable, "-m", "kvatlas_cli.main", *self._args])
         with self._log.open("wb") as log:
-            # in a session of its own: Ctrl-C reaches the demo alone, which then stops every part in order
+            # in its own session, so that Ctrl-C reaches only the demo, which then stops every part in order
             self._process = await anyio.open_process(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""One request of the demo as its trace tells it: from the caller to the engine's batches that the choice rested on."""
+"""The trace of one of the demo's requests: from the caller to the engine batches behind the choice."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,11 +16,12 @@ _SHOWN: Mapping[str, str] = {
     "server.port": "port {}",
     "gen_ai.usage.cache_read.input_tokens": "{} tokens cached",
 }
-"""Attributes that are shown, and how."""
+"""The attributes to show, and how."""
 
 
 def environment(endpoint: str) -> dict[str, str]:
-    """Variables of processes that send their traces there, soon: what is still to be sent when a process ends may be lost."""
+    """Variables of processes that send their traces there without much delay, because spans that are still unsent when a
+    process ends may be lost."""
     return {
         "OTEL_TRACES_EXPORTER": "otlp",
         "OTEL_BSP_SCHEDULE_DELAY": "250",
@@ -30,7 +31,7 @@ def environment(endpoint: str) -> dict[str, str]:
 
 
 def draw_path(spans: Sequence[ReceivedSpan]) -> Tree | None:
-    """The path of the last request whose choice rested on traced batches; None without one."""
+    """The path of the last request whose choice was based on traced batches; None without one."""
     by_id = {span.id: span for span in spans}
     children: dict[str, list[ReceivedSpan]] = {}
     for span in spans:

@@ -1,4 +1,4 @@
-"""A receiver of traces by OTLP over HTTP, as a collector is one, in memory and on loopback: for the demo, and for tests."""
+"""A receiver of traces over OTLP/HTTP, like a collector, in memory and on loopback, for the demo and for tests."""
 
 import threading
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """Ids are hexadecimal. `parent` empty: none. `links`: ids of spans. `events`: attributes by name, the last of each name."""
+    """Ids are hexadecimal; an empty `parent` means none. `links`: ids of spans. `events`: attributes by name; the last
+    event of each name counts."""
 
     service: str
     name: str
@@ -30,17 +31,17 @@ class ReceivedSpan:
 
 @dataclass(slots=True)
 class TraceReceiver:
-    """`url`: the endpoint for exporters. `payloads`: as received, each with its path."""
+    """`url`: the endpoint for exporters. `payloads`: what was received, each with its path."""
 
     url: str
     payloads: list[tuple[str, bytes]] = field(default_factory=list)
 
     def has(self, path: str, *texts: str) -> bool:
-        """Was something received there with all of these texts in it?"""
+        """True if a payload with all of these texts was received at this path."""
         return any(where == path and all(text.encode() in body for text in texts) for where, body in self.payloads)
 
     def spans(self) -> list[ReceivedSpan]:
-        """All that were received, as they came."""
+        """All received spans, in order of arrival."""
         return [
             _received(_attributes(resource.resource.attributes)["service.name"], span)
             for path, body in list(self.payloads)
@@ -53,7 +54,7 @@ class TraceReceiver:
 
 @contextmanager
 def running_receiver() -> Iterator[TraceReceiver]:
-    """Listens on a free port of loopback, on a thread of its own."""
+    """Listen on a free loopback port, in a separate thread."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -63,7 +64,7 @@ def running_receiver() -> Iterator[TraceReceiver]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Its log is what it received."""
+            """Nothing to log: `payloads` is the log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     receiver = TraceReceiver(f"http://127.0.0.1:{server.server_port}")

@@ -1,1 +1,1 @@
-"""Scheduler, steps and how long they take."""
+"""Scheduler, steps and their duration."""

@@ -1,4 +1,4 @@
-"""One engine without clock or I/O: takes requests, computes steps in simulated time, generates synthetic tokens."""
+"""One engine without clock or I/O: takes requests, computes steps in simulated time, and generates synthetic tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class EngineLoad:
     running: int
     waiting: int
     prompt_tokens_total: int
-    """Prompt tokens that were computed or found in the cache."""
+    """Prompt tokens that were computed, or found in the cache."""
     generation_tokens_total: int
     prefix_queries_tokens_total: int
     prefix_hits_tokens_total: int
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did. Times are the engine's own microseconds."""
+    """The result of one step. Times are the engine's own microseconds."""
 
     started_us: float
     ended_us: float
@@ -46,11 +46,11 @@ class StepResult:
     preempted: int
     tokens: tuple[GeneratedToken, ...]
     events: tuple[KVEvent, ...]
-    """The cache's events since the last step's end; to be published now, in one batch if there are any."""
+    """The cache's events since the end of the last step. Publish them now, in one batch, unless empty."""
 
 
 class EngineCore:
-    """One engine's scheduler and cache. Call `step`; or `begin_step` and `end_step`, if time passes between them."""
+    """One engine's scheduler and cache. Call `step`, or `begin_step` and `end_step` if time passes between them."""
 
     def __init__(
         self,
@@ -92,16 +92,16 @@ class EngineCore:
         self._scheduler.enqueue(sequence)
 
     def abort(self, request_id: str) -> None:
-        """End a request, whether it runs or waits; unknown and finished ones are ignored."""
+        """End a running or waiting request; unknown and finished ones are ignored."""
         for sequence in self._scheduler.sequences_of(request_id):
             self._scheduler.end(sequence)
 
     def release(self, request_id: str) -> bool:
-        """Free what an ended request holds; False if it holds nothing (any more)."""
+        """Free the blocks that an ended request holds; False if it holds none (any more)."""
         return self._scheduler.release(request_id)
 
     def reset_prefix_cache(self, *, preempt_running: bool = False, include_cpu: bool = False) -> bool:
-        """Drop every cached block. False, and nothing changed, if sequences hold blocks and may not be preempted.
+        """Drop every cached block. Returns False and changes nothing if sequences hold blocks and may not be preempted.
 
         Its events are in the next step's result, or in `take_events`.
         """
@@ -110,7 +110,7 @@ class EngineCore:
         return self.cache.reset(include_cpu=include_cpu)
 
     def take_events(self) -> tuple[KVEvent, ...]:
-        """Events that no step has reported."""
+        """Events that no step has reported yet."""
         return self.cache.take_events()
 
     def step(self, now_us: float) -> StepResult:
@@ -118,7 +118,7 @@ class EngineCore:
         return self.end_step(self.begin_step(now_us))
 
     def begin_step(self, now_us: float) -> Step:
-        """Choose what is computed from now on, and allocate the blocks for it. There must be work."""
+        """Choose what to compute next, and allocate the blocks for it. Must have work."""
         batch = self._scheduler.schedule()
         duration_us = self._cost.step_us(
             prefill_tokens=batch.prefill_tokens,
@@ -129,7 +129,7 @@ class EngineCore:
         return Step(batch, now_us, now_us + duration_us)
 
     def end_step(self, step: Step) -> StepResult:
-        """Generate the step's tokens. Sequences that were aborted or preempted since it began get none."""
+        """Generate the step's tokens. Sequences that were aborted or preempted since its beginning get none."""
         tokens: list[GeneratedToken] = []
         for sequence in step.batch.sequences:
             if sequence.ended or sequence.remaining:
@@ -150,7 +150,7 @@ class EngineCore:
         )
 
     def _forks(self, sequence: EngineSequence) -> Iterator[EngineSequence]:
-        """Begin the other answers of a request whose prompt is computed now: they share its blocks."""
+        """Begin the other answers of a request whose prompt is computed now; they share its blocks."""
         for choice in range(1, sequence.forks_due + 1):
             fork = self._new_sequence(sequence.request, choice)
             fork.computed = sequence.computed

@@ -1,4 +1,5 @@
-"""What an engine needs of its cache: `KVCache` has it, and `HybridCache` for models with several kinds of attention."""
+"""The cache interface of an engine. `KVCache` implements it, and `HybridCache` for models with several kinds of
+attention."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,7 +14,7 @@ from kvatlas_simulator.cache.stats import CacheStats
 
 
 class EngineCache(Protocol):
-    """One device's cache manager. Every promise is `KVCache`'s."""
+    """One device's cache manager. All promises are those of `KVCache`."""
 
     @property
     def block_size(self) -> int: ...

@@ -1,4 +1,4 @@
-"""A request to an engine, the tokens that it gets, and the errors that refuse it."""
+"""A request to an engine, its tokens, and the errors that refuse it."""
 
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -22,8 +22,8 @@ class RequestTooLarge(InvalidValue):
 class GenerationRequest:
     """One prompt with `choices` answers of `max_tokens` tokens each.
 
-    `received_tokens`: of the prompt, whose KV came from another engine; the last token is computed anyway. `holds`: its blocks
-    are held when it ends, until `release`.
+    `received_tokens`: prompt tokens whose KV came from another engine; the last token is computed in any case. `holds`: its
+    blocks are held after it ends, until `release`.
     """
 
     request_id: str

@@ -17,14 +17,14 @@ from kvatlas_simulator.engine.generation_request import GeneratedToken, Generati
 _log = logging.getLogger(__name__)
 
 MIN_SLEEP_S = 0.001
-"""Event loops can't sleep shorter. Steps that are due sooner run at once, and the next sleep makes up for it."""
+"""Event loops can't sleep for less. Steps that are due sooner run at once, and the next sleep compensates."""
 
 MAX_LAG_S = 0.1
-"""How much lag a busy engine makes up for. On a machine too slow for the speed-up, simulated time runs slower."""
+"""How much lag a busy engine catches up on. On a machine too slow for the speed-up, simulated time runs slower."""
 
 
 class EventSink(Protocol):
-    """Where an engine's KV events go."""
+    """Receives an engine's KV events."""
 
     async def publish(self, events: tuple[KVEvent, ...]) -> None:
         """Send one batch; `events` is not empty."""
@@ -39,7 +39,7 @@ class NoEvents:
 
 
 class EngineLoop:
-    """One engine that runs while `run` does. `speed_up` simulated seconds pass in one real second."""
+    """An engine that runs while `run` does. `speed_up` simulated seconds pass in one real second."""
 
     def __init__(self, core: EngineCore, sink: EventSink, *, speed_up: float = 1.0) -> None:
         self.core = core
@@ -50,9 +50,9 @@ class EngineLoop:
         self._wake = anyio.Event()
         self.asleep = False
         self.hung = False
-        """The device computes nothing, and the core does not notice; only the HTTP server lives."""
+        """The device computes nothing and the core does not notice; only the HTTP server is alive."""
         self._left: list[str] = []
-        """Requests whose clients left meanwhile."""
+        """Requests whose clients left while the engine hung."""
         self._step_ended = anyio.Event()
         self._publishing = anyio.Lock()
 
@@ -65,7 +65,7 @@ class EngineLoop:
         try:
             due_us = 0.0
             while True:
-                # a request may be aborted before its wake-up gets here
+                # a request may be aborted before its wake-up arrives here
                 while self.asleep or self.hung or not self.core.has_work:
                     self._wake = anyio.Event()
                     await self._wake.wait()
@@ -81,7 +81,7 @@ class EngineLoop:
     def generate(self, request: GenerationRequest) -> Iterator[MemoryObjectReceiveStream[GeneratedToken]]:
         """The tokens of a request, as steps end. Leaving the context early aborts the request.
 
-        The stream ends without the last token if the engine stops. Raises QueueFull and RequestTooLarge.
+        If the engine stops, the stream ends without the last token. Raises QueueFull and RequestTooLarge.
         """
         self.core.submit(request)
         send, receive = anyio.create_memory_object_stream[GeneratedToken](math.inf)
@@ -99,13 +99,13 @@ class EngineLoop:
                     self.core.abort(request.request_id)
 
     async def reset_prefix_cache(self, *, preempt_running: bool, include_cpu: bool) -> bool:
-        """As the core's; the events are published at once, also by an idle engine."""
+        """Reset the core's prefix cache; the events are published at once, even by an idle engine."""
         done = self.core.reset_prefix_cache(preempt_running=preempt_running, include_cpu=include_cpu)
         await self._publish(self.core.take_events())
         return done
 
     async def sleep(self) -> None:
-        """Drop the cache and let requests wait until `wake_up`, as vLLM does."""
+        """Drop the cache and let requests wait until `wake_up`, like vLLM."""
         self.asleep = True
         await self.reset_prefix_cache(preempt_running=True, include_cpu=True)
 
@@ -114,7 +114,7 @@ class EngineLoop:
         self._wake.set()
 
     def hang(self) -> None:
-        """Compute nothing until `resume`, as a device does whose kernel does not return."""
+        """Compute nothing until `resume`, like a device whose kernel does not return."""
         self.hung = True
 
     def resume(self) -> None:
@@ -125,7 +125,7 @@ class EngineLoop:
         self._wake.set()
 
     async def wait_for_pass(self) -> None:
-        """Returns when the pass that follows the running one is computed; at once if there is nothing to compute."""
+        """Return when the pass after the running one is computed, or at once if there is nothing to compute."""
         for _ in range(2):
             if self.core.has_work or self.hung:
                 await self._step_ended.wait()
@@ -151,6 +151,6 @@ class EngineLoop:
         return result.ended_us
 
     async def _publish(self, events: tuple[KVEvent, ...]) -> None:
-        async with self._publishing:  # batches leave in the order of the cache's changes
+        async with self._publishing:  # batches are sent in the order of the cache's changes
             if events:
                 await self._sink.publish(events)

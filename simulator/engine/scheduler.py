@@ -1,9 +1,9 @@
 """The engine's scheduler: continuous batching with chunked prefill over the paged cache.
 
-As vLLM's: running sequences come first, then waiting ones in order of arrival; a step computes at most a budget of
-tokens; when blocks run out the youngest running sequence is preempted and recomputed later; a prompt whose blocks are
-all cached still computes its last block, because the last token's output is needed; an output token's own KV is
-computed by the step after it, so an answer's last token is never in a block.
+As in vLLM: running sequences come first, then waiting ones in order of arrival. A step computes at most a budget of tokens.
+When blocks run out, the youngest running sequence is preempted and recomputed later. A prompt whose blocks are all cached
+still computes its last block, because the last token's output is needed. An output token's own KV is computed by the step
+after it, so an answer's last token is never in a block.
 """
 
 from collections import deque
@@ -20,16 +20,16 @@ from kvatlas_simulator.engine.tokenizer import AnswerTokens
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What one engine takes on at a time."""
+    """How much one engine takes on at a time."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8_192
     queue_limit: int = 1_024
-    """Waiting requests; a preempted sequence is always queued again."""
+    """Limit of waiting requests; a preempted sequence is always queued again."""
 
 
 class EngineSequence:
-    """A request's prompt and one of its answers, as far as it is generated."""
+    """A request's prompt and one of its answers, as far as generated."""
 
     __slots__ = (
         "answer",
@@ -54,10 +54,10 @@ class EngineSequence:
         self.tokens = list(request.prompt)
         self.computed = 0
         self.received_tokens = min(request.received_tokens, len(request.prompt) - 1)
-        """Those that were received and are not lost by a preemption."""
+        """Received tokens that no preemption has lost."""
         self.cached_tokens: int | None = None
         self.forks_due = 0
-        """Sequences that begin from this one when its prompt is computed."""
+        """How many sequences start from this one when its prompt is computed."""
         self.match: PrefixMatch | None = None
         """The match of the last attempt to admit it, which failed for lack of blocks."""
         self.prefilling = True
@@ -69,7 +69,7 @@ class EngineSequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that are known but not computed."""
+        """Tokens that are known but not computed yet."""
         return len(self.tokens) - self.computed
 
     def next_tokens(self, count: int) -> Sequence[int]:
@@ -78,7 +78,7 @@ class EngineSequence:
 
 @dataclass(slots=True)
 class Batch:
-    """What one step computes: chunks of prompts, and one token of every decoding sequence."""
+    """The work of one step: chunks of prompts, and one token for every decoding sequence."""
 
     sequences: list[EngineSequence] = field(default_factory=list)
     prefill_tokens: int = 0
@@ -175,12 +175,12 @@ class Scheduler:
             self._preempt(self._running.pop())
 
     def schedule(self) -> Batch:
-        """Choose what the next step computes, and allocate the blocks for it. There must be work."""
+        """Choose what the next step computes, and allocate the blocks for it. Must have work."""
         batch = Batch()
         budget = self._continue_running(batch, self._limits.max_num_batched_tokens)
         if not batch.preempted:
             self._admit_waiting(batch, budget)
-        while not batch.sequences and self._held:  # what other engines have not fetched makes room
+        while not batch.sequences and self._held:  # blocks that other engines have not fetched make room
             self.release(next(iter(self._held)))
             self._admit_waiting(batch, budget)
         if not batch.sequences:
@@ -188,7 +188,7 @@ class Scheduler:
         return batch
 
     def _continue_running(self, batch: Batch, budget: int) -> int:
-        """Schedule running sequences; preempts the youngest while blocks are lacking. Returns the budget that is left."""
+        """Schedule running sequences; preempt the youngest while blocks are lacking. Returns the remaining budget."""
         index = 0
         while index < len(self._running) and budget > 0:
             sequence = self._running[index]
@@ -212,7 +212,7 @@ class Scheduler:
             slots = sum(1 + running.forks_due for running in self._running)
             if slots + 1 + sequence.forks_due > self._limits.max_num_seqs:
                 return
-            # At critical pressure a new sequence would soon be preempted, or cause another to be.
+            # At critical pressure a new sequence would soon be preempted, or cause another one to be.
             if self._running and self._cache.pressure is MemoryPressure.CRITICAL:
                 return
             match = self._cache.match(sequence.tokens, sequence.request.namespace, sequence.match)
@@ -240,7 +240,7 @@ class Scheduler:
             budget -= count - received
 
     def _preempt(self, sequence: EngineSequence) -> None:
-        """Release a sequence's blocks. It is first in the queue, and computes again what the cache has lost by then."""
+        """Release a sequence's blocks. It goes first in the queue, and recomputes what the cache has lost by then."""
         self._cache.free(sequence.sequence_id)
         sequence.computed = 0
         sequence.received_tokens = 0

@@ -9,10 +9,10 @@ class StepCost:
 
     prefill_us_per_token: float = 45.0
     decode_step_us: float = 8_000.0
-    """Once for each step in which anything decodes: reading the weights."""
+    """Once for each step in which anything decodes: the time to read the weights."""
     decode_us_per_sequence: float = 50.0
     decode_us_per_kv_token: float = 0.02
-    """Reading the KV of one token of a decoding sequence."""
+    """The time to read the KV of one token of a decoding sequence."""
     swap_in_us_per_block: float = 55.0
 
     def step_us(self, *, prefill_tokens: int, decode_sequences: int, decode_kv_tokens: int, swapped_in: int) -> float:

@@ -1,7 +1,7 @@
 """Text for an engine without a model: a byte tokenizer, and synthetic output tokens.
 
 A text's token ids are its UTF-8 bytes, 0 to 255. Generated ids are 256 and above and decode to ` t<id>`, so prompts and
-answers can't be mistaken for each other.
+answers can't be confused.
 """
 
 import struct
@@ -31,7 +31,7 @@ def decode(token_ids: Iterable[int]) -> str:
 class AnswerTokens:
     """The endless answer to one prompt: pseudo-random, and equal on every engine that serves the same model.
 
-    It depends on model, adapter, prompt tokens and choice alone, so runs of one workload are comparable under any routing.
+    It depends only on model, adapter, prompt tokens and choice, so runs of one workload are comparable under any routing.
     """
 
     def __init__(self, model: str, prompt: Sequence[int], choice: int, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Answers of status 200 that are none, as engines send them when something breaks behind their HTTP server."""
+"""Broken answers with status 200, as engines send them when something fails behind their HTTP server."""
 
 import json
 import random
@@ -18,12 +18,12 @@ _ERROR = {
         "code": 500,
     }
 }
-"""vLLM 0.33's words for an engine core that died."""
+"""vLLM 0.33's error for an engine core that died."""
 
 
 class AnswerFault(StrEnum):
-    """`ERROR`: an error instead of an answer, in a stream as an event. `LATE_ERROR`: the same behind the first part of a
-    stream. `CUT`: the connection closes behind it. An answer that is no stream is an error in all of them."""
+    """`ERROR`: an error instead of an answer, in a stream as an event. `LATE_ERROR`: the same after the first part of a
+    stream. `CUT`: the connection closes after the first part. A non-streamed answer is an error in all cases."""
 
     NONE = "none"
     ERROR = "error"
@@ -33,7 +33,7 @@ class AnswerFault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerFaults:
-    """Which fault answers have, and which share of them."""
+    """The fault of the answers, and the share of answers that have it."""
 
     fault: AnswerFault = AnswerFault.NONE
     share: float = 1.0
@@ -45,7 +45,7 @@ class AnswerFaults:
 
 
 def faulty_response(fault: AnswerFault, first: Mapping[str, Any], *, streamed: bool) -> Response:
-    """`first`: the first part of the answer."""
+    """A response with this fault. `first`: the first part of the answer."""
     if not streamed:
         return JSONResponse(_ERROR)
     begin = [] if fault is AnswerFault.ERROR else [_event(first)]
@@ -63,7 +63,7 @@ class _FaultyStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for part in self._parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
-        if self._ends:  # else the server closes the connection
+        if self._ends:  # otherwise the server closes the connection
             await send({"type": "http.response.body", "body": b""})
 
 

@@ -1,4 +1,4 @@
-"""The simulated engine's chat template, in code and as Jinja: turns a conversation into one text."""
+"""The simulated engine's chat template, in code and as Jinja. It turns a conversation into one text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ CHAT_TEMPLATE = (
     "{% for call in message.tool_calls or [] %}<|call|>{{ call.function | tojson }}{% endfor %}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""The same as `render`, as in a tokenizer's configuration; for messages whose content is text."""
+"""The Jinja form of `render`, as in a tokenizer's configuration; for messages whose content is text."""
 
 
 def render(
@@ -23,8 +23,8 @@ def render(
     reasoning_effort: str | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """The text of a conversation. The text parts of one message are joined by newlines, and tools have the fields and the order
-    of vLLM's own description, as in vLLM."""
+    """The text of a conversation. As in vLLM, the text parts of a message are joined by newlines, and tools have the fields
+    and the order of vLLM's own description."""
     parts = [f"<|effort|>\n{reasoning_effort}<|end|>\n"] if reasoning_effort else []
     parts += [f"<|documents|>\n{_to_json(documents)}<|end|>\n"] if documents else []
     parts += [f"<|tools|>\n{_to_json([_described(tool) for tool in tools])}<|end|>\n"] if tools else []

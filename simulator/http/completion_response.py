@@ -158,11 +158,11 @@ class CompletionResponse(Response):
             yield event
 
     def _whole(self, choices: list[dict[str, Any]], answer: "Answer") -> dict[str, Any]:
-        """The JSON of an answer that is no stream."""
+        """The JSON of a non-streamed answer."""
         return self._response_body(choices, answer.usage(), self.object_name)
 
     def _events(self, token: GeneratedToken, answer: "Answer", *, begins: bool, first: bool) -> Iterator[bytes]:
-        """For one token. `begins`: it is the answer's first. `first`: it is its choice's first."""
+        """Events for one token. `begins`: it is the answer's first. `first`: it is its choice's first."""
         if first:
             for opening in self._opening(token.choice):
                 yield server_sent_event(self._response_body([opening], None, self.chunk_object_name))
@@ -172,7 +172,7 @@ class CompletionResponse(Response):
         yield server_sent_event(self._response_body([choice], None, self.chunk_object_name))
 
     def _end_events(self, answer: "Answer") -> Iterator[bytes]:
-        """Behind the last token."""
+        """Events after the last token."""
         if self._body.include_usage:
             yield server_sent_event(self._response_body([], answer.usage(), self.chunk_object_name))
         yield DONE
@@ -191,7 +191,7 @@ class CompletionResponse(Response):
             yield token
 
     def first_part(self) -> dict[str, Any]:
-        """What a stream of this response begins with."""
+        """The first part of this response's stream."""
         return self._response_body([self._choice(0, [1], None, streamed=True)], None, self.chunk_object_name)
 
     def _content(self, text: str, *, streamed: bool) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class CompletionResponse(Response):
         return {"text": text}
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
-        """What a stream says of a choice before its first token."""
+        """Chunks for a choice before its first token."""
         return []
 
     def _choice(
@@ -230,7 +230,7 @@ class CompletionResponse(Response):
 
 
 class ChatResponse(CompletionResponse):
-    """The same with messages of an assistant."""
+    """The same with assistant messages."""
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
@@ -240,14 +240,14 @@ class ChatResponse(CompletionResponse):
         return {"delta": {"content": text}} if streamed else {"message": {"role": "assistant", "content": text}}
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
-        """vLLM and SGLang name the role in a chunk of its own, without text."""
+        """vLLM and SGLang send the role in a separate chunk, without text."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a request has generated so far."""
+    """The tokens that a request has generated so far."""
 
     request: GenerationRequest
     token_ids: list[list[int]]
@@ -278,7 +278,7 @@ class Answer:
 
 
 def server_sent_event(body: dict[str, Any], name: str | None = None) -> bytes:
-    """`name`: of the event's type."""
+    """An event; `name`: its type."""
     return (
         (f"event: {name}\n".encode() if name else b"")
         + b"data: "

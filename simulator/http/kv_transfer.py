@@ -1,8 +1,8 @@
-"""Prefill and decode apart, as vLLM's NixlConnector and SGLang have it: what a simulated engine hands to another one.
+"""Separate prefill and decode, like vLLM's NixlConnector and SGLang: the KV that one simulated engine hands to another.
 
-Request forms and answers are theirs (vLLM 0.33 `kv_transfer_params`, SGLang 0.5.23 `bootstrap_*`). How the KV travels is the
-simulator's own: the decode engine asks `/kv_transfer` of the prefill engine, which answers when the KV would be there. SGLang's
-bootstrap server is the prefill engine's HTTP server.
+The forms of requests and answers are theirs (vLLM 0.33 `kv_transfer_params`, SGLang 0.5.23 `bootstrap_*`). The transfer
+itself is the simulator's own: the decode engine calls `/kv_transfer` of the prefill engine, which answers when the KV would
+be there. SGLang's bootstrap server is the prefill engine's HTTP server.
 """
 
 import time
@@ -23,11 +23,11 @@ from kvatlas_simulator.http.request_bodies import ChatRequest, CompletionRequest
 WAIT_S = 60.0
 """How long engines wait for each other."""
 HELD_S = 480.0
-"""How long a prompt's KV is held for a partner that does not come, as vLLM's VLLM_NIXL_ABORT_REQUEST_TIMEOUT."""
+"""How long a prompt's KV is held for a partner that does not come, like vLLM's VLLM_NIXL_ABORT_REQUEST_TIMEOUT."""
 
 
 class Disaggregation(StrEnum):
-    """`VLLM`: prefill or decode, as each request says."""
+    """The engine's role. `VLLM`: prefill or decode, as each request says."""
 
     NONE = "none"
     VLLM = "vllm"
@@ -41,7 +41,8 @@ class TransferFailed(KvatlasError):
 
 @dataclass(slots=True)
 class Transfer:
-    """One request's part. `received_tokens`: came from the partner. `room`: where the partner is met."""
+    """This engine's part of a transfer. `received_tokens`: received from the partner. `room`: where it meets the
+    partner."""
 
     received_tokens: int = 0
     holds: bool = False
@@ -50,7 +51,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Held:
-    """A computed prompt; `request_id` None: not computed yet. `fetched`: the partner has it, or never will."""
+    """A computed prompt; `request_id` None: not computed yet. `fetched`: the partner has it, or will never get it."""
 
     request_id: str | None = None
     tokens: int = 0
@@ -72,8 +73,8 @@ class KvTransfers:
         self._rooms: dict[int, _Held] = {}
 
     async def receive(self, body: CompletionRequest | ChatRequest) -> Transfer:
-        """What a request has from its partner before it is computed. Raises InvalidValue for one that this engine can't take,
-        and TransferFailed."""
+        """Receive what a request gets from its partner before it is computed. Raises InvalidValue for a request that this
+        engine can't take, and TransferFailed."""
         params = body.kv_transfer_params or {}
         if self._mode is Disaggregation.VLLM:
             if params.get("do_remote_prefill"):
@@ -93,8 +94,8 @@ class KvTransfers:
     async def hand_over(
         self, transfer: Transfer, request_id: str, tokens: int, address: tuple[str, int]
     ) -> dict[str, Any]:
-        """The prompt is computed: what its answer says of it. `address`: of this engine, as the caller reached it. In a room
-        this waits for the partner, and raises TransferFailed if it does not come."""
+        """Hand over a computed prompt; returns the fields for its answer. `address`: this engine's, as the caller reached
+        it. In a room this waits for the partner, and raises TransferFailed if it does not come."""
         if not transfer.holds:
             return {}
         self._expire()
@@ -123,7 +124,8 @@ class KvTransfers:
         raise TransferFailed(f"no decode engine came to room {transfer.room} within {WAIT_S:g} s")
 
     def end(self, transfer: Transfer) -> None:
-        """The request is over, well or not: a partner that still waits in its room waits in vain."""
+        """End the transfer of a request, whether it succeeded or not. A partner that still waits in its room waits in
+        vain."""
         if transfer.room is None or not transfer.holds:
             return
         held = self._rooms.pop(transfer.room, None)
@@ -135,7 +137,7 @@ class KvTransfers:
         asked = await request.json()
         room = asked.get("room")
         held = self._held.pop(str(asked.get("request_id")), None)
-        if room is not None:  # its prefill request may come a little later
+        if room is not None:  # its prefill request may arrive a little later
             held = self._rooms.setdefault(room, _Held())
             with anyio.move_on_after(WAIT_S):
                 await held.ready.wait()
@@ -161,7 +163,7 @@ class KvTransfers:
 
 
 async def _fetch(host: object, port: object, asked: dict[str, object]) -> int:
-    """The prompt tokens whose KV came. Raises TransferFailed."""
+    """The prompt tokens whose KV was received. Raises TransferFailed."""
     url = f"http://{host}:{port}/kv_transfer"
     try:
         async with httpx.AsyncClient(timeout=WAIT_S, trust_env=False) as client:

@@ -1,4 +1,4 @@
-"""Answers of the other APIs, whole or as a stream, in the form of vLLM 0.33 (`/generate`: SGLang 0.5.23)."""
+"""Answers of the other APIs, complete or streamed, in the format of vLLM 0.33 (`/generate`: SGLang 0.5.23)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from kvatlas_simulator.http.completion_response import (
 
 
 class MessagesResponse(CompletionResponse):
-    """Anthropic's message, with the cached tokens apart from the others."""
+    """Anthropic's message, which counts cached tokens separately."""
 
     id_prefix = "msg"
 
@@ -113,7 +113,7 @@ class ResponsesResponse(CompletionResponse):
 
 
 class GenerateResponse(CompletionResponse):
-    """SGLang's own: each event has the whole text so far, and what is known of the request."""
+    """SGLang's own format: each event has the whole text so far, and the request's metadata."""
 
     id_prefix = "gen"
 
@@ -143,7 +143,7 @@ class GenerateResponse(CompletionResponse):
 
 
 class TokensResponse(CompletionResponse):
-    """vLLM's answer in token ids."""
+    """vLLM's answer as token ids."""
 
     id_prefix = "generate-tokens"
 

@@ -1,4 +1,4 @@
-"""The request bodies of completions, chats and `/tokenize`, validated; and those of other APIs as the same."""
+"""The validated request bodies of completions, chats and `/tokenize`. Bodies of other APIs are converted to these."""
 
 import json
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ class StreamOptions(BaseModel):
 
 
 class _Body(BaseModel, ABC):
-    """What every body has. Fields that the simulated engine does not know are ignored."""
+    """Common fields of all bodies. Fields that the simulated engine does not know are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -35,7 +35,7 @@ class _Body(BaseModel, ABC):
 
     @classmethod
     def of(cls, decoded: Mapping[str, Any], *, vocab_size: int) -> Self:
-        """The same for the JSON object."""
+        """`parse` for a decoded JSON object."""
         try:
             request = cls.model_validate(decoded)
         except ValidationError as error:
@@ -96,7 +96,7 @@ class _Chat(_Body):
 
     @property
     def _template_arguments(self) -> dict[str, Any]:
-        """What the template has besides; vLLM's `/tokenize` takes it from here only."""
+        """Further arguments of the template; vLLM's `/tokenize` takes them only from here."""
         given = self.chat_template_kwargs or {}
         return {name: given[name] for name in ("reasoning_effort", "documents") if name in given}
 
@@ -115,7 +115,7 @@ class _Generation(_Body):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -156,7 +156,7 @@ def parse_tokenize(body: bytes, *, vocab_size: int) -> TokenizeTextRequest | Tok
 
 
 def parse_api(api: Api, body: bytes, *, vocab_size: int) -> CompletionRequest | ChatRequest:
-    """The body of any API's call as a completion or a chat: real engines too make a chat of conversations. Raises
+    """The body of any API's call as a completion or a chat. Real engines also turn conversations into chats. Raises
     InvalidValue."""
     if api is Api.CHAT:
         return ChatRequest.parse(body, vocab_size=vocab_size)

@@ -1,6 +1,6 @@
-"""The engine's HTTP API, as vLLM's API server: health, version, metrics, models, the APIs for tokens, their rendering, event
-sources, cache reset and sleep; and SGLang's `/generate`. `/kv_blocks`, `/kv_transfer`, `/hang` and `/resume` are the
-simulator's own: a hung engine answers its status pages and takes requests, and computes nothing.
+"""The engine's HTTP API, like vLLM's API server: health, version, metrics, models, the APIs for tokens and their rendering,
+event sources, cache reset and sleep; and SGLang's `/generate`. `/kv_blocks`, `/kv_transfer`, `/hang` and `/resume` are the
+simulator's own. A hung engine still answers its status pages and accepts requests, but computes nothing.
 """
 
 import time
@@ -53,10 +53,11 @@ class EngineApi:
         faults: AnswerFaults | None = None,
         scale_out: bool = True,
     ) -> None:
-        """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's
-        `/kv_event_sources` describes them; None without events. `transfers`: to and from other engines; None: it has none.
-        `health_waits`: `/health` answers behind what is computed. `keep_alive_s`: see `CompletionResponse`. `faults`: of its
-        answers. `scale_out`: vLLM's calls with token ids, and what renders requests to them; False: it refuses them."""
+        """`resident_blocks`: lists the cache's content. `event_source`: where its KV events are, as in vLLM's
+        `/kv_event_sources`; None without events. `transfers`: to and from other engines; None: not supported.
+        `health_waits`: `/health` answers after queued computation. `keep_alive_s`: see `CompletionResponse`. `faults`:
+        faults of its answers. `scale_out`: serve vLLM's calls with token ids, and the rendering of requests to them; False:
+        refuse them."""
         self._health_waits = health_waits
         self._page = b""
         self._engine = engine
@@ -102,7 +103,7 @@ class EngineApi:
         return Response()
 
     async def _hang(self, _: Request) -> Response:
-        self._page = self._metrics.page()  # nothing counts any more
+        self._page = self._metrics.page()  # nothing counts from here on
         self._engine.hang()
         return Response()
 
@@ -162,7 +163,7 @@ class EngineApi:
         return response
 
     async def _render(self, api: Api, request: Request) -> Response:
-        """What the engine would compute, as vLLM's `GenerateRequest`; of completions a list of them."""
+        """What the engine would compute, as vLLM's `GenerateRequest`; for completions a list of them."""
         try:
             body = parse_api(api, await request.body(), vocab_size=self._vocab_size)
             model, _ = self._resolve_model(body.model)
@@ -205,7 +206,7 @@ class EngineApi:
         return JSONResponse({} if self._event_source is None else {"0": self._event_source})
 
     async def _kv_blocks(self, _: Request) -> Response:
-        """What the cache holds, in the terms of `kvatlas export`."""
+        """The cache's content, in the terms of `kvatlas export`."""
         return JSONResponse({"idle": not self._engine.core.has_work, "blocks": self._resident_blocks()})
 
     async def _reset_prefix_cache(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The blocks that all groups share, in vLLM's order of reuse, and what is cached in them."""
+"""The blocks that all groups share, in vLLM's order of reuse, and their cached content."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from kvatlas_simulator.cache.kv_events import BlockRemoved, GpuCleared, KVEvent,
 
 
 class Content:
-    """A block of tokens behind one prefix, and its copies: in each group, the ids of the pool's blocks, oldest first."""
+    """A block of tokens after one prefix, and its copies: for each group, the ids of the pool's blocks, oldest first."""
 
     __slots__ = ("block_hash", "copies", "namespace", "parent_hash", "token_ids")
 
@@ -22,7 +22,7 @@ class Content:
         self.copies: tuple[list[int], ...] = tuple([] for _ in range(groups))
 
     def equals(self, parent_hash: int | None, token_ids: Sequence[int], namespace: Namespace) -> bool:
-        """Is it this block, and not one with the same hash?"""
+        """True if it is this very block, not another one with the same hash."""
         return (
             self.parent_hash == parent_hash
             and self.token_ids == tuple(token_ids)
@@ -31,7 +31,7 @@ class Content:
 
 
 class Block:
-    """One physical block: of the group that took it last. `content`: None unless it is full and kept."""
+    """One physical block. `group`: the one that took it last. `content`: None unless it is full and kept."""
 
     __slots__ = ("block_id", "content", "group", "references")
 
@@ -43,13 +43,13 @@ class Block:
 
 
 class SharedBlockPool:
-    """Hands out blocks. Free ones without content come first, then those released longest ago, whatever their group."""
+    """Hands out blocks: first free ones without content, then the ones released longest ago, whatever their group."""
 
     def __init__(self, num_blocks: int) -> None:
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = OrderedDict.fromkeys(range(num_blocks))
         self.contents: dict[int, Content] = {}
-        """By hash: all that has a copy."""
+        """All content that has a copy, by hash."""
         self.events: list[KVEvent] = []
         self.allocations = 0
         self.evictions = 0
@@ -63,11 +63,11 @@ class SharedBlockPool:
         return len(self._free)
 
     def is_free(self, content: Content, group: int) -> bool:
-        """Is the copy that a hit takes held by no sequence?"""
+        """True if no sequence holds the copy that a hit would take."""
         return not self._blocks[content.copies[group][0]].references
 
     def take(self, group: int) -> Block:
-        """The next free block, held once; evicts what it has. The caller knows that there is one."""
+        """Take the next free block, referenced once; evicts its content. The caller must know that one is free."""
         block_id, _ = self._free.popitem(last=False)
         block = self._blocks[block_id]
         if block.content is not None:
@@ -78,7 +78,7 @@ class SharedBlockPool:
         return block
 
     def hold(self, content: Content, group: int) -> Block:
-        """The oldest copy of cached content, held once more."""
+        """Reference the oldest copy of cached content once more."""
         block = self._blocks[content.copies[group][0]]
         self.hold_again(block)
         return block
@@ -97,7 +97,7 @@ class SharedBlockPool:
                 self._free.move_to_end(block.block_id, last=False)
 
     def cache(self, block: Block, content: Content) -> None:
-        """Note that the block has this content from now on."""
+        """Record that the block now has this content."""
         self.contents[content.block_hash] = content
         content.copies[block.group].append(block.block_id)
         block.content = content

@@ -1,13 +1,13 @@
-"""The cache manager of a hybrid model's engine: what `KVCache` is for one kind of attention.
+"""The cache manager of a hybrid model's engine: the counterpart of `KVCache` for several kinds of attention.
 
 Invariants, after every call:
 
 - A block's references equal the number of tables it is in, over all groups; a free block may still have content.
-- The events, folded as counts by (hash, group), are exactly the copies that the cache holds.
+- The events, added up by (hash, group), are exactly the copies that the cache holds.
 - A hit ends at the deepest position, before the prompt's last token, at which every group has the blocks that it needs.
 
-Sources: vLLM 0.33's hybrid coordinator, block pool and retention of sparse groups. Simplified: all groups have one block size,
-there is no CPU tier, and a step need not end where a mamba state is kept.
+Sources: vLLM 0.33's hybrid coordinator, block pool and retention of sparse groups. Simplifications: all groups have one
+block size, there is no CPU tier, and a step need not end where a mamba state is kept.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from kvatlas_simulator.hybrid_cache.groups import CacheGroup, Retention
 class _Sequence:
     """A live sequence: its tokens in the cache, its full blocks' hashes, and each group's blocks by index.
 
-    `ends`: positions in tokens that sparse groups keep for others.
+    `ends`: positions in tokens that sparse groups keep for other requests.
     """
 
     namespace: Namespace
@@ -43,7 +43,8 @@ class _Sequence:
 
 
 class HybridCache:
-    """One pool of blocks for several groups. It takes and raises what `KVCache` does, and frees in vLLM's order (LRU)."""
+    """One pool of blocks for several groups. Its calls and errors are those of `KVCache`; it frees in vLLM's order
+    (LRU)."""
 
     num_cpu_blocks = 0
 
@@ -84,7 +85,7 @@ class HybridCache:
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence that fits whatever its steps: each group may hold a block for every part of it."""
+        """The longest sequence that fits in any number of steps: each group may hold a block for every part of it."""
         return len(self._pool) // len(self.groups) * self.block_size
 
     @property
@@ -94,7 +95,7 @@ class HybridCache:
 
     @property
     def utilisation(self) -> float:
-        """Blocks that sequences hold, of all: 0..1."""
+        """Share of the blocks that sequences hold: 0..1."""
         return 1 - self._pool.available_blocks / len(self._pool)
 
     @property
@@ -103,11 +104,11 @@ class HybridCache:
 
     @property
     def contents(self) -> tuple[Content, ...]:
-        """All cached blocks; each has a copy in one group at least."""
+        """All cached blocks; each has a copy in at least one group."""
         return tuple(self._pool.contents.values())
 
     def stats(self) -> CacheStats:
-        """Counters, and gauges of now."""
+        """Counters, and current gauges."""
         referenced = len(self._pool) - self._pool.available_blocks
         return CacheStats(
             allocations=self._pool.allocations,
@@ -132,14 +133,15 @@ class HybridCache:
         )
 
     def match(self, token_ids: Sequence[int], namespace: Namespace, earlier: PrefixMatch | None = None) -> PrefixMatch:
-        """Find how much of a prompt can be resumed. `earlier` is not needed."""
+        """Find how much of a prompt can be reused. `earlier` is ignored."""
         del earlier
         lookup_blocks = max(len(token_ids) - 1, 0) // self.block_size
         hit, _ = self._deepest(self._known(token_ids, namespace, lookup_blocks))
         return PrefixMatch(len(token_ids), namespace, (), hit * self.block_size, lookup_blocks)
 
     def resumable_once_computed(self, token_ids: Sequence[int], namespace: Namespace, blocks: int) -> int:
-        """The deepest of the first `blocks` positions of a prompt at which another can resume when this one is computed."""
+        """The deepest of a prompt's first `blocks` positions at which another prompt can resume once this one is
+        computed."""
         sequence, known, _ = self._begin(AllocationRequest("", token_ids, namespace))
         size, end = self.block_size, len(token_ids) // self.block_size
         kept: list[set[int]] = []
@@ -159,18 +161,18 @@ class HybridCache:
         )
 
     def swap_ins(self, match: PrefixMatch) -> int:
-        """None: there is no CPU tier."""
+        """0: there is no CPU tier."""
         del match
         return 0
 
     def can_allocate(self, request: AllocationRequest, match: PrefixMatch | None = None) -> bool:
-        """Whether enough blocks are available for `allocate`. The match is worked out again."""
+        """True if enough blocks are available for `allocate`. The match is computed again."""
         return self._required(request) <= self._pool.available_blocks
 
     def allocate(
         self, request: AllocationRequest, match: PrefixMatch | None = None, *, count_lookup: bool = True
     ) -> None:
-        """Begin a sequence at the position where its prompt can be resumed, and write its first chunk.
+        """Begin a sequence at the position where its prompt can resume, and write its first chunk.
 
         Raises InsufficientBlocks, and SequenceExists.
         """
@@ -191,7 +193,7 @@ class HybridCache:
         self._write(sequence, request.token_ids[hit * size : self._first_end(request, hit)])
 
     def can_extend(self, sequence_id: SequenceId, tokens: int) -> bool:
-        """Whether enough blocks are available to write this many tokens to the sequence."""
+        """True if enough blocks are available to write this many tokens to the sequence."""
         return self._growth(self._find(sequence_id), tokens) <= self._pool.available_blocks
 
     def extend(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
@@ -201,7 +203,7 @@ class HybridCache:
         self._write(sequence, token_ids)
 
     def fork(self, sequence_id: SequenceId, new_sequence_id: SequenceId) -> None:
-        """Begin a sequence that shares all blocks of another, its partial ones until either writes to them."""
+        """Begin a sequence that shares all blocks of another; partial ones until either sequence writes to them."""
         if new_sequence_id in self._sequences:
             raise SequenceExists(new_sequence_id)
         source = self._find(sequence_id)
@@ -217,7 +219,7 @@ class HybridCache:
         )
 
     def free(self, sequence_id: SequenceId) -> None:
-        """End a sequence. What its groups keep stays cached until its room is needed, the tail first."""
+        """End a sequence. Blocks that its groups keep stay cached until their room is needed, the tail first."""
         sequence = self._find(sequence_id)
         for table in sequence.tables:
             for index in sorted(table, reverse=True):
@@ -225,7 +227,7 @@ class HybridCache:
         del self._sequences[sequence_id]
 
     def reset(self, *, include_cpu: bool = False) -> bool:
-        """Drop every cached block. False, and nothing changed, if a sequence holds any."""
+        """Drop every cached block. Returns False and changes nothing if a sequence holds any."""
         del include_cpu
         if self._pool.available_blocks < len(self._pool):
             return False
@@ -239,7 +241,8 @@ class HybridCache:
         return events
 
     def allows(self, position: int, runs: Sequence[int]) -> bool:
-        """Can a prompt be resumed behind `position` blocks? `runs`: how many of them each group holds in a row up to there."""
+        """True if a prompt can resume after `position` blocks. `runs`: how many consecutive blocks up to there each group
+        holds."""
         tokens = position * self.block_size
         return all(
             run >= position - group.first_needed(tokens, self.block_size)
@@ -247,7 +250,7 @@ class HybridCache:
         )
 
     def is_resident(self, content: Content) -> bool:
-        """Does full attention hold the block?"""
+        """True if full attention holds the block."""
         return bool(content.copies[self.full_group])
 
     def _find(self, sequence_id: SequenceId) -> _Sequence:
@@ -262,7 +265,7 @@ class HybridCache:
             raise InsufficientBlocks(blocks, self._pool.available_blocks)
 
     def _known(self, token_ids: Sequence[int], namespace: Namespace, blocks: int) -> list[Content]:
-        """The prompt's first blocks, as far as any group holds each."""
+        """The prompt's leading blocks that are held by at least one group."""
         size, found = self.block_size, list[Content]()
         above: int | None = None
         for index in range(blocks):
@@ -294,7 +297,7 @@ class HybridCache:
         return _Sequence(request.namespace, ends, [{} for _ in self.groups]), known, hit
 
     def _first_end(self, request: AllocationRequest, hit: int) -> int:
-        """Where the first chunk ends, in tokens."""
+        """The end of the first chunk, in tokens."""
         whole = len(request.token_ids)
         return whole if request.first_chunk is None else min(whole, hit * self.block_size + request.first_chunk)
 
@@ -318,26 +321,26 @@ class HybridCache:
         return new + len(self._shared_tails(sequence, tokens))
 
     def _new_indices(self, sequence: _Sequence, number: int, start: int, end: int) -> list[int]:
-        """The blocks that a group needs to write the tokens from `start` to `end`."""
+        """The blocks that a group needs for writing the tokens from `start` to `end`."""
         size, group = self.block_size, self.groups[number]
         last = count_blocks(end, size)
         if group.kind is not AttentionKind.MAMBA:
             return list(range(count_blocks(start, size), last))
-        # its running state, and a copy of it at each position that is kept
+        # its running state, and a copy of it at each kept position
         found = self._states(sequence, group, start, end)
         if last:
             found.add(last - 1)
         return sorted(found - sequence.tables[number].keys())
 
     def _states(self, sequence: _Sequence, group: CacheGroup, start: int, end: int) -> set[int]:
-        """The blocks at whose ends a mamba group keeps its state: steps end there, or at a prompt's or a shared part's end."""
+        """The blocks at whose ends a mamba group keeps its state: at the ends of steps, of prompts and of shared parts."""
         size = self.block_size
         kept = self._retention.kept(group, start // size, end // size, sequence.ends, size)
         ends = {position // size - 1 for position in (*sequence.ends, end)}
         return ends.intersection(kept)
 
     def _shared_tails(self, sequence: _Sequence, tokens: int) -> list[int]:
-        """The groups whose partial last block another sequence holds too, if tokens are written to it."""
+        """The groups whose partial last block another sequence also holds, if tokens are written to it."""
         length = len(sequence.tokens)
         if not tokens or not length % self.block_size:
             return []
@@ -371,14 +374,15 @@ class HybridCache:
             hashes.append(self._hasher(hashes[-1] if hashes else None, tokens, sequence.namespace))
 
     def _cache(self, sequence: _Sequence, number: int, start: int, end: int, kept: Sequence[int]) -> None:
-        """Keep the full blocks `kept` of those from `start` to `end`, and say so. One with another's hash is not kept."""
+        """Cache the blocks `kept` among the full ones from `start` to `end`, and record events. A block with another's hash
+        is not cached."""
         if start == end:
             return
         size, table = self.block_size, sequence.tables[number]
         stored: list[int] = []
         for index in kept:
             block = table.get(index)
-            if block is None or block.content is not None:  # of a mamba group, or shared with a fork
+            if block is None or block.content is not None:  # skipped by a mamba group, or shared with a fork
                 continue
             name, above = sequence.hashes[index], sequence.hashes[index - 1] if index else None
             tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
@@ -407,5 +411,5 @@ class HybridCache:
 
 
 def extend_runs(runs: Sequence[int], content: Content) -> tuple[int, ...]:
-    """How many blocks in a row each group holds up to this one, given the same for the block before it."""
+    """How many consecutive blocks each group holds up to this one, from the same counts at the previous block."""
     return tuple(run + 1 if copies else 0 for run, copies in zip(runs, content.copies, strict=True))

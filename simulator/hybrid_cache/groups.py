@@ -1,7 +1,7 @@
-"""Groups of a model's layers by their kind of attention: which blocks each needs to go on, and which it keeps for others.
+"""A model's layer groups by kind of attention: which blocks each needs to continue, and which it keeps for other requests.
 
-As vLLM 0.33's cache managers (`single_type_kv_cache_manager`): a group needs the blocks that its attention still reads, and a
-prompt can be resumed wherever every group has what it needs to go on.
+As in vLLM 0.33's cache managers (`single_type_kv_cache_manager`): a group needs the blocks that its attention still reads,
+and a prompt can resume wherever every group has what it needs to continue.
 """
 
 from collections.abc import Iterable
@@ -21,14 +21,14 @@ _SIZED = ("swa", "chunked")
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One group; `tokens`: of its sliding window or its chunks, else 0."""
+    """One group; `tokens`: size of its sliding window or chunks, else 0."""
 
     kind: AttentionKind
     tokens: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "CacheGroup":
-        """`full`, `swa:WINDOW`, `chunked:SIZE` or `mamba`. Raises InvalidValue."""
+        """Parse `full`, `swa:WINDOW`, `chunked:SIZE` or `mamba`. Raises InvalidValue."""
         name, _, size = text.partition(":")
         sized = name in _SIZED
         if name not in _KINDS or sized != bool(size) or (sized and not (size.isdecimal() and 0 < int(size) < 1 << 32)):
@@ -36,7 +36,7 @@ class CacheGroup:
         return cls(_KINDS[name], int(size or 0))
 
     def __str__(self) -> str:
-        """As `parse` takes it."""
+        """The text that `parse` takes."""
         name = next(name for name, kind in _KINDS.items() if kind is self.kind)
         return f"{name}:{self.tokens}" if name in _SIZED else name
 
@@ -46,23 +46,23 @@ class CacheGroup:
 
     @property
     def window_tokens(self) -> int | None:
-        """As events tell it: of a sliding window only."""
+        """The window as events report it: only for a sliding window."""
         return self.tokens if self.kind is AttentionKind.SLIDING_WINDOW else None
 
     def first_needed(self, computed: int, block_size: int) -> int:
-        """The first block that a sequence with so many computed tokens still reads."""
+        """The first block that a sequence with this many computed tokens still reads."""
         match self.kind:
             case AttentionKind.SLIDING_WINDOW:
                 return max(0, computed - self.tokens + 1) // block_size
             case AttentionKind.CHUNKED_LOCAL:
                 return computed // self.tokens * self.tokens // block_size
             case AttentionKind.MAMBA:
-                return max(0, computed - 1) // block_size  # its state is all that came before
+                return max(0, computed - 1) // block_size  # its state covers everything before
         return 0
 
 
 def parse_groups(texts: Iterable[str]) -> tuple[CacheGroup, ...]:
-    """The groups of one model, each as `CacheGroup.parse` takes it. Raises InvalidValue."""
+    """The groups of one model, each in the form of `CacheGroup.parse`. Raises InvalidValue."""
     groups = tuple(CacheGroup.parse(text) for text in texts)
     if sum(group.is_full for group in groups) != 1:
         raise InvalidValue("expected exactly one group of full attention")
@@ -73,22 +73,23 @@ def parse_groups(texts: Iterable[str]) -> tuple[CacheGroup, ...]:
 class Retention:
     """Which blocks sliding windows and mamba keep for other requests.
 
-    Always those that a request needs which resumes a prompt's end, or where an earlier request left it; besides, those that
-    it needs at each multiple of `interval` tokens, a multiple of the block size (0: no others). The block size itself keeps
-    all. vLLM's default is 0 (`prefix_cache_retention_interval`). Full and chunked attention keep every block.
+    They always keep the blocks that a request needs to resume at a prompt's end, or where an earlier request left it. In
+    addition, those that it needs at each multiple of `interval` tokens, a multiple of the block size (0: no others). An
+    interval of one block keeps all. vLLM's default is 0 (`prefix_cache_retention_interval`). Full and chunked attention
+    keep every block.
     """
 
     interval: int = 0
 
     def kept(self, group: CacheGroup, start: int, end: int, ends: Iterable[int], block_size: int) -> list[int]:
         """The indices of the blocks from `start` to `end` that the group keeps. `ends`: positions, in tokens, that can be
-        resumed because a prompt or what it shares with another ends there."""
+        resumed because a prompt or a shared part ends there."""
         if group.kind not in (AttentionKind.SLIDING_WINDOW, AttentionKind.MAMBA):
             return list(range(start, end))
         positions = {tokens // block_size for tokens in ends}
         if self.interval:
             step = self.interval // block_size
-            # a window behind the last block of this range may begin in it
+            # a window that ends after this range may begin in it
             reach = end + (group.tokens + block_size) // block_size
             positions.update(range((start // step + 1) * step, reach + 1, step))
         found: set[int] = set()

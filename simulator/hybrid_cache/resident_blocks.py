@@ -1,4 +1,4 @@
-"""What a hybrid engine holds, in the index's terms: `kvatlas_simulator.cache.resident_blocks` for groups."""
+"""The content of a hybrid engine, in the index's terms: `kvatlas_simulator.cache.resident_blocks` for groups."""
 
 from collections import defaultdict
 from typing import Any
@@ -11,10 +11,10 @@ from kvatlas_simulator.hybrid_cache.cache import HybridCache, extend_runs
 
 
 def list_hybrid_blocks(cache: HybridCache) -> list[dict[str, Any]]:
-    """Every block of full attention behind which a prompt could go on: `adapter_id`, `tier`, `sequence_hash` (16 digits), and
-    `resumable`: whether every group has what it needs there.
+    """Every block of full attention after which a prompt could continue: `adapter_id`, `tier`, `sequence_hash` (16 digits),
+    and `resumable`: every group has what it needs there.
 
-    Computed from the cached tokens, not from the events. Leaves out a block if an ancestor is missing.
+    Computed from the cached tokens, not from the events. Leaves out a block whose ancestor is missing.
     """
     children: dict[int | None, list[Content]] = defaultdict(list)
     for content in cache.contents:

@@ -1,8 +1,8 @@
-"""The KV cache groups of a fleet's model, and the caches that the lab's engines get for them.
+"""The KV cache groups of a fleet's model, and the caches that the lab builds for them.
 
-The simulator's own caches, with blocks of two tokens (`lab.requests`). Windows, chunks and intervals of real tokens
-are turned into as many of those blocks. A window that ends within a block is rounded up to a whole one: an engine needs, and
-a prompt is resumed by, whole blocks.
+The lab uses the simulator's own caches, with blocks of two tokens (`lab.requests`). Windows, chunks and intervals of real
+tokens are converted to as many of those blocks. A window that ends within a block is rounded up, because engines need, and
+prompts resume by, whole blocks.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from kvatlas_simulator.hybrid_cache.cache import HybridCache
 from kvatlas_simulator.hybrid_cache.groups import CacheGroup, Retention
 
 CACHE_BLOCK = 2
-"""Tokens of a block in the lab's caches."""
+"""Tokens per block in the lab's caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class CacheLayout:
     retention_interval: int = 0
 
     def __str__(self) -> str:
-        """As flags have it."""
+        """The groups as in flags."""
         return ",".join(map(str, self.groups))
 
     @property
@@ -37,19 +37,20 @@ class CacheLayout:
 
     @property
     def chunk_tokens(self) -> int:
-        """Of chunked attention; 0 without it. The events don't tell it."""
+        """Chunk size of chunked attention; 0 without it. Events don't contain it."""
         return max((one.tokens for one in self.groups if one.kind is AttentionKind.CHUNKED_LOCAL), default=0)
 
     def scaled(self, block_tokens: int) -> "CacheLayout":
-        """The same in tokens of the lab's caches, for blocks of so many real ones.
+        """The layout in tokens of the lab's caches, for blocks of this many real tokens.
 
-        Raises InvalidValue for chunks or an interval that such blocks don't divide.
+        Raises InvalidValue if chunks or the interval are not a multiple of such blocks.
         """
         groups = tuple(replace(one, tokens=_scaled_tokens(one, block_tokens)) for one in self.groups)
         return CacheLayout(groups, _whole_blocks("retention interval", self.retention_interval, block_tokens))
 
     def build(self, num_blocks: int, num_cpu_blocks: int, seed: int) -> EngineCache:
-        """An empty cache of a scaled layout. Raises InvalidValue for a hybrid with a CPU tier: the simulator has none."""
+        """An empty cache for a scaled layout. Raises InvalidValue for a hybrid with a CPU tier, which the simulator
+        lacks."""
         hasher = SeededBlockHasher(seed)
         if not self.is_hybrid:
             return KVCache(

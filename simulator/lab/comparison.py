@@ -27,7 +27,8 @@ _PROGRESS_REQUESTS = 256
 
 
 class Point(NamedTuple):
-    """One fleet under one load. `speed`: requests arrive this many times as fast as in the trace. `event_loss`: a fraction."""
+    """One fleet under one load. `speed`: requests arrive this many times as fast as in the trace. `event_loss`: a
+    fraction."""
 
     workers: int = 16
     cache_tokens: int = 500_000
@@ -50,7 +51,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is compared. Seeds are counted from `first_seed`."""
+    """What to compare. Seeds are counted from `first_seed`."""
 
     workload: Workload
     policies: Sequence[str]
@@ -65,7 +66,7 @@ class Study:
 
     @property
     def runs(self) -> list[tuple[Point, str, int]]:
-        """Each replay once: events change nothing for policies that use none."""
+        """Each replay once: event delay and loss don't affect policies that use no events."""
         seeds = range(self.first_seed, self.first_seed + self.seeds)
         return list(
             dict.fromkeys(
@@ -75,7 +76,7 @@ class Study:
 
 
 class Cell(NamedTuple):
-    """A policy at a point."""
+    """A policy's result at one point."""
 
     point: Point
     summary: Summary
@@ -84,7 +85,7 @@ class Cell(NamedTuple):
 def compare(study: Study, jobs: int, on_progress: Callable[[int], None] = lambda requests: None) -> list[Cell]:
     """A cell for each point and policy, in their order. `on_progress` gets the number of requests replayed so far.
 
-    Raises InvalidValue for a request that fits no engine, and for Dynamo where it is not installed.
+    Raises InvalidValue for a request that fits no engine, and for Dynamo if it is not installed.
     """
     runs = study.runs
     found = dict(zip(runs, run_in_processes(study, jobs, _run, runs, on_progress), strict=True))
@@ -103,8 +104,9 @@ def run_in_processes(
     tasks: Sequence[Task],
     on_progress: Callable[[int], None],
 ) -> list[Result]:
-    """The results of a module's function, in the order of the tasks. It may call `replay_once`; `on_progress` gets the number
-    of requests that were replayed so. Raises what the function does, and InvalidValue for Dynamo where it is not installed."""
+    """The results of a module's function, in the order of the tasks. It may call `replay_once`; `on_progress` gets the
+    number of requests replayed so far. Raises what the function does, and InvalidValue for Dynamo if it is not
+    installed."""
     if DYNAMO in study.policies:
         check_installed(study.dynamo_python)
     context = get_context("spawn")
@@ -126,7 +128,7 @@ def run_in_processes(
 async def compare_live(
     study: Study, scale: float, on_progress: Callable[[int], None] = lambda requests: None
 ) -> list[Cell]:
-    """The same over real servers, one replay after the other; `scale` virtual seconds take a real one.
+    """`compare` over real servers, one replay after the other; `scale` virtual seconds take one real second.
 
     Raises InvalidValue for a policy that is not kvatlas', KvatlasError for a server that does not start.
     """
@@ -140,7 +142,7 @@ async def compare_live(
     for point in study.points:
         if point != _with_usual_events(point):
             raise InvalidValue(
-                "a live replay has the delay and loss of events that its servers have; expected neither flag"
+                "the delay and loss of events in a live replay come from its servers; expected neither flag"
             )
         fleet = point.to_fleet(study)
         for name in study.policies:
@@ -167,28 +169,28 @@ async def compare_live(
 
 
 def with_effective_events(point: Point, policy: str) -> Point:
-    """The point, with events as they usually travel if the policy uses none: their delay and loss change nothing then."""
+    """The point, with default events if the policy uses none: their delay and loss then don't matter."""
     return point if POLICIES[policy].uses_events else _with_usual_events(point)
 
 
 def _with_usual_events(point: Point) -> Point:
-    """The point with events as they usually travel."""
+    """The point with the default delay and no loss of events."""
     return point._replace(event_delay_ms=Point().event_delay_ms, event_loss=0.0)
 
 
 _shared: tuple[Study, Any] | None = None
-"""In a child: the study, and the count of requests replayed by all children."""
+"""In a child process: the study, and the count of requests replayed by all children."""
 
 
 def _share(study: Study, replayed: Any) -> None:
     global _shared
     _shared = study, replayed
     Thread(target=_end_with_parent, daemon=True).start()
-    gc.freeze()  # a trace is a million objects: collecting among them again and again takes a quarter of a replay
+    gc.freeze()  # a trace is a million objects: collecting garbage among them repeatedly would take a quarter of a replay
 
 
 def _end_with_parent() -> None:
-    """A study that is killed leaves no process behind."""
+    """End this child when its study is killed."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -205,7 +207,7 @@ def _run(study: Study, run: tuple[Point, str, int]) -> Figures:
 
 
 def replay_once(point: Point, policy: str, seed: int) -> Figures:
-    """In a child of `run_in_processes`: replay its study's workload once."""
+    """Replay a study's workload once; call it in a child of `run_in_processes`."""
     assert _shared is not None
     study, replayed = _shared
     reported = 0

@@ -1,10 +1,10 @@
-"""An engine in virtual time: the simulator's cache and scheduler rules, at the cost of a few events a request.
+"""An engine in virtual time: the simulator's cache and scheduler rules, at the cost of a few events per request.
 
-It decides as `kvatlas_simulator.engine.scheduler` does, step by step, and takes equal steps at once: while nothing but decoding
-happens, and no sequence begins or fills a block, a step differs from the one before only by the KV that it reads. A test
-holds it against the scheduler, request by request.
+It decides like `kvatlas_simulator.engine.scheduler`, step by step, but takes equal steps at once: while only decoding
+happens, and no sequence begins or fills a block, a step differs from the previous one only by the KV that it reads. A test
+compares it with the scheduler, request by request.
 
-A sequence is at most one chunk behind its prompt: only the last running one can be partly prefilled, because none is
+At most one sequence is in the middle of its prompt: only the last running one can be partly prefilled, because none is
 admitted while the budget is used up.
 """
 
@@ -54,12 +54,13 @@ class EngineRequest:
         self.content = written(request.contents)
         self.cached_tokens: int | None = None
         self.computed = 0
-        """Real tokens; of a decoding sequence as of decode step `joined_at`."""
+        """Real tokens; for a decoding sequence as of decode step `joined_at`."""
         self.generated = 0
         """Likewise."""
         self.joined_at = 0
         self.change_at = self.finish_at = -1
-        """The decode steps in which it next begins or fills a block, and generates its last token; -1: not decoding."""
+        """The decode steps in which it next begins or fills a block, and in which it generates its last token; -1: not
+        decoding."""
         self.prefilling = True
         self.match: PrefixMatch | None = None
         self.order = 0
@@ -68,7 +69,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """What one or more steps did, at their end."""
+    """The result of one or more steps, at their end."""
 
     ended_us: float
     first_tokens: Sequence[EngineRequest]
@@ -77,10 +78,9 @@ class Advance:
 
 
 class VirtualEngine:
-    """One engine. `cache` has blocks of two tokens (`lab.cache_layout`); `block_tokens` is their real size, at
-    least 2.
+    """One engine. `cache` has blocks of two tokens (`lab.cache_layout`); `block_tokens` is their real size, at least 2.
 
-    `ends_us` is when its current step ends (infinite: idle); call `advance` then.
+    `ends_us`: when its current step ends (infinite: idle); call `advance` then.
     """
 
     def __init__(self, cache: EngineCache, block_tokens: int, limits: SchedulerLimits, cost: StepCost) -> None:
@@ -94,7 +94,7 @@ class VirtualEngine:
         self.prefilled_tokens = self.preemptions = self.busy_us = 0
         self.waiting: deque[EngineRequest] = deque()
         self.running: list[EngineRequest] = []
-        """Oldest first."""
+        """The oldest first."""
         self._limits = limits
         self._cost = cost
         self._decoders = 0
@@ -107,11 +107,11 @@ class VirtualEngine:
         self._admitted = 0
         self._began_us = 0.0
         self._steps = 0
-        """Of the current batch; 0: idle."""
+        """Number of steps in the current batch; 0: idle."""
         self._prefill: list[EngineRequest] = []
         self._prefill_tokens = self._swapped_in = 0
 
-    # ---------------------------------------------------------------- what routers may learn
+    # ---------------------------------------------------------------- what routers may see
 
     @property
     def capacity_tokens(self) -> int:
@@ -120,7 +120,7 @@ class VirtualEngine:
 
     @property
     def kv_tokens(self) -> int:
-        """In blocks that sequences hold."""
+        """Tokens in blocks that sequences hold."""
         return (self.cache.num_blocks - self.cache.available_blocks) * self.block_tokens
 
     @property
@@ -134,16 +134,16 @@ class VirtualEngine:
 
     @property
     def unprefilled(self) -> Sequence[EngineRequest]:
-        """The requests whose prompts are not computed, next one first."""
+        """The requests whose prompts are not computed, the next one first."""
         partial = [one for one in self.running[-1:] if one.prefilling]
         return [*partial, *self.waiting]
 
     def cached_tokens(self, content: Sequence[int], namespace: Namespace) -> int:
-        """How much of a prompt (as `written`) would be reused now."""
+        """How many tokens of a prompt (as `written`) would be reused now."""
         return self._hit_tokens(self.cache.match(content, namespace))
 
     def uncached_tokens(self, sequence: EngineRequest) -> int:
-        """What is left to compute of a prompt of `unprefilled`."""
+        """Tokens left to compute of a prompt of `unprefilled`."""
         known = self._known_tokens(sequence)
         if sequence in self.running[-1:]:
             return known - sequence.computed
@@ -151,7 +151,7 @@ class VirtualEngine:
         return known - self.cached_tokens(content, sequence.request.identity.namespace)
 
     def blocks_once_computed(self, sequence: EngineRequest, blocks: int) -> int:
-        """Of the first blocks of a request that waits, how many another can reuse when it is computed."""
+        """How many of a waiting request's first blocks another request can reuse once it is computed."""
         if not isinstance(self.cache, HybridCache):
             return blocks
         content = sequence.content[: written_tokens(self._known_tokens(sequence), self.block_tokens)]
@@ -176,7 +176,7 @@ class VirtualEngine:
             self._cut(now_us)
 
     def advance(self) -> Advance:
-        """End the current step, or steps, and begin the next."""
+        """End the current step or steps, and begin the next."""
         ended_us, steps = self.ends_us, self._steps
         self.busy_us += round(ended_us - self._began_us)
         if self._decoders:
@@ -202,7 +202,7 @@ class VirtualEngine:
         return Advance(ended_us, first_tokens, finished, events)
 
     def _cut(self, now_us: float) -> None:
-        """A request arrived: only finish the step that runs now."""
+        """A request arrived: finish only the step that runs now."""
         low, high = 1, self._steps
         while low < high:
             middle = (low + high) // 2
@@ -214,7 +214,7 @@ class VirtualEngine:
         self.ends_us = self._began_us + self._steps_us(low)
 
     def _steps_us(self, steps: int) -> float:
-        """How long this many steps take: each reads one token more of every decoding sequence."""
+        """Duration of this many steps: each reads one more token of every decoding sequence."""
         count, cost = self._decoders, self._cost
         one = cost.step_us(
             prefill_tokens=self._prefill_tokens,
@@ -228,7 +228,7 @@ class VirtualEngine:
     # ---------------------------------------------------------------- scheduling
 
     def _begin(self, now_us: float) -> None:
-        """Choose what is computed from now on, and allocate its blocks."""
+        """Choose what to compute next, and allocate its blocks."""
         self._prefill, self._prefill_tokens, self._swapped_in = [], 0, 0
         if not self.running and not self.waiting:
             self._steps, self.ends_us = 0, math.inf
@@ -245,7 +245,7 @@ class VirtualEngine:
         self.ends_us = now_us + self._steps_us(self._steps)
 
     def _equal_steps(self) -> int:
-        """Steps until one in which a sequence changes its blocks, or after which one finishes."""
+        """Steps until one in which a sequence changes its blocks, or after which a sequence finishes."""
         while self._changes[0][2].change_at != self._changes[0][0]:
             heappop(self._changes)
         while self._finishes[0][2].finish_at != self._finishes[0][0]:
@@ -253,7 +253,7 @@ class VirtualEngine:
         return max(1, min(self._changes[0][0] - 1, self._finishes[0][0]) - self._decode_step)
 
     def _continue_decoders(self) -> bool:
-        """Write what changes blocks in the next decode step. True if anything does."""
+        """Write the tokens that change blocks in the next decode step. True if there are any."""
         step, due = self._decode_step + 1, []
         while self._changes and self._changes[0][0] <= step:
             at, _, sequence = heappop(self._changes)
@@ -261,7 +261,7 @@ class VirtualEngine:
                 due.append(sequence)
         for sequence in due:  # in the order of admission
             if sequence.change_at != step:
-                continue  # it was preempted for an older one
+                continue  # it was preempted in favour of an older one
             computed = self._computed(sequence)
             if self._write(sequence, computed, computed + 1):
                 self._plan_change(sequence, computed + 1, step)
@@ -279,7 +279,7 @@ class VirtualEngine:
     def _admit_waiting(self) -> None:
         budget = self._limits.max_num_batched_tokens - self._decoders - self._prefill_tokens
         while self.waiting and budget > 0 and len(self.running) < self._limits.max_num_seqs:
-            # at critical pressure a new sequence would soon be preempted, or cause another to be
+            # at critical pressure a new sequence would soon be preempted, or cause another one to be
             if self.running and self.cache.pressure is MemoryPressure.CRITICAL:
                 return
             sequence = self.waiting[0]
@@ -316,8 +316,8 @@ class VirtualEngine:
         self.prefilled_tokens += count
 
     def _write(self, sequence: EngineRequest, computed: int, until: int) -> bool:
-        """Write tokens to the cache; preempts the youngest running sequence while blocks are lacking. False if that was this
-        one."""
+        """Write tokens to the cache; preempt the youngest running sequence while blocks are lacking. False if this one was
+        preempted."""
         start, end = written_tokens(computed, self.block_tokens), written_tokens(until, self.block_tokens)
         while not self.cache.can_extend(sequence.sequence_id, end - start):
             victim = self.running.pop()
@@ -328,7 +328,7 @@ class VirtualEngine:
         return True
 
     def _preempt(self, sequence: EngineRequest) -> None:
-        """It is first in the queue, and computes again what the cache has lost by then."""
+        """Release a sequence's blocks. It goes first in the queue, and recomputes what the cache has lost by then."""
         self._leave_decoders(sequence)
         self.cache.free(sequence.sequence_id)
         sequence.computed = 0
@@ -339,7 +339,7 @@ class VirtualEngine:
     # ---------------------------------------------------------------- decoding sequences
 
     def _known_tokens(self, sequence: EngineRequest) -> int:
-        """Of its prompt and answer. Not for decoding sequences."""
+        """Tokens of its prompt and answer. Not for decoding sequences."""
         return sequence.request.input_tokens + sequence.generated
 
     def _computed(self, sequence: EngineRequest) -> int:

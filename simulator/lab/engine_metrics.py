@@ -1,11 +1,11 @@
-"""What publishers read of a fleet's loads: vLLM's metrics tell running and waiting requests, and the blocks that are held."""
+"""Loads as publishers read them: vLLM's metrics have running and waiting requests, and the blocks in use."""
 
 from kvatlas.fleet.records import ForwardPassMetrics, WorkerState
 from kvatlas_simulator.lab.engine import VirtualEngine
 
 
 class EngineMetrics:
-    """Of one fleet. Metrics tell no queued tokens: a request that waits counts as the mean of the finished prompts."""
+    """Metrics of one fleet. They have no queued tokens: a waiting request counts as the mean of the finished prompts."""
 
     def __init__(self) -> None:
         self._prompt_tokens = self._prompts = 0
@@ -22,7 +22,7 @@ class EngineMetrics:
 
 
 def read_true_load(worker_id: str, engine: VirtualEngine, sampled_us: int) -> WorkerState:
-    """The same as no metric tells it: with the tokens that are left to compute."""
+    """A load that no metric shows: with the tokens that are left to compute."""
     queued_tokens = sum(map(engine.uncached_tokens, engine.unprefilled))
     return _state_of(worker_id, engine, len(engine.running) + len(engine.waiting), 0, queued_tokens, sampled_us)
 

@@ -1,8 +1,8 @@
-"""The way of one engine's events into the index, in virtual time: ledger, outbox and wire codec as the publisher has them, then
-the memory index behind its fence.
+"""The path of one engine's events into the index, in virtual time: the publisher's ledger, outbox and wire codec, then the
+memory index behind its fence.
 
-A message may come late, or be lost. After a loss the index waits for messages that never come, as after a lost stream: it
-asks for a snapshot when the gap is DOUBT_US old, and the publisher begins a new incarnation.
+A message may be late or lost. After a loss the index waits for messages that never come, as after a lost stream. It
+requests a snapshot when the gap is DOUBT_US old, and the publisher begins a new incarnation.
 """
 
 import random
@@ -32,7 +32,7 @@ _TIER_OF = {Medium.GPU: Tier.HBM, Medium.CPU: Tier.CPU_DRAM}
 
 
 def finish(call: Coroutine[Any, Any, T]) -> T:
-    """The result of a call that waits for nothing: everything in the lab is in this process."""
+    """The result of a call that never waits, because everything in the lab is in this process."""
     while True:
         try:
             call.send(None)
@@ -42,8 +42,8 @@ def finish(call: Coroutine[Any, Any, T]) -> T:
 
 
 class EventPath:
-    """One worker's. `at(when_us, action)` runs an action at a virtual time; `layout`: of its cache, scaled; `delay_us`: from an
-    engine's step to the index."""
+    """The path of one worker. `at(when_us, action)` runs an action at a virtual time; `layout`: the scaled layout of its
+    cache; `delay_us`: from an engine's step to the index."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class EventPath:
         self._begin_incarnation(0.0, certain=True)
 
     def publish(self, events: Sequence[KVEvent], now_us: float) -> None:
-        """One engine batch."""
+        """Publish one engine batch."""
         changelog = self._changelog
         changelog.record(EngineBatch([to_engine_event(event, self._groups) for event in events]))
         changelog.publish(changelog.fold(), round(now_us), now_us / 1e6)
@@ -87,7 +87,7 @@ class EventPath:
             self._begin_incarnation(now_us)
 
     def _send(self, now_us: float, *, certain: bool = False) -> None:
-        """Put what is in the outbox on its way; the stream has it at once."""
+        """Send the content of the outbox; the stream has it at once."""
         outbox, payloads = self._changelog.outbox, []
         while (sent := outbox.take()) is not None:
             outbox.acknowledge(sent.round, sent.seq, sent.seq + 1)
@@ -111,7 +111,7 @@ class EventPath:
         self._doubted = False
         record = finish(self._index.record(self._worker_id))
         if record is None or record.want <= (record.incarnation, record.seq):
-            return  # a snapshot on its way has repaired it
+            return  # a snapshot on its way has already repaired it
         if self._changelog.request_snapshot(record.want[0]):
             self._begin_incarnation(now_us)
 
@@ -123,8 +123,8 @@ class EventPath:
 
 
 def to_engine_event(event: KVEvent, groups: Sequence[CacheGroup], block_tokens: int = CACHE_BLOCK) -> EngineEvent:
-    """The event as of an engine with these groups and blocks of this size; blocks of more than two tokens repeat their
-    content's id."""
+    """The event as an engine with these groups and this block size would send it. In blocks of more than two tokens the
+    content's id is repeated."""
     if isinstance(event, BlocksStored):
         token_ids: Sequence[int] = event.token_ids
         if block_tokens != CACHE_BLOCK:

@@ -9,7 +9,7 @@ from kvatlas_simulator.lab.summary import Summary
 
 
 class FleetSize(NamedTuple):
-    """`summary`: of the smallest fleet that keeps the objective for enough requests; None if that of `largest` does not."""
+    """`summary`: of the smallest fleet that meets the objective for enough requests; None if even `largest` does not."""
 
     policy: str
     largest: Point
@@ -24,18 +24,18 @@ class FleetSize(NamedTuple):
 def find_fleet_sizes(
     study: Study, good_share: float, jobs: int, on_progress: Callable[[int], None] = lambda requests: None
 ) -> list[FleetSize]:
-    """For each point and policy, the fewest workers with which `good_share` of the requests are good, in the mean of the seeds,
-    searched by bisection below the point's own number.
+    """For each point and policy, the fewest workers with which `good_share` of the requests are good (mean over the seeds),
+    found by bisection below the point's own number.
 
-    More workers are taken to be better: where they are not, a smaller fleet than the one found may do as well.
-    Raises InvalidValue as `compare` does.
+    Assumes that more workers are better; otherwise a smaller fleet than the one found may do as well. Raises InvalidValue
+    like `compare`.
     """
     tasks = [(point, policy, good_share) for point in study.points for policy in study.policies]
     return run_in_processes(study, jobs, _find, tasks, on_progress)
 
 
 def most_replays(study: Study) -> int:
-    """That a search takes, of all points, policies and seeds."""
+    """Upper bound of replays that a search takes, over all points, policies and seeds."""
     sizes = sum(1 + (point.workers - 1).bit_length() for point in study.points)
     return sizes * len(study.policies) * study.seeds
 

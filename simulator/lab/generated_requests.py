@@ -1,7 +1,7 @@
 """Generated workloads: chats, agents, retrieval, and several tenants with adapters. Equal seeds give equal requests.
 
-All arrivals are fixed beforehand: a turn comes a while after the one before, as if that had been answered at a usual speed. So
-every policy gets the same requests at the same times.
+All arrivals are fixed in advance: a turn follows the previous one as if that had been answered at a usual speed. So every
+policy gets the same requests at the same times.
 """
 
 import math
@@ -18,12 +18,12 @@ BLOCK_TOKENS = 64
 REQUESTS = 4_000
 REQUESTS_PER_S = 6.7
 ANSWER_S_PER_TOKEN = 0.02
-"""How fast a user or a program reads an answer before it goes on."""
+"""How fast a user or a program reads an answer before continuing."""
 
 
 class Arrivals(StrEnum):
-    """When sessions begin. `POISSON`: evenly. `BURSTY`: a third of them within 5 s of each minute. `DIURNAL`: as one day's
-    sine in the whole time, from a fifth of the mean to nearly twice it."""
+    """When sessions begin. `POISSON`: evenly. `BURSTY`: a third of them within 5 s of each minute. `DIURNAL`: as a sine
+    over the whole time, like one day, from a fifth of the mean to nearly twice it."""
 
     POISSON = "poisson"
     BURSTY = "bursty"
@@ -32,7 +32,7 @@ class Arrivals(StrEnum):
 
 @dataclass(slots=True)
 class Text:
-    """A sequence of tokens by its parts: (number of the part, tokens). Texts with equal parts share their blocks."""
+    """A sequence of tokens, as parts: (number of the part, tokens). Texts with equal parts share their blocks."""
 
     parts: tuple[tuple[int, int], ...] = ()
 
@@ -44,7 +44,7 @@ class Text:
         return sum(tokens for _, tokens in self.parts)
 
     def blocks(self) -> Iterator[tuple[tuple[int, int, int], ...]]:
-        """Of each block, what it is made of: (part, first token, end)."""
+        """The pieces of each block: (part, first token, end)."""
         pieces: list[tuple[int, int, int]] = []
         room = BLOCK_TOKENS
         for part, tokens in self.parts:
@@ -78,13 +78,13 @@ class Generator:
         return next(self._sessions), self._begin_s()
 
     def part(self, low: int, high: int) -> tuple[int, int]:
-        """A part that no other text has, of a length in this range; most are short."""
+        """A unique part with a length in this range; most are short."""
         return next(self.parts), round(math.exp(self.rng.uniform(math.log(low), math.log(high))))
 
     def ask(
         self, text: Text, answer: tuple[int, int], session: int, at_s: float, identity: Identity
     ) -> tuple[Text, float]:
-        """One request. Its text with the answer, and when that is read."""
+        """Add one request. Returns its text including the answer, and when that is read."""
         whole = text.then(*answer)
         contents = tuple(self._contents.setdefault(block, len(self._contents)) for block in whole.blocks())
         self.requests.append(
@@ -93,7 +93,7 @@ class Generator:
         return whole, at_s + answer[1] * ANSWER_S_PER_TOKEN
 
     def popular(self, things: int, skew: float = 1.0) -> int:
-        """The number of one of these, the first ones the most popular (Zipf)."""
+        """The number of one of these things, the first ones being the most popular (Zipf)."""
         return self.rng.choices(range(things), [1 / (rank + 1) ** skew for rank in range(things)])[0]
 
     def _begin_s(self) -> float:
@@ -109,7 +109,7 @@ class Generator:
 
 
 def _chat(made: Generator) -> None:
-    """Conversations of 1 to 10 turns behind one of 20 system prompts."""
+    """Conversations of 1 to 10 turns after one of 20 system prompts."""
     prompts = [made.part(500, 4_000) for _ in range(20)]
     while len(made.requests) < made.wanted:
         _converse(made, Text((prompts[made.popular(20)],)), Identity())
@@ -123,7 +123,8 @@ def _converse(made: Generator, text: Text, identity: Identity) -> None:
 
 
 def _agents(made: Generator) -> None:
-    """Agents with one of 6 long sets of tools: 4 to 20 steps, a tool's result after each; some fork into several attempts."""
+    """Agents with one of 6 long sets of tools: 4 to 20 steps, each followed by a tool's result; some fork into several
+    attempts."""
     tools = [made.part(4_000, 12_000) for _ in range(6)]
     while len(made.requests) < made.wanted:
         session, at_s = made.session()
@@ -139,7 +140,7 @@ def _agents(made: Generator) -> None:
 
 
 def _rag(made: Generator) -> None:
-    """Questions behind one instruction and 3 to 6 of 400 documents, the popular ones first."""
+    """Questions after one instruction and 3 to 6 of 400 documents, popular ones first."""
     instruction = made.part(600, 600)
     documents = [made.part(400, 2_500) for _ in range(400)]
     while len(made.requests) < made.wanted:
@@ -151,7 +152,7 @@ def _rag(made: Generator) -> None:
 
 
 def _tenants(made: Generator) -> None:
-    """Chats of 8 tenants, each with system prompts of its own, with one of 4 adapters or none."""
+    """Chats of 8 tenants, each with its own system prompts, with one of 4 adapters or none."""
     prompts = {tenant: [made.part(500, 3_000) for _ in range(5)] for tenant in range(8)}
     while len(made.requests) < made.wanted:
         tenant = made.popular(8)
@@ -164,11 +165,11 @@ _KINDS: Mapping[str, Callable[[Generator], None]] = {"chat": _chat, "agents": _a
 WORKLOADS = tuple(
     name if arrivals is Arrivals.POISSON else f"{name}-{arrivals}" for name in _KINDS for arrivals in Arrivals
 )
-"""Names of generated workloads; without an ending sessions begin as a Poisson process."""
+"""Names of generated workloads; without a suffix, sessions begin as a Poisson process."""
 
 
 def generate(name: str, seed: int, requests: int = REQUESTS) -> Workload:
-    """The workload of this name (one of WORKLOADS), with this many requests."""
+    """The workload with this name (one of WORKLOADS) and this many requests."""
     kind, _, arrivals = name.partition("-")
     made = Generator(
         random.Random(f"{name} {seed}"), Arrivals(arrivals or Arrivals.POISSON), requests, requests / REQUESTS_PER_S

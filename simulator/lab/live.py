@@ -1,7 +1,7 @@
-"""A replay over real servers in scaled real time: NATS, Valkey, an indexer, a publisher for each engine, and routers that book
-in the store. The engines are the virtual ones; their steps take `scale` times less real time than virtual time.
+"""A replay over real servers in scaled real time: NATS, Valkey, an indexer, a publisher for each engine, and routers that
+book in the store. The engines are virtual; their steps take `scale` times less real time than virtual time.
 
-What a replay in virtual time leaves out shows here: what the path of events and choices takes, and their order.
+It shows what a replay in virtual time leaves out: the duration of the paths of events and choices, and their order.
 """
 
 import tempfile
@@ -40,10 +40,10 @@ from router_client.results import Choice
 from router_client.settings import LearningSettings, RouterSettings
 
 SAMPLE_S = 0.1
-"""Engines' loads are read so often; heartbeats take the newest one."""
+"""Interval of reading engines' loads; heartbeats take the newest one."""
 ROUTABLE_S = 30.0
 DEADLINE_MS = 5_000.0
-"""Choices may wait: what is compared is what they are, not how a busy machine delays them."""
+"""Long, because we compare the choices themselves, not how a busy machine delays them."""
 
 
 async def replay_live(
@@ -56,8 +56,8 @@ async def replay_live(
     scale: float = 1.0,
     on_progress: Callable[[int], None] = lambda arrived: None,
 ) -> Outcome:
-    """As `replay`, for kvatlas: `scale` virtual seconds take a real one. Raises InvalidValue for a request that fits no engine,
-    KvatlasError for a server that does not start."""
+    """`replay` for kvatlas: `scale` virtual seconds take one real second. Raises InvalidValue for a request that fits no
+    engine, KvatlasError for a server that does not start."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvatlas-lab-")))
         servers = await stack.enter_async_context(
@@ -148,7 +148,7 @@ class _LiveReplay:
         self._scale = scale
         self._served: list[Served | None] = [None] * len(arrivals)
         self._open: dict[int, tuple[Choice, float]] = {}
-        """By request: its choice, and when it arrived."""
+        """The choice and the arrival time of each request."""
         self._left = len(arrivals)
         self._ended_us = 0.0
         self._metrics = EngineMetrics()
@@ -186,9 +186,7 @@ class _LiveReplay:
         choice = await router.reserve(prompt)
         self._open[request.number] = choice, arrived_us
         number = int(choice.worker_id[1:])
-        await self._catch_up(
-            number
-        )  # else a step that is over, but not ended here yet, would be followed by this request
+        await self._catch_up(number)  # otherwise this request would follow a step that is over but not ended here yet
         self._engines[number].submit(EngineRequest(request), self._now_us())
         self._changed.set()
 
@@ -204,7 +202,7 @@ class _LiveReplay:
         scope.cancel()
 
     async def _catch_up(self, number: int) -> None:
-        """End the steps of an engine that are over by now."""
+        """End an engine's steps that are over by now."""
         while self._engines[number].ends_us <= self._now_us():
             await self._advance(number)
 
@@ -234,7 +232,7 @@ class _LiveReplay:
         self._ended_us = sequence.finished_us
 
     async def _sample_loads(self) -> None:
-        """As a publisher reads them from vLLM's metrics."""
+        """Sample loads as a publisher reads them from vLLM's metrics."""
         for _ in count():
             for publisher, engine in zip(self._publishers, self._engines, strict=True):
                 publisher.engine.reported_load = self._metrics.read(

@@ -1,12 +1,12 @@
-"""Miss-ratio curves: what one cache of each size would find of a workload's prompts, from a single pass over the trace.
+"""Miss-ratio curves: the hit rate of one cache of each size for a workload's prompts, from a single pass over the trace.
 
 A prompt's block is found in a least-recently-used cache if fewer other blocks were used since its last use than the cache
-holds (Mattson et al., 1970). Those are counted for a random share of all blocks, chosen by hash, and scaled up (SHARDS with its
-adjustment: Waldspurger et al., FAST '15). A request uses its blocks from the last to the first, as vLLM frees them: a cache
-loses the ends of prompts before their beginnings.
+holds (Mattson et al., 1970). We count these for a random share of all blocks, chosen by hash, and scale up (SHARDS with its
+adjustment: Waldspurger et al., FAST '15). A request uses its blocks from last to first, as vLLM frees them: a cache loses
+the ends of prompts before their beginnings.
 
-The pass knows no requests that run at the same time: it is the curve of an unhurried fleet that shares one cache.
-`replayed_hit_rate` is the same figure from a whole replay.
+The pass ignores that requests overlap in time: it is the curve of an idle fleet that shares one cache. `replayed_hit_rate`
+gets the same figure from a full replay.
 """
 
 import struct
@@ -21,17 +21,17 @@ from kvatlas_simulator.lab.replay import FleetSettings, draw_arrivals, replay
 from kvatlas_simulator.lab.requests import LabRequest, Workload
 
 MOST_SAMPLED_USES = 400_000
-"""Uses of blocks that are followed, about: two seconds' work."""
+"""Approximate number of block uses to follow: two seconds' work."""
 UNHURRIED = 0.01
-"""Times the trace's rate at which replays don't run requests at the same time."""
+"""Multiple of the trace's rate at which requests of a replay don't overlap."""
 SIZES = 10
-"""Of a curve that nobody gave sizes for: each twice the one before, up to one that holds everything."""
+"""Number of sizes of a curve without given sizes: each is twice the previous one, up to one that holds everything."""
 
 _HASHES = 1 << 64
 
 
 class CurvePoint(NamedTuple):
-    """`hit_rate`: of all prompt tokens."""
+    """`hit_rate`: share of all prompt tokens."""
 
     cache_tokens: int
     hit_rate: float
@@ -39,7 +39,7 @@ class CurvePoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MissRatioCurve:
-    """`sampled`: the share of all blocks that was followed. `distinct_tokens`: of all blocks of the workload, about."""
+    """`sampled`: share of all blocks that was followed. `distinct_tokens`: in all blocks of the workload, approximately."""
 
     points: Sequence[CurvePoint]
     sampled: float
@@ -49,14 +49,14 @@ class MissRatioCurve:
 def measure_curve(
     workload: Workload, cache_tokens: Sequence[int] = (), *, seed: int = 0, most_uses: int = MOST_SAMPLED_USES
 ) -> MissRatioCurve:
-    """The curve at these sizes, or at SIZES of its own. `seed`: of the order of arrivals and of the choice of blocks."""
+    """The curve at these sizes, or at SIZES default ones. `seed`: for the order of arrivals and the choice of blocks."""
     size = workload.block_tokens
     uses = sum(len(request.contents) for request in workload.requests)
     share = min(1.0, most_uses / uses)
     distances, sampled_lookups, distinct = _follow(workload, share, seed)
     sizes = cache_tokens or [max(1, (distinct * size) >> n) for n in reversed(range(SIZES))]
     lookups = sum(_found_at_most(request, size) for request in workload.requests)
-    # what is missing to the expected number are lookups of a hot block that was not chosen, or the other way round: hits
+    # the sample happens to have too few or too many lookups of hot blocks; those hit, so correct the hits
     hot = share * lookups - sampled_lookups
     points = []
     for tokens in sizes:
@@ -66,7 +66,7 @@ def measure_curve(
 
 
 def sizes_to_replay(workload: Workload, curve: MissRatioCurve, count: int) -> list[int]:
-    """Sizes of the curve, evenly spread, at most `count`: of those in which each request has room twice."""
+    """At most `count` sizes of the curve, evenly spread, among those in which each request fits twice."""
     largest = max(len(request.contents) for request in workload.requests) * workload.block_tokens
     fitting = [point.cache_tokens for point in curve.points if point.cache_tokens >= 2 * largest]
     count = min(count, len(fitting))
@@ -74,8 +74,8 @@ def sizes_to_replay(workload: Workload, curve: MissRatioCurve, count: int) -> li
 
 
 def replayed_hit_rate(workload: Workload, cache_tokens: int, seed: int = 0) -> float:
-    """The hit rate of one engine with such a cache, replayed request by request. Raises InvalidValue for a request that does
-    not fit it."""
+    """The hit rate of one engine with this cache, replayed request by request. Raises InvalidValue for a request that does
+    not fit."""
     limits = SchedulerLimits(queue_limit=1 << 30)
     fleet = FleetSettings(1, cache_tokens, limits=limits)
     served = replay(workload, "round-robin", fleet, seed, speed=UNHURRIED).served
@@ -83,8 +83,8 @@ def replayed_hit_rate(workload: Workload, cache_tokens: int, seed: int = 0) -> f
 
 
 def _follow(workload: Workload, share: float, seed: int) -> tuple[list[float], int, int]:
-    """The reuse distances, in blocks, of the sampled lookups that found their block used before; how many lookups were sampled;
-    about how many distinct blocks there are."""
+    """The reuse distances, in blocks, of the sampled lookups that found their block used before; the number of sampled
+    lookups; and the approximate number of distinct blocks."""
     size = workload.block_tokens
     below = int(share * _HASHES)
     requests = [request for _, request in draw_arrivals(workload, seed, UNHURRIED)]
@@ -101,7 +101,7 @@ def _follow(workload: Workload, share: float, seed: int) -> tuple[list[float], i
             lookups += 1
             used = last_use.get(block)
             if used is not None:
-                # the prompt's own blocks before this one are used after it
+                # the prompt's own earlier blocks are used after this one
                 distances.append(newest.count_after(used) / share)
         for _, block in reversed(blocks):
             used = last_use.get(block)
@@ -114,7 +114,7 @@ def _follow(workload: Workload, share: float, seed: int) -> tuple[list[float], i
 
 
 def _found_at_most(request: LabRequest, block_tokens: int) -> int:
-    """Blocks of a prompt that an engine can find: it computes the last token always."""
+    """Blocks of a prompt that an engine can find: it always computes the last token."""
     return (request.input_tokens - 1) // block_tokens
 
 
@@ -124,7 +124,7 @@ def _sampled_blocks(request: LabRequest, below: int, seed: int) -> list[tuple[in
 
 
 def _block_ids(request: LabRequest, seed: int) -> Iterator[int]:
-    """An id for each block: of its content and all before it, in the request's identity."""
+    """An id for each block, from its content and all before it, in the request's identity."""
     id = xxhash.xxh3_64_intdigest(repr(request.identity).encode(), seed)
     for content in request.contents:
         id = xxhash.xxh3_64_intdigest(struct.pack("<QQ", id, content), seed)
@@ -132,7 +132,7 @@ def _block_ids(request: LabRequest, seed: int) -> Iterator[int]:
 
 
 class _UseCounts:
-    """How many of the last uses of blocks came after a time: a Fenwick tree over times."""
+    """Counts how many blocks' last uses came after a time: a Fenwick tree over times."""
 
     def __init__(self, size: int) -> None:
         self._tree = [0] * (size + 1)

@@ -1,7 +1,7 @@
-"""Writes what routers tell of their requests to a trace that `read_trace` reads: hashes and scopes as numbers.
+"""Writes the requests that routers report to a trace that `read_trace` reads, with hashes and scopes as numbers.
 
-A line is Mooncake's, with blocks of `block_tokens`, a number for the request's identity scope as `tenant`, and what the engine
-reported, by which `kvatlas calibrate` fits.
+A line is Mooncake's, with blocks of `block_tokens`, a number for the request's identity scope as `tenant`, and the engine's
+figures, to which `kvatlas calibrate` fits rates.
 """
 
 import gzip
@@ -18,7 +18,7 @@ from kvatlas.validation import MAX_NUMBER, describe_mistake
 
 MAX_TOKENS = 1 << 24
 MAX_HASHES = 1 << 22
-"""Of base64, in one request."""
+"""Limit of base64 characters in one request."""
 FACTS = ("cached_tokens", "queued_tokens", "running_requests", "kv_tokens", "ttft_ms", "tpot_ms")
 
 _Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -47,12 +47,12 @@ class _Told(BaseModel):
 class TraceRecorder:
     """Writes one file. Takes some 100 bytes of memory for each distinct block.
 
-    `requests`: written. `dropped`: those that a router could not tell in time. `unread`: those left out because their router
-    did not know their tokens. `full`: `most_bytes` are written; nothing more is.
+    `requests`: written. `dropped`: those that a router could not send in time. `unread`: left out because their router did
+    not know their tokens. `full`: `most_bytes` are written, and writing has stopped.
     """
 
     def __init__(self, path: Path, most_bytes: int, model: str | None = None) -> None:
-        """`model`: leave out requests of others. Raises SettingsError for a path that can't be written."""
+        """`model`: leave out requests for other models. Raises SettingsError for a path that can't be written."""
         self._model = model
         self._left = most_bytes
         self._numbers: dict[bytes, int] = {}
@@ -67,7 +67,7 @@ class TraceRecorder:
         self._zipped = gzip.GzipFile(fileobj=self._file, mode="wb", filename="") if path.suffix == ".gz" else None
 
     def add(self, line: bytes) -> None:
-        """What a router told. Raises InvalidValue for anything else, OSError if it can't be written."""
+        """Add a line from a router. Raises InvalidValue for an invalid line, OSError if it can't be written."""
         if not line.strip() or self.full:
             return
         if line.startswith(b'{"dropped":'):
@@ -105,7 +105,7 @@ class TraceRecorder:
         )
 
     def close(self) -> None:
-        """Raises OSError."""
+        """Close the file. Raises OSError."""
         if self._zipped is not None:
             self._zipped.close()
         self._file.close()

@@ -20,16 +20,16 @@ from kvatlas_simulator.lab.policies.catalogue import POLICIES, Fleet
 from kvatlas_simulator.lab.requests import LabRequest, Workload
 
 REPORT_US = 1e6
-"""Engines' loads are read each second, as heartbeats bring them."""
+"""Engines' loads are read each second, like heartbeats."""
 SHIFT_US = 3e6
 START_US = 1e6
-"""Virtual time of the first arrival at the earliest: a load sampled at 0 would count as never sampled."""
+"""Earliest virtual time of the first arrival: a load sampled at 0 would count as never sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """The fleet, and how its events travel. `cache_tokens`: of each engine's GPU; `cpu_tokens`: of its host tier; `layout`: of
-    both. `dynamo_python`: the Python that policy dynamo runs."""
+    """The fleet, and how its events travel. `cache_tokens`: size of each engine's GPU cache; `cpu_tokens`: of its host
+    tier; `layout`: of both. `dynamo_python`: the Python that policy dynamo runs."""
 
     workers: int = 16
     cache_tokens: int = 500_000
@@ -56,7 +56,7 @@ class Served:
 
     @classmethod
     def of(cls, sequence: EngineRequest, arrived_us: float) -> "Served":
-        """A finished one, by the clock that `arrived_us` is of."""
+        """A finished request, by the clock of `arrived_us`."""
         request, after_first = sequence.request, sequence.request.output_tokens - 1
         return cls(
             request.input_tokens,
@@ -69,7 +69,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy made of a workload. By engine: `prefilled_tokens`, `busy_us`."""
+    """A policy's result on a workload. By engine: `prefilled_tokens`, `busy_us`."""
 
     served: Sequence[Served]
     span_us: float
@@ -91,8 +91,8 @@ def replay(
     on_progress: Callable[[int], None] | None = None,
     on_events: Callable[[int, Sequence[KVEvent], float], None] | None = None,
 ) -> Outcome:
-    """`speed`: requests arrive this many times as fast. `on_progress` gets the number of arrivals, now and then; `on_events` an
-    engine's number, its events, and when they happened (us).
+    """Replay a workload. `speed`: requests arrive this many times as fast. `on_progress` gets the number of arrivals now
+    and then; `on_events` gets an engine's number, its events, and when they happened (us).
 
     Raises InvalidValue for a request that fits no engine.
     """
@@ -100,8 +100,8 @@ def replay(
 
 
 def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[float, LabRequest]]:
-    """When each request arrives, in order: each session is late by up to SHIFT_US, or by what the trace's clock leaves open if
-    that is more. So seeds differ in what comes together, as days do, and a session's own requests keep their distances."""
+    """When each request arrives, in order. Each session is late by up to SHIFT_US, or by the trace's clock resolution if
+    that is larger. So seeds differ in what coincides, as days do, while a session's own requests keep their distances."""
     rng = random.Random(f"arrivals {seed}")
     most_us, shifts = max(SHIFT_US, workload.quantum_us), dict[int, float]()
     drawn = []
@@ -114,8 +114,8 @@ def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[flo
 def build_engines(
     settings: FleetSettings, block_tokens: int, cost: StepCost | None = None, *, equal_seeds: bool = False
 ) -> list[VirtualEngine]:
-    """The fleet's engines, with empty caches. `cost`: instead of the settings'. `equal_seeds`: equal blocks have equal hashes
-    on all engines, as if PYTHONHASHSEED were set. Raises InvalidValue for a layout that the trace's blocks don't fit."""
+    """The fleet's engines, with empty caches. `cost`: overrides the settings'. `equal_seeds`: equal blocks have equal
+    hashes on all engines, as with PYTHONHASHSEED. Raises InvalidValue if the trace's blocks don't fit the layout."""
     layout, blocks = settings.layout.scaled(block_tokens), max(1, settings.cache_tokens // block_tokens)
     return [
         VirtualEngine(
@@ -236,7 +236,7 @@ class _Replay:
             self._wake(number)
 
     def _deliver(self, number: int, events: Sequence[KVEvent], now_us: float) -> None:
-        """Take an engine's events to a policy with an index of its own, unless they are lost."""
+        """Pass an engine's events to a policy with its own index, unless they are lost."""
         if self._settings.event_loss and self._loss_rng.random() < self._settings.event_loss:
             self._lost += 1
         else:

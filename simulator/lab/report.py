@@ -46,12 +46,12 @@ _AXES = {
 
 
 def rows_of(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
-    """One row a policy, of cells of one point; with several seeds each mean has its 95 % margin."""
+    """One row per policy, from the cells of one point; with several seeds each mean has its 95 % margin."""
     return [_row(cell.summary) for cell in cells]
 
 
 def title_of(study: Study, point: Point) -> str:
-    """What the figures of a point are of."""
+    """The conditions at a point, as a title."""
     parts = [
         f"{study.workload.name}: {len(study.workload.requests):,} requests at {point.speed:g} x the trace's rate",
         f"{point.workers} workers of {point.cache_tokens:,} tokens"
@@ -87,7 +87,7 @@ def _row(one: Summary) -> tuple[str, ...]:
 
 
 def to_jsonable(study: Study, cells: Sequence[Cell]) -> dict[str, Any]:
-    """Everything, with what it was made by. Equal studies give equal documents."""
+    """All results and the conditions. Equal studies give equal documents."""
     return {
         **_made_by(study),
         "results": [{**cell.point._asdict(), **cell.summary.to_jsonable()} for cell in cells],
@@ -111,12 +111,12 @@ def _made_by(study: Study) -> dict[str, Any]:
 
 
 def sizes_title(study: Study, point: Point, good_share: float) -> str:
-    """What the fleet sizes of a point are of."""
+    """The conditions of the fleet sizes at a point, as a title."""
     return f"{title_of(study, point)}; fewest workers, of up to {point.workers}, with {good_share:.4g} of the requests good"
 
 
 def size_rows(sizes: Sequence[FleetSize]) -> list[tuple[str, ...]]:
-    """One row a policy, of sizes of one point."""
+    """One row per policy, from the sizes of one point."""
     least = min((one.summary.mean.worker_hours for one in sizes if one.summary is not None), default=0.0)
     rows: list[tuple[str, ...]] = []
     for one in sizes:
@@ -140,12 +140,12 @@ def size_rows(sizes: Sequence[FleetSize]) -> list[tuple[str, ...]]:
 
 
 def sizes_to_jsonable(study: Study, good_share: float, sizes: Sequence[FleetSize]) -> dict[str, Any]:
-    """Everything, with what it was made by."""
+    """All sizes and the conditions."""
     return {**_made_by(study), "good_share": good_share, "results": [one.to_jsonable() for one in sizes]}
 
 
 def save_sizes_picture(sizes: Sequence[FleetSize], path: Path) -> None:
-    """Bars of worker-hours by policy, of sizes of one point. Raises InvalidValue as `save_picture` does."""
+    """Bars of worker-hours by policy, for one point. Raises InvalidValue like `save_picture`."""
     with _figure(1, (8, 4.8), path) as (panel,):
         found = [(one.policy, one.summary) for one in sizes if one.summary is not None]
         panel.barh([policy for policy, _ in found], [summary.mean.worker_hours for _, summary in found])
@@ -154,7 +154,7 @@ def save_sizes_picture(sizes: Sequence[FleetSize], path: Path) -> None:
 
 
 def curve_title(workload: Workload, curve: MissRatioCurve) -> str:
-    """What a curve is of."""
+    """The conditions of a curve, as a title."""
     return (
         f"{workload.name}: {len(workload.requests):,} requests, one cache for all of them; {curve.distinct_tokens:,} distinct "
         f"tokens, {curve.sampled:.0%} of the blocks followed"
@@ -162,7 +162,7 @@ def curve_title(workload: Workload, curve: MissRatioCurve) -> str:
 
 
 def curve_rows(curve: MissRatioCurve, replayed: Mapping[int, float]) -> list[tuple[str, ...]]:
-    """One row a size. `replayed`: the hit rates of whole replays, by size."""
+    """One row per size. `replayed`: the hit rates of full replays, by size."""
     rows: list[tuple[str, ...]] = []
     for point in curve.points:
         real = replayed.get(point.cache_tokens)
@@ -172,7 +172,7 @@ def curve_rows(curve: MissRatioCurve, replayed: Mapping[int, float]) -> list[tup
 
 
 def curve_to_jsonable(workload: Workload, curve: MissRatioCurve, replayed: Mapping[int, float]) -> dict[str, Any]:
-    """A curve with what it was made by."""
+    """A curve and its conditions."""
     return {
         "kvatlas": own_version(),
         "workload": workload.name,
@@ -192,9 +192,9 @@ def swept_axis(points: Sequence[Point]) -> str | None:
 
 
 def save_picture(study: Study, cells: Sequence[Cell], path: Path) -> None:
-    """Bars by policy at one point; lines over the swept axis at several, others fixed at their first values.
+    """Bars by policy for one point; lines over the swept axis for several, with other fields fixed at their first values.
 
-    Raises InvalidValue for a file name whose ending names no picture format.
+    Raises InvalidValue for a file name whose suffix is no picture format.
     """
     panels = {
         "hit_rate": ("prompt tokens found cached", "%", 100.0),

@@ -1,4 +1,4 @@
-"""A request as the lab replays it: sizes, an arrival, and an id for the content of each block."""
+"""A request as the lab replays it: sizes, an arrival, and an id for each block's content."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,16 @@ from kvatlas_simulator.cache.block_hash import Namespace
 
 MODEL = "lab-model"
 CONTENT_IDS = 1 << 31
-"""Ids of contents that a trace names are below it; those of blocks that no other request shares are above."""
+"""Ids of contents that a trace names are below this; blocks that no other request shares have ids from here on."""
 
 FULL = 0
 """A block in the simulator's cache is two tokens: its content's id, written when its first real token is computed, and
-FULL, when its last one is. So the cache holds, shares and evicts whole blocks of any size at the cost of two tokens."""
+FULL, written when its last one is. So the cache holds, shares and evicts whole blocks of any size at the cost of two
+tokens."""
 
 
 class Identity(NamedTuple):
-    """The identity scope of a request, besides the lab's one model."""
+    """The identity scope of a request; the model is always the lab's."""
 
     adapter: str | None = None
     tenant: str = DEFAULT_TENANT
@@ -29,7 +30,7 @@ class Identity(NamedTuple):
 
     @property
     def namespace(self) -> Namespace:
-        """As the engine knows it: the tenant is the cache salt."""
+        """The namespace in the engine: the tenant is the cache salt."""
         return Namespace(self.adapter, None if self.tenant == DEFAULT_TENANT else self.tenant)
 
 
@@ -38,7 +39,8 @@ DEFAULT_IDENTITY = Identity()
 
 @dataclass(frozen=True, slots=True)
 class LabRequest:
-    """`contents`: the ids of all blocks of prompt and answer, also of the last, partial one; equal ids behind equal ids are
+    """`contents`: the ids of all blocks of prompt and answer, including a partial last one; equal ids after equal ids are
+    equal tokens. `session`: the same for all requests of one conversation.
     equal tokens. `session`: requests of one conversation have the same."""
 
     number: int
@@ -54,13 +56,13 @@ class LabRequest:
         return self.contents[: self.input_tokens // block_tokens]
 
     def prompt_chain(self, block_tokens: int) -> bytes:
-        """The packed sequence hashes of the prompt's full blocks, as the ledger makes them of the engine's events."""
+        """The packed sequence hashes of the prompt's full blocks, as the ledger computes them from the engine's events."""
         return extend_chain(written(self.prompt_contents(block_tokens)), 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival. `quantum_us`: arrivals are only known to this much; each seed draws them within it."""
+    """Requests in order of arrival. `quantum_us`: resolution of the arrival times; each seed draws times within it."""
 
     name: str
     block_tokens: int
@@ -78,6 +80,6 @@ def written(contents: Sequence[int]) -> list[int]:
 
 
 def written_tokens(tokens: int, block_tokens: int) -> int:
-    """How many of the cache's tokens stand for a sequence's first real tokens."""
+    """How many of the cache's tokens represent a sequence's first real tokens."""
     full, rest = divmod(tokens, block_tokens)
     return 2 * full + (rest > 0)

@@ -40,7 +40,8 @@ _Shares = Annotated[
 
 
 class ReplaySettings(ProcessSettings):
-    """What is replayed, against which fleets. Several values of a field: every combination is replayed."""
+    """Requests to replay, and fleets to replay them against. If fields have several values, every combination is
+    replayed."""
 
     policies: CommaList = Field(
         default=DEFAULT_POLICIES,
@@ -133,7 +134,7 @@ class ReplaySettings(ProcessSettings):
     @classmethod
     def _check_live(cls, live: bool, info: ValidationInfo) -> bool:
         if live and info.data.get("good_share") is not None:
-            raise ValueError("expected no --good-share with --live: fleets of other sizes are replayed in virtual time")
+            raise ValueError("expected no --good-share with --live: other fleet sizes are replayed in virtual time")
         return live
 
     @property
@@ -142,7 +143,7 @@ class ReplaySettings(ProcessSettings):
 
     @property
     def named_policies(self) -> tuple[str, ...]:
-        """Their names, also of all."""
+        """The chosen policies' names; `all` is expanded."""
         if self.policies != ("all",):
             return self.policies
         return tuple(name for name in POLICIES if name != DYNAMO or self.dynamo_python is not None)

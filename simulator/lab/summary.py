@@ -1,4 +1,4 @@
-"""The figures of outcomes, and what several seeds say of them."""
+"""Computes the figures of outcomes, and summarizes them over several seeds."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -9,12 +9,12 @@ from typing import Any
 from kvatlas_simulator.lab.replay import Outcome
 
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1; beyond, 2.26 is on the safe side."""
+"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1; beyond the list, 2.26 is on the safe side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a request must keep to count as good: time to the first token, and mean time for each further one."""
+    """The limits of a good request: time to the first token, and mean time for each further one."""
 
     ttft_ms: float = 2_000.0
     tpot_ms: float = 100.0
@@ -22,9 +22,9 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one replay. `hit_rate`: prompt tokens found cached, of all. `goodput_per_s`: requests a second that keep the
-    objective. `worker_hours`: workers times hours from the first arrival to the last answer. `imbalance`: prompt tokens
-    computed by the fullest engine, as a multiple of the mean. `busy`: share of the time that engines computed."""
+    """Figures of one replay. `hit_rate`: share of the prompt tokens found cached. `goodput_per_s`: requests per second that
+    meet the objective. `worker_hours`: workers times hours from the first arrival to the last answer. `imbalance`: prompt
+    tokens computed by the fullest engine, as a multiple of the mean. `busy`: share of the time that engines computed."""
 
     hit_rate: float
     ttft_mean_ms: float
@@ -93,7 +93,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values do not exceed."""
+    """The smallest value that at least this share of the values don't exceed."""
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 

@@ -1,11 +1,11 @@
 """Request traces as files: Mooncake's JSON lines, and logs of OpenAI-style requests; plain or gzipped.
 
-Mooncake: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [one a block of 512 tokens]}`. Equal
-ids are equal blocks; answers have none, so no later request is taken to share them. `kvatlas record` writes the same, with
-blocks of `block_tokens`, none for the partial last one, and a number as `tenant`.
+Mooncake: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [one per block of 512 tokens]}`.
+Equal ids are equal blocks. Answers have no ids, so later requests are assumed not to share them. `kvatlas record` writes
+the same format, with blocks of `block_tokens`, no id for a partial last one, and a number as `tenant`.
 
 Logs: `{"timestamp": s or ISO 8601, "messages": [...] or "prompt": text or token ids, "usage": {"completion_tokens": n},
-"max_tokens": n, "model": adapter, "user": tenant}`. Text counts as a token for each 4 bytes of UTF-8; only hashes are kept.
+"max_tokens": n, "model": adapter, "user": tenant}`. Text counts as one token per 4 bytes of UTF-8; only hashes are kept.
 """
 
 import gzip
@@ -65,7 +65,7 @@ _LOG = TypeAdapter(_LogLine)
 
 
 def read_trace(path: Path) -> Workload:
-    """The requests of a trace, by arrival. Raises InvalidValue, naming file, line and field, for anything that is none."""
+    """The requests of a trace, by arrival. Raises InvalidValue, naming file, line and field, for anything else."""
     numbered = [(number, line) for number, line in enumerate(_lines(path), 1) if line.strip()]
     if not numbered:
         raise InvalidValue(f"{path}: no requests; expected JSON lines")
@@ -87,7 +87,7 @@ def read_trace(path: Path) -> Workload:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Raises InvalidValue for a damaged gzip file, OSError for one that can't be read."""
+    """The lines of a file. Raises InvalidValue for a damaged gzip file, OSError for one that can't be read."""
     with path.open("rb") as probe:
         zipped = probe.read(2) == b"\x1f\x8b"
     with gzip.open(path) if zipped else path.open("rb") as file:
@@ -102,13 +102,14 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 class _TraceBuilder:
     def __init__(self, block_tokens: int | None) -> None:
-        """`block_tokens` None: the lines say it."""
+        """`block_tokens` None: the lines contain it."""
         self._told_block_tokens = block_tokens
         self._requests: list[LabRequest] = []
         self._own = count(CONTENT_IDS)
         self._content_ids: dict[int, int] = {}
         self._sessions: dict[int, int] = {}
-        """By the last full block of a prompt that was the first to have it: a prompt with it continues that session."""
+        """Sessions by the last full block of the first prompt that had it: a prompt that contains it continues that
+        session."""
         self._seen: set[int] = set()
 
     @property
@@ -140,7 +141,7 @@ class _TraceBuilder:
         self._add(when * 1e6, tokens, output, shared, Identity(line.model or None, line.user or DEFAULT_TENANT))
 
     def _hash_prompt(self, line: _LogLine) -> tuple[list[int], int]:
-        """One hash for each full block of the prompt, and its tokens."""
+        """One hash for each full block of the prompt, and the number of tokens."""
         if (line.prompt is None) == (line.messages is None):
             raise InvalidValue("expected either prompt or messages")
         if isinstance(line.prompt, list):
@@ -172,7 +173,7 @@ class _TraceBuilder:
         first_us = requests[0].arrival_us
         times = sorted({request.arrival_us for request in requests})
         gaps = sorted(after - before for before, after in pairwise(times))
-        # several requests at each time: the times are those of a coarse clock, whose tick is the usual gap
+        # several requests at each time: the clock is coarse, and its tick is the usual gap
         coarse = gaps and len(requests) > 3 * len(times)
         return Workload(
             name,

@@ -177,7 +177,7 @@ async def test_each_form_is_found_by_its_own_kind_of_question_also_after_its_pub
                 "w-text": 3
             }
             assert "keyed by chain own: the request's block hashes of chain external" in by_worker["w-vllm"]["why"]
-            assert answer["remarks"] == ["request field 'colour' is not known, and ignored"]
+            assert answer["remarks"] == ["unknown request field 'colour' ignored"]
             source = processes["w-text"].stdin
             assert source is not None
             source.close()

@@ -71,7 +71,7 @@ async def test_messages_in_another_tenant_are_refused_counted_and_named(
         ("rogue", {"tenant_id": TENANT}, "publisher rogue may not speak for its tenant"),
         ("rogue", {"advertised_url": "http://10.2.0.1:8000"}, "may not advertise 10.2.0.1:8000"),
         ("rogue", {"base_url": "http://evil.example:8000"}, "may not advertise evil.example:8000"),
-        ("rogue", {"advertised_url": "http://10.1.0.1:8000/?next="}, "no URL of scheme, host and port alone"),
+        ("rogue", {"advertised_url": "http://10.1.0.1:8000/?next="}, "must be a URL of scheme, host and port alone"),
         ("unknown", {}, "no publisher may speak for it"),
     ],
 )

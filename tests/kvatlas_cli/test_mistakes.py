@@ -135,7 +135,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             (*PUBLISH, "--engine", "store", "--block-size", "16", "--store-ttl-s", "60"),
             2,
-            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; expected none: a shared store is no engine",
+            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; expected none: a shared store is not an engine",
         ),
         (
             ("publish", "--engine", "store", "--worker-id", "s", "--model-id", "m"),
@@ -147,7 +147,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             ("publish", "--engine", "store", "--worker-id", "s", "--model-id", "m", "--block-size", "16"),
             2,
             "kvatlas publish: --store-ttl-s (or KVATLAS_STORE_TTL_S) is missing; expected a time after which a block counts "
-            "as evicted, since nobody tells; or --lmcache-endpoint",
+            "as evicted, since evictions are not reported; or --lmcache-endpoint",
         ),
         (
             (*PUBLISH, "--read-us-per-mib", "5"),
@@ -273,7 +273,7 @@ def test_up_reports_which_server_it_does_not_start(cli: Cli) -> None:
     done = cli("up", "--no-wait", KVATLAS_REDIS_URL=f"redis://{UNUSED_ADDRESS}")
     notice, failed = done.err.splitlines()
     server = f"the Redis at redis://{UNUSED_ADDRESS} (--redis-url or KVATLAS_REDIS_URL)"
-    assert notice == f"kvatlas: joining {server}; starting none here"
+    assert notice == f"kvatlas: using {server}; starting none here"
     assert done.code == 1 and failed.startswith(f"kvatlas: Redis at redis://{UNUSED_ADDRESS}: ")
 
 
@@ -283,7 +283,7 @@ def test_up_refuses_a_port_for_a_server_that_it_joins(cli: Cli, url: str, port: 
     done = cli("up", "--no-wait", f"--{port}-port", "4222", **{f"KVATLAS_{url.upper()}_URL": joined})
     one = f"--{port}-port (or KVATLAS_{port.upper()}_PORT) is 4222"
     other = f"--{url}-url (or KVATLAS_{url.upper()}_URL) is {url}://***@{UNUSED_ADDRESS}"
-    line = f"{one}, but {other}: that server is joined and none is started; expected only one of the two"
+    line = f"{one}, but {other}: that server is used and none is started; expected only one of the two"
     assert (done.code, done.out, done.err) == (2, "", f"kvatlas up: {line}\n")
 
 
@@ -293,7 +293,7 @@ def test_up_names_the_flags_for_a_port_that_is_taken(cli: Cli, kind: str, server
         port = other.getsockname()[1]
         done = cli("up", f"--{kind}-port", str(port))
     taken = f"{server} can't listen on 127.0.0.1:{port}: address already in use"
-    line = f"{taken}; --{kind}-port names another port, --{kind}-url joins a running server"
+    line = f"{taken}; choose another port with --{kind}-port, or use a running server with --{kind}-url"
     assert (done.code, done.out, done.err) == (2, "", f"kvatlas up: {line}\n")
 
 
@@ -348,7 +348,7 @@ def test_a_question_about_an_unknown_worker_fails(
     cli: Cli, fleet_store_url: str, nats_server: ServerProcess, command: str
 ) -> None:
     done = cli(command, "--worker", "nobody", KVATLAS_REDIS_URL=fleet_store_url, KVATLAS_NATS_URL=nats_server.url)
-    line = "kvatlas: no worker 'nobody': the index holds nothing of it, and the fleet does not have it\n"
+    line = "kvatlas: no worker 'nobody': neither the index nor the fleet has it\n"
     assert (done.code, done.out, done.err) == (1, "", line)
 
 

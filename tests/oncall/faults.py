@@ -65,7 +65,7 @@ async def second_fleet_on_this_nats(fleet: Fleet) -> AsyncIterator[None]:
     """Another indexer, with a store of its own."""
     async with valkey_server() as store:
         flags = ["--nats-url", fleet.nats.url, "--redis-url", store.url]
-        other = child(fleet, "other-indexer", "is of fleet", "indexer", *flags)
+        other = child(fleet, "other-indexer", "belongs to fleet", "indexer", *flags)
         other.start()
         with anyio.fail_after(30):
             while other.is_running:

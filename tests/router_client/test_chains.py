@@ -82,10 +82,10 @@ async def test_a_prompt_in_flight_counts_only_for_requests_of_its_chain(index: R
     [
         (
             {"chain": "external:y"},
-            "no worker's blocks are keyed by chain external:y, as the request's are; they are of external:x and own",
+            "no worker's blocks are keyed by chain external:y, as the request's are; they use external:x and own",
         ),
-        ({"block_tokens": 16}, "the request's block hashes are of 16 tokens each; the workers' blocks have 64"),
-        ({"colour": 1}, "request field 'colour' is not known, and ignored"),
+        ({"block_tokens": 16}, "the request's block hashes have 16 tokens each; the workers' blocks have 64"),
+        ({"colour": 1}, "unknown request field 'colour' ignored"),
     ],
 )
 async def test_what_is_asked_in_vain_is_said_in_each_answer_and_logged_once(

@@ -151,7 +151,7 @@ def test_external_hashes_of_a_session_begin_there() -> None:
 
 def test_ignored_fields_are_notes() -> None:
     prompt = Prompt.of_hints(RequestHints.parse({"token_ids": [1], "blok_tokens": 4}), FALLBACKS)
-    assert prompt.notes == ("request field 'blok_tokens' is not known, and ignored",)
+    assert prompt.notes == ("unknown request field 'blok_tokens' ignored",)
 
 
 @pytest.mark.parametrize("fields", [{}, {"token_ids": [1], "block_hashes": [1]}])

@@ -17,7 +17,7 @@ local function holder_of(lease, now)
   return member, tonumber(expiry)
 end
 
--- Is this the member's lease, expired or not?
+-- Returns true if this is the member's lease, expired or not.
 local function is_lease_of(lease, member)
   local _, holder = string.match(lease, LEASE_PATTERN)
   return holder == member

@@ -1,5 +1,5 @@
--- put_objects: which worker has these objects. If there are more than `most`, they become the older ones, whose place they
--- take: never more than twice as many are kept.
+-- put_objects: records the worker of each object. Above `most` newer objects, they replace the older ones, so at most twice as
+-- many are kept.
 --
 -- KEYS 1 newer objects   HASH  object id -> worker id
 --      2 older objects   HASH  object id -> worker id

@@ -1,8 +1,8 @@
-"""Compares a replica's workers with the store's: what the stream does not say, and what the replica missed.
+"""Compares the workers of a local copy with the store's, to catch changes without a message and messages that it missed.
 
-A worker may be closed in the store without a message (it is gone, or the store has no memory): the replica follows. A replica
-that missed a message, or took one differently, differs from the store for longer than the stream needs to bring it up: it is
-made again. A replica may be ahead: the indexer has not applied yet what it read.
+The store may close a worker without a message (it is gone, or the store is out of memory); then the copy follows. A copy
+that missed a message, or applied one differently, differs from the store for longer than the stream needs to catch up; then
+it is rebuilt. A copy may be ahead, if the indexer has not yet applied what it read.
 """
 
 from collections.abc import Mapping
@@ -19,30 +19,30 @@ Moment = tuple[int, int]
 
 
 class Difference(Enum):
-    """How one worker here differs from the store's."""
+    """How a worker in the copy differs from the store's."""
 
     NONE = auto()
     BEHIND = auto()
-    """Messages that the store has applied have not come here."""
+    """The store has applied messages that have not arrived here."""
     CLOSED_THERE = auto()
-    """The store holds nothing of this incarnation any more."""
+    """The store no longer holds anything of this incarnation."""
     ABSENT_THERE = auto()
     WRONG = auto()
-    """At the same message, or for ever."""
+    """Different at the same message, or for good."""
 
 
 def moment_of(record: Record | None) -> Moment:
-    """Below all others without a record."""
+    """The moment of a record; without one, a moment below all others."""
     return (record.incarnation, record.seq) if record is not None else (0, -1)
 
 
 def stored_moment(stored: StoredRecord) -> Moment:
-    """The same of the store's record."""
+    """The moment of the store's record."""
     return unpack_incarnation(stored.incarnation), stored.seq
 
 
 def compare(mine: Record | None, stored: StoredRecord | None) -> Difference:
-    """`stored` was read before `mine` is looked at."""
+    """Compare two records; `stored` was read before `mine` is looked at."""
     answers_here = mine is not None and (mine.active >= 0 or mine.loading >= 0)
     if stored is None:
         return Difference.ABSENT_THERE if mine is not None else Difference.NONE
@@ -67,25 +67,25 @@ def compare(mine: Record | None, stored: StoredRecord | None) -> Difference:
 
 
 class ShardComparison:
-    """One shard's comparisons over time."""
+    """The comparisons of one shard over time."""
 
     def __init__(self, shard: MemoryShard) -> None:
         self.shard = shard
         self._expected: dict[str, tuple[Moment, float]] = {}
-        """Workers that were behind: what the store had applied, and when that was read."""
+        """Workers that were behind: what the store had applied, and when we read it."""
         self._absent_since_s: dict[str, float] = {}
 
     def follow(self, stored: Mapping[str, StoredRecord], read_s: float, current_s: float) -> str | None:
-        """Close and forget here what the store has closed and forgotten. Returns why the replica is wrong, if it is.
+        """Close and drop here the workers that the store has closed and dropped. Returns why the copy is wrong, if it is.
 
-        `read_s`: when the records had been read; `current_s`: all that the stream had then is applied here.
+        `read_s`: when the records had been read; `current_s`: everything in the stream at this time is applied here.
         """
         workers, unsettled = self.shard.workers, {}
         for worker_id, (moment, since_s) in self._expected.items():
             if current_s <= since_s:
                 unsettled[worker_id] = moment, since_s
             elif moment_of(workers.get(worker_id)) < moment and worker_id in stored:
-                return f"worker {worker_id}: message {moment[1]} of incarnation {moment[0]} did not come"
+                return f"worker {worker_id}: message {moment[1]} of incarnation {moment[0]} did not arrive"
         self._expected = unsettled
         for worker_id in workers.keys() | stored.keys():
             mine, theirs = workers.get(worker_id), stored.get(worker_id)

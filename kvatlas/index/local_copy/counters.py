@@ -1,16 +1,16 @@
-"""The counters of a replica."""
+"""The counters of a local copy."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class ReplicaCounters:
-    """Plain integers since the replica was opened.
+    """Plain integers since the copy was opened.
 
-    `answered`: lookups that the replica answered. `while_loading`, `while_stale`, `while_large`: those that the store answered,
-    because the copy was being made, was older than allowed, or would be larger. `loads`: copies made; `losses`: copies given
-    up. `verified`: workers whose digests were compared with the store's, `mismatches`: those that differed. `messages_read`:
-    of the stream; `refused`: messages that must not be applied (the indexer keeps them as dead letters).
+    `answered`: lookups that the copy answered. `while_loading`, `while_stale`, `while_large`: lookups that the store
+    answered, because the copy was loading, was older than allowed, or would be too large. `loads`: copies made; `losses`:
+    copies given up. `verified`: workers whose digests were compared with the store's, `mismatches`: those that differed.
+    `messages_read`: from the stream; `refused`: messages that must not be applied (the indexer keeps them as dead letters).
     """
 
     answered: int = 0

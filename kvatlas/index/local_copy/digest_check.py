@@ -1,4 +1,4 @@
-"""Compares the digests of a replica's workers with the store's, at the same message."""
+"""Compares the digests of the copy's workers with the store's, at the same message."""
 
 from collections.abc import Sequence
 
@@ -17,8 +17,8 @@ WORKERS_A_CALL = 32
 async def differing_workers(
     functions: IndexFunctions, keys: ShardKeys, shard: MemoryShard, worker_ids: Sequence[str]
 ) -> tuple[list[str], int]:
-    """Those of the workers whose blocks or marks differ, and how many could be compared: a worker whose messages come
-    faster than the store answers is left out. Raises Unreachable."""
+    """The workers whose blocks or marks differ, and how many could be compared. A worker whose messages arrive faster than
+    the store answers is left out. Raises Unreachable."""
     wrong: list[str] = []
     compared = 0
     for first in range(0, len(worker_ids), WORKERS_A_CALL):

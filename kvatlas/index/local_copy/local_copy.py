@@ -1,8 +1,8 @@
-"""The index of a router that answers overlaps from its own memory, and from the store while its copy can't be trusted.
+"""A router's index that answers overlaps from its own memory, and from the store while its copy can't be trusted.
 
-A copy is made of the store and kept by the event stream. It answers while all that the stream had not long ago is applied to
-it. Beside that it is compared with the store now and then: records of all workers each time, digests of a few. Whenever it
-is in doubt it is dropped, the store answers, and another copy is made.
+The copy is read from the store and then updated by the event stream. It answers while everything that was in the stream a
+moment ago is applied to it. It is also compared with the store now and then: the records of all workers each time, the
+digests of a few. If it is in doubt, it is dropped, the store answers, and another copy is made.
 """
 
 import asyncio
@@ -42,15 +42,15 @@ from kvatlas.store.connection import Store
 from kvatlas.telemetry import export_metrics
 
 BLOCK_BYTES = 160
-"""Of a block or a mark, with its place in a dictionary (`python -m benchmarks.index.replica` measures it)."""
+"""Memory of a block or a mark, with its place in a dictionary (measured by `python -m benchmarks.index.replica`)."""
 ENTRY_BYTES = 4
 PROBES_A_BOUND = 5
-"""The stream is asked so often within `max_stale_ms` how far it is."""
+"""How often within `max_stale_ms` to ask the stream how far it is."""
 CHECK_S = 2.0
 SWEEP_BLOCKS = 2_000
 SWEEP_PAUSE_S = 0.02
 VERIFY_FIRST, VERIFY_WORKERS = 1_000, 8
-"""Workers of each shard whose digests are compared, of a new copy and then each time."""
+"""Workers of each shard whose digests are compared: first for a new copy, then each time."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 TOO_LARGE_PAUSE_S = 30.0
@@ -74,10 +74,10 @@ class TooLarge(KvatlasError):
 
 
 class IndexReplica:
-    """One router's copy. It is an OverlapIndex and a BlockIndex: blocks are asked of the store."""
+    """One router's copy. It is an OverlapIndex and a BlockIndex; blocks are looked up in the store."""
 
     def __init__(self, store: Store, index: AnsweringIndex, settings: ReplicaSettings) -> None:
-        """`index`: the store's, which answers while the copy does not."""
+        """`index`: the store's index, which answers while the copy does not."""
         self.counters = ReplicaCounters()
         self._store = store
         self._index = index
@@ -95,7 +95,8 @@ class IndexReplica:
     async def overlap(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
     ) -> Overlap:
-        """See `ResidencyIndex`; `Overlap.source` says who answered. Raises Unreachable if it had to be the store."""
+        """See `ResidencyIndex`; `Overlap.source` says who answered. Raises Unreachable if the store had to answer and did
+        not."""
         state = self.state
         if state is ReplicaState.CURRENT and self._copy is not None and not verify:
             self.counters.answered += 1
@@ -125,7 +126,7 @@ class IndexReplica:
 
     @property
     def staleness_s(self) -> float:
-        """The most that the copy may be behind the stream; 0 without a copy."""
+        """Upper bound of how far the copy is behind the stream; 0 without a copy."""
         return monotonic() - self._feed.current_s if self._copy is not None and self._feed is not None else 0.0
 
     @property
@@ -135,16 +136,16 @@ class IndexReplica:
 
     @property
     def blocks(self) -> int:
-        """Blocks in the copy, each once however many hold it."""
+        """Blocks in the copy; each counts once, however many workers hold it."""
         return _count_keys(self._copy) if self._copy is not None else 0
 
     @property
     def memory_bytes(self) -> int:
-        """What the copy takes, as estimated."""
+        """Estimated memory of the copy."""
         return _estimate_bytes(self._copy) if self._copy is not None else 0
 
     def status(self) -> dict[str, Any]:
-        """For people, as plain data."""
+        """The state for people, as plain data."""
         state = self.state
         return {
             "state": state.value,
@@ -191,7 +192,7 @@ class IndexReplica:
             await client.close()
 
     async def _connect(self) -> Client:
-        """Connected at last; wrong credentials may be mended while the router runs."""
+        """Connect, for as long as it takes: wrong credentials may be fixed while the router runs."""
         while True:
             try:
                 return await connect_nats(self._settings.nats, name="kvatlas-replica", on_wait=self._note_wait)
@@ -204,14 +205,16 @@ class IndexReplica:
         log.warning("replica: %s; the store answers overlaps", line)
 
     async def _keep_copy(self, client: Client) -> str:
-        """Make a copy and keep it until it is in doubt; returns why."""
+        """Make a copy and keep it until it is in doubt; return why."""
         layout = await self._read_layout()
         readers = [ShardReader(self._store, ShardKeys(k, layout.number)) for k in range(layout.shards)]
         copy = MemoryIndex(layout.partitions, layout.shards, side_index=False)
 
         def check_size(coming: int = 0) -> None:
             if (size := _estimate_bytes(copy) + BLOCK_BYTES * coming) > self._settings.max_bytes:
-                raise TooLarge(f"a copy takes {size >> 20} MiB or more; allowed are {self._settings.max_bytes >> 20}")
+                raise TooLarge(
+                    f"a copy takes {size >> 20} MiB or more; at most {self._settings.max_bytes >> 20} are allowed"
+                )
 
         position = await start_position(client, readers, layout)
         for k, reader in enumerate(readers):
@@ -225,10 +228,12 @@ class IndexReplica:
         try:
             await self._wait_until_current(feed, feeding, probe_s)
             for worker in (one for k in range(copy.shards) for one in copy.shard_at(k).workers.values()):
-                worker.bad = False  # a checkpoint among the messages that were applied to a copy of later blocks
+                worker.bad = False  # a checkpoint among the messages may have met a copy of later blocks
             comparisons = [ShardComparison(copy.shard_at(k)) for k in range(copy.shards)]
             if (why := await self._differs(layout, readers, comparisons, VERIFY_FIRST)) is None:
-                await self._wait_until_current(feed, feeding, probe_s)  # what was behind must have come by then
+                await self._wait_until_current(
+                    feed, feeding, probe_s
+                )  # by then, workers that were behind must have caught up
                 why = await self._differs(layout, readers, comparisons, VERIFY_WORKERS)
             while why is None and not feeding.done() and self._task.running:
                 if self._copy is None:
@@ -247,7 +252,7 @@ class IndexReplica:
             await asyncio.gather(feeding, sweeping, return_exceptions=True)
 
     async def _wait_until_current(self, feed: StreamFeed, feeding: "asyncio.Task[None]", pause_s: float) -> None:
-        """Wait until all that the stream has now is applied, or the reading has ended."""
+        """Wait until everything that is in the stream now is applied, or the reading has ended."""
         now_s = monotonic()
         while feed.current_s < now_s and not feeding.done() and self._task.running:
             await asyncio.sleep(pause_s / 4)
@@ -255,14 +260,14 @@ class IndexReplica:
     async def _read_layout(self) -> Layout:
         with layout_errors(self._store):
             if (layout := await read_layout(self._store)) is None:
-                raise NoIndexYet(f"{self._store.name}: no index there")
+                raise NoIndexYet(f"{self._store.name}: no index in this store")
             return layout
 
     async def _differs(
         self, layout: Layout, readers: Sequence[ShardReader], comparisons: Sequence[ShardComparison], verify: int
     ) -> str | None:
-        """Follow the store. Returns how the copy differs from it, if it does; None too if the store does not answer: the
-        stream goes on."""
+        """Follow the store. Returns how the copy differs from it, or None. None too if the store does not answer, because
+        the stream goes on."""
         try:
             if (now := await self._read_layout()) != layout:
                 return f"layout {now.number} of the store answers now, with {now.partitions} partitions"
@@ -278,7 +283,7 @@ class IndexReplica:
                 if wrong:
                     return f"worker {wrong[0]}: its blocks differ from the store's"
         except (KvatlasError, RedisError) as error:
-            log.info("replica: not compared with the store (%s)", error)
+            log.info("replica: could not compare with the store (%s)", error)
         return None
 
     def _next_workers(self, worker_ids: Sequence[str], count: int) -> list[str]:
@@ -290,7 +295,7 @@ class IndexReplica:
 
 @asynccontextmanager
 async def open_replica(store: Store, index: AnsweringIndex, settings: ReplicaSettings) -> AsyncIterator[IndexReplica]:
-    """A replica that makes its copy in the background: neither NATS nor the copy is waited for."""
+    """A replica that makes its copy in the background. Does not wait for NATS or for the copy."""
     replica = IndexReplica(store, index, settings)
     replica.start()
     try:
@@ -301,7 +306,7 @@ async def open_replica(store: Store, index: AnsweringIndex, settings: ReplicaSet
 
 
 async def _sweep(copy: MemoryIndex) -> None:
-    """Give the memory of retired holders back, a little at a time."""
+    """Free the memory of retired holders, a little at a time."""
     while True:
         left = [await copy.sweep(k, SWEEP_BLOCKS) for k in range(copy.shards)]
         if not any(left):

@@ -1,4 +1,4 @@
-"""Settings of a replica."""
+"""Settings of a local copy."""
 
 from dataclasses import dataclass
 from math import inf
@@ -14,8 +14,8 @@ MAX_BYTES = 1 << 30
 class ReplicaSettings:
     """A copy of the index in this process, fed from `nats` (an access, or the URL alone).
 
-    `max_stale_ms`: the store is asked while the copy may be older than this. `max_bytes`: the store is asked if the copy would
-    take more memory than this, as estimated from its blocks.
+    `max_stale_ms`: the store answers while the copy may be older than this. `max_bytes`: the store answers if the copy
+    would take more memory than this, as estimated from its blocks.
     """
 
     nats: NatsAccess | str

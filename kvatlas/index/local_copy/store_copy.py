@@ -1,9 +1,9 @@
-"""Copies what the store has of a shard into a memory index, while messages go on being applied there.
+"""Copies a shard from the store into a memory index while the store goes on applying messages.
 
-The copy is not of one moment. A worker's record is read first; its blocks are read while later messages change them. So the
-messages that follow the record must be applied to the copy once more, from a stream position that was the store's before
-the record was read: each says what a block's tiers and marks are from then on, whatever was there before, so that what they
-touch ends as in the store, and what they don't touch was read as it is. `start_position` gives that position.
+The copy is not a snapshot of one moment. A worker's record is read first; its blocks are read while later messages change
+them. So the messages after the record must be applied to the copy again, starting at a stream position that the store had
+before the record was read. Each message sets a block's tiers and marks whatever they were before, so blocks that messages
+touch end as in the store, and the others were read correctly. `start_position` gives that position.
 """
 
 import json
@@ -29,8 +29,8 @@ VALUES_REMEMBERED = 10_000
 
 
 async def start_position(client: Client, readers: Sequence[ShardReader], layout: Layout) -> Position:
-    """The position after which a copy that is begun now needs the stream's messages. Raises KvatlasError if the store's
-    positions are of another stream, Unreachable, and nats errors."""
+    """The stream position after which a copy that starts now needs messages. Raises KvatlasError if the store's positions
+    belong to another stream, Unreachable, and nats errors."""
     stored = {
         partition: await readers[shard_of(partition, layout.shards)].position(partition)
         for partition in range(layout.partitions)
@@ -39,9 +39,9 @@ async def start_position(client: Client, readers: Sequence[ShardReader], layout:
     first = stream.last_seq
     for partition, position in stored.items():
         if position is None:
-            continue  # nothing of it was ever applied: its workers' snapshots are yet to come
+            continue  # none of its messages was ever applied: its workers' snapshots are yet to come
         if position.creation_us != stream.creation_us:
-            raise KvatlasError("the store's positions are of another stream; waiting for the indexer")
+            raise KvatlasError("the store's positions belong to another stream; waiting for the indexer")
         filters = partition_events(partition, layout.partitions, layout.publishers)
         if position.seq < first and max([await _last_seq(client, one) for one in filters]) > position.seq:
             first = position.seq
@@ -49,7 +49,7 @@ async def start_position(client: Client, readers: Sequence[ShardReader], layout:
 
 
 async def _last_seq(client: Client, filter_subject: str) -> int:
-    """The stream seq of the filter's last message; 0 if the stream has none. Raises KvatlasError, and nats errors."""
+    """The stream seq of the last message that matches the filter; 0 without one. Raises KvatlasError, and nats errors."""
     asked = json.dumps({"last_by_subj": filter_subject}).encode()
     answer = json.loads((await client.request(f"$JS.API.STREAM.MSG.GET.{STREAM}", asked, timeout=5)).data)
     error = answer.get("error")
@@ -61,7 +61,7 @@ async def _last_seq(client: Client, filter_subject: str) -> int:
 
 
 async def copy_shard(reader: ShardReader, shard: MemoryShard, check_size: Callable[[int], None]) -> None:
-    """Fill an empty shard. `check_size` is called now and then, first with how many blocks there are and then with 0, and may
+    """Fill an empty shard. `check_size` is called now and then, first with the number of blocks and then with 0, and may
     raise. Raises Unreachable."""
     records, touched, dropped = await _read_records(reader)
     scope_ids: set[bytes] = set()
@@ -91,8 +91,8 @@ async def copy_shard(reader: ShardReader, shard: MemoryShard, check_size: Callab
 async def _read_records(
     reader: ShardReader,
 ) -> tuple[dict[str, StoredRecord], dict[bytes, dict[bytes, tuple[int, int]]], dict[bytes, int]]:
-    """The workers' records, and the scopes and dropped groups of their holders. They are read again until no worker has
-    changed its holders meanwhile: what belongs to a replaced holder may be swept before it is read. Raises Unreachable."""
+    """The workers' records, and the scopes and dropped groups of their holders. Reads again until no worker has changed its
+    holders meanwhile, because a replaced holder's data may be swept before it is read. Raises Unreachable."""
     records = await reader.records()
     while True:
         touched, dropped = await reader.all_touched(), await reader.dropped()
@@ -107,7 +107,7 @@ def _holders(records: Mapping[str, StoredRecord]) -> dict[str, tuple[bytes, byte
 
 
 def record_of(stored: StoredRecord) -> Record:
-    """A worker's fence as the memory index has it. It is not bad: that comes of what is in the copy."""
+    """A worker's fence as the memory index has it. It is not bad yet: that depends on the copy's content."""
     return Record(
         partition=stored.partition,
         incarnation=unpack_incarnation(stored.incarnation),

@@ -1,7 +1,7 @@
 """Applies the event stream to a memory index, and knows how old the index may be.
 
-One consumer reads all partitions. Now and then the server is asked how far the consumer has got and what is still before it:
-once that much is applied, the index has all that the stream had when the question was asked.
+One consumer reads all partitions. Now and then we ask the server how far the consumer has got and how much is still ahead
+of it. Once that much is applied, the index has everything that was in the stream when we asked.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from kvatlas.runtime.wakeup import Wakeup
 
 SLICE_MESSAGES = 32
 SLICE_BYTES = 16 * 1024
-"""What is applied before other tasks of the process have their turn: a few milliseconds."""
+"""Limits of what is applied before other tasks of the process get their turn: a few milliseconds."""
 PROBE_TIMEOUT_S = 2.0
 MOST_PROBES = 64
 FIRST_PAUSE_S = 0.05
@@ -51,9 +51,9 @@ class StreamFeed:
         *,
         probe_s: float,
     ) -> None:
-        """`probe_s`: between two questions how far the consumer has got."""
+        """`probe_s`: pause between two questions about the consumer's progress."""
         self.current_s = float("-inf")
-        """All that the stream had at this moment of the monotonic clock is applied."""
+        """Everything in the stream at this time of the monotonic clock is applied."""
         self._client = client
         self._index = index
         self._position = start
@@ -62,12 +62,12 @@ class StreamFeed:
         self._admission = admission
         self._wakeup = Wakeup()
         self._goals: deque[tuple[int, float]] = deque(maxlen=MOST_PROBES)
-        """(message of the consumer, since when the stream has had all up to it)."""
+        """(number of a consumer message, time since when the stream has had everything up to it)."""
 
     async def run(self) -> None:
-        """Apply until cancelled. If the consumer or the connection is lost, another consumer reads on after the last message
-        applied. Raises KvatlasError if the stream is another one, and one of DATA_ERRORS for a message that can't be
-        applied."""
+        """Apply until cancelled. If the consumer or the connection is lost, another consumer continues after the last
+        applied message. Raises KvatlasError if the stream is another one, and one of DATA_ERRORS for a message that can't
+        be applied."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             began_s = monotonic()
@@ -82,7 +82,7 @@ class StreamFeed:
             await anyio.sleep(pause_s)
 
     async def _read(self) -> str:
-        """Read with one consumer until it is lost; returns why."""
+        """Read with one consumer until it is lost; return why."""
         name = f"kva-replica-{token_hex(6)}"
 
         def make(pending: int) -> PullConsumer:
@@ -139,7 +139,7 @@ class StreamFeed:
                 assert part.batch.position is not None
                 self._position = part.batch.position
                 self._settle(queue)
-                await asyncio.sleep(0)  # requests come between two slices
+                await asyncio.sleep(0)  # let requests run between two slices
 
     async def _fold(self, messages: Sequence[RawMessage]) -> None:
         index = self._index
@@ -156,7 +156,7 @@ class StreamFeed:
             asked_s = monotonic()
             try:
                 info = await jetstream.consumer_info(STREAM, consumer.name, timeout=PROBE_TIMEOUT_S)
-            except (NatsError, TimeoutError) as error:  # whether the consumer is lost is seen elsewhere
+            except (NatsError, TimeoutError) as error:  # a lost consumer is noticed elsewhere
                 log.debug("replica: no answer about its consumer: %s", error)
             else:
                 delivered = info.delivered.consumer_seq if info.delivered is not None else 0
@@ -165,7 +165,7 @@ class StreamFeed:
             await anyio.sleep(self._probe_s)
 
     def _settle(self, queue: PartitionQueue) -> None:
-        """Note which goals are reached."""
+        """Update `current_s` from the goals that are reached."""
         applied = queue.received - len(queue)
         while self._goals and self._goals[0][0] <= applied:
             _, self.current_s = self._goals.popleft()

@@ -1,1 +1,1 @@
-"""The residency index in process: the reference model."""
+"""The residency index in process memory: the reference model."""

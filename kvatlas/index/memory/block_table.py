@@ -43,15 +43,15 @@ class Holder:
     blocks_in: Counter[tuple[bytes, Tier]] = field(default_factory=Counter)
 
     def touch(self, scope_id: bytes, block_size: int, block_bytes: int) -> None:
-        """The holder has blocks of this scope from now on, of this size: one that is known is not forgotten."""
+        """Note that the holder uses this scope, with this block size. A known size stays if the new one is unknown."""
         if block_bytes or scope_id not in self.touched:
             self.touched[scope_id] = (block_size, block_bytes)
 
 
 @dataclass(slots=True)
 class HolderCount:
-    """A holder's blocks, counted from the blocks themselves. `malformed`: the flags of one of its entries are not those of
-    some tiers."""
+    """A holder's blocks, counted from the blocks themselves. `malformed`: one of its entries has flags that are not
+    tiers."""
 
     digest: Digest = field(default_factory=Digest)
     malformed: bool = False
@@ -82,14 +82,14 @@ class BlockTable:
         self._free: list[int] = []
         self.last_number = 0
         self._swept: list[int] = []
-        """Retired holders that the running round of a sweep takes out."""
+        """Retired holders that the current sweep round removes."""
         self._unswept: list[_Unswept] = []
-        """What it has not looked at yet."""
+        """What the round has not looked at yet."""
 
     # ------------------------------------------------------------ holders
 
     def allocate(self, worker_id: str) -> int:
-        """A new holder's number."""
+        """Return a new holder's number."""
         if self.last_number < MAX_HOLDER:
             self.last_number += 1
             holder = self.last_number
@@ -106,17 +106,17 @@ class BlockTable:
             self.activate(holder)
 
     def activate(self, holder: int) -> None:
-        """The holder answers from now on."""
+        """Let the holder answer from now on."""
         self.active[holder] = self.holders[holder].worker_id
 
     def retire(self, holder: int) -> None:
-        """The holder answers no more; below 0 there is none. O(1), `sweep` gives its memory back."""
+        """Stop the holder from answering; a number below 0 is ignored. O(1); `sweep` frees its memory."""
         if holder >= 0:
             self.active.pop(holder, None)
             self.retired[holder] = None
 
     def sweep(self, budget: int) -> int:
-        """Take retired holders out of about `budget` values. Returns how many retired holders are left."""
+        """Remove retired holders from about `budget` values. Returns how many retired holders are left."""
         if not self._swept and self.retired:
             self._swept = list(self.retired)
             touched = {scope_id for holder in self._swept for scope_id in self.holders[holder].touched}
@@ -162,8 +162,8 @@ class BlockTable:
     # ------------------------------------------------------------ blocks
 
     def load(self, scope_id: bytes, values: Mapping[bytes, bytes], known: dict[bytes, bytes]) -> None:
-        """Take over blocks of another index, each once. Entries of holders that are unknown here are left out. `known`:
-        values without these, the same for all calls of a copy, so that equal ones are one object."""
+        """Take over blocks of another index, each once. Drops entries of holders that are unknown here. `known`: cache of
+        values without those, shared by all calls of a copy, so that equal values are one object."""
         blocks = self.blocks.setdefault(scope_id, {})
         by_entry: dict[bytes, list[bytes]] = {}
         for value, keys in _by_value(values, blocks).items():
@@ -181,7 +181,7 @@ class BlockTable:
                 self._count(holder, scope_id, tier, keys)
 
     def store(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes, counts: ApplyCounts) -> None:
-        """Add blocks to a holder, in a tier."""
+        """Add blocks to a holder, in one tier."""
         number, blocks = number_bytes(holder), self.blocks.setdefault(scope_id, {})
         keys = split(hashes)
         olds = [value or b"" for value in map(blocks.get, keys)]
@@ -196,7 +196,7 @@ class BlockTable:
             counts.stored += len(changed)
 
     def remove(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes, counts: ApplyCounts) -> None:
-        """Take blocks from a holder, in a tier."""
+        """Remove blocks from a holder, in one tier."""
         number, blocks = number_bytes(holder), self.blocks.get(scope_id, {})
         keys = split(hashes)
         olds = [value or b"" for value in map(blocks.get, keys)]
@@ -220,8 +220,8 @@ class BlockTable:
         one.blocks_in[scope_id, tier] += sign * len(keys)
 
     def link(self, scope_id: bytes, parent: bytes, hashes: bytes) -> None:
-        """Note in the side index, if there is one, that these blocks follow each other, the first one `parent` (b"": a
-        root)."""
+        """Record in the side index, if enabled, that these blocks follow each other and the first one follows `parent`
+        (b"": a root)."""
         if not self.side_index:
             return
         parents, children = self.parents.setdefault(scope_id, {}), self.children.setdefault(scope_id, {})
@@ -232,7 +232,7 @@ class BlockTable:
             parent = key
 
     def forget_empty_scopes(self) -> Collection[bytes]:
-        """Keep nothing of scopes without a block. Returns the other scopes."""
+        """Drop everything about scopes without a block. Returns the other scopes."""
         for scope_id in [scope_id for scope_id, blocks in self.blocks.items() if not blocks]:
             for kept in (self.blocks, self.parents, self.children, self.marks.marks, self.marks.heads):
                 kept.pop(scope_id, None)
@@ -263,7 +263,7 @@ class BlockTable:
         first_index: int = 0,
         limit: int = HIGHEST_POSITION,
     ) -> ShardRuns:
-        """Runs of equal holders, and where the marked ones of them can resume the chain; stride 0 walks every block."""
+        """Runs of equal holders, and where those with marks can resume the chain; stride 0 walks every block."""
         blocks = self.blocks.get(scope_id)
         if not blocks:
             return ShardRuns((), (), {})
@@ -289,7 +289,8 @@ class BlockTable:
     # ------------------------------------------------------------ recounts
 
     def recount(self) -> tuple[dict[int, HolderCount], int]:
-        """What every active holder has, counted from the blocks, and how many entries of unknown numbers were taken out.
+        """The content of every active holder, counted from the blocks, and how many entries of unknown numbers were
+        removed.
 
         A scope in which a holder's blocks were found counts as used by it: a sweep must look there.
         """
@@ -308,7 +309,7 @@ class BlockTable:
         return counted, strays
 
     def is_sound(self, holder: int, count: HolderCount) -> bool:
-        """Is each entry in some tier, and has no other flags? Are the marks those of their digest?"""
+        """True if every entry has at least one tier and no other flags, and the marks match their digest."""
         if count.malformed:
             return False
         marks = self.marks.marked.get(number_bytes(holder))
@@ -316,7 +317,7 @@ class BlockTable:
         return found.words == (marks.digest if marks is not None else MarkDigest()).words
 
     def recount_one(self, holder: int) -> HolderCount:
-        """What one holder has, counted from the blocks."""
+        """The content of one holder, counted from the blocks."""
         number, count = number_bytes(holder), HolderCount()
         for scope_id, blocks in self.blocks.items():
             for key, value in blocks.items():
@@ -326,8 +327,8 @@ class BlockTable:
 
 
 class _Unswept(NamedTuple):
-    """Values by key that a sweep has not looked at: those of `keys`. `without` takes a holder's entry out of one; `replace`
-    puts the rest in its place."""
+    """Values that a sweep has not looked at, under `keys`. `without` removes a holder's entry from a value; `replace`
+    stores the rest."""
 
     values: Mapping[bytes, bytes]
     without: Callable[[bytes, bytes], bytes]
@@ -336,12 +337,12 @@ class _Unswept(NamedTuple):
 
 
 def split(packed: bytes) -> list[bytes]:
-    """Packed hashes as single ones, each once, in order."""
+    """Packed hashes as single ones, without repeats, in order."""
     return list(dict.fromkeys(chain.from_iterable(iter_unpack(f"{HASH_BYTES}s", packed))))
 
 
 def _by_value(values: Mapping[bytes, bytes], besides: Mapping[bytes, bytes]) -> dict[bytes, list[bytes]]:
-    """Keys by their value, but those that are in `besides`."""
+    """Keys grouped by value, except those in `besides`."""
     found: dict[bytes, list[bytes]] = {}
     for key, value in values.items():
         if key not in besides:
@@ -350,7 +351,7 @@ def _by_value(values: Mapping[bytes, bytes], besides: Mapping[bytes, bytes]) -> 
 
 
 def _keys_of(keys: list[bytes], olds: list[bytes], old: bytes) -> list[bytes]:
-    """The keys whose value is `old`; mostly all have the same."""
+    """The keys whose value is `old`; usually all of them."""
     if olds.count(old) == len(olds):
         return keys
     return [key for key, value in zip(keys, olds, strict=True) if value == old]

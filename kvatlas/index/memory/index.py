@@ -1,4 +1,4 @@
-"""The residency index in process: the reference model, and the index of routers that need no other."""
+"""The residency index in process memory: the reference model, and the index of routers that share none."""
 
 from collections.abc import AsyncIterator, Collection, Sequence
 
@@ -53,7 +53,7 @@ class MemoryIndex(DirectWrites):
         self._prefix_scans = 0
 
     def shard_at(self, shard: int) -> MemoryShard:
-        """One shard's state, for who fills or reads it past the messages."""
+        """One shard's state, for callers that fill or read it directly, without messages."""
         return self._shards[shard]
 
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
@@ -194,7 +194,7 @@ class MemoryIndex(DirectWrites):
     async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
         shard = self._shard_of(worker_id)
         holder = shard.workers[worker_id].active
-        if holder >= 0:  # else it was closed meanwhile, and nothing is pinned
+        if holder >= 0:  # otherwise the holder was closed meanwhile, and nothing is pinned
             shard.table.pins.put(holder, scope_id, tier, split(hashes), pinned=pinned)
 
     def _count_resident(self) -> ResidentCount:
@@ -202,7 +202,7 @@ class MemoryIndex(DirectWrites):
         for shard in self._shards:
             for holder in map(shard.table.holders.__getitem__, shard.table.active):
                 for (scope_id, tier), blocks in holder.blocks_in.items():
-                    if blocks:  # else the scope may be forgotten
+                    if blocks:  # otherwise the scope may be forgotten
                         found.add(scope_id, tier, blocks, holder.touched[scope_id][1])
         return found
 

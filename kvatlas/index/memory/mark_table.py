@@ -20,7 +20,7 @@ from kvatlas.index.mark_lookup import (
 
 @dataclass(slots=True)
 class HolderMarks:
-    """What a marked holder has: how many blocks a position lies before its mark, and the digest of its marks."""
+    """A marked holder: how many blocks a position lies before its mark, and the digest of its marks."""
 
     dropped: int
     digest: MarkDigest = field(default_factory=MarkDigest)
@@ -47,7 +47,7 @@ class MarkTable:
                 self.marked[number].digest.add_marks(scope_id, key)
 
     def unmark(self, number: bytes, scope_id: bytes, hashes: Iterable[bytes]) -> None:
-        """Take a holder's marks from blocks."""
+        """Remove a holder's marks from blocks."""
         values = self.marks.get(scope_id, {})
         for key in hashes:
             value = values.get(key, b"")
@@ -57,7 +57,7 @@ class MarkTable:
                 self.marked[number].digest.add_marks(scope_id, key, -1)
 
     def set_heads(self, number: bytes, scope_id: bytes, hashes: bytes, bits: bytes) -> None:
-        """Set a holder's bits of these heads; without a bit it has no entry there."""
+        """Set a holder's bits at these heads; an entry without bits is removed."""
         values = self.heads.setdefault(scope_id, {})
         for at in range(0, len(hashes), HASH_BYTES):
             self._set_head(number, scope_id, values, hashes[at : at + HASH_BYTES], bits[at : at + BITS_BYTES])
@@ -71,8 +71,8 @@ class MarkTable:
         replace_value(values, key, value[:at] + (number + bits if any(bits) else b"") + rest)
 
     def load(self, scope_id: bytes, fields: Mapping[bytes, bytes]) -> None:
-        """Take over marks and heads of another index, each once, as its fields are: a head's hash is followed by
-        HEAD_SUFFIX. Entries of holders without marks here are left out."""
+        """Take over marks and heads of another index, each once, in its field format: a head's hash is followed by
+        HEAD_SUFFIX. Drops entries of holders without marks here."""
         marks, heads = self.marks.setdefault(scope_id, {}), self.heads.setdefault(scope_id, {})
         for name, value in fields.items():
             key = name[:HASH_BYTES]
@@ -93,13 +93,13 @@ class MarkTable:
 
     @property
     def tables(self) -> tuple[tuple[dict[bytes, dict[bytes, bytes]], int], ...]:
-        """Values by scope and hash, with the bytes of an entry."""
+        """The two tables of values by scope and hash, each with the size of an entry in bytes."""
         return (self.marks, NUMBER_BYTES), (self.heads, HEAD_ENTRY_BYTES)
 
     # ------------------------------------------------------------ questions
 
     def is_marked(self, number: bytes, scope_id: bytes, key: bytes) -> bool | None:
-        """Can a prompt be resumed behind this block of the holder's? None of a holder without marks."""
+        """Whether a prompt can resume after this block of the holder; None for a holder without marks."""
         return has_mark(self.marks.get(scope_id, {}).get(key), number) if number in self.marked else None
 
     def positions(
@@ -112,7 +112,7 @@ class MarkTable:
         *,
         walk: bool = False,
     ) -> dict[int, int]:
-        """Where each marked holder of these can resume the chain (0: nowhere), by its number; `walk` looks at every block."""
+        """By number, where each of these marked holders can resume the chain (0: nowhere); `walk` looks at every block."""
         holders = {
             number: MarkedHolder(depth, self.marked[number].dropped)
             for number, depth in depths.items()
@@ -127,7 +127,7 @@ class MarkTable:
         return {int.from_bytes(number, "big"): found.get(number, 0) for number in holders}
 
     def recount(self, number: bytes) -> MarkDigest:
-        """What a holder has, counted from the values."""
+        """The digest of a holder's marks, counted from the values."""
         digest = MarkDigest()
         for scope_id, values in self.marks.items():
             for key, value in values.items():
@@ -140,7 +140,7 @@ class MarkTable:
 
 
 def replace_value(values: dict[bytes, bytes], key: bytes, value: bytes) -> None:
-    """Without a value the key goes."""
+    """Set the value; an empty one deletes the key."""
     if value:
         values[key] = value
     else:

@@ -1,4 +1,4 @@
-"""Which blocks were put pinned: said by direct writes, beside the messages."""
+"""Which blocks were put as pinned. Direct writes record it, separately from the messages."""
 
 from collections.abc import Iterable
 
@@ -6,14 +6,14 @@ from kvatlas.blocks.tiers import Tier
 
 
 class Pins:
-    """`tiers` maps (holder, scope id, hash) to the flags of the tiers in which the block is pinned. What is noted of a block
-    that its holder does not have there means nothing."""
+    """`tiers` maps (holder, scope id, hash) to the flags of the tiers in which the block is pinned. Pins of blocks that the
+    holder does not have there mean nothing."""
 
     def __init__(self) -> None:
         self.tiers: dict[tuple[int, bytes, bytes], int] = {}
 
     def put(self, holder: int, scope_id: bytes, tier: Tier, hashes: Iterable[bytes], *, pinned: bool) -> None:
-        """The blocks are pinned in the tier from now on, or are not."""
+        """Pin or unpin the blocks in the tier."""
         for key in hashes:
             place = (holder, scope_id, key)
             before = self.tiers.get(place, 0)
@@ -26,6 +26,6 @@ class Pins:
         return bool(self.tiers.get((holder, scope_id, key), 0) & tier.flag)
 
     def forget(self, holder: int) -> None:
-        """The holder's number may be given to another."""
+        """Remove all pins of the holder: its number may be given to another."""
         for place in [place for place in self.tiers if place[0] == holder]:
             del self.tiers[place]

@@ -1,7 +1,7 @@
-"""One shard of the memory index: the reference model of what the store's functions do.
+"""One shard of the memory index: the reference model of the store's functions.
 
-Plain synchronous code. Each public method is one atomic call, as each function is in the store
-(`redis/functions/*.lua`); names and rules are the same there.
+Plain synchronous code. Each public method is one atomic call, like each function in the store (`redis/functions/*.lua`),
+with the same name and rules.
 """
 
 from collections.abc import Collection, Sequence
@@ -48,9 +48,9 @@ class MemoryShard:
         self.workers: dict[str, Record] = {}
         self.positions: dict[int, Position] = {}
         self.counts = ApplyCounts()
-        """Of all calls since the shard was made."""
+        """Totals of all calls since the shard was created."""
         self.full = False
-        """Behaves like a store without memory: a store event closes the worker."""
+        """True to behave like a store out of memory: a store event closes the worker."""
 
     # ------------------------------------------------------------ apply
 
@@ -159,7 +159,7 @@ class MemoryShard:
         if self.full and event[wire.CODE] != wire.UNMARKED:
             record.oom = True
             return self._close(record)
-        if number not in marks.marked:  # residency says all of this worker
+        if number not in marks.marked:  # residency alone describes this worker
             return self._close(record)
         scope_id, hashes = event[wire.SCOPE_ID], event[wire.MARK_HASHES]
         use = scopes[scope_id]
@@ -179,7 +179,7 @@ class MemoryShard:
         return self.table.marks.recount(number).words if number in self.table.marks.marked else []
 
     def digest_words(self, holder: int) -> list[int]:
-        """Of all that a holder has: `Digest.words`, with marks followed by `MarkDigest.words`."""
+        """Digest of everything a holder has: `Digest.words`, followed by `MarkDigest.words` if it has marks."""
         marks = self.table.marks.marked.get(number_bytes(holder))
         return self.table.holders[holder].digest.words + (marks.digest.words if marks is not None else [])
 
@@ -187,7 +187,7 @@ class MemoryShard:
         if record.loading < 0:
             return self._close(record)
         if record.chunks != event[wire.CHUNKS] or self.digest_words(record.loading) != event[wire.END_DIGEST]:
-            # the last incarnation's blocks go on answering until the next snapshot is complete
+            # the last incarnation's blocks keep answering until the next snapshot is complete
             self.counts.failed_checks += 1
             self.table.retire(record.loading)
             record.loading, record.bad, record.closed = -1, True, True

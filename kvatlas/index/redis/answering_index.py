@@ -1,4 +1,4 @@
-"""The index of whichever layout answers: a router goes on while it is switched to another one."""
+"""The index of whichever layout answers, so that a router keeps running while it is switched to another one."""
 
 import asyncio
 import logging
@@ -23,13 +23,13 @@ log = logging.getLogger("kvatlas.index")
 async def open_answering_index(
     store: Store, *, wait: bool = False, on_wait: Callable[[str], None] | None = None
 ) -> "AnsweringIndex":
-    """For reading; see `open_redis_index`."""
+    """Open the index for reading; see `open_redis_index`."""
     return AnsweringIndex(store, await open_redis_index(store, writer=False, wait=wait, on_wait=on_wait))
 
 
 class AnsweringIndex:
-    """Answers overlaps and single blocks. Which layout answers is looked up beside the calls, each second at most; a call
-    under way ends in the layout that it began in, which its indexers keep up to date."""
+    """Answers overlaps and single blocks. Which layout answers is checked in the background, at most once a second. A call
+    under way ends in the layout in which it began; that layout's indexers still keep it up to date."""
 
     def __init__(self, store: Store, index: RedisIndex) -> None:
         self._store = store
@@ -64,7 +64,9 @@ class AnsweringIndex:
             with layout_errors(self._store):
                 layout = await read_layout(self._store)
         except (KvatlasError, RedisError) as error:
-            self._log.report("layout", f"layout not checked ({error}), reading number {self._index.layout.number}")
+            self._log.report(
+                "layout", f"layout not checked ({error}), still reading number {self._index.layout.number}"
+            )
             return
         if layout is not None and layout != self._index.layout:
             log.info("reading layout %d now: %d partitions, %d shards", layout.number, layout.partitions, layout.shards)

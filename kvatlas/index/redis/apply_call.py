@@ -17,18 +17,18 @@ from kvatlas.index.redis.call_plan import HASHES_AT, WITH_HASHES, CallBatch, Par
 from kvatlas.index.redis.records import StoredRecord, pack_incarnation, pairs
 
 MAX_JOINT_BLOCKS = 1_024
-"""If a call changes more blocks of one scope, the store changes each worker's in commands of its own."""
+"""Above this many changed blocks in one scope, the store changes each worker's blocks in separate commands."""
 
 
 SAMPLES = 8
 SAMPLED_BLOCKS = 64
-"""With fewer blocks of a scope, only very long values make a call long: two of them are looked at."""
+"""With fewer blocks in a scope, only very long values make a call long, so it is enough to sample two of them."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """Consecutive messages of one incarnation, or a part of one. `hashes`: each message's, if all are one event that differs
-    in nothing else."""
+    """Consecutive messages of one incarnation, or a part of one. `hashes`: the hashes of each message, if all messages are
+    one event and differ only in their hashes."""
 
     incarnation: int
     first_seq: int
@@ -38,7 +38,7 @@ class _Group:
     part: Part | None
 
     def accepts(self, incarnation: int, seq: int, event: list[Any]) -> bool:
-        """Does a message of this one event continue the group, with a difference only in its hashes?"""
+        """True if a message of this one event continues the group and differs only in its hashes."""
         mine = self.events[0]
         return bool(
             self.hashes
@@ -50,7 +50,7 @@ class _Group:
         )
 
     def join(self) -> None:
-        """Make one event of all."""
+        """Merge all events into one."""
         if len(self.hashes) > 1:
             self.events = [[*self.events[0][:HASHES], b"".join(self.hashes), *self.events[0][HASHES + 1 :]]]
 
@@ -61,8 +61,8 @@ class _Group:
 
 
 def _with_sums(event: list[Any], repeating: Collection[bytes]) -> list[Any]:
-    """The event without repetitions (the store's function counts every hash; publishers repeat none), and with the sums of
-    its hashes, which cost more there."""
+    """The event without repeated hashes (the store's function counts every hash; publishers repeat none), and with the sums
+    of its hashes, which are more expensive to compute in the store."""
     packed = event[HASHES]
     if event[SCOPE_ID] in repeating:
         hashes = array("Q", packed)
@@ -73,7 +73,8 @@ def _with_sums(event: list[Any], repeating: Collection[bytes]) -> list[Any]:
 
 
 def _may_repeat(packed_hashes: bytes) -> bool:
-    """May two of these events have the same block? With many blocks that is not worth looking for: see MAX_JOINT_BLOCKS."""
+    """True if two of these events may have the same block. With many blocks it is not worth checking: see
+    MAX_JOINT_BLOCKS."""
     blocks = len(packed_hashes) // HASH_BYTES
     return blocks > MAX_JOINT_BLOCKS or len(set(array("Q", packed_hashes))) != blocks
 
@@ -88,13 +89,13 @@ class _WorkerMessages:
 def pack_call(
     reuse_ms: int, most_cost: float, call: Sequence[CallBatch], *, parents: bool = False
 ) -> tuple[list[bytes], list[bytes], bytes]:
-    """(scope ids whose blocks the call needs, in order; those of them whose marks it needs; the packed argument). Work is per
-    message: a block costs an entry of a set and two additions.
+    """(scope ids whose blocks the call needs, in order; those whose marks it also needs; the packed argument). Work is per
+    message: a block costs a set entry and two additions.
 
-    A worker's consecutive messages with the same kind of event, scope and tier travel as one group. If the worker's
-    seq is inside a group, its first messages are applied again, which changes nothing: all are stores, or all removals. The
-    store applies nothing if it finds that the blocks cost more than `most_cost`. `parents` keeps messages apart, because
-    each has a parent of its own (side index).
+    A worker's consecutive messages with the same kind of event, scope and tier travel as one group. If the worker's seq is
+    inside a group, its first messages are applied again, which changes nothing: all are stores, or all removals. The store
+    applies nothing if it finds that the blocks cost more than `most_cost`. `parents` keeps messages separate, because each
+    has its own parent (side index).
     """
     hashes_by_scope: dict[bytes, list[bytes]] = {}
     positions: list[tuple[int, int, int, int]] = []
@@ -160,8 +161,8 @@ def _sample(packed_hashes: bytes) -> bytes:
 
 
 class ApplyAnswer(NamedTuple):
-    """`weights`: what a block of each scope costs, in blocks with a short value. `records` None: nothing was applied, since
-    by these weights the call is too large; a smaller one has to be made."""
+    """`weights`: the cost of a block in each scope, relative to a block with a short value. `records` None: nothing was
+    applied, because by these weights the call is too large and must be cut smaller."""
 
     weights: Sequence[float]
     records: list[WorkerRecord] | None
@@ -170,7 +171,7 @@ class ApplyAnswer(NamedTuple):
 
 
 def unpack_answer(answer: bytes) -> ApplyAnswer:
-    """As `functions/apply.lua` returns it."""
+    """Unpack the answer of `functions/apply.lua`."""
     weights, *rest = msgpack.unpackb(answer, raw=True)
     if not rest:
         return ApplyAnswer(weights, None, ApplyCounts(), [])

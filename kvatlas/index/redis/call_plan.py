@@ -1,8 +1,9 @@
-"""Cuts what `apply` is given into calls that hold the store for a few milliseconds each, whatever was sent.
+"""Cuts the messages for `apply` into calls that occupy the store for a few milliseconds each, whatever their size.
 
-A call carries whole messages, or a part of one that is too large for a call. Parts are counted in **steps**: each hash of an
-event is one, and so is an event without hashes. The store keeps how many steps of a worker's next message are applied, in
-the call that applies them; so each step is applied once, also if another process goes on after a crash and cuts elsewhere.
+A call carries whole messages, or a part of one that is too large for a call. Parts are counted in **steps**: each hash of
+an event is one, and so is an event without hashes. The store records how many steps of a worker's next message are applied,
+in the call that applies them. So each step is applied once, even if another process continues after a crash and cuts
+elsewhere.
 
 Limiting messages to 256 hashes instead, so that none needs to be cut, takes a fifth more processor time for each block: 3.0 us
 instead of 2.5 with 4,096 hashes (`benchmarks.stream.message_sizes`). And a message of version 1 may have 65,000 hashes.
@@ -32,16 +33,16 @@ from kvatlas.bus.wire import (
 )
 
 CALL_COST = 450
-"""What a call may cost, in changes of one block whose value is short: one or two microseconds of the store each, up to eight
-while a large hash grows on a busy machine."""
+"""Limit of a call's cost, in changes of one block with a short value. Each takes the store one or two microseconds, up to
+eight while a large hash grows on a busy machine."""
 WORKER_COST, SCOPE_COST, EVENT_COST = 12, 10, 4
 SWITCH_COST = 20
-"""Of an event without hashes: a holder begins or ends, or a digest is compared."""
+"""Cost of an event without hashes: a holder begins or ends, or a digest is compared."""
 WHOLE_STEPS = 64
 """A message of up to this many steps is never cut."""
 
 MARK_COSTS = {MARKED: 4, UNMARKED: 4, HEADS: 6}
-"""Of one hash of an event of marks: each value is taken apart."""
+"""Cost per hash of an event of marks: each value is taken apart."""
 
 WITH_HASHES = frozenset((STORED, REMOVED, CHUNK))
 HASHES_AT = {**dict.fromkeys(WITH_HASHES, HASHES), **dict.fromkeys(MARK_COSTS, MARK_HASHES)}
@@ -51,7 +52,7 @@ HASHES_AT = {**dict.fromkeys(WITH_HASHES, HASHES), **dict.fromkeys(MARK_COSTS, M
 class Part(NamedTuple):
     """Part of a message: `events` from step `first_step` on, and the step after each. `last`: the message ends with them.
 
-    A chunk that goes on in the next part is a stored event here, so that the store counts each chunk once.
+    A chunk that continues in the next part becomes a stored event here, so that the store counts each chunk once.
     """
 
     first_step: int
@@ -61,7 +62,7 @@ class Part(NamedTuple):
 
 
 class CallMessage(NamedTuple):
-    """One message of a call: all of it, or the part."""
+    """One message of a call, whole or as a part."""
 
     raw: RawMessage
     part: Part | None
@@ -73,7 +74,7 @@ class CallMessage(NamedTuple):
 
 
 class CallBatch(NamedTuple):
-    """One partition's messages of a call. `complete`: after it, all the batch's messages are applied."""
+    """One partition's messages in a call. `complete`: after the call, all the batch's messages are applied."""
 
     batch: PartitionBatch
     messages: list[CallMessage]
@@ -81,7 +82,7 @@ class CallBatch(NamedTuple):
 
 
 class Place(NamedTuple):
-    """How far a plan has come: the next batch, message of it, and step of that."""
+    """How far a plan has come: the next batch, the message in it, and the step in that."""
 
     batch: int = 0
     message: int = 0
@@ -89,7 +90,7 @@ class Place(NamedTuple):
 
 
 class _Budget:
-    """What a call still has room for."""
+    """The room left in a call."""
 
     def __init__(self, weights: Mapping[bytes, float]) -> None:
         self.room = float(CALL_COST)
@@ -98,11 +99,11 @@ class _Budget:
         self._scopes: set[tuple[str, bytes]] = set()
 
     def _weight(self, event: list[Any]) -> float:
-        """What one hash of an event costs."""
+        """Cost of one hash of an event."""
         return MARK_COSTS.get(event[CODE]) or self._weights.get(event[SCOPE_ID], 1.0)
 
     def measure(self, raw: RawMessage) -> tuple[float, int]:
-        """What a whole message costs, and its steps."""
+        """Cost of a whole message, and its steps."""
         worker_id = raw[WORKER_ID]
         priced: set[bytes] = set()
         cost, steps = 0.0 if worker_id in self._workers else WORKER_COST, 0
@@ -120,14 +121,14 @@ class _Budget:
         return cost, steps
 
     def take(self, raw: RawMessage, cost: float) -> CallMessage:
-        """A whole message."""
+        """Add a whole message."""
         self.room -= cost
         self._workers.add(raw[WORKER_ID])
         self._scopes.update((raw[WORKER_ID], event[SCOPE_ID]) for event in raw[EVENTS] if event[CODE] in HASHES_AT)
         return CallMessage(raw, None)
 
     def cut(self, raw: RawMessage, first_step: int) -> tuple[CallMessage, int]:
-        """As much of a message from this step on as fits, at least one step; and the step after that."""
+        """Add as much of a message from this step on as fits, at least one step; also return the step after that."""
         ends: list[int] = []
         events: list[list[Any]] = []
         scopes: set[bytes] = set()
@@ -166,9 +167,9 @@ class _Budget:
 def cut_call(
     batches: Sequence[PartitionBatch], start: Place, weights: Mapping[bytes, float]
 ) -> tuple[list[CallBatch], Place | None]:
-    """The next call, and where the one after it starts (None: all is in calls).
+    """The next call, and where the one after it starts (None: everything is in calls).
 
-    `weights`: by scope, how many times as much as a block with a short value one there costs; 1 for other scopes.
+    `weights`: cost of a block by scope, relative to a block with a short value; 1 for other scopes.
     """
     call: list[CallBatch] = []
     budget = _Budget(weights)
@@ -195,12 +196,12 @@ def cut_call(
 
 
 def _hashes(event: list[Any]) -> int:
-    """How many an event has."""
+    """How many hashes an event has."""
     return len(event[HASHES_AT[event[CODE]]]) // HASH_BYTES
 
 
 def _piece(event: list[Any], begin: int, end: int) -> list[Any]:
-    """Some of an event's hashes."""
+    """The event with only some of its hashes."""
     code, at, piece = event[CODE], HASHES_AT[event[CODE]], [*event]
     piece[at] = event[at][begin * HASH_BYTES : end * HASH_BYTES]
     if code == HEADS:

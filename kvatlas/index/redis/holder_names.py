@@ -10,7 +10,7 @@ HOLDERS_A_CALL = 1_000
 
 
 class HolderNames:
-    """The active holders of one shard at one version, and at the version read before it."""
+    """The active holders of one shard at one version, and at the previously read version."""
 
     def __init__(self, keys: ShardKeys) -> None:
         self._keys = keys
@@ -19,8 +19,8 @@ class HolderNames:
         self._before: dict[int, str] = {}
 
     async def read(self, functions: IndexFunctions) -> None:
-        """Read the current version. If it changes while it is read, in several calls for many holders, `version` is empty, and
-        the names are those that were active at some moment of the reading."""
+        """Read the current version. If it changes while several calls read many holders, `version` is empty, and the names
+        are those that were active at some moment of the reading."""
         keys, cursor = [self._keys.active, self._keys.meta], b"0"
         names: dict[int, str] = {}
         versions: set[bytes] = set()
@@ -34,8 +34,8 @@ class HolderNames:
             self.version = versions.pop() if len(versions) == 1 else b""
 
     def at(self, version: bytes) -> Mapping[int, str]:
-        """The names at a version: exact at the version read last. If holders change faster than they can be read, those
-        that were active before and after this version, and so at it."""
+        """The names at a version: exact for the version read last. If holders change faster than they can be read: those
+        that were active before and after this version, so also at it."""
         if version == self.version:
             return self._names
         return {holder: name for holder, name in self._names.items() if self._before.get(holder) == name}

@@ -1,4 +1,4 @@
-"""The residency index in Redis or Valkey: shared by all routers and indexers, one slot a shard.
+"""The residency index in Redis or Valkey, shared by all routers and indexers, one slot per shard.
 
 Each write is one server-side function (`functions/*.lua`); this file only names keys and reads answers.
 """
@@ -60,7 +60,7 @@ from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.connection import Store
 
 REUSE_MS = 10 * 60 * 1000
-"""A holder's number is used again after this long: clients may cache names."""
+"""A holder's number is reused after this long: clients may cache names."""
 
 RECORDS_A_CALL = 250
 
@@ -68,7 +68,7 @@ WEIGHTS_REMEMBERED = 10_000
 
 _NAME_TRIES = 3
 _SIZE_TRIES = 3
-"""Then a call is made whatever it costs: values grow while it is cut."""
+"""After this many cuts a call is made whatever it costs, because values grow meanwhile."""
 
 
 async def open_redis_index(
@@ -83,13 +83,13 @@ async def open_redis_index(
     wait: bool = False,
     on_wait: Callable[[str], None] | None = None,
 ) -> "RedisIndex":
-    """The index in this store.
+    """Open the index in this store.
 
-    A writer loads the functions and makes the layout, or checks it; a reader only reads it. `number`: of one of several
-    layouts; None: the one that answers. `side_index` keeps which
-    block follows which, for `children`; None: as the store was laid out, off in an empty one. Raises LayoutMismatch,
-    UnsuitableStore; Unreachable (also if a store without memory has to be laid out) and, for a reader, NoIndexYet: with
-    `wait` it tries again after these, with back-off, and calls `on_wait` with the line for the user each time.
+    A writer loads the functions and creates the layout, or checks it; a reader only reads it. `number`: one of several
+    layouts; None: the one that answers. `side_index` records which block follows which, for `children`; None: as the store
+    was laid out, off in an empty store. Raises LayoutMismatch, UnsuitableStore; Unreachable (also if a store without memory
+    has to be laid out) and, for a reader, NoIndexYet. With `wait` it retries after the last two, with back-off, and calls
+    `on_wait` with a line for the user each time.
     """
 
     async def attempt() -> Layout:
@@ -129,7 +129,7 @@ class RedisIndex(DirectWrites):
         self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
         self._scrubs = [Scrub(keys, side_index) for keys in self._keys]
         self._weights: list[dict[bytes, float]] = [{} for _ in self._keys]
-        """By shard and scope, what one of its blocks costs: see `cut_call`."""
+        """Cost of a block, by shard and scope: see `cut_call`."""
         self._reuse_ms = reuse_ms
         self._registry = ScopeRegistry(store, self._functions)
         self._recovery = WipeRecovery(store, self._registry, layout)
@@ -152,7 +152,7 @@ class RedisIndex(DirectWrites):
             most_cost = 2 * CALL_COST if too_large < _SIZE_TRIES else inf
             answer, full = await self._apply_call(shard, call, most_cost)
             if answer.records is None:
-                too_large += 1  # by the weights known now, the next one is smaller
+                too_large += 1  # with the new weights, the next call is smaller
                 continue
             place, too_large, no_room = following, 0, no_room or full
             records.update((record.worker_id, record) for record in answer.records)
@@ -162,7 +162,7 @@ class RedisIndex(DirectWrites):
         return ApplyResult.of(list(records.values()), total, sorted(moved), no_room=no_room)
 
     async def _apply_call(self, shard: int, call: Sequence[CallBatch], most_cost: float) -> tuple[ApplyAnswer, bool]:
-        """One call's answer, whose weights are known from then on, and whether the store has no memory."""
+        """Make one call, and learn its weights. Returns the answer, and whether the store is out of memory."""
         k, weights = self._keys[shard], self._weights[shard]
         scope_ids, with_marks, argument = pack_call(self._reuse_ms, most_cost, call, parents=self._side_index)
         keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta, k.steps]
@@ -174,11 +174,11 @@ class RedisIndex(DirectWrites):
         try:
             packed = await self._functions.call("kvatlas_apply", keys, [argument])
         except OutOfMemoryError:
-            # closes the workers whose stores can't be applied: that gives memory back, and removals go on
+            # close the workers whose stores can't be applied: that frees memory, and removals go on
             packed = await self._functions.call("kvatlas_apply_oom", keys, [argument])
             no_room = True
         except ResponseError as error:
-            if "@user_function" in str(error):  # not the store's trouble: what it holds of a worker can't be read
+            if "@user_function" in str(error):  # not the store's fault: a worker's data can't be read
                 raise InvalidValue(f"the store's function failed: {error}") from error
             raise
         answer = unpack_answer(packed)
@@ -201,11 +201,12 @@ class RedisIndex(DirectWrites):
 
     async def forget_scopes(self, idle_s: float) -> int:
         if not self._recovery.answering:
-            return 0  # the layout that answers may have blocks of a scope that this one was not told of yet
+            return 0  # the layout that answers may have blocks of a scope that this one has not received yet
         return await self._registry.forget(self._keys, idle_s)
 
     async def unlink(self) -> int:
-        """Delete every key of every shard; the number of keys. Nobody may read or write the index any more."""
+        """Delete every key of every shard; return the number of keys. Only for an index that is no longer read or
+        written."""
         scope_ids, deleted = set(await self._registry.ids()), 0
         for k, reader, pins in zip(self._keys, self._readers, self._pins, strict=True):
             touched = [set(holder.touched) async for holder in reader.active_holders()]
@@ -287,7 +288,8 @@ class RedisIndex(DirectWrites):
     async def _complete(
         self, keys: Sequence[str], args: Sequence[Any], answer: OverlapAnswer
     ) -> tuple[Sequence[bytes], Sequence[int], dict[int, int]]:
-        """Values, lengths, and each marked holder's position. One call does bounded work, and may leave some to the next."""
+        """Values, lengths, and each marked holder's position. A call does bounded work and may leave some to the next
+        one."""
         hashes, stride, first_index, limit = args
         values, lengths, at = answer.values, answer.lengths, answer.next
         while at:
@@ -315,7 +317,7 @@ class RedisIndex(DirectWrites):
     async def _walk_marks(
         self, reader: ShardReader, scope_id: bytes, hashes: bytes, reach: tuple[int, int], runs: ShardRuns
     ) -> ShardRuns:
-        """The runs with the marked holders' positions from a look at every block's marks."""
+        """The runs, with the marked holders' positions found by looking at every block's marks."""
         first_index, limit = reach
         dropped, depths = await reader.dropped(), depths_by_number(runs.values, runs.lengths)
         holders = {number: MarkedHolder(depths[number], dropped[number]) for number in depths if number in dropped}
@@ -421,7 +423,7 @@ class RedisIndex(DirectWrites):
                 sizes = {scope_id: size for scope_id, (_, size) in holder.touched.items()}
                 if len({((await self._registry.scope(one)).model_id, size) for one, size in sizes.items()}) > 1:
                     held = await reader.held(holder)
-                else:  # one scope may stand for all
+                else:  # attribute everything to any one scope
                     held = {(one, tier): holder.by_tier[tier] for one in list(sizes)[:1] for tier in Tier}
                 for (scope_id, tier), blocks in held.items():
                     found.add(scope_id, tier, blocks, sizes[scope_id])
@@ -444,14 +446,14 @@ class RedisIndex(DirectWrites):
 
     async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
         record = await self._reader_of(worker_id).record(worker_id)
-        if record is not None and record.active:  # else it was closed meanwhile, and nothing is pinned
+        if record is not None and record.active:  # otherwise the holder was closed meanwhile, and nothing is pinned
             await self._pins[self._shard_of(worker_id)].put(record.active, scope_id, tier, hashes, pinned=pinned)
 
     async def _scopes_of(self, found: ResidentCount) -> dict[bytes, Scope]:
         return {scope_id: await self._registry.scope(scope_id) for scope_id in found.scope_ids}
 
     async def _count_blocks(self, reader: ShardReader, partitions: Collection[int] | None) -> list[tuple[str, int]]:
-        """(worker, blocks by its digest) of every worker of these partitions with an active holder."""
+        """(worker, blocks by its digest) for every worker of these partitions with an active holder."""
         active = {
             worker_id: record.active
             for worker_id, record in (await reader.records()).items()

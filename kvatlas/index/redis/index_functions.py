@@ -27,7 +27,7 @@ class IndexFunctions:
         return await INDEX_LIBRARY.call(self._store, function, keys, args)
 
     async def call_ro(self, function: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
-        """For functions that write nothing."""
+        """Call a function that writes nothing."""
         return await INDEX_LIBRARY.call_ro(self._store, function, keys, args)
 
     async def call_ro_many(self, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:

@@ -1,19 +1,19 @@
-"""Key names in the store: one place that spells them. All of a shard's keys share one slot."""
+"""Key names in the store, all spelled here. All of a shard's keys share one slot."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 LAYOUT = "kva:{fleet}:layout"
-"""HASH: the layout with number 0, and which number answers (`answers`; without it 0)."""
+"""HASH: the layout with number 0, and the number of the layout that answers (`answers`; 0 if missing)."""
 SCOPES = "kva:{fleet}:scopes"
 """HASH: scope id -> canonical text."""
 SCOPE_USES = "kva:{fleet}:scope-uses"
 """ZSET: scope id, scored with the time of its last registration (ms of the store's clock)."""
 
 LAYOUT_VERSION = 2
-"""2 adds marks; all that version 1 has is the same in it."""
+"""Version 2 adds marks and leaves everything of version 1 unchanged."""
 SWITCHED_VERSION = 3
-"""Another layout than number 0 answers; who does not know that must not start."""
+"""A layout other than number 0 answers. Versions that don't know this must refuse to start."""
 READABLE_VERSIONS = (1, LAYOUT_VERSION, SWITCHED_VERSION)
 
 
@@ -24,7 +24,7 @@ def layout_key(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardKeys:
-    """The keys of shard k of the layout with a number; `functions/_slot.lua` documents what each holds."""
+    """The keys of shard k in the layout with this number; `functions/_slot.lua` documents their content."""
 
     shard: int
     number: int = 0
@@ -101,7 +101,7 @@ class ShardKeys:
         return self._key(f"parents:{scope_id.hex()}")
 
     def all(self, scope_ids: Iterable[bytes], pinned_by: Iterable[bytes]) -> list[str]:
-        """Every key of a shard that has blocks of these scopes, and pinned ones of these holders."""
+        """Every key of a shard that has blocks of these scopes, and pins of these holders."""
         names = [self.holders, self.active, self.retired, self.free, self.digests, self.touched, self.workers]
         names += (self.partitions, self.steps, self.held, self.meta, self.marked, self.pinned)
         names += map(self.pinned_by, pinned_by)

@@ -1,4 +1,4 @@
-"""The layout of a store: partitions and shards, and whether the index can be kept there."""
+"""The layout of a store: partitions and shards, and whether the store is suitable for an index."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ from kvatlas.store.connection import UNREACHABLE, Store
 _ID, _VERSION, _SIDE_INDEX, _ANSWERS, _PUBLISHERS = "id", "version", "side_index", "answers", "publishers"
 
 _LAYOUT = "layout:"
-"""Begins the fields that say which further layouts there are."""
+"""Prefix of the fields that list further layouts."""
 
 
 class Layout(NamedTuple):
-    """What all processes of a store agree on. `side_index`: every writer notes which block follows which; None: the store was
-    laid out by a version that did not say. A store may have several layouts, by `number`: one answers, another is filled
-    beside it. `publishers`: other numbers of partitions that publishers may still use in their subjects."""
+    """Settings that all processes of a store agree on. `side_index`: every writer records which block follows which; None:
+    laid out by a version that did not record it. A store may have several layouts, by `number`: one answers, another is
+    filled next to it. `publishers`: other partition counts that publishers may still use in their subjects."""
 
     partitions: int
     shards: int
@@ -36,14 +36,14 @@ def layout_errors(store: Store) -> Iterator[None]:
     try:
         yield
     except OutOfMemoryError as error:
-        raise Unreachable(f"{store.name}: it is out of memory (maxmemory), and has to be laid out") from error
+        raise Unreachable(f"{store.name}: it is out of memory (maxmemory), so no layout can be created") from error
     except UNREACHABLE as error:
         raise store.unreachable(error) from error
 
 
 async def read_layout(store: Store, number: int | None = None) -> Layout | None:
-    """The layout with this number, without one that which answers; None if the store has it not. Raises LayoutMismatch for one
-    of another version, or none of kvatlas."""
+    """The layout with this number, by default the one that answers; None if the store does not have it. Raises
+    LayoutMismatch for another version, or for data that is not kvatlas'."""
     root = await _read_fields(store, 0)
     if not root:
         return None
@@ -55,7 +55,7 @@ async def read_layout(store: Store, number: int | None = None) -> Layout | None:
         number = _answering(root)
     found = await _read_fields(store, number) if number else root
     if not found or (_ANSWERS in found and "partitions" not in found):
-        return None  # deleted: only what is said of other layouts is left
+        return None  # deleted: only entries about other layouts are left
     partitions, shards = found.get("partitions", ""), found.get("shards", "")
     if not (partitions.isdecimal() and shards.isdecimal() and int(shards) and int(partitions) % int(shards) == 0):
         raise LayoutMismatch(
@@ -81,13 +81,13 @@ async def read_numbers(store: Store) -> list[int]:
 
 
 async def switch_layout(store: Store, number: int) -> None:
-    """From now on this layout answers. Readers see it within a second or two."""
+    """Let this layout answer from now on. Readers notice within a second or two."""
     version = SWITCHED_VERSION if number else LAYOUT_VERSION
     await store.client.hset(LAYOUT, mapping={_ANSWERS: number, _VERSION: version})
 
 
 async def delete_layout(store: Store, number: int) -> None:
-    """Forget a layout that does not answer; which one does stays known."""
+    """Delete a layout that does not answer; the record of which one does stays."""
     if number:
         await store.client.unlink(layout_key(number))
         await store.client.hdel(LAYOUT, f"{_LAYOUT}{number}")
@@ -96,7 +96,7 @@ async def delete_layout(store: Store, number: int) -> None:
 
 
 async def layout_id(store: Store, number: int) -> bytes | None:
-    """What differs between a layout and one made after the store lost it; None without a layout."""
+    """A random id that changes when a lost layout is created again; None without a layout."""
     found: bytes | None = await store.client.hget(layout_key(number), _ID)
     return found
 
@@ -111,10 +111,10 @@ async def make_layout(
     *,
     answers: int | None = None,
 ) -> Layout:
-    """The store's layout with this number (default: the one that answers), made if there is none, and brought to this
-    version: processes that don't know it refuse to start there from then on. `publishers`: see Layout; None: those of the
-    layout that answers, if that has other partitions. `answers`: the number that answers if the store
-    does not say. Raises LayoutMismatch if it differs from what is asked for."""
+    """The store's layout with this number (default: the one that answers). Creates it if missing, and brings it to this
+    version; processes that don't know this version then refuse to start there. `publishers`: see Layout; None: those of the
+    layout that answers, if its partitions differ. `answers`: the number that answers if the store does not say. Raises
+    LayoutMismatch if the layout differs from the request."""
     current = await read_layout(store)
     if number is None:
         number = await read_answering(store) or answers or 0
@@ -153,8 +153,8 @@ async def _write_layout(
     current: Layout | None,
     answers: int | None,
 ) -> None:
-    """A new one beside the current one has its partitions and side index unless told otherwise, and takes the messages of
-    its publishers too."""
+    """Write a new layout. By default it has the partitions and side index of the current one, and it also takes messages of
+    that one's publishers."""
     beside = current or Layout(DEFAULT_PARTITIONS, DEFAULT_SHARDS)
     wanted = Layout(partitions or beside.partitions, shards or DEFAULT_SHARDS)
     if wanted.partitions % wanted.shards:
@@ -193,7 +193,7 @@ async def check_suitable(store: Store) -> None:
     cure = ""
     try:
         policies = await store.read_config("maxmemory-policy")
-    except ResponseError:  # managed services refuse CONFIG; INFO says it without the server's name
+    except ResponseError:  # managed services refuse CONFIG; INFO has it, without the server's name
         found = [one.get("maxmemory_policy", "noeviction") for one in await store.read_info("memory")]
         policies = {"": next((policy for policy in found if policy != "noeviction"), "noeviction")}
         cure = "; set it in the service's own settings (parameter group), since CONFIG is refused here"

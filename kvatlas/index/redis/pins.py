@@ -1,4 +1,5 @@
-"""Which blocks were put pinned: said by direct writes, beside the messages. `functions/_slot.lua` documents the keys."""
+"""Which blocks were put as pinned. Direct writes record it, separately from the messages. `functions/_slot.lua` documents
+the keys."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,14 +14,14 @@ BLOCKS_A_CALL = 500
 
 
 class Pins:
-    """One shard's. What is noted of a block that its holder does not have there means nothing. Raises Unreachable."""
+    """One shard's pins. Pins of blocks that the holder does not have there mean nothing. Raises Unreachable."""
 
     def __init__(self, store: Store, keys: ShardKeys) -> None:
         self._store = store
         self._keys = keys
 
     async def put(self, holder: bytes, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
-        """The blocks are pinned in the tier from now on, or are not."""
+        """Pin or unpin the blocks in the tier."""
         client, key = self._store.client, self._keys.pinned_by(holder)
         if pinned:
             await self._store.ask(client.sadd(self._keys.pinned, holder))
@@ -33,11 +34,11 @@ class Pins:
             await self._store.ask(change(key, *(_member(scope_id, tier, one) for one in some)))
 
     async def holders(self) -> set[bytes]:
-        """Those that have any."""
+        """Holders that have any pins."""
         return set(await self._store.ask(self._store.client.smembers(self._keys.pinned)))
 
     async def mark(self, found: Sequence[tuple[bytes, Residency]], holders: set[bytes]) -> list[Residency]:
-        """These residencies of holders, in their order, and whether each is pinned. `holders`: those that have any."""
+        """These residencies in the same order, each with its `pinned` filled in. `holders`: those that have any pins."""
         marked = [residency for _, residency in found]
         places: dict[bytes, list[int]] = {}
         for at, (holder, _) in enumerate(found):

@@ -1,4 +1,4 @@
-"""What the store keeps of a shard, unpacked. `functions/_slot.lua` documents each key; fields have the same order."""
+"""A shard's stored values, unpacked. `functions/_slot.lua` documents each key; fields have the same order."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ class OverlapAnswer(NamedTuple):
 
 
 class StoredRecord(NamedTuple):
-    """A worker's record. Incarnations are 8 big-endian bytes, holders 3; `active` and `loading` b"": no such holder."""
+    """A worker's record. Incarnations are 8 big-endian bytes, holders 3; an empty `active` or `loading`: no such holder."""
 
     incarnation: bytes
     seq: int
@@ -51,7 +51,7 @@ class StoredRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
-        """Raises InvalidValue for bytes that are no record."""
+        """Unpack a record. Raises InvalidValue for bytes that are not a record."""
         try:
             record = cls(*msgpack.unpackb(packed, raw=True))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -61,7 +61,7 @@ class StoredRecord(NamedTuple):
         return record
 
     def of_worker(self, worker_id: str) -> WorkerRecord:
-        """The fence that it is."""
+        """The fence in this record."""
         return WorkerRecord(
             worker_id,
             unpack_incarnation(self.incarnation),
@@ -85,11 +85,11 @@ _FORMS = [
 
 
 class HolderState(NamedTuple):
-    """A worker's active holder as of (incarnation, seq), and `steps` of the next message. `registered`: the holder's own
+    """A worker's active holder as of (incarnation, seq), plus `steps` of the next message. `registered`: the holder's own
     entries name this worker.
 
-    `words`: the holder's digest, `Digest.words` (behind it, what older versions stored of pinned blocks). `marked`: it has
-    marks (said by a scan only).
+    `words`: the holder's digest, `Digest.words` (older versions stored more after it, about pinned blocks). `marked`: it
+    has marks (set only by a scan).
     """
 
     incarnation: bytes
@@ -102,28 +102,28 @@ class HolderState(NamedTuple):
 
     @property
     def moment(self) -> tuple[int, int]:
-        """Changes with the holder's blocks and marks, within an incarnation."""
+        """Changes whenever the holder's blocks or marks change, within an incarnation."""
         return self.seq, self.steps
 
     @property
     def begun_seq(self) -> int:
-        """The seq of the last message of which anything is applied."""
+        """The seq of the last message that is at least partly applied."""
         return self.seq + (self.steps > 0)
 
     @classmethod
     def of(cls, fields: Sequence[Any] | None) -> Self | None:
-        """From a function's answer; None for a worker without an active holder."""
+        """The state in a function's answer; None for a worker without an active holder."""
         return cls(*fields) if fields else None
 
     @property
     def digest(self) -> Sequence[int]:
-        """By tier."""
+        """Digest words by tier."""
         return self.words[:WORDS]
 
 
 class MarksState(NamedTuple):
-    """A worker's active holder as of (incarnation, seq), and `steps` of the next message. `words`: `MarkDigest.words`; False of
-    a holder without marks."""
+    """A worker's active holder as of (incarnation, seq), plus `steps` of the next message. `words`: `MarkDigest.words`;
+    False for a holder without marks."""
 
     incarnation: bytes
     seq: int
@@ -138,7 +138,7 @@ class MarksState(NamedTuple):
 
     @classmethod
     def of(cls, fields: Sequence[Any] | None) -> Self | None:
-        """From a function's answer; None for a worker without an active holder."""
+        """The state in a function's answer; None for a worker without an active holder."""
         return cls(*fields) if fields else None
 
 
@@ -161,8 +161,8 @@ def held_field(holder: bytes, scope_id: bytes, tier: Tier) -> bytes:
 
 
 def unpack_digest(packed: bytes | None) -> list[int]:
-    """`Digest.words` of a holder, without what older versions stored behind it; zeros if nothing is stored, and words that no
-    holder has for bytes that are no digest, as in `functions/_slot.lua`."""
+    """`Digest.words` of a holder, without the words that older versions stored after them. Zeros if nothing is stored. For
+    bytes that are not a digest, words that no holder can have, as in `functions/_slot.lua`."""
     if packed is None:
         return [0] * WORDS
     try:
@@ -174,7 +174,7 @@ def unpack_digest(packed: bytes | None) -> list[int]:
 
 
 class StoredMarks(NamedTuple):
-    """What is stored of a holder with marks. `words`: `MarkDigest.words`."""
+    """The stored value of a holder with marks. `words`: `MarkDigest.words`."""
 
     dropped: int
     words: list[int]
@@ -185,41 +185,43 @@ def unpack_marks(packed: bytes) -> StoredMarks:
 
 
 def unpack_reach(packed: bytes) -> dict[int, int]:
-    """Position by holder's number, of marked holders (see `functions/overlap.lua`)."""
+    """Positions of marked holders, by holder number (see `functions/overlap.lua`)."""
     return {int.from_bytes(number, "big"): position for number, position in iter_unpack(_REACH, packed)}
 
 
 def pack_reach(positions: Mapping[int, int]) -> bytes:
-    """The same, packed."""
+    """The inverse of `unpack_reach`."""
     return b"".join(pack(_REACH, number.to_bytes(3, "big"), position) for number, position in positions.items())
 
 
 def pack_position(position: Position | None) -> str:
-    """Empty for None."""
+    """The stored text of a position; empty for None."""
     return f"{position.creation_us} {position.seq}" if position is not None else ""
 
 
 def unpack_position(stored: bytes | None) -> Position | None:
-    """None too for what is no position: reading starts as in an empty store."""
+    """Parse a stored position. None for anything else: reading then starts as in an empty store."""
     numbers = (stored or b"").split()
     return Position(*map(int, numbers)) if len(numbers) == 2 and all(one.isdigit() for one in numbers) else None
 
 
 def unpack_names(flat: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
-    """The worker of each active holder. Entries that can't be one are left out: the scrub finds that their worker's holder
-    is not registered, and a snapshot gives it another one."""
+    """The worker of each active holder. Drops invalid entries: the scrub finds that their worker's holder is not
+    registered, and a snapshot then gives it another one."""
     names: dict[bytes, str] = {}
     for holder, name in flat:
         try:
             if len(holder) == HOLDER_BYTES:
                 names[holder] = check_worker_id(name.decode())
                 continue
-        except ValueError:  # InvalidValue and UnicodeDecodeError are
+        except ValueError:  # both InvalidValue and UnicodeDecodeError
             pass
-        _log.report("active", f"holder {holder.hex():.32} names worker {name[:64]!r}, which is no worker's id; ignored")
+        _log.report(
+            "active", f"holder {holder.hex():.32} names worker {name[:64]!r}, which is not a worker id; ignored"
+        )
     return names
 
 
 def pairs(flat: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
-    """(field, value) of a flat answer."""
+    """(field, value) pairs of a flat answer."""
     return zip(flat[::2], flat[1::2], strict=True)

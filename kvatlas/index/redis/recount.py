@@ -1,4 +1,4 @@
-"""Counting what some workers hold from the blocks themselves: one pass over every scope of a shard."""
+"""Counts what some workers hold from the blocks themselves, in one pass over every scope of a shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,12 +20,13 @@ from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import HolderState, MarksState, unpack_incarnation
 
 CALL_COST = 350
-"""Of what a call does (`functions/scrub.lua`): three microseconds of the store each, whatever the values are."""
+"""Limit of a call's work (`functions/scrub.lua`): three microseconds of the store per unit, whatever the values are."""
 LOOK_BLOCKS = 300
 LOOK_ROUNDS = 10
 WORKERS_A_PASS = 16
 BLOCKS_A_PASS = 200_000
-"""Kept in this process during a pass (about 100 bytes each), because a scan may return an entry twice."""
+"""Limit of blocks kept in this process during a pass (about 100 bytes each). They are kept because a scan may return an
+entry twice."""
 MAX_TOUCHED_BLOCKS = 20_000
 """A worker whose messages touch more blocks during a pass is not followed."""
 
@@ -33,7 +34,7 @@ _FOUND = "8sBB"
 
 
 class Strays(NamedTuple):
-    """Blocks of a scope, or fields of its marks, that have an entry of an unknown number."""
+    """Blocks of a scope, or fields of its marks, with an entry of an unknown holder number."""
 
     scope_id: bytes
     fields: Sequence[bytes]
@@ -41,20 +42,20 @@ class Strays(NamedTuple):
 
 
 _Touched = dict[tuple[bytes, bool], set[bytes]]
-"""By scope: hashes of blocks (False), fields of marks (True)."""
+"""By (scope, is it about marks?): hashes of blocks (False), fields of marks (True)."""
 
 
 @dataclass(slots=True)
 class WorkerCount:
     """One worker's count, as of `state` (None: no active holder). `went_on`: the worker changed meanwhile, and may be
-    followed; `moved`: it changed in a way that can't be followed, and the count is void."""
+    followed; `moved`: it changed in a way that can't be followed, so the count is void."""
 
     worker_id: str
     state: HolderState | None = None
     stored: HolderState | None = None
-    """Read last: its digests are what the count is compared with."""
+    """The state read last; the count is compared with its digests."""
     malformed: bool = False
-    """An entry's flags are not those of some tiers."""
+    """An entry has flags that are not tiers."""
     moved: bool = False
     went_on: bool = False
     total: Digest = field(default_factory=Digest)
@@ -62,18 +63,18 @@ class WorkerCount:
     found: dict[bytes, dict[bytes, int]] = field(default_factory=dict)
     """By scope: hash -> flags."""
     messages: dict[tuple[int, int], list[tuple[int, bytes, bytes]]] = field(default_factory=dict)
-    """The messages that were noted since the pass began: (code, scope, packed hashes) of each event, by (incarnation, seq)."""
+    """Messages noted since the pass began: (code, scope, packed hashes) of each event, by (incarnation, seq)."""
     touched_blocks: int = 0
-    """How many hashes they have."""
+    """The number of hashes in these messages."""
     found_marks: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
-    """By scope: field -> bits of a head, or nothing of a mark."""
+    """By scope: field -> bits of a head, or empty for a mark."""
     stored_marks: Sequence[int] = ()
-    """Digest of the marks, read last."""
+    """The digest of the marks, read last."""
     marks: MarkDigest = field(default_factory=MarkDigest)
 
     @property
     def wrong(self) -> bool:
-        """Do the blocks differ from the digest?"""
+        """True if the blocks differ from the digest."""
         return self.stored is None or not self.sound or self.total.words != list(self.stored.digest)
 
     @property
@@ -84,7 +85,7 @@ class WorkerCount:
         return self.marks.words == list(self.stored_marks or MarkDigest().words)
 
     def observe(self, state: HolderState | None, *, first: bool) -> None:
-        """Take in the worker's state of this moment."""
+        """Update the count with the worker's current state."""
         if first:
             self.state = state
         before = self.state
@@ -96,11 +97,11 @@ class WorkerCount:
 
     @property
     def scopes(self) -> set[bytes]:
-        """Those in which something was found."""
+        """Scopes in which something was found."""
         return self.by_scope.keys() | {scope_id for scope_id, found in self.found_marks.items() if found}
 
     def observe_marks(self, state: MarksState | None) -> None:
-        """Take in the state of the worker's marks of this moment."""
+        """Update the count with the current state of the worker's marks."""
         before = self.state
         if state is None or before is None or (state.incarnation, state.holder) != (before.incarnation, before.holder):
             self.moved = True
@@ -109,7 +110,7 @@ class WorkerCount:
             self.stored_marks = state.words or ()
 
     def note(self, raw: wire.RawMessage) -> None:
-        """The message is about to be applied."""
+        """Note a message that is about to be applied."""
         events = [event for event in raw[wire.EVENTS] if event[wire.CODE] in HASHES_AT]
         touched = [(event[wire.CODE], event[wire.SCOPE_ID], event[HASHES_AT[event[wire.CODE]]]) for event in events]
         self.messages[raw[wire.INCARNATION], raw[wire.SEQ]] = touched
@@ -118,7 +119,7 @@ class WorkerCount:
             self.moved = True
 
     async def catch_up(self, keys: ShardKeys, functions: IndexFunctions, server: bytes) -> None:
-        """Follow a worker that went on: what its messages touched is read again, until no message came while it was. Every
+        """Follow a worker that went on: read what its messages touched again, until no message arrives meanwhile. Every
         message in between must have been noted, and the store must still be this server."""
         assert self.state is not None
         incarnation, read_seq = unpack_incarnation(self.state.incarnation), self.state.seq
@@ -136,7 +137,7 @@ class WorkerCount:
         self.moved = True
 
     def _noted_after(self, incarnation: int, seq: int) -> tuple[int, _Touched]:
-        """The last of the messages after seq that were noted without a gap, and what these touch."""
+        """The last of the messages after seq that were noted without a gap, and what they touch."""
         touched: _Touched = {}
         while (events := self.messages.get((incarnation, seq + 1))) is not None:
             seq += 1
@@ -155,7 +156,8 @@ class WorkerCount:
         of_marks: bool,
         fields: Sequence[bytes],
     ) -> tuple[int, int]:
-        """Read some blocks or marks again. Returns the worker's moment then; it has `moved` if it can't be followed."""
+        """Read some blocks or marks again. Returns the worker's moment at that time; it has `moved` if it can't be
+        followed."""
         look = self._look_at_marks if of_marks else self._look_at_blocks
         now_on, state = await look(keys, functions, scope_id, fields)
         self.moved = self.moved or now_on != server or state is None
@@ -197,7 +199,7 @@ class WorkerCount:
         return server, state
 
     def add_up(self) -> None:
-        """Make digests of what was found."""
+        """Compute digests of what was found."""
         for scope_id, found in self.found.items():
             by_tier: dict[Tier, list[bytes]] = {}
             for key, flags in found.items():
@@ -216,8 +218,8 @@ class WorkerCount:
 
 
 def _in_parts(touched: _Touched) -> list[tuple[bytes, bool, list[bytes]]]:
-    """(scope, of marks?, fields) of each call that looks at them. The last looks at blocks, at none if none are touched: it
-    reads the worker's digest too."""
+    """(scope, of marks?, fields) for each call that reads them again. The last call reads blocks, even if none are touched,
+    because it also reads the worker's digest."""
     parts: list[tuple[bytes, bool, list[bytes]]] = []
     for (scope_id, of_marks), fields in sorted(touched.items(), key=lambda item: not item[0][1]):
         ordered = sorted(fields)
@@ -228,28 +230,28 @@ def _in_parts(touched: _Touched) -> list[tuple[bytes, bool, list[bytes]]]:
 class Recount:
     """One pass for at most WORKERS_A_PASS workers of one shard: `part` until `ended`, then `finish`; or `complete`.
 
-    A scan returns each entry that is there all the while, some twice, and any of those that come or go. So what a worker's
-    messages touched meanwhile is read again at the end, provided that all of them were noted.
+    A scan returns every entry that exists throughout, some of them twice, and perhaps entries that come or go meanwhile. So
+    entries that a worker's messages touched are read again at the end, provided that all of these messages were noted.
     """
 
     def __init__(self, keys: ShardKeys, worker_ids: Sequence[str], scope_ids: Sequence[bytes]) -> None:
-        """`scope_ids`: every scope known, also those that the workers are not known to use."""
+        """`scope_ids`: every known scope, even if the workers are not known to use it."""
         self._counts = {worker_id: WorkerCount(worker_id) for worker_id in worker_ids}
         self._keys = keys
         self._scope_ids = sorted(scope_ids)
         self._marks_of = list(self._scope_ids)
-        """Scopes whose marks are not read yet; that begins after all blocks."""
+        """Scopes whose marks are not read yet; they follow after all blocks."""
         self._cursor: int | bytes = 0
         self._first = True
         self.server = b""
-        """The server on which it began."""
+        """The server on which the pass began."""
 
     @property
     def ended(self) -> bool:
         return not self._scope_ids and not self._marks_of
 
     def note(self, batches: Sequence[PartitionBatch]) -> None:
-        """These messages are about to be applied."""
+        """Note messages that are about to be applied."""
         for batch in batches:
             for raw in batch.messages:
                 one = self._counts.get(raw[wire.WORKER_ID])
@@ -257,8 +259,8 @@ class Recount:
                     one.note(raw)
 
     async def part(self, functions: IndexFunctions) -> tuple[Strays, int]:
-        """Count a part of one scope. Returns what has an entry of an unknown number there, and what the call cost. If the
-        store failed over, the pass ends: every worker `moved`."""
+        """Count a part of one scope. Returns entries of unknown holder numbers found there, and the cost of the call. If
+        the store failed over, the pass ends: every worker has `moved`."""
         of_marks = not self._scope_ids
         scopes = self._marks_of if of_marks else self._scope_ids
         scope_id, counts = scopes[-1], list(self._counts.values())

@@ -1,4 +1,4 @@
-"""Residencies of one shard's active holders, from blocks that were read."""
+"""Residencies of one shard's active holders, from blocks that were already read."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Self
@@ -14,7 +14,7 @@ from kvatlas.index.redis.shard_reader import ShardReader
 
 
 class ResidencyReader:
-    """The active holders are those of the moment when it was opened. Raises Unreachable."""
+    """The active holders are those at the time of opening. Raises Unreachable."""
 
     def __init__(
         self, reader: ShardReader, pins: Pins, active: dict[bytes, str], marked: set[bytes], pinned: set[bytes]
@@ -28,7 +28,7 @@ class ResidencyReader:
 
     @classmethod
     async def open(cls, reader: ShardReader, pins: Pins, worker_id: str | None = None) -> Self:
-        """For one worker's holder, or all."""
+        """Open for one worker's holder, or for all."""
         active = {holder: name for holder, name in (await reader.active()).items() if worker_id in (None, name)}
         marked = active.keys() & (await reader.dropped()).keys()
         return cls(reader, pins, active, marked, await pins.holders())
@@ -38,7 +38,7 @@ class ResidencyReader:
         for holder in self._active:
             await self._touched_by(holder)
         for scope_id in sorted({scope_id for scopes in self._touched.values() for scope_id in scopes}):
-            if await self._reader.has_blocks(scope_id):  # else it may be forgotten
+            if await self._reader.has_blocks(scope_id):  # otherwise the scope may be forgotten
                 scope = await registry.scope(scope_id)
                 async for blocks in self._reader.block_batches(scope_id):
                     for residency in await self.of_blocks(scope, blocks):
@@ -67,7 +67,7 @@ class ResidencyReader:
 def residencies_of(
     scope: Scope, sequence_hash: int, worker_id: str, flags: int, block_bytes: int, resumable: bool | None
 ) -> list[Residency]:
-    """One for each tier of an entry's flags."""
+    """One residency for each tier in an entry's flags."""
     return [
         Residency(scope, sequence_hash, worker_id, tier, block_bytes, resumable=resumable) for tier in tiers_of(flags)
     ]

@@ -1,8 +1,8 @@
 """The full texts behind scope ids, in the store.
 
-A process that applies messages registers the scopes that they use, at most once a second, and the store records when. A
-scope without blocks in any shard is forgotten in a call that sees that it was not registered for long: one that comes into
-use meanwhile stays.
+A process that applies messages registers the scopes that they use, at most once a second, and the store records the time. A
+scope without blocks in any shard is deleted by a call that checks that it was not registered for long, so a scope that
+comes into use meanwhile stays.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,16 @@ from kvatlas.index.redis.shard_reader import read_hash
 from kvatlas.store.connection import Store
 
 FRESH_S = 1.0
-"""Shorter than the time after which workers are doubted: a wiped store knows the scopes before the first snapshot."""
+"""Shorter than the time after which workers are doubted, so that a wiped store knows the scopes before the first
+snapshot."""
 REMEMBERED_S = 300.0
-"""How long this process remembers what it registered; shorter than the time after which a scope is forgotten."""
+"""How long this process remembers what it registered. Shorter than the time after which a scope is forgotten."""
 REMEMBERED_TEXTS = 65_536
 SCOPES_A_CALL = 200
 
 
 class ScopeRegistry:
-    """One process' view of the registry."""
+    """The registry as one process sees it."""
 
     def __init__(self, store: Store, functions: IndexFunctions) -> None:
         self._store = store
@@ -36,10 +37,11 @@ class ScopeRegistry:
         self._fresh: set[bytes] = set()
         self._fresh_since_s = -FRESH_S
         self._used: dict[bytes, tuple[bytes, float]] = {}
-        """Scopes that this process registered lately: canonical text, and when (s)."""
+        """Scopes that this process registered within REMEMBERED_S: canonical text, and when (s)."""
 
     async def register(self, batches: Sequence[PartitionBatch]) -> None:
-        """Write the full texts of the scopes that these messages use. Raises InvalidValue for a collision of ids."""
+        """Write the full texts of the scopes that these messages use. Raises InvalidValue if two scopes have the same
+        id."""
         now_s = monotonic()
         if now_s >= self._fresh_since_s + FRESH_S:
             self._fresh.clear()
@@ -59,12 +61,12 @@ class ScopeRegistry:
             fresh.update(new)
 
     async def register_again(self) -> None:
-        """Write all that this process registered lately once more: the store may have lost it."""
+        """Write everything that this process registered recently once more, because the store may have lost it."""
         await self._write({scope_id: canonical for scope_id, (canonical, _) in self._used.items()})
 
     @property
     def lately(self) -> int:
-        """How many scopes this process registered lately: the registry has no fewer."""
+        """How many scopes this process registered recently; the registry has at least as many."""
         return len(self._used)
 
     async def _write(self, texts: dict[bytes, bytes]) -> None:
@@ -101,8 +103,8 @@ class ScopeRegistry:
     # ------------------------------------------------------------ forgetting
 
     async def forget(self, shards: Sequence[ShardKeys], idle_s: float) -> int:
-        """Forget scopes that were not registered for `idle_s`, which is far longer than a call takes, and have no block in
-        any shard. Returns how many. They are also taken out of the holders' lists of the scopes that they used."""
+        """Forget scopes that have no block in any shard and were not registered for `idle_s`, which must be far longer than
+        a call takes. Returns how many. They are also removed from the holders' lists of used scopes."""
         idle_ms = int(idle_s * 1000)
         idle = list(await self._functions.call("kvatlas_scopes_idle", [SCOPE_USES], [idle_ms, SCOPES_A_CALL]))
         if not idle:
@@ -120,7 +122,7 @@ class ScopeRegistry:
         return int(await self._functions.call("kvatlas_scopes_forget", [SCOPES, SCOPE_USES], [idle_ms, *unheld]))
 
     async def _untouch(self, k: ShardKeys, scope_ids: Sequence[bytes]) -> None:
-        """Take scopes out of the lists of every holder that used them, one holder a call: a list may be long."""
+        """Remove scopes from the lists of every holder that used them, one holder per call because a list may be long."""
         gone = set(scope_ids)
         for holder in await read_hash(self._store, k.holders) if gone else ():
             packed = await self._store.ask(self._store.client.hget(k.touched, holder)) or b""

@@ -1,4 +1,4 @@
-"""Comparing what holders have with their digests: finds damage that no message did."""
+"""Compares what holders have with their digests, to find damage that no message caused."""
 
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -10,15 +10,15 @@ from kvatlas.index.redis.recount import BLOCKS_A_PASS, WORKERS_A_PASS, Recount, 
 
 TRIES = 3
 SCOPE_COST = 10
-"""Of a call for a scope with few blocks."""
+"""Cost of a call for a scope with few blocks."""
 STRAYS_A_CALL = 16
 
 
 class Scrub:
-    """The progress of one shard's scrub: some workers at a time, scope by scope, a part of a scope a call.
+    """The progress of one shard's scrub: some workers at a time, scope by scope, a part of a scope per call.
 
-    A worker that changes while it is counted is followed if all its messages were noted here; one that can't be followed is
-    counted again, alone and without pauses, TRIES times in all.
+    A worker that changes while it is counted is followed if all its messages were noted here. If it can't be followed it is
+    counted again, alone and without pauses, up to TRIES times in all.
     """
 
     def __init__(self, keys: ShardKeys, side_index: bool) -> None:
@@ -30,7 +30,7 @@ class Scrub:
         self._tries = 0
 
     def note(self, batches: Sequence[PartitionBatch]) -> None:
-        """These messages are about to be applied."""
+        """Note messages that are about to be applied."""
         if self._pass is not None:
             self._pass.note(batches)
 
@@ -41,8 +41,8 @@ class Scrub:
         list_scopes: Callable[[], Awaitable[Sequence[bytes]]],
         budget_entries: int,
     ) -> ScrubResult:
-        """Scan about `budget_entries` more entries. `list_workers`: those with an active holder, and its number of blocks by
-        the digest; `list_scopes`: every scope known."""
+        """Scan about `budget_entries` more entries. `list_workers`: workers with an active holder, each with its number of
+        blocks by the digest; `list_scopes`: every known scope."""
         if self._pass is None and not self._queue:
             self._queue = [(worker_id, 0, blocks) for worker_id, blocks in await list_workers()]
         checked = strays = given_up = 0
@@ -60,7 +60,7 @@ class Scrub:
             self._pass = None
             for one in counts:
                 if one.state is None:
-                    continue  # it has no active holder any more
+                    continue  # it no longer has an active holder
                 if one.moved or (one.wrong and not await self._doubt(functions, one, server)):
                     if self._tries + 1 < TRIES:
                         self._queue.append((one.worker_id, self._tries + 1, BLOCKS_A_PASS))
@@ -73,7 +73,7 @@ class Scrub:
         return ScrubResult(checked, damaged, strays, given_up, True)
 
     def _next_pass(self, scope_ids: Sequence[bytes]) -> Recount:
-        """For the workers at the queue's head: as many as fit; one that moved before, alone."""
+        """A pass for the workers at the queue's head: as many as fit; a worker that moved before is counted alone."""
         workers: list[str] = []
         room = BLOCKS_A_PASS
         self._tries = self._queue[0][1]
@@ -99,8 +99,8 @@ class Scrub:
         return sum([int(await functions.call(function, keys, part)) for part in parts])
 
     async def _doubt(self, functions: IndexFunctions, one: WorkerCount, server: bytes) -> bool:
-        """Mark the worker `bad`; False if it began another incarnation or was cleared meanwhile, or this is another
-        server than was counted on."""
+        """Mark the worker `bad`. False if it began another incarnation or was cleared meanwhile, or if this is not the
+        server on which we counted."""
         assert one.state is not None
         args = [one.worker_id, one.state.incarnation, one.state.holder, server, *one.scopes]
         return bool(await functions.call("kvatlas_doubt", [self._keys.workers, self._keys.touched], args))

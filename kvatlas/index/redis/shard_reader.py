@@ -1,4 +1,4 @@
-"""Reading what the store keeps of one shard, without functions."""
+"""Reads a shard's data from the store without functions."""
 
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -24,13 +24,13 @@ from kvatlas.store.connection import Store
 
 SCAN_COUNT = 500
 BLOCKS_A_CALL = 500
-"""Their values may be as long as there are workers."""
+"""Small, because a value has an entry for each worker that holds the block."""
 
 _log = RateLimitedLog(logging.getLogger("kvatlas.index"))
 
 
 class ActiveHolder(NamedTuple):
-    """A holder that answers: its blocks by tier, and the scopes that it used, as `unpack_touched` has them."""
+    """A holder that answers: its blocks by tier, and the scopes that it used, in the form of `unpack_touched`."""
 
     number: bytes
     by_tier: Sequence[int]
@@ -41,9 +41,10 @@ class ActiveHolder(NamedTuple):
         return sum(self.by_tier)
 
     def spread(self, counted: Mapping[tuple[bytes, Tier], int]) -> dict[tuple[bytes, Tier], int]:
-        """Its blocks by scope and tier, which add up to `by_tier`.
+        """Its blocks by scope and tier, adding up to `by_tier`.
 
-        The counts do, but for what older versions stored: these blocks are in the scope with the largest blocks.
+        The stored counts add up, except for blocks stored by older versions. Those are attributed to the scope with the
+        largest blocks.
         """
         largest = max(self.touched, key=lambda scope_id: self.touched[scope_id][1], default=b"")
         spread: dict[tuple[bytes, Tier], int] = {}
@@ -59,7 +60,7 @@ class ActiveHolder(NamedTuple):
 
 
 class ShardReader:
-    """Every call but `blocks` raises Unreachable. Holders are 3-byte numbers."""
+    """Every call except `blocks` raises Unreachable. Holders are 3-byte numbers."""
 
     def __init__(self, store: Store, keys: ShardKeys) -> None:
         self._store = store
@@ -74,8 +75,8 @@ class ShardReader:
         return None
 
     async def records(self, *, repair: bool = False) -> dict[str, StoredRecord]:
-        """Of all workers, by id, but those that can't be read. With `repair` these are deleted: their workers are unknown then,
-        and asked for a snapshot."""
+        """The records of all workers, by id, except unreadable ones. With `repair` those are deleted: their workers then
+        are unknown, and are asked for a snapshot."""
         found = await read_hash(self._store, self.keys.workers)
         records: dict[str, StoredRecord] = {}
         for worker_id, packed in found.items():
@@ -97,7 +98,7 @@ class ShardReader:
         return unpack_digest(await self._store.ask(self._store.client.hget(self.keys.digests, holder)))
 
     async def digests(self, holders: Sequence[bytes]) -> list[list[int]]:
-        """In the order of `holders`, of which there is at least one."""
+        """The digests, in the order of `holders`, which must not be empty."""
         digests: list[list[int]] = []
         for first in range(0, len(holders), SCAN_COUNT):
             some = holders[first : first + SCAN_COUNT]
@@ -105,12 +106,12 @@ class ShardReader:
         return digests
 
     async def mark_digest(self, holder: bytes) -> list[int]:
-        """`MarkDigest.words` of a holder with marks; none of another."""
+        """`MarkDigest.words` of a holder with marks; empty for any other."""
         packed = await self._store.ask(self._store.client.hget(self.keys.marked, holder))
         return unpack_marks(packed).words if packed is not None else []
 
     async def dropped(self) -> dict[bytes, int]:
-        """Of each holder with marks, how many blocks a position lies before its mark."""
+        """For each holder with marks, how many blocks a position lies before its mark."""
         found = await read_hash(self._store, self.keys.marked)
         return {holder: unpack_marks(packed).dropped for holder, packed in found.items()}
 
@@ -129,7 +130,7 @@ class ShardReader:
         return unpack_touched(await self._store.ask(self._store.client.hget(self.keys.touched, holder)))
 
     async def all_touched(self) -> dict[bytes, dict[bytes, tuple[int, int]]]:
-        """See `unpack_touched`; of every holder."""
+        """The scopes of every holder; see `unpack_touched`."""
         found = await read_hash(self._store, self.keys.touched)
         return {holder: unpack_touched(packed) for holder, packed in found.items()}
 
@@ -138,7 +139,8 @@ class ShardReader:
         return int(await self._store.ask(self._store.client.hlen(key)))
 
     async def scan(self, key: str) -> AsyncIterator[dict[bytes, bytes]]:
-        """Some fields a call, until all that are there all the while have come; a field may come twice. Raises Unreachable."""
+        """Yield some fields per call, until all that exist throughout were returned; a field may come twice. Raises
+        Unreachable."""
         cursor = -1
         while cursor:
             cursor, some = await self._store.ask(self._store.client.hscan(key, max(cursor, 0), count=BLOCKS_A_CALL))
@@ -150,7 +152,7 @@ class ShardReader:
             yield ActiveHolder(holder, digest[0::3], await self.touched(holder))
 
     async def held(self, holder: ActiveHolder) -> dict[tuple[bytes, Tier], int]:
-        """The holder's blocks by scope and tier, those of no block left out."""
+        """The holder's blocks by scope and tier, without zero counts."""
         places = [(scope_id, tier) for scope_id in holder.touched for tier in Tier if holder.by_tier[tier]]
         if len(holder.touched) == 1:
             return {place: holder.by_tier[place[1]] for place in places}
@@ -171,7 +173,7 @@ class ShardReader:
         return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
 
     async def values(self, scope_id: bytes, hashes: Sequence[bytes]) -> list[bytes | None]:
-        """Holders values, in the order of `hashes`, of which there is at least one."""
+        """Holders values, in the order of `hashes`, which must not be empty."""
         return list(await self._store.ask(self._store.client.hmget(self.keys.blocks(scope_id), hashes)))
 
     async def has_blocks(self, scope_id: bytes) -> bool:
@@ -186,7 +188,7 @@ class ShardReader:
                 yield key, value
 
     async def block_batches(self, scope_id: bytes) -> AsyncIterator[list[tuple[bytes, bytes]]]:
-        """The same, at most BLOCKS_A_CALL at a time."""
+        """The blocks of `blocks`, at most BLOCKS_A_CALL at a time."""
         batch: list[tuple[bytes, bytes]] = []
         async for block in self.blocks(scope_id):
             batch.append(block)
@@ -198,7 +200,8 @@ class ShardReader:
 
 
 async def read_hash(store: Store, key: str) -> dict[bytes, bytes]:
-    """A HASH of any size, some fields a call: no call takes long. What is there all the while is in it. Raises Unreachable."""
+    """A HASH of any size, some fields per call, so that no call takes long. It has every field that exists throughout.
+    Raises Unreachable."""
     found: dict[bytes, bytes] = {}
     cursor = -1
     while cursor:

@@ -1,4 +1,4 @@
-"""Giving back the memory of retired holders, a part of some scopes at a time."""
+"""Frees the memory of retired holders, a part of some scopes at a time."""
 
 from itertools import chain
 from typing import Any
@@ -9,23 +9,23 @@ from kvatlas.index.redis.records import unpack_touched
 
 HOLDERS_A_ROUND = 32
 CALL_COST = 600
-"""Of what a call does (`functions/sweep.lua`): two microseconds of the store each, whatever the values are."""
+"""Limit of a call's work (`functions/sweep.lua`): two microseconds of the store per unit, whatever the values are."""
 SCOPES_A_CALL = 100
 
 
 class Sweep:
-    """The progress of one shard's sweep. Losing it costs work, nothing else: a number is freed only in a call that sees that
-    this is still the server on which the whole sweep of it ran, and that the number is the one that was swept."""
+    """The progress of one shard's sweep. Losing it only costs work: a number is freed only in a call that checks that the
+    whole sweep ran on this server and that the number still belongs to the holder that was swept."""
 
     def __init__(self, keys: ShardKeys, side_index: bool) -> None:
         self._keys = keys
         self._side_index = side_index
         self._holders: dict[bytes, bytes] = {}
-        """By number, its entry in the holders' hash as it was before the sweep."""
+        """By number, the entry in the holders' hash as it was before the sweep."""
         self._scopes: list[bytes] = []
         """Scopes whose blocks are still to be swept."""
         self._marks_of: list[bytes] = []
-        """Scopes whose marks are, after all blocks."""
+        """Scopes whose marks are still to be swept, after all blocks."""
         self._cursor: int | bytes = 0
         self._server = b""
 
@@ -44,7 +44,7 @@ class Sweep:
                 return left
 
     async def _begin(self, client: Any) -> bool:
-        """Choose some retired holders; False if there are none."""
+        """Choose some retired holders; False if none are left."""
         k = self._keys
         numbers = list(await client.srandmember(k.retired, HOLDERS_A_ROUND))
         entries = await client.hmget(k.holders, numbers) if numbers else []
@@ -60,7 +60,7 @@ class Sweep:
         return bool(numbers)
 
     async def _continue(self, functions: IndexFunctions) -> int:
-        """One call. Returns its cost."""
+        """Make one call. Returns its cost."""
         k = self._keys
         of_marks = not self._scopes and bool(self._marks_of)
         scopes = self._marks_of if of_marks else self._scopes
@@ -82,7 +82,7 @@ class Sweep:
         return int(cost)
 
     async def _release(self, functions: IndexFunctions) -> int:
-        """Free what was swept. Returns how many retired holders are left."""
+        """Free the swept holders. Returns how many retired holders are left."""
         k = self._keys
         args = [self._server, *chain.from_iterable(self._holders.items())]
         keys = [

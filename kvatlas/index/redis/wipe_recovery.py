@@ -1,4 +1,4 @@
-"""A store that was wiped gets the layout and the scopes again."""
+"""Restores the layout and the scopes of a store that was wiped."""
 
 from time import monotonic
 
@@ -9,7 +9,7 @@ from kvatlas.store.connection import Store
 
 
 class WipeRecovery:
-    """Writes again what this writer wrote lately. Raises Unreachable, also if the store has no memory for it."""
+    """Writes again what this writer wrote recently. Raises Unreachable, also if the store has no memory for it."""
 
     def __init__(self, store: Store, registry: ScopeRegistry, layout: Layout) -> None:
         self._store = store
@@ -17,24 +17,24 @@ class WipeRecovery:
         self._layout = layout
         self._layout_id: bytes | None = None
         self._answers: int | None = None
-        """The number of the layout that answered when that was last read."""
+        """Number of the layout that answered at the last read."""
         self._checked_s = -FRESH_S
 
     @property
     def answering(self) -> bool:
-        """Was this the layout that answers, at the last check?"""
+        """True if this was the layout that answers, at the last check."""
         return self._answers == self._layout.number
 
     async def check(self) -> None:
-        """`recover`, once a second at most."""
+        """`recover`, at most once a second."""
         now_s = monotonic()
         if now_s >= self._checked_s + FRESH_S:
             await self.recover()
             self._checked_s = now_s
 
     async def recover(self) -> None:
-        """Write the layout if it is gone. Write the scopes if they are, or if the layout is another one: a second writer
-        may have restored only that."""
+        """Write the layout if it is gone. Write the scopes if they are gone, or if the layout was created again: a second
+        writer may have restored only the layout."""
         with layout_errors(self._store):
             found, number = await layout_id(self._store, self._layout.number), self._layout.number
             if found is None:

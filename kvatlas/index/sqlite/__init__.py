@@ -1,1 +1,1 @@
-"""The residency index in one process and a file: answers from memory, and restarts with what it held."""
+"""The residency index in one process and a file: it answers from memory, and restarts with its last content."""

@@ -1,4 +1,4 @@
-"""Dictionaries that remember which keys changed, so that only these are written to the file, and where their rows are."""
+"""Dictionaries that track which keys changed, so that only these are written to the file, and where their rows are."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class TrackedDict(dict[K, V]):
-    """Notes every key that is set or deleted in `changed`, in order. What is loaded by `update` is not noted."""
+    """Records every key that is set or deleted in `changed`, in order. Keys loaded by `update` are not recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +59,7 @@ class _Values(dict[bytes, bytes]):
 
 
 class ValuesByScope(dict[bytes, dict[bytes, bytes]]):
-    """Values by scope and key, as the memory index has them; `changed` has (scope id, key) of those set or
-    deleted, in order."""
+    """Values by scope and key, as in the memory index; `changed` has (scope id, key) of those set or deleted, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,27 +73,27 @@ class ValuesByScope(dict[bytes, dict[bytes, bytes]]):
         return found
 
     def load(self, scope_id: bytes, key: bytes, value: bytes) -> None:
-        """Set a value that the file has already."""
+        """Set a value that is already in the file."""
         dict.__setitem__(self.setdefault(scope_id, {}), key, value)
 
 
 class RowIds:
-    """The number of each value's row. New ones get the next numbers: what is stored together is together in the file, however
-    far its hashes are apart, so that a change of a chain writes few pages."""
+    """The row number of each value. New values get the next numbers, so values stored together are together in the file,
+    whatever their hashes, and a change of a chain writes few pages."""
 
     def __init__(self) -> None:
         self._ids: dict[bytes, dict[bytes, int]] = {}
         self._last = 0
         self.gone: list[tuple[bytes, bytes]] = []
-        """Keys of the rows that are being deleted; they are described again if that fails."""
+        """Keys of rows that are being deleted; if that fails, they are described again."""
 
     def load(self, id: int, scope_id: bytes, key: bytes) -> None:
-        """A row that the file has."""
+        """Record a row that the file has."""
         self._ids.setdefault(scope_id, {})[key] = id
         self._last = max(self._last, id)
 
     def of_value(self, scope_id: bytes, key: bytes) -> int:
-        """Of a row that is going to be written."""
+        """The number of a row that is about to be written."""
         ids = self._ids.setdefault(scope_id, {})
         if key not in ids:
             self._last += 1
@@ -102,14 +101,14 @@ class RowIds:
         return ids[key]
 
     def of_gone(self, scope_id: bytes, key: bytes) -> int | None:
-        """Of a row that is going to be deleted; None without one. It is kept until `forget_gone`."""
+        """The number of a row that is about to be deleted; None without a row. It is kept until `forget_gone`."""
         id = self._ids.get(scope_id, {}).get(key)
         if id is not None:
             self.gone.append((scope_id, key))
         return id
 
     def forget_gone(self) -> None:
-        """The rows are deleted."""
+        """Drop the numbers of rows that are deleted now."""
         for scope_id, key in self.gone:
             self._ids[scope_id].pop(key, None)
         self.gone.clear()
@@ -117,7 +116,7 @@ class RowIds:
 
 @contextmanager
 def keep_on_error(changed: Sequence[dict[Any, None]]) -> Iterator[None]:
-    """If the block raises, these have again what they had before it, besides what they have by then."""
+    """If the block raises, restore these records of changes to what they had before it, plus what they have by then."""
     before = [dict(one) for one in changed]
     try:
         yield

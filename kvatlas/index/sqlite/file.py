@@ -1,7 +1,8 @@
 """The file of a SqliteIndex: its tables, and the rows that one transaction writes.
 
-The write-ahead log makes each transaction whole or absent, whatever ends the process. It is synced to the disk at checkpoints
-only, so a machine that loses power may lose the last transactions; positions go back with them, as in a store that did.
+The write-ahead log makes each transaction whole or absent, however the process ends. It is synced to disk only at
+checkpoints, so a machine that loses power may lose the last transactions. Positions go back with them, as in a store that
+lost writes.
 """
 
 import sqlite3
@@ -18,7 +19,7 @@ from kvatlas.index.protocol import DEFAULT_PARTITIONS, DEFAULT_SHARDS
 
 APPLICATION_ID = 0x6B766174
 VERSION = 2
-"""2 keeps pinned blocks in a table of their own."""
+"""Version 2 keeps pinned blocks in a separate table."""
 
 _TABLES = {
     "layout": ("id INTEGER", "partitions INTEGER, shards INTEGER"),
@@ -32,12 +33,12 @@ _TABLES = {
     "positions": ("shard INTEGER, partition INTEGER", "creation_us INTEGER, seq INTEGER"),
     "numbers": ("shard INTEGER", "last INTEGER"),
 }
-"""Columns that identify a row, and those besides. The values of holders, marks and heads are the memory index's."""
+"""Columns that identify a row, then the other columns. Values of holders, marks and heads are the memory index's."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Statements:
-    """What is said about one table."""
+    """The SQL statements for one table."""
 
     create: str
     select: str
@@ -52,7 +53,7 @@ class _Statements:
         marks = ", ".join("?" * len(f"{keys}, {others}".split(", ")))
         return cls(
             f"CREATE TABLE {table} ({keys}, {others}, PRIMARY KEY ({', '.join(names)})) WITHOUT ROWID",
-            f"SELECT * FROM {table}",  # noqa: S608  # the names are those above
+            f"SELECT * FROM {table}",  # noqa: S608  # # noqa: S608  # the names are those above
             f"SELECT * FROM {table} WHERE shard = ?",  # noqa: S608
             f"INSERT OR REPLACE INTO {table} VALUES ({marks})",  # noqa: S608
             f"DELETE FROM {table} WHERE {' AND '.join(f'{name} = ?' for name in names)}",  # noqa: S608
@@ -64,7 +65,7 @@ _SAY = {table: _Statements.of(table, keys, others) for table, (keys, others) in 
 
 Row = tuple[Any, ...]
 T = TypeVar("T")
-_REPLACE = "delete it: publishers' snapshots fill a new one"
+_REPLACE = "delete it; publishers' snapshots fill a new one"
 
 
 @dataclass(slots=True)
@@ -89,8 +90,7 @@ class IndexFile:
     """One process at a time has it open. Calls may come from any thread, one after the other."""
 
     def __init__(self, path: Path, partitions: int | None, shards: int | None) -> None:
-        """Opens the file, or makes it. Raises UnsuitableStore (no file of ours, damaged, or open elsewhere) and
-        LayoutMismatch."""
+        """Open or create the file. Raises UnsuitableStore (not our file, damaged, or open elsewhere) and LayoutMismatch."""
         self.path = path
         with self._opening():
             self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
@@ -102,25 +102,25 @@ class IndexFile:
                 raise
 
     def rows(self, table: str) -> Iterator[Row]:
-        """Every row, with the fields in the order of the table's. Raises UnsuitableStore for a damaged file."""
+        """Every row, with the fields in the table's order. Raises UnsuitableStore for a damaged file."""
         with self._opening():
             yield from self._connection.execute(_SAY[table].select)
 
     def shard_rows(self, table: str, shard: int) -> Iterator[Row]:
-        """The same of one shard, without its number."""
+        """The rows of one shard, without the shard number."""
         with self._opening():
             for row in self._connection.execute(_SAY[table].select_shard, (shard,)):
                 yield row[1:]
 
     def read(self, what: str, unpack: Callable[..., T], *fields: Any) -> T:
-        """What `unpack` makes of a row's fields. Raises UnsuitableStore if they can't be read."""
+        """Unpack a row's fields. Raises UnsuitableStore if they can't be read."""
         try:
             return unpack(*fields)
         except (*DATA_ERRORS, KvatlasError, msgpack.UnpackException) as error:
             raise UnsuitableStore(f"index file {self.path}: a {what} can't be read ({error}); {_REPLACE}") from error
 
     def write(self, changes: Changes) -> None:
-        """All of it in one transaction. Raises Unreachable; nothing is written then."""
+        """Write all changes in one transaction. Raises Unreachable if nothing was written."""
         try:
             with self._transaction():
                 for table, rows in changes.set.items():
@@ -161,7 +161,7 @@ class IndexFile:
             if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
                 line = "another process has it open; stop that one, or choose another file"
             elif error.sqlite_errorcode in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-                line = f"it is no index file, or damaged ({error}); {_REPLACE}"
+                line = f"it is not an index file, or damaged ({error}); {_REPLACE}"
             else:
                 line = f"it can't be opened ({error})"
             raise UnsuitableStore(f"index file {self.path}: {line}") from error

@@ -23,7 +23,7 @@ from kvatlas.index.sqlite.shard import SqliteShard
 async def open_sqlite_index(
     path: Path | str, *, partitions: int | None = None, shards: int | None = None
 ) -> AsyncIterator["SqliteIndex"]:
-    """`async with open_sqlite_index(path) as index`: what the file holds, or an empty index.
+    """`async with open_sqlite_index(path) as index`: the file's content, or an empty index.
 
     Partitions and shards are the file's, or 64 and 1. Raises UnsuitableStore for a file that is not ours, is damaged, or is
     open in another process, and LayoutMismatch for another version or other partitions and shards.
@@ -39,15 +39,16 @@ async def open_sqlite_index(
 class SqliteIndex(MemoryIndex):
     """A ResidencyIndex that answers from memory and writes every change to a file; see the protocol for its promises.
 
-    A call that changes something returns when the file has it. Calls that wait for the file share transactions. Raises
-    Unreachable if the file can't be written: the change answers from memory then, and is written with the next one.
+    A call that changes something returns once the file has the change. Calls that wait for the file share transactions.
+    Raises Unreachable if the file can't be written. The change then already answers from memory, and is written with the
+    next one.
     """
 
     name = "sqlite"
     persistent = True
 
     def __init__(self, file: IndexFile) -> None:
-        """Reads the whole file; `open_sqlite_index` does it in a thread. Raises UnsuitableStore."""
+        """Reads the whole file, so `open_sqlite_index` calls it in a thread. Raises UnsuitableStore."""
         super().__init__(file.partitions, file.shards)
         self._file = file
         self._writing = anyio.Lock()
@@ -120,7 +121,7 @@ class SqliteIndex(MemoryIndex):
         await self._write_changes(self._tracked_shards)
 
     async def _write_changes(self, shards: Sequence[SqliteShard]) -> None:
-        """Write what changed until now; nothing if an earlier transaction took it along."""
+        """Write everything that changed; nothing is left if an earlier transaction included it."""
         async with self._writing:
             tracked = [self._tracked_scopes.changed, *(one for shard in shards for one in shard.changed)]
             with keep_on_error(tracked):

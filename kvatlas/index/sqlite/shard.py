@@ -1,4 +1,4 @@
-"""One shard of a SqliteIndex: the memory index's, with the rows of what changed in it."""
+"""One shard of a SqliteIndex: the memory index's shard, which describes its changes as rows."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ LOADING, ACTIVE, RETIRED = "l", "a", "r"
 
 
 class SqliteShard(MemoryShard):
-    """`changed_workers`: those whose records, or whose holders' digests, changed."""
+    """`changed_workers`: workers whose records, or whose holders' digests, changed."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class SqliteShard(MemoryShard):
 
     @property
     def changed(self) -> list[dict[Any, None]]:
-        """What changed since these were emptied."""
+        """The records of changes since they were last emptied."""
         values = (self._blocks, self._parents, self._marks, self._heads)
         numbers = (self._holders, self._active, self._retired, self._positions, self._pins)
         return [*(one.changed for one in values), *(one.changed for one in numbers), self.changed_workers]
@@ -46,7 +46,7 @@ class SqliteShard(MemoryShard):
     # ------------------------------------------------------------ to the file
 
     def describe(self, changes: Changes) -> None:
-        """Add the rows of all that changed."""
+        """Add the rows of everything that changed."""
         for name, table, changed in (
             ("blocks", self._blocks, self._blocks.changed | self._parents.changed),
             ("marks", self._marks, self._marks.changed),
@@ -82,7 +82,7 @@ class SqliteShard(MemoryShard):
             changes.put("numbers", (self.number,), (self.table.last_number,))
 
     def confirm(self) -> None:
-        """What was described last is written."""
+        """The rows that were described last are written now."""
         for ids in self._row_ids.values():
             ids.forget_gone()
 
@@ -106,7 +106,7 @@ class SqliteShard(MemoryShard):
     # ------------------------------------------------------------ from the file
 
     def load(self, file: IndexFile) -> None:
-        """Take in the file's rows of this shard. Raises UnsuitableStore for one that can't be read."""
+        """Load the file's rows of this shard. Raises UnsuitableStore for an unreadable row."""
         for id, scope_id, key, value, parent in file.shard_rows("blocks", self.number):
             self._row_ids["blocks"].load(id, scope_id, key)
             self._blocks.load(scope_id, key, value)

@@ -1,11 +1,11 @@
--- The choice among all offers, to named workers and to look-alikes.
+-- The choice among all offers to named workers and to look-alikes.
 
 -- Returns
 -- - the answer, an array: number of the cheapest offer (with a pair layout: of the one that computes the answer), number of the
 --   offer that computes the prompt alone (0: none), now, the mean load (empty: no load is unknown), tokens in flight,
 --   { { worker with a prediction, its tokens, us at which they are ready }... }, each offer's packed worker, { worker, number
 --   of its row of look-alikes, packed worker... } of the look-alikes that were read; their numbers follow the offers'. From
---   this the client works out, if needed, how each offer was evaluated.
+--   this the client can compute how each offer was evaluated.
 -- - the state that a booking needs: `rows`, `at`, `workers` and `backlog_us` by number of the offer, and if it uses
 --   a prediction `used` (its tokens) and `wait_us` (us to wait for them); `matches` by number of the chain
 -- Returns nil if there are too few look-alikes.

@@ -1,4 +1,4 @@
--- Evaluating offers: which of the offered workers is cheapest now. The Python twin of this file, which looks at every
+-- Evaluates offers: finds the cheapest of the offered workers now. The Python twin of this file, which looks at every
 -- look-alike, is `kvatlas/reservations/evaluation.py`.
 --
 -- ask, cmsgpack: { factor for computing again, { { tokens of a step, packed step hashes }... }, kinds, offers, limits (0: check
@@ -50,13 +50,13 @@ local function unpack_ask(packed)
   }
 end
 
--- Returns what holding so many tokens saves on workers of the kind whose row begins after `k`.
+-- Returns how much holding this many tokens saves on workers of the kind whose row begins after `k`.
 local function worth(kinds, k, tokens)
   local us = kinds[k + TOKEN_US] * tokens + kinds[k + SQUARE_US] * tokens * tokens
   return tokens > 0 and us - kinds[k + HIT_US] or us
 end
 
--- Returns what a request with so much left to compute costs by delaying the running ones of a worker.
+-- Returns the cost of a request with this much left to compute for the running requests of a worker, which it delays.
 local function interference(kinds, k, work_us, running)
   return kinds[k + INTERFERENCE] * math.max(0, work_us) * running
 end
@@ -126,7 +126,7 @@ local function check_limits(limits, slots, kv_tokens, decode_us, ttft_us, load_u
     if slots > 0 and running >= slots then
       level = 2
     end
-    -- what is already waiting to be computed there will need its KV first
+    -- requests that already wait there will need their KV first
     if kv_tokens > 0 and reported_kv + queued + (limits.input_tokens - cached) > kv_tokens then
       level = 2
     end

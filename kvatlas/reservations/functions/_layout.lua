@@ -1,8 +1,8 @@
--- What the store keeps about a pool. Every function takes the same KEYS, which are all in one slot (kva:{pool:<id>}:*);
+-- The store's data about a pool. Every function takes the same KEYS, which are all in one slot (kva:{pool:<id>}:*);
 -- kvatlas/reservations/redis_calls.py names them in the same order.
 --
 --   1 workers       HASH  worker id -> FleetRecord, as the indexer wrote it
---   2 load          HASH  worker id -> packed worker (below): what it reported, and what has been booked on it since
+--   2 load          HASH  worker id -> packed worker (below): its report, and what has been booked on it since
 --   3 reservations  HASH  id (16 bytes) -> cmsgpack reservation (below)
 --   4 booked        ZSET  <worker> \0 <booked us, 16 digits> <id>, by bytes: a worker's reservations in order
 --   5 owned         ZSET  <owner> \0 <id>, by bytes: the reservations made under a lease
@@ -72,7 +72,7 @@ local function damaged(what)
   error({ err = 'DAMAGED ' .. what })
 end
 
--- Is this a number, neither infinite nor NaN?
+-- Returns true for a number that is neither infinite nor NaN.
 local function is_finite(value)
   return type(value) == 'number' and value - value == 0
 end

@@ -1,4 +1,4 @@
--- The cheapest of many look-alikes, without looking at all of them: the threshold algorithm (R. Fagin, A. Lotem, M. Naor:
+-- Finds the cheapest of many look-alikes without looking at all of them: the threshold algorithm (R. Fagin, A. Lotem, M. Naor:
 -- Optimal aggregation algorithms for middleware, 2001) over the orders of _orders.lua.
 --
 -- A look-alike costs what the offer to its group costs without load, plus its load times the kind's prices. Look-alikes are
@@ -8,7 +8,7 @@
 -- weighed one by one.
 
 local FIRST_READ, MOST_READ = 4, 512
-local ROUNDING_US = 1 -- equal sums may differ in cost by so much
+local ROUNDING_US = 1 -- equal sums may differ in cost by this much
 local MOST_RETURNED = 32
 local MOST_WEIGHED = 2048 -- of one ask
 

@@ -1,4 +1,4 @@
--- Choosing a pair: which worker computes the prompt and which the answer. The Python twin is
+-- Chooses a pair: one worker computes the prompt, another the answer. The Python twin is
 -- `kvatlas/reservations/pair_choice.py`.
 --
 -- pair_layout: { number of offers that compute only prompts, number of offers after them that compute only answers (all others

@@ -1,4 +1,4 @@
--- Changing the records of a pool together, and ending them.
+-- Changes the records of a pool consistently, and ends them.
 
 -- Returns a member of `booked` or `predicted`.
 local function place(worker, us, id)
@@ -28,7 +28,7 @@ local function count(record, reservation, sign)
   end
 end
 
--- Lets a pool without workers expire: nothing else would ever remove what routers still write there.
+-- Lets a pool without workers expire, because nothing else would ever remove routers' later writes.
 local function expire_without_workers(keys)
   if redis.call('EXISTS', keys[WORKERS]) == 0 then
     for i = 2, #keys do
@@ -38,15 +38,15 @@ local function expire_without_workers(keys)
 end
 
 -- Forgets everything that was booked and reported. Needed when the store's clock went back (it is another server's, or was
--- set): what is there would count as fresh until the clock is where it was.
+-- set): old data would count as fresh until the clock is back where it was.
 local function reset(keys)
   for i = LOAD, ORDER_MIX do
     redis.call('UNLINK', keys[i])
   end
 end
 
--- Drops what is damaged and what may depend on it: keys of other types, and everything that was booked and reported, which
--- workers and routers will report and book again. The next report returns that this happened.
+-- Drops damaged data and everything that may depend on it: keys of other types, and everything that was booked and
+-- reported, which workers and routers will report and book again. The next report returns that this happened.
 local function repair(keys, damage)
   redis.log(redis.LOG_WARNING, keys[1] .. ': ' .. damage .. ' is damaged; what belongs to it is dropped')
   if #keys == 1 then
@@ -56,7 +56,7 @@ local function repair(keys, damage)
   for i, key in ipairs(keys) do
     local kind = redis.call('TYPE', key).ok
     if kind ~= 'none' and kind ~= (IS_ZSET[i] and 'zset' or 'hash') then
-      redis.pcall('UNLINK', key) -- a router has no right to drop fleet records; an indexer's report does it
+      redis.pcall('UNLINK', key) -- a router may not drop fleet records; an indexer's report does it
     end
   end
   local damages = tonumber(redis.call('HGET', keys[GROUPS], 'damages')) or 0
@@ -94,7 +94,7 @@ local function drop_prediction(keys, id, prediction)
   end
 end
 
--- The prompt's prefix is computed: from now on it is held, and that is believed for a while.
+-- Marks a prompt's prefix as computed: it is held from now on, and that is believed for a while.
 local function settle_prediction(keys, id, now)
   local prediction = get_prediction(keys, id)
   if prediction then
@@ -104,8 +104,8 @@ local function settle_prediction(keys, id, now)
   end
 end
 
--- Ends a reservation. Unless it is `finished`, a prefix that was still being computed is no longer believed. Returns whether it
--- counted: not if its worker's generation is over, or if it was called off.
+-- Ends a reservation. Unless it is `finished`, a prefix that was still being computed is no longer believed. Returns
+-- whether it counted: not if its worker's generation is over, or if it was called off.
 local function drop_reservation(keys, id, reservation, finished, now)
   redis.call('HDEL', keys[RESERVATIONS], id)
   redis.call('ZREM', keys[DEADLINES], 'r' .. id)
@@ -241,7 +241,7 @@ local function end_one(keys, member, most, now)
     end
   elseif kind == 's' then
     local worker, then_us, after = string.match(name, '^([^%z]+)%z(%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d)(.*)$')
-    redis.call('ZREM', keys[DEADLINES], member) -- what is left gets a deadline of its own
+    redis.call('ZREM', keys[DEADLINES], member) -- the rest gets its own deadline
     if not worker then
       damaged('deadline')
     end

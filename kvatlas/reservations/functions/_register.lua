@@ -4,7 +4,7 @@
 -- A record that was damaged by hand must not make a function fail for ever: if one finds damage, or a key of another type, the
 -- pool is repaired and the function runs once more.
 
--- Returns what is damaged according to an error; nil if the error is about something else.
+-- Returns the damage that an error reports; nil if the error is about something else.
 local function damage_of(error)
   local text = type(error) == 'table' and error.err or tostring(error)
   return string.match(text, '^%-?DAMAGED (.*)') or string.match(text, '^%-?(WRONGTYPE.*)')

@@ -1,6 +1,5 @@
--- ends: notes what became of reservations. Either the first token is there, so that the prompt is computed: nothing is queued
--- any more, and what the reservation predicted is held from now on. Or the reservation ends; if it already has, nothing
--- changes.
+-- ends: records progress of reservations. Either the first token is there, so the prompt is computed: nothing is queued any
+-- more, and the predicted blocks are held from now on. Or the reservation ends; if it already has, nothing changes.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 us for which a booking that was called off is refused if it arrives later

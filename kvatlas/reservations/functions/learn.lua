@@ -1,4 +1,4 @@
--- Returns stored evidence of this form with so many sums; nil if there is none that can be read.
+-- Returns stored evidence of this form with this many sums; nil if it is missing or can't be read.
 local function evidence_of(packed, form, sums)
   local done, known = pcall(cmsgpack.unpack, packed or '')
   if not done or type(known) ~= 'table' or known[1] ~= form or not is_finite(known[2]) or type(known[3]) ~= 'table' then

@@ -2,7 +2,7 @@
 -- (kvatlas/outliers/store.py).
 --
 -- KEYS 1 outliers  HASH  worker id -> cmsgpack { us of the last change, good and bad answers (fading), us at which its ejection
---                  ends (0: it is not ejected), how often it was ejected lately, router that may try it again, us until which
+--                  ends (0: it is not ejected), how often it was ejected recently, router that may try it again, us until which
 --                  that router may }
 -- ARGV 1 router id
 --      2 us after which an answer counts for half
@@ -11,7 +11,7 @@
 --      5 cmsgpack { { worker, good, bad, verdict (VERDICT), ejections that the router knew of, us to eject for }... }
 -- returns cmsgpack { { worker, good, bad, us left of its ejection (false: it is not ejected), times, prober or '' }... }
 local VERDICT = { count = 'count', eject = 'eject', readmit = 'readmit', probe = 'probe' } -- kvatlas.outliers.store.Verdict
-local MOST_OUTLIERS = 4096 -- workers of a pool that are noted; what is said of further ones is dropped
+local MOST_OUTLIERS = 4096 -- recorded workers per pool; reports about further ones are dropped
 local O_CHANGED, O_GOOD, O_BAD, O_ENDS, O_TIMES, O_PROBER, O_CLAIM_ENDS = 1, 2, 3, 4, 5, 6, 7
 
 local function fade_outlier(record, now, half_life_us)
@@ -21,7 +21,7 @@ end
 
 local OUTLIER_FORM = { 'number', 'number', 'number', 'number', 'number', 'string', 'number' }
 
--- Returns an unpacked record; nil if there is none that can be read.
+-- Returns an unpacked record; nil if it is missing or can't be read.
 local function unpack_outlier(packed)
   local done, record = pcall(unpack_record, packed or '', OUTLIER_FORM, 'outlier')
   return done and record or nil

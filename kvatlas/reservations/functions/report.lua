@@ -3,15 +3,15 @@
 local MOST_REPORT = 1048576 -- bytes
 local COVERED_MOST = 250 -- bookings that one call counts as included in samples
 
--- Is one incarnation lower than another one? They are 64-bit numbers, as text without leading zeros: a double would not hold
--- them.
+-- Returns true if one incarnation is lower than the other. They are 64-bit numbers, as text without leading zeros, because a
+-- double can't hold them.
 local function is_lower(one, other)
   return #one < #other or (#one == #other and one < other)
 end
 
--- Lets the newest bookings of a range count on, instead of the sample, while their prompts are not computed: as many as are
--- waiting, and one more if any request is running. Takes these requests out of the sample. Returns the us up to which bookings
--- are in it.
+-- Lets the newest bookings of a range keep counting, instead of the sample, while their prompts are not computed: as many
+-- as are waiting, and one more if any request is running. Takes these requests out of the sample. Returns the us up to
+-- which bookings are in it.
 local function keep_uncomputed(record, members, reservations, covered, waiting)
   local most, kept = waiting + math.min(1, record[RUNNING]), 0
   if record[QUEUED] > 0 and waiting == 0 then
@@ -82,8 +82,9 @@ local function settle_sums(keys, worker, record)
   end
 end
 
--- The server keeps a small HASH or ZSET as a list and searches it from the beginning: a choice in a pool of 64 workers spent a
--- sixth of its instructions on that. One that has had a long entry stays a table until it is empty or loaded from a file.
+-- The server keeps a small HASH or ZSET as a list and searches it from the beginning: a choice in a pool of 64 workers
+-- spent a sixth of its instructions on that. One that has had a long entry stays a table until it is empty or loaded from a
+-- file.
 local LONG_BYTES, TABLES_US = 65, 30000000
 
 local function keep_as_tables(keys, now)
@@ -104,10 +105,10 @@ local function keep_as_tables(keys, now)
 end
 
 -- report: fleet records and load samples. A sample includes the bookings made before it (by the time that a request may
--- travel), except the newest of those whose prompts the engine has not computed: these count on, since the sample does not know
--- their tokens. A report with a lower incarnation than the last one is late and is ignored. A higher incarnation ends what the
--- worker was predicted to hold. Its bookings stay, since a snapshot also begins an incarnation while the engine's requests go
--- on.
+-- travel), except the newest of those whose prompts the engine has not computed: these keep counting, because the sample does
+-- not include their tokens. A report with a lower incarnation than the last one is late and is ignored. A higher
+-- incarnation ends the worker's predictions. Its bookings stay, because a snapshot also begins an incarnation while the
+-- engine's requests go on.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 cmsgpack { { worker, fleet record ('': leave it as it is), incarnation (text), has a sample (1 or 0), us since the

@@ -51,7 +51,7 @@ def calibrate_rates(
 
 
 def _read(source: str) -> Iterator[ObservedRequest]:
-    """Raises OSError, and InvalidValue, naming the line."""
+    """The rows of a file. Raises OSError, and InvalidValue, naming the line."""
     with sys.stdin.buffer if source == STDIN else Path(source).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if number > MAX_ROWS:

@@ -18,7 +18,7 @@ from kvatlas_simulator.lab.recorder import TraceRecorder
 PATH = "/kvatlas/requests"
 CONNECT_S = 5.0
 AGAIN_S = 1.0
-"""After which a router that went away is followed again."""
+"""How soon a router that went away is tried again."""
 
 
 @with_settings(RecordSettings)
@@ -57,7 +57,7 @@ async def _follow_all(client: httpx.AsyncClient, settings: RecordSettings, recor
 
 
 async def _follow(client: httpx.AsyncClient, url: str, recorder: TraceRecorder) -> None:
-    """One router, until the file is full. Raises Unreachable if it was never there, or tells no requests."""
+    """Follow one router until the file is full. Raises Unreachable if it was never there, or does not publish requests."""
     name, seen = redact_url(url), False
     while not recorder.full:
         try:
@@ -82,20 +82,20 @@ async def _follow(client: httpx.AsyncClient, url: str, recorder: TraceRecorder) 
 
 def _refusal(status: int) -> str:
     if status == 401:
-        return "it asks for a token; expected --token-file with one of its tokens"
+        return "it requires a token; expected --token-file with one of its tokens"
     if status == 404:
-        return "it tells no requests; expected a router that was started with --record"
+        return "it does not publish requests; expected a router that was started with --record"
     return f"status {status}; expected a kvatlas router"
 
 
 def _summary(out: Path, recorder: TraceRecorder) -> str:
     parts = [f"{out}: {count_text(recorder.requests, 'request')}"]
     if recorder.unread:
-        parts.append(f"{recorder.unread:,} left out, whose tokens their router did not know")
+        parts.append(f"{recorder.unread:,} left out, because their router did not know their tokens")
     if recorder.dropped:
         parts.append(f"{recorder.dropped:,} missed, because this command was too slow")
     if recorder.full:
         parts.append("full (--mib)")
     if len(recorder.models) > 1:
-        parts.append(f"{len(recorder.models)} models, which a replay takes for one: --model-id records one")
+        parts.append(f"{len(recorder.models)} models, which a replay treats as one: --model-id records only one")
     return "; ".join(parts)

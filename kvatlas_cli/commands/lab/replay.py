@@ -1,4 +1,4 @@
-"""`kvatlas replay`: what policies make of a request trace, in virtual time."""
+"""`kvatlas replay`: compares policies on a request trace, in virtual time."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -115,7 +115,7 @@ def _print_curve(workload: Workload, settings: ReplaySettings, *, as_json: bool)
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if that is a terminal."""
+    """A progress bar on stderr, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,1 +1,1 @@
-"""Ways to choose a worker, from what gateways ship to an oracle. `catalogue.py` names them all."""
+"""Ways to choose a worker, from those that gateways ship to an oracle. `catalogue.py` lists them all."""

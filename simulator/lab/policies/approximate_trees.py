@@ -1,7 +1,7 @@
-"""Policies that guess what engines hold from what they sent there: no events.
+"""Policies that guess the engines' caches from the requests that they sent there, without events.
 
-Both remember the prefixes of the requests that they sent to an engine, least recently used dropped first, up to the size of
-that engine's cache: no gateway is better configured than that.
+Both remember the prefixes that they sent to an engine, dropping the least recently used first, up to the size of that
+engine's cache: the best possible configuration of a gateway.
 """
 
 import random
@@ -29,7 +29,7 @@ class SentPrefixes:
         return next((i for i, block in enumerate(chain) if block not in self._blocks), len(chain))
 
     def add(self, chain: Sequence[bytes]) -> None:
-        """A prompt was sent there. Its tail is dropped first."""
+        """Record a prompt that was sent there. Its tail is dropped first."""
         for block in reversed(chain):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -44,9 +44,9 @@ def packed_chain(request: LabRequest, block_tokens: int) -> list[bytes]:
 
 
 class CacheAwareTree(OpenRequests):
-    """SGLang's router (policy `cache_aware`, defaults of its documentation): if open requests differ by more than
-    `balance_abs` and by a factor of more than `balance_rel`, the engine with the fewest; else the one with the longest match
-    if that is more than `cache_threshold` of the prompt; else the one that was sent the least.
+    """SGLang's router (policy `cache_aware`, defaults of its documentation). If open requests differ by more than
+    `balance_abs` and by a factor of more than `balance_rel`: the engine with the fewest. Otherwise the one with the longest
+    match if that is more than `cache_threshold` of the prompt, or else the one that was sent the least.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class CacheAwareTree(OpenRequests):
 
 
 class WeightedScorers(OpenRequests):
-    """The Gateway API inference extension's endpoint picker with its default scorers: 3 x the matched part of the prompt, 2 x
-    the shortness of the queue, 2 x the free part of the cache. It reads engines' metrics each 50 ms; here it sees them as
-    they are, which favours it.
+    """The Gateway API inference extension's endpoint picker with its default scorers: 3 x the matched part of the prompt, 2
+    x the shortness of the queue, 2 x the free part of the cache. It reads engines' metrics every 50 ms; here it sees
+    current values, which favours it.
     """
 
     def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random) -> None:

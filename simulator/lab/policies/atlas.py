@@ -1,4 +1,4 @@
-"""kvatlas: the router's own lookup, pricing, reservations and learned rates, over the index that events fill."""
+"""kvatlas: the router's own lookup, pricing, reservations and learned rates, on the index that events fill."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,10 +43,10 @@ def worker_name(engine: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AtlasSettings:
-    """What is switched on. `events` False: the engines publish none, and what they hold is only predicted. `marks` False: of
-    hybrids all that is resident counts as reusable. `replicas` routers take requests in turn; unless their bookings are
-    `shared` each knows only its own, and the engines' reports. `true_loads`: at each choice loads and queues are what they are
-    then; `true_rates`: prices are the engines' step costs, and nothing is learned."""
+    """Which parts are switched on. `events` False: the engines publish none, and their content is only predicted. `marks`
+    False: all resident blocks of hybrids count as reusable. `replicas` routers take requests in turn; unless their bookings
+    are `shared`, each knows only its own bookings and the engines' reports. `true_loads`: each choice sees the current
+    loads and queues; `true_rates`: prices are the engines' step costs, and nothing is learned."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
@@ -64,7 +64,7 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that was chosen for: its router, when, the results, and a decode step's time at its first token."""
+    """An open request: its router, when it was chosen, the results, and the time of a decode step at its first token."""
 
     router: int
     chosen_us: float
@@ -79,7 +79,7 @@ class Atlas(LoadBlind):
     def __init__(
         self, engines: Sequence[VirtualEngine], index: MemoryIndex, cost: StepCost, settings: AtlasSettings
     ) -> None:
-        """`cost`: to tell the times between tokens, which a client would measure."""
+        """`cost`: for the times between tokens, which a client would measure."""
         self._engines = engines
         held = index if settings.events else MemoryIndex()
         self._index = held if settings.marks else ResidencyOnly(held)
@@ -145,7 +145,7 @@ class Atlas(LoadBlind):
         plan = self._open[number].results[0].plan
         return 0 if plan is None else plan.cached_tokens
 
-    # ---------------------------------------------------------------- what comes back
+    # ---------------------------------------------------------------- feedback
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
         self._clock.now_us = round(sequence.first_token_us)
@@ -176,7 +176,7 @@ class Atlas(LoadBlind):
                 waited=opened.predicted_wait,
                 load_after=None if last is None or last is opened.results else last.load_of(chosen.worker_id),
                 ttft_us=sequence.first_token_us - opened.chosen_us,
-                # a client takes the median time between tokens: that of the steps without prefill
+                # a client uses the median time between tokens, that is of steps without prefill
                 tpot_us=(opened.step_us + self._step_us(engine, ended=request)) / 2,
             )
         )
@@ -184,7 +184,7 @@ class Atlas(LoadBlind):
     def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
         self._clock.now_us = round(now_us)
         if self._learns:
-            book = self._books[0]  # evidence is shared, whatever is booked
+            book = self._books[0]  # evidence is shared, even if bookings are not
             if unshared := self._rates.take_unshared():
                 finish(book.add_evidence(POOL, unshared))
             finish(self._rates.update(finish(book.read_evidence(POOL))))
@@ -209,7 +209,7 @@ class Atlas(LoadBlind):
             book.report_now(POOL, reports)
 
     def _records(self, now_us: int) -> Mapping[str, FleetRecord]:
-        """The fleet records now."""
+        """The current fleet records."""
         records = {}
         for number, engine in enumerate(self._engines):
             id, read = worker_name(number), read_true_load if self._settings.true_loads else self._metrics.read
@@ -229,7 +229,8 @@ class Atlas(LoadBlind):
         return records
 
     def _step_us(self, engine: int, ended: LabRequest | None = None) -> float:
-        """A decode step of this engine now; `ended`: a request that was part of it and has just ended."""
+        """The current duration of this engine's decode steps; `ended`: a request that was part of them and has just
+        ended."""
         one = self._engines[engine]
         sequences, kv_tokens = len(one.running), one.kv_tokens
         if ended is not None:
@@ -240,7 +241,7 @@ class Atlas(LoadBlind):
 
 
 def _rates_of(cost: StepCost) -> EngineRates:
-    """The rates by which such engines run."""
+    """The rates of engines with these costs."""
     return EngineRates(
         cost.prefill_us_per_token,
         0.0,
@@ -251,7 +252,7 @@ def _rates_of(cost: StepCost) -> EngineRates:
 
 
 class OverlapOnly(LoadBlind):
-    """The engine that holds most of the prompt by the index, whatever its load; ties by a hash of the prompt."""
+    """The engine that holds most of the prompt according to the index, whatever its load; ties by a hash of the prompt."""
 
     def __init__(self, engines: Sequence[VirtualEngine], index: MemoryIndex) -> None:
         self._names = [worker_name(number) for number in range(len(engines))]

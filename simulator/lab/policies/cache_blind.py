@@ -1,4 +1,4 @@
-"""Policies that know nothing of caches: random, round-robin, least loaded, sessions, consistent hash of the prefix."""
+"""Policies that ignore caches: random, round-robin, least loaded, sessions, consistent hash of the prefix."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from kvatlas_simulator.lab.requests import LabRequest
 
 
 class RandomChoice(LoadBlind):
-    """Any engine."""
+    """A random engine."""
 
     def __init__(self, engines: int, rng: random.Random) -> None:
         self._engines = engines
@@ -33,7 +33,7 @@ class RoundRobin(LoadBlind):
 
 
 class LeastLoaded(OpenRequests):
-    """The engine with the fewest open requests; among equals any."""
+    """The engine with the fewest open requests; a random one among equals."""
 
     def __init__(self, engines: int, rng: random.Random) -> None:
         super().__init__(engines)
@@ -45,7 +45,7 @@ class LeastLoaded(OpenRequests):
 
 
 class SessionSticky(OpenRequests):
-    """A session stays where its first request went: the engine with the fewest open requests then."""
+    """A session stays with the engine of its first request, the one with the fewest open requests at that time."""
 
     def __init__(self, engines: int, rng: random.Random) -> None:
         super().__init__(engines)
@@ -62,8 +62,8 @@ class SessionSticky(OpenRequests):
 
 
 class PrefixHash(OpenRequests):
-    """Consistent hash of the prompt's start with bounded load, as gateways ship it: the first engine on the ring, from the
-    prefix's place on, with no more than `load_factor` times the mean of open requests.
+    """Consistent hash of the prompt's start with bounded load, as gateways ship it: the first engine on the ring, starting
+    at the prefix's place, with at most `load_factor` times the mean of open requests.
 
     Source: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads"; a load factor of 1.25 is usual.
     """

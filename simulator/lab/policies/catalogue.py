@@ -1,4 +1,4 @@
-"""Every policy by name, and how it is made for a fleet."""
+"""Every policy by name, and how to create it for a fleet."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,8 @@ from router_client.settings import BookingSettings
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What a policy is made for. `index`: filled by events, if the policy uses them. `dynamo_python`: that has Dynamo."""
+    """The fleet that a policy is created for. `index`: filled by events, if the policy uses them. `dynamo_python`: a Python
+    with Dynamo."""
 
     engines: Sequence[VirtualEngine]
     index: MemoryIndex
@@ -30,8 +31,9 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    """`meaning`: one line for reports. `uses_events`: the engines' events go into the index, or, if it has its `own_index`, to
-    the policy, by the engines' own hashes, whose seeds are equal then. `atlas`: the settings of a kvatlas policy."""
+    """`meaning`: one line for reports. `uses_events`: the engines' events go into the index. With `own_index` they go to
+    the policy instead, by the engines' own hashes, whose seeds are then equal. `atlas`: the settings of a kvatlas
+    policy."""
 
     meaning: str
     make: Callable[[Fleet], Policy]
@@ -110,7 +112,7 @@ LIVE_POLICIES = tuple(
     and one.shared
     and not (one.true_loads or one.true_rates)
 )
-"""What can be replayed over real servers."""
+"""Policies that can be replayed over real servers."""
 
 DEFAULT_POLICIES = (
     "round-robin", "least-loaded", "session", "prefix-hash", "cache-aware-tree", "weighted-scorers", "least-prefill-tokens",

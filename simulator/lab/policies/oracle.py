@@ -10,8 +10,8 @@ from kvatlas_simulator.lab.requests import LabRequest, written, written_tokens
 
 
 class Oracle(LoadBlind):
-    """Sends each request where it would be answered first, by what is so when it arrives: it knows neither later requests nor
-    the lengths of answers. So it is the best that sight can do for one request, not a bound for the whole workload."""
+    """Sends each request where it would be answered first, by the state at its arrival; it knows neither later requests nor
+    the lengths of answers. So it is the best possible choice for one request, not a bound for the whole workload."""
 
     def __init__(self, engines: Sequence[VirtualEngine], cost: StepCost) -> None:
         self._engines = engines
@@ -34,7 +34,7 @@ class Oracle(LoadBlind):
     def _held_tokens(
         self, engine: VirtualEngine, request: LabRequest, ahead: Sequence[EngineRequest]
     ) -> tuple[int, int]:
-        """Tokens of the prompt in the engine's cache, and those that it computes before it gets to this request."""
+        """Tokens of the prompt in the engine's cache, and those that it will compute before it gets to this request."""
         size = engine.block_tokens
         content = written(request.contents)[: written_tokens(request.input_tokens, size)]
         cached = engine.cached_tokens(content, request.identity.namespace)

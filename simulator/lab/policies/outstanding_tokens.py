@@ -1,4 +1,4 @@
-"""Strong policies without events: they count the prompt tokens that they sent to an engine and that have no first token yet."""
+"""Strong policies without events: they count the prompt tokens sent to an engine that have no first token yet."""
 
 import random
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from kvatlas_simulator.lab.requests import LabRequest
 
 
 class LeastPrefillTokens(OpenRequests):
-    """The engine with the fewest outstanding prompt tokens; among equals any. It assumes that nothing is cached."""
+    """The engine with the fewest outstanding prompt tokens; a random one among equals. Assumes that nothing is cached."""
 
     def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random) -> None:
         super().__init__(len(engines))
         self._rng = rng
         self._queued = [0] * len(engines)
         self._sent: dict[int, int] = {}
-        """By request, its tokens that are outstanding."""
+        """Outstanding tokens by request."""
 
     def choose(self, request: LabRequest, now_us: float) -> int:
         new = self._new_tokens(request)
@@ -40,12 +40,12 @@ class LeastPrefillTokens(OpenRequests):
         return self._queued[engine]
 
     def _remember(self, request: LabRequest, chosen: int) -> None:
-        """The request goes to this engine."""
+        """Record that the request goes to this engine."""
 
 
 class PrefixTokens(LeastPrefillTokens):
-    """The engine with the fewest outstanding prompt tokens once this prompt is added, less what it was sent before: its caches
-    are guessed from the prompts that went there."""
+    """The engine with the fewest outstanding prompt tokens once this prompt is added, minus its guessed cache hits: caches
+    are guessed from the prompts sent there."""
 
     def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random) -> None:
         super().__init__(engines, rng)
@@ -64,7 +64,7 @@ class PrefixTokens(LeastPrefillTokens):
 
 
 class LMetric(PrefixTokens):
-    """As above, times the engine's open requests and this one: prefill work x batch size.
+    """`PrefixTokens` times the engine's open requests including this one: prefill work x batch size.
 
     Source: D. Zhang et al., "LMetric: Simple is Better - Multiplication May Be All You Need for LLM Request Scheduling",
     arXiv:2603.15202, 2026.

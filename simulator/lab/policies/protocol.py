@@ -1,4 +1,4 @@
-"""What a policy sees and does."""
+"""The interface of a policy."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,23 +15,23 @@ class Policy(Protocol):
         """The number of the engine that gets the request."""
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
-        """A request that was sent to this engine has its first token."""
+        """Record the first token of a request that was sent to this engine."""
 
     def record_finish(self, sequence: EngineRequest, engine: int) -> None:
-        """A request that was sent to this engine is over."""
+        """Record the end of a request that was sent to this engine."""
 
     def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
-        """Once a second: what engines report is read."""
+        """Read the engines' reports; called once a second."""
 
     def record_events(self, engine: int, events: Sequence[KVEvent]) -> None:
-        """The engine's events, when they have travelled; only for policies with an index of their own."""
+        """Record the engine's events when they arrive; only for policies with their own index."""
 
     def close(self) -> None:
-        """The replay is over."""
+        """End the replay."""
 
 
 class LoadBlind:
-    """A policy that needs no reports, and has no index of its own."""
+    """A policy that needs no reports and has no index of its own."""
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
         """See `Policy`."""
@@ -50,7 +50,7 @@ class LoadBlind:
 
 
 class OpenRequests(LoadBlind):
-    """Counts the requests that were sent to each engine and are not over, as a gateway knows them."""
+    """Counts the open requests of each engine, as a gateway knows them."""
 
     def __init__(self, engines: int) -> None:
         self.open = [0] * engines

@@ -54,7 +54,7 @@ async def test_an_empty_store_is_refused_while_the_fleet_keeps_another_unless_it
             try:
                 await FleetGuard(client, empty, "b", "NATS").join()
             except OtherFleet as error:
-                return f"NATS is of fleet {fleet}: its indexer a keeps the store" in str(error)
+                return f"NATS belongs to fleet {fleet}: its indexer a uses the store" in str(error)
             await empty.client.flushall()  # the first did not listen yet
             return False
 
@@ -77,5 +77,5 @@ async def test_stores_of_two_fleets_are_refused_even_if_nobody_is_there() -> Non
         await client.jetstream().delete_stream("KVATLAS_EVENTS")
         await ensure_stream(client, StreamSettings(storage="memory", max_bytes=1 << 20))
         await FleetGuard(client, store, "a", "NATS").join()
-        with pytest.raises(OtherFleet, match="and .* of fleet"):
+        with pytest.raises(OtherFleet, match="and .* to fleet"):
             await FleetGuard(client, other, "b", "NATS").join()

@@ -110,7 +110,7 @@ def test_a_file_carries_rates(tmp_path: Path) -> None:
         ("{", "the file is"),
         ('{"prefill_us_per_token": "fast"}', "prefill_us_per_token is 'fast'; expected a number"),
         ('{"prefill_us_per_token": -1}', "prefill_us_per_token is -1; expected at least 0"),
-        ('{"speed": 1}', "'speed' is no rate; expected prefill_us_per_token, "),
+        ('{"speed": 1}', "'speed' is not a rate; expected prefill_us_per_token, "),
     ],
 )
 def test_a_file_of_another_form_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:

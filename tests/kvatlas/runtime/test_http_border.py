@@ -269,7 +269,7 @@ async def test_a_server_with_a_certificate_speaks_tls_alone(tmp_path: Path) -> N
 
 def test_a_certificate_that_can_not_be_used_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("no certificate")
-    with pytest.raises(SettingsError, match="--http-cert-file .*cert.pem.* are no certificate and its key"):
+    with pytest.raises(SettingsError, match="--http-cert-file .*cert.pem.* are not a certificate and its key"):
         listen("127.0.0.1", 0, "the test", HttpAccess(cert_file=tmp_path / "cert.pem", key_file=tmp_path / "no.pem"))
 
 
@@ -287,5 +287,5 @@ def test_limits_certificate_and_tokens_are_settings(
     with pytest.raises(SettingsError, match="--http-cert-file and --http-key-file belong together"):
         settings.load(**given, http_cert_file=str(file))
     file.write_text("two words\n")
-    with pytest.raises(SettingsError, match="whose line 1 is no token"):
+    with pytest.raises(SettingsError, match="whose line 1 is not a token"):
         settings.load(**given, http_token_file=str(file))

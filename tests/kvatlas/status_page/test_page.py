@@ -97,7 +97,7 @@ async def test_a_section_that_is_not_known_says_so_in_its_place() -> None:
     async with served(page_of(None, Source("p", "Partitions", away), Source("workers", "Workers", well))) as client:
         answer = await client.get("/")
     assert answer.status_code == 200
-    assert "Not known now: Redis at 10.0.0.1:6379: refused" in answer.text and "all is well" in answer.text
+    assert "Unknown now: Redis at 10.0.0.1:6379: refused" in answer.text and "all is well" in answer.text
 
 
 async def test_figures_are_read_once_however_many_look() -> None:

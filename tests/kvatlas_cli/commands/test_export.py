@@ -41,7 +41,7 @@ def test_a_summary_adds_up_blocks_and_bytes_by_scope_and_tier(cli: Cli, fleet_st
         ("m", "cpu_dram", 1, 1024),
     ]
     refused = cli("export", "--summary", "--worker", "w1", "--redis-url", fleet_store_url)
-    assert refused.code == 2 and "--summary is of all workers; expected one of the two" in refused.err
+    assert refused.code == 2 and "--summary is for all workers; expected one of the two" in refused.err
 
 
 def test_only_one_worker_is_exported_on_request(cli: Cli, fleet_store_url: str) -> None:

@@ -56,7 +56,7 @@ def test_children_follow_a_block_or_are_first_blocks(cli: Cli, side_store: str) 
     [child] = json.loads(cli(*words, f"{FIRST:016x}").out)
     assert child["sequence_hash"] == f"{SECOND:016x}"
     table = cli("children", f"{FIRST:016x}", "--model-id", "m", "--redis-url", side_store).out
-    assert f"1 residency of blocks behind {FIRST:016x}" in table and "pinned" in table and "never" in table
+    assert f"1 residency of blocks that follow {FIRST:016x}" in table and "pinned" in table and "never" in table
 
 
 def test_without_a_side_index_one_line_says_what_is_needed(cli: Cli, fleet_store_url: str) -> None:

@@ -44,8 +44,8 @@ def test_up_prints_one_line_as_json(tmp_path: Path, nats_server: ServerProcess, 
         process.terminate()
         lines = errors.read().splitlines()
     assert lines[:2] == [
-        f"kvatlas: joining the NATS at {nats_server.url} (--nats-url or KVATLAS_NATS_URL); starting none here",
-        f"kvatlas: joining the Redis at {valkey_server.url} (--redis-url or KVATLAS_REDIS_URL); starting none here",
+        f"kvatlas: using the NATS at {nats_server.url} (--nats-url or KVATLAS_NATS_URL); starting none here",
+        f"kvatlas: using the Redis at {valkey_server.url} (--redis-url or KVATLAS_REDIS_URL); starting none here",
     ]
     assert process.wait(timeout=30) == 0
     assert printed == {"nats_url": nats_server.url, "redis_url": valkey_server.url, "state_dir": None, "workers": []}

@@ -92,7 +92,7 @@ def test_an_opened_worker_has_what_is_known_of_it_and_what_its_publisher_finds_w
     wrong = [Diagnosis(name="feed", seen="the event socket brings nothing", cure="set --endpoint")]
     opened = WorkerSample(opened.record, opened.blocks, None, wrong, 12, "")
     text = "\n".join(render(sample([opened]), None, View(opened="w-a"), 80, None))
-    for part in ("in doubt: a gap", "3,000 hbm", "12, followed by nobody", "unknown", "25% of prompt tokens hit"):
+    for part in ("in doubt: a gap", "3,000 hbm", "12, followed by no indexer", "unknown", "25% of prompt tokens hit"):
         assert part in text
     assert "wrong        the event socket brings nothing -> set --endpoint" in text
 

@@ -48,7 +48,7 @@ def test_a_terminal_shows_the_fleet_takes_keys_and_is_left_as_it_was(
         until_sync(lambda: shows("q quit   s sort (worker)"), what="its keys")
         os.write(ours, b"j\r")
         until_sync(lambda: shows("q back"), what="one worker is open")
-        assert "followed by nobody" in shown
+        assert "followed by no indexer" in shown
         os.write(ours, b"\x1b[B")
         until_sync(lambda: shows("w2 (vllm, both)"), what="the next one is open")
         os.write(ours, b"qq")
@@ -72,4 +72,4 @@ def test_without_a_terminal_it_prints_the_fleet_once(
     assert "2 of 2 workers routable   0 indexers, 0 of 64 partitions owned" in done.out
     assert [line.split()[0] for line in done.out.splitlines()[4:]] == ["w1", "w2"]
     done = cli("top", "--nats-url", "nats://127.0.0.1:1", "--redis-url", fleet_store_url)
-    assert done.code == 0 and "going on without heartbeats" in done.err and " w1 " in done.out
+    assert done.code == 0 and "continuing without heartbeats" in done.err and " w1 " in done.out

@@ -90,7 +90,7 @@ async def test_a_body_of_hints_may_carry_an_engines_own_hashes_and_unknown_field
         body = {"block_hashes": ["a", 7], "block_tokens": 4, "session_id": "s", "colour": "red"}
         answer = (await client.post("/kvatlas/route", json=body)).json()
         assert (answer["worker"], answer["prompt_tokens"], answer["predicted_cached_tokens"]) == ("w1", 8, 0)
-        assert answer["notes"] == ["request field 'colour' is not known, and ignored"]
+        assert answer["notes"] == ["unknown request field 'colour' ignored"]
         assert "colour" in answer["explanation"]
         wrong = await client.post("/kvatlas/route", json={**body, "chain": "own"})
         assert wrong.status_code == 400 and "expected 16 hex digits" in wrong.json()["error"]["message"]

@@ -27,5 +27,5 @@ async def test_only_policies_that_use_the_servers_are_replayed_live() -> None:
 
 async def test_a_live_replay_takes_no_delay_of_events() -> None:
     study = Study(generate("chat", 0, 20), ("kvatlas",), [Point(2, 60_000, event_delay_ms=500.0)], seeds=1)
-    with pytest.raises(InvalidValue, match="has the delay and loss of events that its servers have"):
+    with pytest.raises(InvalidValue, match="delay and loss of events in a live replay come from its servers"):
         await compare_live(study, scale=1.0)

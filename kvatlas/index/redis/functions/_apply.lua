@@ -11,7 +11,7 @@ local function weight_of(bytes)
   return 2 + math.min(bytes, 192) / 32 + bytes / 256
 end
 
--- With few samples only very long values count: each is copied several times.
+-- With few samples only very long values count, because each is copied several times.
 local LONG, FEW_SAMPLES = 2048, 2
 
 -- Returns what a block of each scope costs, estimated from some of the values (0: the scope has few blocks), and what all
@@ -44,8 +44,7 @@ local function weigh(keys, used)
 end
 
 -- Moves the partitions' positions forward. Returns the partitions whose stored position is not where their batch begins, as a
--- list
--- and as a set: nothing of these may be applied.
+-- list and as a set; none of their messages may be applied.
 local function advance(key, batches)
   local names, moved, skip, write = {}, {}, {}, {}
   for i, batch in ipairs(batches) do
@@ -170,7 +169,7 @@ local function apply(keys, args, oom)
   end
   local moved, skip = advance(k.partitions, batches)
   local workers, holders = read_workers(k, all_workers, skip)
-  -- only holders that go on have stored digests and touched scopes; those that begin in this call have nothing yet
+  -- only holders that continue have stored digests and touched scopes; those that begin in this call have none yet
   local c = {
     k = k, scopes = scopes_of(keys, used, with_marks), reuse_ms = reuse_ms, oom = oom, count = count, digests = {}, marks = {},
     newly_touched = {}, held = {}, stored_digests = read_fields(k.digests, holders), touched = read_fields(k.touched, holders),

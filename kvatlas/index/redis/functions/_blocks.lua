@@ -1,7 +1,7 @@
 -- Changing many blocks of one scope, for several holders at once: one HMGET, one HSET and one HDEL for hundreds of blocks.
 -- Values repeat, so the new value for each old one is computed once (`known`) and then only looked up.
 
--- The side index says which blocks follow which. side: {children = key, parents = key}
+-- The side index records which blocks follow which. side: {children = key, parents = key}
 local function link(side, hash, parent)
   if redis.call('HSETNX', side.parents, hash, parent) == 1 then
     redis.call('HSET', side.children, parent, (redis.call('HGET', side.children, parent) or '') .. hash)
@@ -87,7 +87,7 @@ local function sums(packed)
   return low, high
 end
 
--- Adds blocks of one scope, given by their number and sums, to a holder's digest (sign 1), or takes them out (sign -1). See
+-- Adds blocks of one scope, given by their number and sums, to a holder's digest (sign 1), or removes them (sign -1). See
 -- kvatlas/blocks/digest.py.
 local function count_sums(digest, tier, count, low, high, scope, sign)
   local at = 3 * tier + 1
@@ -161,7 +161,7 @@ local function decide(op, hashes, values, before, first, last, set, n, gone, m)
       else
         new, counts = value_without(value, op.holder, op.tier_bit)
       end
-      if not counts then -- the holder already has it, or does not have what it should lose
+      if not counts then -- the holder already has it, or lacks the block that it should lose
         op.uncounted = op.uncounted or {}
         op.uncounted[hashes[i]] = true
       else

@@ -103,7 +103,7 @@ local function link_blocks(self, event)
   end
 end
 
--- Does the holder have exactly the blocks, and the marks if it has any, of this digest?
+-- Returns true if the holder has exactly the blocks, and the marks if any, of this digest.
 local function is_digest_of(c, holder, expected)
   local digest, marks = digest_for(c, holder), marks_for(c, holder)
   for i = 1, DIGEST_WORDS do
@@ -132,19 +132,19 @@ local function close(self)
   close_worker(self.c.k, self.record, self.worker)
 end
 
--- There is no memory, or no holder number. The indexer asks for a snapshot when there is room again.
+-- Closes the worker for lack of memory or of a holder number. The indexer requests a snapshot when there is room again.
 local function close_without_room(self)
   self.record[OOM] = 1
   close(self)
   return false
 end
 
--- Returns the holder that events change: during a snapshot the loading one. '': there is none.
+-- Returns the holder that events change: during a snapshot the loading one; '' without one.
 local function changing_holder(record)
   return record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
 end
 
--- What each event does, by code. It returns false if it closed the worker.
+-- The action for each event code. It returns false if it closed the worker.
 local act = {}
 
 act[CODE.stored] = function(self, event)

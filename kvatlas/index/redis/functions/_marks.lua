@@ -42,7 +42,7 @@ local function number_at(value, at)
 end
 
 -- Looks for an entry that begins with a number among those from `low` (counted from 0) to before `high`; each has `size` bytes.
--- Returns its position (nil: there is none), and the number of entries before it or before the place where it belongs.
+-- Returns its position (nil without one), and the number of entries before it or before the place where it belongs.
 local function place_between(value, number, size, low, high)
   while low < high do
     local middle = math.floor((low + high) / 2)
@@ -126,7 +126,7 @@ end
 
 local NO_BITS = '\0\0\0\0\0\0\0\0'
 
--- Adds a head of a scope (its hash and its 8 bytes of bits) to a digest of marks (sign 1), or takes it out (sign -1).
+-- Adds a head of a scope (its hash and its 8 bytes of bits) to a digest of marks (sign 1), or removes it (sign -1).
 local function count_head(words, hash, bits, scope, sign)
   if bits == NO_BITS then
     return

@@ -1,5 +1,5 @@
--- Registering functions. Their names end with the library's tag (kvatlas/store/function_library.py), and what a call may
--- bring is bounded (`bounded` there).
+-- Registering functions. Their names end with the library's tag (kvatlas/store/function_library.py), and the arguments
+-- of a call are bounded (`bounded` there).
 
 -- Registers a function that may need memory: a store that is out of memory refuses to run it.
 local function register(name, callback, most_args, most_bytes)

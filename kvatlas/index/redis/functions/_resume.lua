@@ -1,7 +1,7 @@
 -- The deepest position at which each marked holder can resume a chain: exact, found by reading a few fields for each holder.
 
 local NEAR = 2 -- segments that are looked at first: the one in which a holder's depth lies, and the one before it
-local HOLDERS = 64 -- one call looks at the marks of so many
+local HOLDERS = 64 -- one call looks at the marks of this many
 local BUDGET = 1000 -- fields and entries that one call looks at beyond the near segments
 local HEADS_A_READ = 32
 local MOST_CHAIN = 8388608 -- bytes of a chain's hashes, and of what else a call says about it

@@ -1,4 +1,4 @@
--- What the functions of the index share: the keys of a shard, which are all in one slot (kva:{s<k>}:*), and their formats.
+-- Shared by the functions of the index: the keys of a shard, which are all in one slot (kva:{s<k>}:*), and their formats.
 --
 --   blocks:<scope id>   HASH  8-byte sequence hash -> holders value: entries of 4 bytes, sorted by holder:
 --                             holder number (24 bits, big-endian), flags (bits 0-4 tiers, others 0)
@@ -35,8 +35,8 @@ local DIGEST_WORDS = 15
 local CHUNK = 3500 -- unpack fails from 8,000 values up, and HSET takes two for each block
 local MOST_SCOPES, MOST_LIST = 16384, 4194304 -- scopes that a call of an indexer names, and bytes of their list
 local TWO32 = 4294967296
-local SCOPE_COST = 4 -- what a scope takes of a sweep's budget
-local SCAN_COST = 8 -- what one HSCAN takes: it looks at up to ten empty buckets for each field it is asked for
+local SCOPE_COST = 4 -- budget cost of a scope in a sweep
+local SCAN_COST = 8 -- budget cost of one HSCAN: it looks at up to ten empty buckets for each field it is asked for
 
 local INCARNATION, SEQ, ACTIVE, LOADING, BAD, CLOSED, OOM = 1, 2, 3, 4, 5, 6, 7 -- the fields of a record
 local WANT_INCARNATION, WANT_SEQ, CHUNKS, PARTITION = 8, 9, 10, 11
@@ -56,7 +56,7 @@ local function steps_applied(stored, incarnation, seq)
   return tonumber(stored_seq) == seq and tonumber(steps) or 0
 end
 
--- Is the 8-byte incarnation a below b? Lua's own comparison of strings depends on the locale.
+-- Returns true if the 8-byte incarnation a is below b. Lua's own comparison of strings depends on the locale.
 local function below(a, b)
   local a_high, a_low = struct.unpack('>I4I4', a)
   local b_high, b_low = struct.unpack('>I4I4', b)

@@ -1,7 +1,7 @@
--- What a scrub reads of a worker, to compare its blocks and marks with its digests: see kvatlas/index/redis/scrub.py,
+-- A worker's state for a scrub, which compares its blocks and marks with its digests: see kvatlas/index/redis/scrub.py,
 -- recount.py.
 
-local STATE_COST = 5 -- what a worker takes of a scrub's budget
+local STATE_COST = 5 -- budget cost of a worker in a scrub
 local MOST_SCRUB, MOST_SCRUBBED = 2000, 64 -- the highest budget of a call, and how many workers it may name
 local MOST_LOOKED, MOST_LOOKED_BYTES = 64, 16384 -- arguments of a look, and bytes in them
 

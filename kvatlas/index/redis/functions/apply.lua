@@ -1,5 +1,5 @@
--- apply: folds messages of one shard's partitions into workers' records, holders, blocks and digests in one call. What the fold
--- needs of all workers is read in one command and written in one.
+-- apply: folds messages of one shard's partitions into workers' records, holders, blocks and digests in one call. The data of
+-- all workers is read in one command and written in one.
 --
 -- KEYS 1 workers
 --      2 holders

@@ -1,4 +1,4 @@
--- doubt: notes that a worker's blocks differ from its digest, so that it needs a new incarnation. The scopes in which blocks
+-- doubt: records that a worker's blocks differ from its digest, so that it needs a new incarnation. The scopes in which blocks
 -- were found are added to those that the holder used, so that the sweep looks there.
 --
 -- KEYS 1 workers
@@ -8,7 +8,7 @@
 --      3 holder
 --      4 server on which the blocks were counted
 --      5... scope ids
--- returns 1; 0 if the worker has got another incarnation or was cleared, or if this is another server
+-- returns 1; 0 if the worker has another incarnation or was cleared, or if this is another server
 register_always('kvatlas_doubt', function(keys, args)
   local workers, touched, worker, incarnation, holder = keys[1], keys[2], args[1], args[2], args[3]
   local packed = redis.call('HGET', workers, worker)

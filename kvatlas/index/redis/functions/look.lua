@@ -1,4 +1,4 @@
--- look: what a worker's active holder has of the given blocks, and the worker's state at that moment.
+-- look: the flags of a worker's active holder in the given blocks, and the worker's state at that moment.
 --
 -- KEYS 1 workers
 --      2 holders

@@ -1,4 +1,4 @@
--- look_marks: what a worker's active holder has in the given fields of marks, and the worker's state at that moment.
+-- look_marks: the entries of a worker's active holder in the given fields of marks, and the worker's state at that moment.
 --
 -- KEYS 1 workers
 --      2 marked

@@ -2,11 +2,11 @@
 -- active holders between them. We probe where the caller guesses that runs begin and end, then every `stride` blocks; then,
 -- level by level with one HMGET each, the middle of every interval whose ends differ.
 
-local FIELD_BYTES = 256 -- what a field costs in addition to the bytes of its value
-local BYTES = 600000 -- after so many, the caller has to ask for the rest
+local FIELD_BYTES = 256 -- cost of a field in addition to the bytes of its value
+local BYTES = 600000 -- after this many, the caller has to ask for the rest
 local WIDE_BYTES = 1024 -- if values are wider, fewer are probed at a time
 local WALKED = 256 -- blocks that a walk reads at a time
-local PLACES = 256 -- so many of the caller's guesses are probed at a time: twice MOST_RUNS in kvatlas/index/run_guesses.py
+local PLACES = 256 -- this many of the caller's guesses are probed at a time: twice MOST_RUNS in kvatlas/index/run_guesses.py
 
 -- Returns the blocks after `left` to be probed next, as {index...} and their number: guesses from `next_guess` on,
 -- or if none is left every `stride` blocks; and the new `next_guess`. `hashes` is filled.
@@ -78,7 +78,7 @@ local function halve(blocks, packed, lows, highs, low_values, high_values, open,
         k = k + 1
         next_lows[k], next_highs[k], next_low_values[k], next_high_values[k] = low, middle, low_value, value
       end
-      low, low_value = value and middle or high, value -- no holder at the middle: nothing after it counts
+      low, low_value = value and middle or high, value -- the middle has no holder, so nothing after it counts
     end
     if low < high and low_value ~= high_value then
       k = k + 1
@@ -128,7 +128,7 @@ local function gallop(blocks, packed, count, stride, guess)
   return starts, values, count
 end
 
--- Returns the same by reading every block.
+-- Returns the same as gallop, by reading every block.
 local function walk(blocks, packed, count)
   local starts, values, previous, bytes = {}, {}, nil, 0
   for first = 0, count - 1, WALKED do
@@ -167,7 +167,7 @@ end
 -- returns {version of the active holders (see active.lua), {value...}, {run length...}, reach, left, next}
 --   reach: 3-byte number and position (u32 BE; 0: none) of each marked holder of the first block
 --   left: 3-byte number and index (u32 BE) of the marked holders that are missing in `reach`, to be passed to `kvatlas_resume`:
---     of the marks below that index none was looked at
+--     none of the marks below that index was looked at
 --   next: the index in ARGV 1 from which on the hashes were not looked at, so that another call has to; 0: all were
 register_read_only('kvatlas_overlap', function(keys, args)
   local blocks, meta, packed, stride = keys[1], keys[2], args[1], integer(args[2], 0, CHUNK)
@@ -189,7 +189,7 @@ register_read_only('kvatlas_overlap', function(keys, args)
   if args[3] ~= '' and starts[1] and redis.call('HLEN', keys[3]) > 0 then
     local first, limit = integer(args[3], 0), integer(args[4], 0)
     local names, belows = marked_in(values[1], keys[3]), {}
-    if next_index or #names > HOLDERS then -- calls of their own do that
+    if next_index or #names > HOLDERS then -- separate calls do that
       for i = 1, #names do
         belows[i] = names[i] .. '\255\255\255\255'
       end

@@ -1,9 +1,9 @@
--- what is taken of the budget by a block, by each entry of a new value, by each entry that is found, and by each other number
+-- budget cost of a block, of each entry of a new value, of each entry that is found, and of each other number
 local SCRUB_BLOCK, SCRUB_ENTRY, SCRUB_FOUND, SCRUB_OTHER = 1, 0.1, 0.3, 0.5
 
 -- Takes a holders value apart. mine: {number of a holder -> its worker's index, a byte}. Returns the entries of these holders
--- (worker's index and flags, 2 bytes; the flags are 0 if this is no proper holders value, which has entries of 4 bytes, sorted,
--- each number once), and the numbers of all other holders.
+-- (worker's index and flags, 2 bytes; the flags are 0 if this is not a proper holders value: entries of 4 bytes, sorted, each
+-- number once), and the numbers of all other holders.
 local function part_of(value, mine)
   local entries, count = entries_of(value)
   local found, others, right, before = {}, {}, #value % 4 == 0, -1
@@ -89,7 +89,7 @@ local function strays_among(parted, unknown)
   return strays
 end
 
--- scrub: what the active holders of some workers have in a part of one scope's blocks, and the workers' states at that moment.
+-- scrub: the entries of some workers' active holders in a part of one scope's blocks, and the workers' states at that moment.
 --
 -- KEYS 1 blocks of the scope
 --      2 workers

@@ -1,6 +1,6 @@
-local MARKS_FIELD, MARKS_ENTRY = 1, 0.5 -- what a field takes of the budget, and each of its entries
+local MARKS_FIELD, MARKS_ENTRY = 1, 0.5 -- budget cost of a field, and of each of its entries
 
--- scrub_marks: what the active holders of some workers have in a part of one scope's marks, and the workers' states at that
+-- scrub_marks: the entries of some workers' active holders in a part of one scope's marks, and the workers' states at that
 -- moment.
 --
 -- KEYS 1 marks of the scope

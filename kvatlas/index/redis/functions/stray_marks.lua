@@ -1,4 +1,4 @@
--- stray_marks: removes entries with unknown numbers from marks: such a number may be given to a worker one day.
+-- stray_marks: removes entries with unknown numbers from marks: such a number may later be given to a worker.
 --
 -- KEYS 1 marks of the scope
 --      2 holders

@@ -1,4 +1,4 @@
--- strays: removes entries with unknown numbers from blocks: such a number may be given to a worker one day.
+-- strays: removes entries with unknown numbers from blocks: such a number may later be given to a worker.
 --
 -- KEYS 1 blocks of the scope
 --      2 holders

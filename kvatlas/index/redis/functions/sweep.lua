@@ -13,12 +13,12 @@
 --   the cursor means something else
 
 local SWEEP_KEYS = 3
--- what is taken of the budget by a block, by each entry of a new value, by each of these that is removed, and by each
--- combination of holder, flags and scope whose digest changes
+-- budget cost of a block, of each entry of a new value, of each of these that is removed, and of each combination of holder,
+-- flags and scope whose digest changes
 local BLOCK_COST, ENTRY_COST, GONE_COST, COUNTED_COST = 2, 0.1, 0.5, 8
 
--- Takes a holders value apart. swept: {number of a holder -> is it retired}. Returns the entries of retired holders as numbers,
--- and the value without them.
+-- Takes a holders value apart. swept: {number of a holder -> is it retired}. Returns the entries of retired holders as
+-- numbers, and the value without them.
 local function without_retired(value, swept)
   local entries, count = entries_of(value)
   local gone, kept, from = {}, {}, 1
@@ -85,8 +85,8 @@ local function take_out(scope, flat, swept, sums_by_entry)
   return cost
 end
 
--- Takes what was removed in one scope out of the holders' digests and notes it in `held`, see change_held. digests: {holder ->
--- digest} of those that changed so far
+-- Subtracts the removed entries of one scope from the holders' digests, and records them in `held`, see change_held.
+-- digests: {holder -> digest} of those that changed so far
 local function count_out(key, digests, held, scope, sums_by_entry)
   local unread = {}
   for entry in pairs(sums_by_entry) do

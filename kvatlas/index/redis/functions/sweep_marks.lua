@@ -5,8 +5,7 @@
 --      3... marks of each scope
 -- ARGV and the answer are the same as those of sweep
 
--- what is taken of the budget by a field, by each entry that stays, by each that is removed, and by each holder whose digest
--- changes
+-- budget cost of a field, of each entry that stays, of each that is removed, and of each holder whose digest changes
 local FIELD_COST, KEPT_COST, TAKEN_COST, HOLDER_COST = 1, 0.2, 1, 8
 
 -- Removes holders from one field of marks. swept: {holder -> is it retired}. Returns the cost.

@@ -1,4 +1,4 @@
-"""The engines' events as Dynamo reads them: vLLM's, with blocks of real size."""
+"""The engines' events in the format that Dynamo reads: vLLM's, with blocks of real size."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def encode_batch(events: Sequence[dict[str, Any]]) -> bytes:
 
 
 def encode_event(event: KVEvent, block_tokens: int) -> dict[str, Any]:
-    """A block's tokens are all its content's id."""
+    """An event for Dynamo. All tokens of a block are its content's id."""
     if isinstance(event, GpuCleared):
         return {"type": "AllBlocksCleared"}
     if isinstance(event, BlockRemoved):
@@ -47,7 +47,7 @@ def removed(block_hash: int, medium: str = "GPU") -> dict[str, Any]:
 
 
 def mark_tokens(mark: int, block_tokens: int) -> list[int]:
-    """A block that no content is: its tokens differ."""
+    """Tokens of a block that no content has, because they differ."""
     return [mark, *[_MARK] * (block_tokens - 1)]
 
 
@@ -56,7 +56,7 @@ def mark_hash(mark: int) -> int:
 
 
 def token_of(content: int, identity: Identity) -> int:
-    """Dynamo's service knows neither tenants nor adapters: their blocks are other tokens to it, so it mixes none up."""
+    """Dynamo's service knows neither tenants nor adapters. Their blocks get different tokens, so it confuses none."""
     if identity == DEFAULT_IDENTITY:
         return content
     return xxhash.xxh32_intdigest(repr((content, identity)).encode())

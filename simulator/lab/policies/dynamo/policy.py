@@ -1,13 +1,13 @@
 """NVIDIA Dynamo's selection as a policy: its `SelectionService`, on the engines' events, with its defaults.
 
-Its package can't be installed beside kvatlas (it wants an older pydantic), so it runs in a Python of its own. Events go to it
-as vLLM publishes them, over ZMQ; of hybrids those of full attention, all that it indexes. That takes real time, of which a
-replay has none: after each engine's events comes a block that marks them, and a choice waits until the service holds the
-marks. So a choice sees all events that are there by then.
+Its package can't be installed beside kvatlas (it requires an older pydantic), so it runs in a separate Python. It gets
+events as vLLM publishes them, over ZMQ; for hybrids only those of full attention, which is all that it indexes. Delivery
+takes real time, which a replay does not have. So each engine's events are followed by a block that marks their end, and a
+choice waits until the service holds the marks. Then it sees all events so far.
 
-Its guide asks for engines whose hash seeds are equal (PYTHONHASHSEED), so here they are.
+Its guide requires engines with equal hash seeds (PYTHONHASHSEED), so they are equal here.
 
-What stays: of equal workers the service takes any, so two runs by one seed may differ a little.
+One difference remains: among equal workers the service takes any, so two runs with one seed may differ a little.
 """
 
 import json
@@ -58,7 +58,7 @@ def check_installed(python: str) -> None:
 
 
 class Dynamo(LoadBlind):
-    """One selection service, in a process of its own until `close`. `python`: one that `check_installed` has approved."""
+    """One selection service, in its own process until `close`. `python`: one that `check_installed` has approved."""
 
     def __init__(self, engines: Sequence[VirtualEngine], python: str) -> None:
         self._block_tokens = engines[0].block_tokens
@@ -68,7 +68,7 @@ class Dynamo(LoadBlind):
         self._seqs = [0] * len(engines)
         self._calls: list[list[Any]] = []
         self._unseen: set[int] = set()
-        """Engines with events since the last choice; their marks are not in the index yet, as far as is known."""
+        """Engines with events since the last choice, whose marks may not be in the index yet."""
         self._marks = count()
         self._mark = next(self._marks)
         self._marked: dict[int, int] = defaultdict(int)
@@ -89,7 +89,7 @@ class Dynamo(LoadBlind):
         self._read()
         for socket in self._sockets:
             if not socket.poll(SUBSCRIBED_MS, zmq.POLLIN):
-                raise RuntimeError(f"Dynamo subscribed to no events within {SUBSCRIBED_MS / 1e3:.0f} s")
+                raise RuntimeError(f"Dynamo did not subscribe to events within {SUBSCRIBED_MS / 1e3:.0f} s")
             socket.recv()
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Dynamo(LoadBlind):
         self._seqs[engine] += 1
 
     def _mark_events(self, engine: int) -> list[dict[str, Any]]:
-        """This choice's mark instead of the engine's last."""
+        """Replace the engine's last mark with this choice's."""
         old, new = self._marked[engine], mark_hash(self._mark)
         self._marked[engine] = new
         tokens = mark_tokens(self._mark, self._block_tokens)

@@ -1,10 +1,11 @@
-"""Dynamo's `SelectionService` over stdin and stdout: run by the Python that has `ai-dynamo-runtime`, as a file of its own.
+"""Dynamo's `SelectionService` over stdin and stdout: a standalone file, run by the Python that has `ai-dynamo-runtime`.
 
-The standard library alone, and what that package installs. The first line is {workers: {number: event socket},
-block_tokens}; it is answered with {ready: true}. Each further line is a list of calls, in their order:
+It uses only the standard library and what that package installs. The first line is {workers: {number: event socket},
+block_tokens}; the answer is {ready: true}. Each further line is a list of calls, in order:
 
-- ["choose", id, contents, tokens, mark, engines]: answered with the engine's number. `contents`: one token id a block, which
-  stands for `block_tokens` of it. Before that the events of these engines are waited for: they hold a block of `mark` then.
+- ["choose", id, contents, tokens, mark, engines]: the answer is the engine's number. `contents`: one token id per block,
+  which stands for `block_tokens` tokens. The choice first waits for the events of these engines, until they hold a block of
+  `mark`.
 - ["prefilled", id], ["finished", id].
 """
 
@@ -56,7 +57,7 @@ async def _main() -> None:
     for number, events in fleet["workers"].items():
         await selection.add_worker(int(number), events)
     print(json.dumps({"ready": True}), flush=True)
-    while line := sys.stdin.readline():  # nothing else runs meanwhile: the service has threads of its own
+    while line := sys.stdin.readline():  # nothing else runs meanwhile: the service has its own threads
         for name, *args in json.loads(line):
             answer = await getattr(selection, name)(*args)
             if answer is not None:
