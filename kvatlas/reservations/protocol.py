@@ -207,12 +207,14 @@ class Evaluation:
 class Outcome(StrEnum):
     """How a reservation ends.
 
-    `FINISHED`: its prompt was computed. `FAILED`: perhaps not; what was still being computed is no longer believed.
+    `FINISHED`: its prompt was computed. `FAILED`: perhaps not; what was still being computed is no longer believed. `BROKEN`:
+    its engine failed; what it had computed is no longer believed either, unless its events say so.
     `CALLED_OFF`: it is unknown whether it was ever made (the call was not answered); should it come late, it is refused.
     """
 
     FINISHED = "finished"
     FAILED = "failed"
+    BROKEN = "broken"
     CALLED_OFF = "called_off"
 
 

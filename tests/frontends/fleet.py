@@ -58,7 +58,8 @@ def vllm_words(model: Path, name: str, port: int, events: int) -> list[str]:
         "replay_endpoint": f"tcp://*:{free_port()}",
     }
     return [
-        *(str(environment_folder("vllm") / "bin/vllm"), "serve", str(model), "--served-model-name", name),
+        *(str(environment_folder("vllm") / "bin/python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        *("--served-model-name", name),
         *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
         *("--distributed-executor-backend", f"{_ENGINES}.vllm_stub.StubExecutor"),
         *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "20000"),

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvatlas.store.connection import Store
+from tests.eventually import until
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import Answer, faulty_engine
 from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, read_cut
@@ -115,6 +116,26 @@ async def test_an_error_behind_a_part_of_the_answer_passes_and_counts(store: Sto
             assert answer.content == PART + ERROR, "the client has what the engine said"
         counted = await status(client)
         assert counted["outliers"]["bad"] == 4 and counted["proxy"]["broken"] == 4 and "w1" in counted["ejected"]
+
+
+@pytest.mark.parametrize("end", [chunk(ERROR) + b"0\r\n\r\n", b""], ids=["error", "dies"])
+async def test_what_an_engine_computed_before_it_failed_counts_as_lost(
+    store: Store, valkey_url: str, end: bytes
+) -> None:
+    prompt = list(range(300))
+    async with (
+        raw_engine(HEAD + chunk(PART) + end) as bad,
+        running_fleet(store, {}, {"w1": {"url": bad.url}}),
+        running_proxy(valkey_url, tokenizer="none") as client,
+    ):
+
+        async def ask() -> bool:
+            answer = await client.post("/v1/completions", json={**BODY, "prompt": prompt, "stream": True})
+            assert '"error"' in answer.text
+            return decision(answer)[1]["cached"] == "0"
+
+        assert await ask()
+        await until(ask, what="nothing is believed to be cached, once the failure is reported")
 
 
 async def test_an_error_that_is_the_requests_own_is_answered_with_its_status(store: Store, valkey_url: str) -> None:
