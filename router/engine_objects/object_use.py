@@ -38,8 +38,8 @@ _IN_PARTS = frozenset(
 _UNDER_PARTS = ("file", "source", "image_file", "container")
 _LISTS = ("attachments", "tool_resources")
 """Of messages, threads and assistants: each member names some."""
-_HOLD_PARTS = ("messages", "input", "system", "content", "output", "tools", "thread")
-"""Fields in which parts, tools and messages stand."""
+_HOLD_PARTS = ("messages", "content", "output", "tools", "thread")
+"""Fields in which parts, tools and messages stand; `input` only of a request itself: a tool's input is a client's own words."""
 _MOST_NESTED = 8
 _IN_LONG_BODY = re.compile(rb'"(?:previous_response_id|conversation|input_file_id)"\s*:\s*"([\w.-]{1,256})"')
 
@@ -108,6 +108,8 @@ def _ids_in_parts(value: Any, nested: int = _MOST_NESTED) -> Iterator[str]:
                 yield from _ids_of(each)
         for field in _HOLD_PARTS if nested else ():
             yield from _ids_in_parts(one.get(field), nested - 1)
+    if nested == _MOST_NESTED and isinstance(value, dict):
+        yield from _ids_in_parts(value.get("input"), nested - 1)
 
 
 def _ids_of(value: Any) -> Iterator[str]:
