@@ -8,6 +8,7 @@ from pathlib import Path
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.certificate_files import RenewedContext
 
+MOST_HEADER_BYTES = 64 << 10
 PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
 """Answered without a token, and in the reserve: what asks is the machine's own, and learns one bit."""
 

@@ -29,37 +29,17 @@ def _check(router: httpx.Client, path: str, body: dict[str, Any]) -> None:
     until_sync(agree, deadline_s=10, what=f"as much is reused as was predicted: {seen}")
 
 
-PENDING = {
-    *(("vllm-small", form) for form in ("reasoning-effort", "documents", "responses", "messages", "generate")),
-    *(("sglang-small", form) for form in ("reasoning-effort", "no-tool-choice", "prefilled")),
-    *(("sglang-small", api) for api in ("responses", "messages", "generate", "generate of tokens")),
-}
-"""Not predicted exactly yet: each that is must leave this list."""
-
-
-def _expect(request: pytest.FixtureRequest, model: str, form: str) -> None:
-    if (model, form) in PENDING:
-        request.applymarker(pytest.mark.xfail(reason="not predicted exactly yet", strict=False))
-
-
 @pytest.mark.parametrize("form", CHATS)
-def test_a_chat_of_any_form_is_predicted_exactly(
-    router: httpx.Client, model: str, form: str, request: pytest.FixtureRequest
-) -> None:
-    _expect(request, model, form)
+def test_a_chat_of_any_form_is_predicted_exactly(router: httpx.Client, model: str, form: str) -> None:
     _check(router, "/v1/chat/completions", {"model": model, **CHATS[form]})
 
 
-def test_documents_are_rendered(router: httpx.Client, request: pytest.FixtureRequest) -> None:
-    _expect(request, "vllm-small", "documents")
+def test_documents_are_rendered(router: httpx.Client) -> None:
     _check(router, "/v1/chat/completions", {"model": "vllm-small", **DOCUMENTS})
 
 
 @pytest.mark.parametrize("api", API_NAMES)
-def test_every_api_is_predicted_exactly(
-    router: httpx.Client, model: str, api: str, request: pytest.FixtureRequest
-) -> None:
-    _expect(request, model, api)
+def test_every_api_is_predicted_exactly(router: httpx.Client, model: str, api: str) -> None:
     if api not in apis(model):
         pytest.skip(f"the engine of {model} has no such API")
     _check(router, *apis(model)[api])
