@@ -282,8 +282,8 @@ class Choice(ChoiceData):
             await self.reservation.first_token()
 
     async def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request is over: answered if `status` is 2xx, broken by its engine's failure if it is 500 or more, else failed (0:
-        without an answer). Leaving the block of `route` does the same, by an exception as failed. A second call changes nothing
+        """The request is over: answered if `status` is 2xx, broken by its engine's failure if it is 500 or more, else failed
+        (0: without an answer). Leaving the block of `route` does the same, by an exception as failed. A second call changes nothing
         that is booked.
 
         `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`)

@@ -10,7 +10,7 @@ from tests.frontends.answers import decision, usage
 from tests.frontends.bodies import API_NAMES, CHATS, DOCUMENTS, apis
 
 
-def _check(router: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def check_prediction(router: httpx.Client, path: str, body: dict[str, Any]) -> None:
     """Sent twice, the prompt has as many tokens, and as many cached ones, as the engine says."""
 
     def ask() -> tuple[tuple[int, int], tuple[int, int]]:
@@ -31,15 +31,15 @@ def _check(router: httpx.Client, path: str, body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", CHATS)
 def test_a_chat_of_any_form_is_predicted_exactly(router: httpx.Client, model: str, form: str) -> None:
-    _check(router, "/v1/chat/completions", {"model": model, **CHATS[form]})
+    check_prediction(router, "/v1/chat/completions", {"model": model, **CHATS[form]})
 
 
 def test_documents_are_rendered(router: httpx.Client) -> None:
-    _check(router, "/v1/chat/completions", {"model": "vllm-small", **DOCUMENTS})
+    check_prediction(router, "/v1/chat/completions", {"model": "vllm-small", **DOCUMENTS})
 
 
 @pytest.mark.parametrize("api", API_NAMES)
 def test_every_api_is_predicted_exactly(router: httpx.Client, model: str, api: str) -> None:
     if api not in apis(model):
         pytest.skip(f"the engine of {model} has no such API")
-    _check(router, *apis(model)[api])
+    check_prediction(router, *apis(model)[api])

@@ -68,6 +68,9 @@ FAILURES: dict[str, Answer] = {
     "nothing": streams(PING),
     "json": says({"error": SAID}),
     "old json": says({"object": "error", **SAID}),
+    "problem json": streams(json.dumps({"error": SAID}).encode(), kind="application/problem+json"),
+    "empty": streams(),
+    "empty json": streams(kind="application/json"),
 }
 
 
@@ -350,6 +353,30 @@ async def test_a_client_that_leaves_at_the_end_in_any_spelling_is_answered(
         left.set()
         counted = (await status(client))["proxy"]
         assert (counted["gone"], counted["answered"]) == (0, 1)
+
+
+async def test_lines_of_json_pass_as_they_come(store: Store, valkey_url: str) -> None:
+    seen = anyio.Event()
+
+    async def lines(_: Request) -> Response:
+        async def body() -> AsyncIterator[bytes]:
+            yield b'{"a": 1}\n'
+            await seen.wait()  # the first one is with the client
+            yield b'{"a": 2}\n'
+
+        return StreamingResponse(body(), media_type="application/jsonl")
+
+    async with (
+        faulty_engine(lines) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url, allow_path="/other") as client,
+        client.stream("POST", "/other", json={"model": MODEL}) as streamed,
+    ):
+        parts = []
+        async for part in streamed.aiter_raw():
+            parts.append(part)
+            seen.set()
+        assert parts == [b'{"a": 1}\n', b'{"a": 2}\n']
 
 
 async def test_a_stream_whose_lines_end_in_carriage_returns_passes_event_by_event(
