@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import anyio
@@ -211,10 +212,16 @@ async def test_an_engine_that_dies_in_every_answer_breaks_one_stream_a_trial(
         running_fleet(store, {}, {"w0": {"url": dying.url}, "w1": {"url": good.url}}) as fleet,
         running_proxy(valkey_url, tokenizer="none") as client,
     ):
-        await fleet.holds("w0", PREFIX)
-        while dying.asked < 6:
-            answer = await client.post("/v1/completions", json=body(1))
-            assert answer.status_code == 200
+        numbers = count(1, 2)
+
+        async def ask_the_dying() -> httpx.Response:
+            """It holds each prompt, and the other one none."""
+            prompt = [number := next(numbers)] * 64
+            await fleet.holds("w0", prompt)
+            return await client.post("/v1/completions", json=body(number, prompt=prompt))
+
+        while dying.asked < 8:
+            assert (await ask_the_dying()).status_code == 200
         told = await status(client)
         assert told["outliers"]["readmissions"] == 0
         assert told["proxy"]["broken"] == dying.asked
@@ -222,7 +229,7 @@ async def test_an_engine_that_dies_in_every_answer_breaks_one_stream_a_trial(
         dying.answer = well
 
         async def is_readmitted() -> bool:
-            await client.post("/v1/completions", json=body(1))
+            await ask_the_dying()
             return not (await status(client))["ejected"]
 
         await until(is_readmitted, what="it is readmitted by a whole answer")
