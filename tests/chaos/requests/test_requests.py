@@ -10,7 +10,7 @@ import pytest
 
 from kvatlas.store.connection import Store, open_store
 from kvatlas_router.outliers.pool_outliers import MOST_EJECT_S
-from tests.chaos.requests.request_faults import AT_ONCE, BREAKS, FAULTS, REQUESTS, STREAMED, WITHOUT_HEALTH, drive, run
+from tests.chaos.requests.request_faults import AT_ONCE, BREAKS, DRIBBLED, FAULTS, REQUESTS, drive, run
 from tests.chaos.requests.rolled_routers import RouterTask, roll
 from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import running_fleet, running_proxy
@@ -34,15 +34,19 @@ async def test_no_request_is_lost_to_one_bad_engine_of_four(
     # the bad worker is ejected once: how often it is tried again depends on how long the requests take
     monkeypatch.setattr("kvatlas_router.outliers.pool_outliers.EJECT_S", MOST_EJECT_S)
     shorten_bounds(monkeypatch, least_s=0.7, unknown_s=60)  # "slow" is no fault
-    figures = await run(
-        store, valkey_url, FAULTS[fault], streamed=fault in STREAMED, healthy=fault not in WITHOUT_HEALTH
-    )
+    figures = await run(store, valkey_url, fault)
     assert figures.lost == []
     if fault in BREAKS:
         assert figures.answered + figures.broken == REQUESTS and figures.broken <= 12
     else:
         assert figures.answered == REQUESTS
-    if fault not in ("lies", "slow", "busy", "hangs"):  # their answers are good ones; a hang takes its time to be found
+    if fault not in {
+        "lies",
+        "slow",
+        "busy",
+        "hangs",
+        *DRIBBLED,
+    }:  # their answers are good ones; a hang takes its time to be found
         assert figures.share_after <= 0.1
 
 
