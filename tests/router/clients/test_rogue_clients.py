@@ -51,7 +51,8 @@ class Router:
 @asynccontextmanager
 async def running_router(redis_url: str, *flags: str) -> AsyncIterator[Router]:
     """With a port for operators."""
-    words = ["router", "--redis-url", redis_url, "--port", "0", "--control-port", "0", "--tokenizer", "none", *flags]
+    words = ["router", "--redis-url", redis_url, "--port", "0", "--control-port", "0", "--tokenizer", "none"]
+    words += ["--drain-s", "0", *flags]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment()
     )
