@@ -283,8 +283,9 @@ class Choice(ChoiceData):
             await self.reservation.first_token()
 
     async def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """Report the end of the request: answered if `status` is 2xx, else failed (0: without an answer). Leaving the block
-        of `route` does the same, as failed if by an exception. A second call changes no booking.
+        """Report the end of the request: answered if `status` is 2xx, broken by its engine's failure if it is 500 or more, else
+        failed (0: without an answer). Leaving the block of `route` does the same, as failed if by an exception. A second call
+        changes no booking.
 
         `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`) the
         worker's rates are learned from it.
@@ -295,7 +296,13 @@ class Choice(ChoiceData):
         if well and self.feedback is not None and usage is not None and timings is not None:
             self.feedback.record(usage, timings)
         if self.reservation is not None:
-            await self.reservation.end(Outcome.FINISHED if well else Outcome.FAILED)
+            await self.reservation.end(_outcome_of(status))
+
+
+def _outcome_of(status: int) -> Outcome:
+    if 200 <= status < 300:
+        return Outcome.FINISHED
+    return Outcome.BROKEN if status >= 500 else Outcome.FAILED
 
 
 def fell_open_for_want_of(choice: ChoiceData) -> str | None:

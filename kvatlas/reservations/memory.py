@@ -107,7 +107,7 @@ class MemoryReservations:
         ids = [id for id in (booking.id, booking.prefill_id) if id is not None]
         for id in ids:
             if id not in pool.called_off:
-                self._drop_reservation(pool, id, False, now)
+                self._drop_reservation(pool, id, Outcome.FAILED, now)
                 pool.remove_prediction(id)
         if any(id in pool.called_off for id in ids):
             return None
@@ -122,7 +122,7 @@ class MemoryReservations:
         pool, now = self._pool(pool_id), self._clock_us()
         if outcome is Outcome.CALLED_OFF:
             pool.called_off.add(now + CALLED_OFF_US, id)
-        return self._drop_reservation(pool, id, outcome is Outcome.FINISHED, now)
+        return self._drop_reservation(pool, id, outcome, now)
 
     def report_now(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
         """`report`, without waiting."""
@@ -230,26 +230,25 @@ class MemoryReservations:
             ready = min(prediction.ready_us, now)
             pool.put_prediction(id, replace(prediction, ready_us=ready, ends_us=now + prediction.believed_us))
 
-    def _drop_reservation(self, pool: MemoryPool, id: bytes, finished: bool, now: int) -> bool:
+    def _drop_reservation(self, pool: MemoryPool, id: bytes, outcome: Outcome, now: int) -> bool:
         reservation = pool.remove_booking(id)
         if reservation is None:
             return False
-        if reservation.prefilling:
-            if finished:
-                self._settle_prediction(pool, id, now)
-            else:
-                pool.remove_prediction(id)
+        if reservation.prefilling and outcome is Outcome.FINISHED:
+            self._settle_prediction(pool, id, now)
+        elif reservation.prefilling or outcome is Outcome.BROKEN:
+            pool.remove_prediction(id)
         return True
 
     def _drop_router(self, pool: MemoryPool, router_id: str, now: int) -> None:
         pool.routers.pop(router_id, None)
         for id in pool.booked_by(router_id):
-            self._drop_reservation(pool, id, False, now)
+            self._drop_reservation(pool, id, Outcome.FAILED, now)
 
     def _drop_worker(self, pool: MemoryPool, worker_id: str, now: int) -> None:
         if (worker := pool.workers.get(worker_id)) is not None:
             for id in list(worker.booked):
-                self._drop_reservation(pool, id, False, now)
+                self._drop_reservation(pool, id, Outcome.FAILED, now)
         for id in pool.predicted_for(worker_id):
             pool.remove_prediction(id)
 
@@ -269,7 +268,7 @@ class MemoryReservations:
         for id in pool.prediction_ends.take_due(now):
             pool.remove_prediction(id)
         for id in pool.ends.take_due(now):
-            self._drop_reservation(pool, id, False, now)
+            self._drop_reservation(pool, id, Outcome.FAILED, now)
         pool.called_off.take_due(now)
         for router_id in [router_id for router_id, ends_us in pool.routers.items() if ends_us <= now]:
             self._drop_router(pool, router_id, now)

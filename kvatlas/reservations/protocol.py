@@ -209,12 +209,14 @@ class Outcome(StrEnum):
     """How a reservation ends.
 
     `FINISHED`: its prompt was computed. `FAILED`: perhaps not, so blocks that were still being computed are no longer
-    believed. `CALLED_OFF`: the call was not answered, so it is unknown whether the booking was made; if it arrives late, it
-    is refused.
+    believed. `BROKEN`: its engine failed; blocks that it had computed are no longer believed either, unless its events report
+    them. `CALLED_OFF`: the call was not answered, so it is unknown whether the booking was made; if it arrives late, it is
+    refused.
     """
 
     FINISHED = "finished"
     FAILED = "failed"
+    BROKEN = "broken"
     CALLED_OFF = "called_off"
 
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvatlas.runtime.connection_shares import ConnectionShares, Place
-from kvatlas.runtime.http_access import PROBES, HttpAccess
+from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
@@ -30,7 +30,6 @@ PROBE_S = 2.0
 """Time that a connection in the reserve may take for its headers."""
 LINGER_S = 2.0
 """Time that a refused client has to read why."""
-MOST_HEADER_BYTES = 64 << 10
 
 _FULL = "too many connections are open; try again later"
 

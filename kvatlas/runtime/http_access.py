@@ -8,6 +8,7 @@ from pathlib import Path
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.certificate_files import RenewedContext
 
+MOST_HEADER_BYTES = 64 << 10
 PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
 """Paths that are served without a token, and in the reserve: the machine's own probes ask them, and learn one bit."""
 

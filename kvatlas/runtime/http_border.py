@@ -8,11 +8,12 @@ import hmac
 import json
 from collections.abc import Callable
 from functools import partial
+from urllib.parse import unquote
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvatlas.runtime.http_access import PROBES, HttpAccess
+from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
@@ -46,6 +47,15 @@ def bounded_body(receive: Receive, announced: int, limit: int, on_too_long: Call
     return bounded
 
 
+def _in_origin_form(scope: Scope) -> Scope:
+    """A target like http://host/path, which clients send to proxies and servers must accept (RFC 9112, 3.2.2), as its path."""
+    scheme, _, rest = scope["raw_path"].partition(b"://")
+    if scheme.lower() not in (b"http", b"https"):
+        return scope
+    raw_path = b"/" + rest.partition(b"/")[2]
+    return {**scope, "raw_path": raw_path, "path": unquote(raw_path.decode("ascii"))}
+
+
 class HttpBorder:
     """An ASGI application in front of another one; passes on only allowed requests."""
 
@@ -59,11 +69,18 @@ class HttpBorder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
+        head_bytes = len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"])
+        if not scope["path"].startswith("/"):
+            scope = _in_origin_form(scope)
         length = headers.get(b"content-length")
         if length is not None and b"transfer-encoding" in headers:
             self._counters.framing += 1
             line = "Content-Length and Transfer-Encoding are both given; expected one of them"
             await self._refuse(scope, send, 400, line, (b"connection", b"close"))
+        elif head_bytes > MOST_HEADER_BYTES:  # it came at once, so the protocol did not look
+            self._counters.headers += 1
+            line = f"the headers have more than {MOST_HEADER_BYTES} bytes; expected fewer"
+            await self._refuse(scope, send, 431, line, (b"connection", b"close"))
         elif headers.get(b"upgrade", b"").lower() == b"websocket":
             self._counters.upgrade += 1
             line = 'WebSockets are not served; expected plain HTTP requests, streamed with `"stream": true`'

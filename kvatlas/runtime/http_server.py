@@ -14,9 +14,9 @@ from anyio.abc import TaskStatus
 from starlette.types import ASGIApp
 
 from kvatlas.errors import SettingsError
-from kvatlas.runtime.bounded_protocol import MOST_HEADER_BYTES, BoundedProtocol
+from kvatlas.runtime.bounded_protocol import BoundedProtocol
 from kvatlas.runtime.connection_shares import ConnectionShares
-from kvatlas.runtime.http_access import HttpAccess
+from kvatlas.runtime.http_access import MOST_HEADER_BYTES, HttpAccess
 from kvatlas.runtime.http_border import HttpBorder
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog

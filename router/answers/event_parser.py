@@ -12,6 +12,7 @@ MOST_DATA_BYTES = 256 << 10
 
 _BOM = b"\xef\xbb\xbf"
 _LINE_END = re.compile(rb"\r\n|\r|\n")
+_JSON_TYPE = re.compile(rb"(?:application|text)/(?:[\w.-]+\+)?json")
 _FIELDS = (b"data", b"event", b"id", b"retry", b":")
 
 
@@ -123,6 +124,11 @@ def is_event_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 def can_be_read(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Is it one that is not compressed?"""
     return is_event_stream(headers) and header_value(headers, b"content-encoding") in (b"", b"identity")
+
+
+def is_json(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Is the answer with these headers one JSON text, and no stream of several?"""
+    return _JSON_TYPE.fullmatch(header_value(headers, b"content-type").partition(b";")[0].rstrip()) is not None
 
 
 def header_value(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:

@@ -3,7 +3,7 @@ a request names, and which an answer brings."""
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ MOST_READ_BYTES = 1 << 20
 _KINDS = ("responses", "files", "uploads", "batches", "assistants", "threads", "conversations", "vector_stores")
 OBJECT_ROUTES = tuple(f"/v1/{kind}{rest}" for kind in _KINDS for rest in ("", "/{rest:path}"))
 """Their paths, as Starlette writes them."""
-_OWN = frozenset({"render", "input_tokens", "compact"})
-"""Path parts of `/v1/responses` that are calls, not ids."""
+_OWN = frozenset({"render", "input_tokens", "compact", "runs"})
+"""Path parts that are calls, not ids: of `/v1/responses` and `/v1/threads`."""
 _PATH = re.compile(rf"/v1/(?:{'|'.join(_KINDS)})(?:/([^/]+)(?:/.*)?)?/?")
 _FIELDS = (
     "previous_response_id",
@@ -28,6 +28,19 @@ _FIELDS = (
     "thread_id",
     "vector_store_id",
 )
+_IN_PARTS = frozenset(
+    {
+        *("file", "input_file", "input_image", "input_audio", "image_file", "image", "document", "container_upload"),
+        *("file_search", "code_interpreter"),
+    }
+)
+"""Types of a message's parts, and of tools, that name such objects: what a tool was called with are a client's own words."""
+_UNDER_PARTS = ("file", "source", "image_file", "container")
+_LISTS = ("attachments", "tool_resources")
+"""Of messages, threads and assistants: each member names some."""
+_HOLD_PARTS = ("messages", "content", "output", "tools", "thread")
+"""Fields in which parts, tools and messages stand; `input` only of a request itself: a tool's input is a client's own words."""
+_MOST_NESTED = 8
 _IN_LONG_BODY = re.compile(rb'"(?:previous_response_id|conversation|input_file_id)"\s*:\s*"([\w.-]{1,256})"')
 
 
@@ -41,20 +54,22 @@ class ObjectUse:
     kept: bool = True
 
     @classmethod
-    def of(cls, method: str, path: str, body: bytes) -> "ObjectUse | None":
-        """None for a request that has nothing to do with them."""
+    def of(cls, method: str, path: str, body: bytes, decoded: Mapping[str, Any] | None = None) -> "ObjectUse | None":
+        """None for a request that has nothing to do with them. `decoded`: the body of a request for tokens, if it was read."""
         found = _PATH.fullmatch(path)
         if found is None:
-            return None
-        decoded = _decode(body) if method == "POST" else {}
+            ids = [] if decoded is None or not _may_name_files(body) else list(_ids_in_parts(decoded))
+            return cls(_named(ids), kept=False) if ids else None
+        decoded = decoded or (_decode(body) if method == "POST" else {})
         ids = [found[1]] if found[1] and found[1] not in _OWN else []
         for field in _FIELDS:
             ids += _ids_in(decoded.get(field))
+        if _may_name_files(body):
+            ids += _ids_in_parts(decoded)
         if len(body) > MOST_READ_BYTES:
             ids += [id.decode("ascii", "replace") for id in _IN_LONG_BODY.findall(body)]
         kept = decoded.get("store") is not False
-        named = tuple(dict.fromkeys(id for id in ids if len(id) <= MOST_ID))
-        return cls(named, lists=method == "GET" and not found[1], kept=kept)
+        return cls(_named(ids), lists=method == "GET" and not found[1], kept=kept)
 
     def made_by(self, body: bytes) -> tuple[str, ...]:
         """From a good answer: the id of its object, and of those that the object names as its results."""
@@ -68,6 +83,38 @@ def response_id(event: bytes) -> str | None:
     response = _decode(event).get("response")
     id = response.get("id") if isinstance(response, Mapping) else None
     return id if isinstance(id, str) and 0 < len(id) <= MOST_ID else None
+
+
+def _named(ids: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(id for id in ids if len(id) <= MOST_ID))
+
+
+def _may_name_files(body: bytes) -> bool:
+    return b"file_id" in body or b"vector_store_id" in body
+
+
+def _ids_in_parts(value: Any, nested: int = _MOST_NESTED) -> Iterator[str]:
+    """Ids in the parts of messages and in tools, of OpenAI's and Anthropic's APIs."""
+    for one in value if isinstance(value, list) else (value,):
+        if not isinstance(one, dict):
+            continue
+        if one.get("type") in _IN_PARTS:
+            yield from _ids_of(one)
+            for field in _UNDER_PARTS:
+                yield from _ids_of(one.get(field))
+        for field in _LISTS:
+            held = one.get(field)
+            for each in held.values() if isinstance(held, dict) else held if isinstance(held, list) else ():
+                yield from _ids_of(each)
+        for field in _HOLD_PARTS if nested else ():
+            yield from _ids_in_parts(one.get(field), nested - 1)
+    if nested == _MOST_NESTED and isinstance(value, dict):
+        yield from _ids_in_parts(value.get("input"), nested - 1)
+
+
+def _ids_of(value: Any) -> Iterator[str]:
+    for field in ("file_id", "file_ids", "vector_store_ids") if isinstance(value, dict) else ():
+        yield from _ids_in(value.get(field))
 
 
 def _ids_in(value: Any) -> Iterable[str]:

@@ -48,7 +48,8 @@ class AskedRequest:
     @property
     def objects(self) -> ObjectUse | None:
         """Those that engines keep, and that it names or makes."""
-        return ObjectUse.of(self.head.method, self.head.path, self.call.body)
+        text = self.call.text
+        return ObjectUse.of(self.head.method, self.head.path, self.call.body, None if text is None else text.body)
 
     @classmethod
     async def read(

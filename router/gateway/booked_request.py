@@ -170,7 +170,11 @@ class BookedRequest:
         if error is not None and judge(error.status) is Verdict.ELSEWHERE:
             line = f"an error in its answer: {error.line}"
             self._parts.outliers.record_bad(self._booked.pool_id, self._booked.choice.worker_id, line)
-        await self._end()
+        try:
+            if error is not None:
+                await self._booked.choice.done(status=error.status)
+        finally:
+            await self._end()
 
     async def leave(self) -> None:
         """See `PickedRequest`."""

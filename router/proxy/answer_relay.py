@@ -132,6 +132,8 @@ class AnswerRelay:
         """Read a good answer until its first content is there, or its end; only what keeps the connection alive is sent to the
         client until then. Raises EngineRefused for an error in place of an answer, and EngineLost if the engine goes away."""
         if isinstance(answer, WholeAnswer):
+            if request.text is not None and not answer.body:
+                raise EngineLost(f"{choice.url}: the answer is empty")
             if request.for_engine.method == "POST" and (error := EngineError.of_body(answer.body)) is not None:
                 raise error_refusal(choice.url, error, answer)
             if request.objects is not None:

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -162,6 +162,8 @@ class ProxyApplication:
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
+        if not name:
+            return RedirectResponse(request.url.path.rstrip("/"))  # as every other path with a slash at its end
         card = await self._parts.catalogue.card(name) if caller_of(request.scope).may_use(name) else None
         if card is None:
             raise UnknownModel(f"the model {name[:200]!r} does not exist; /v1/models lists those that do")

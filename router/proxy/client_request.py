@@ -88,7 +88,7 @@ class ClientRequest:
 
     def __post_init__(self) -> None:
         sent = self.for_engine
-        self.objects = ObjectUse.of(sent.method, sent.path, sent.body)
+        self.objects = ObjectUse.of(sent.method, sent.path, sent.body, None if self.text is None else self.text.body)
 
     @property
     def caller(self) -> Caller:

@@ -46,6 +46,8 @@ from router_client.prefill_decode_result import PairChoice
 _log = logging.getLogger("kvatlas_router.proxy")
 
 _METHODS = {"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
+LOST_STATUS = 502
+"""An answer that broke off is an engine's failure."""
 AGAIN_S = 0.25
 """If no engine could be connected to, they are tried again after this."""
 
@@ -301,11 +303,11 @@ class Exchange:
                     while unjudged:
                         self._outliers.record_complete(pool_id, unjudged.pop())
             except EngineFailed as error:
-                await choice.done(status=0)
+                await choice.done(status=error.status)
                 if self._record_failed(pool_id, worker_id, error):
                     unjudged.discard(worker_id)
             except (EngineRefused, EngineUnreachable, EngineLost, PrefillFailed) as error:
-                await choice.done(status=0)
+                await choice.done(status=LOST_STATUS if isinstance(error, EngineLost) else 0)
                 if isinstance(error, EngineLost) and opened is not None:
                     unjudged.discard(worker_id)
                     self._outliers.record_bad(pool_id, worker_id, str(error))

@@ -18,6 +18,24 @@ _UNSET = (None, "auto")
 """vLLM takes these for a field that is not there (`renderers/params.py`)."""
 
 
+_RENDERED_BY_MODEL = {
+    "reasoning_effort": ("gpt-oss",),
+    "response_format": ("kimi-k3", "kimi_k3", "cohere", "command-"),
+    "tool_choice": ("kimi-k3", "kimi_k3"),
+}
+"""Fields by which vLLM's own renderers of these models make another prompt, and neither its `/tokenize` nor a template does."""
+_WITHOUT_EFFECT = (None, "auto", {"type": "text"})
+
+
+def rendered_by_model(chat: TextRequest) -> str | None:
+    """The field of a chat for vLLM that only its renderer knows; None without one."""
+    named = f"{chat.model_id} {chat.model}".lower()
+    for field, models in _RENDERED_BY_MODEL.items():
+        if chat.body.get(field) not in _WITHOUT_EFFECT and any(model in named for model in models):
+            return field
+    return None
+
+
 def as_chat(request: TextRequest) -> TextRequest:
     """The chat that its engine makes of a conversation. Raises CannotTokenize if a router can't know that chat."""
     forms = {Api.MESSAGES: chat_of_messages, Api.RESPONSES: chat_of_responses}

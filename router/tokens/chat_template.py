@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind
-from kvatlas_router.tokens.chat_form import template_arguments
+from kvatlas_router.tokens.chat_form import rendered_by_model, template_arguments
 from kvatlas_router.tokens.template_input import MEDIA_MARK, sglang_message, sglang_tools, vllm_message, vllm_tools
 from kvatlas_router.tokens.text_request import TextRequest, is_media
 from kvatlas_router.tokens.tokenizer import CannotTokenize, Why
@@ -68,6 +68,8 @@ class ChatTemplate:
                 raise CannotTokenize(Why.UNSUPPORTED, "reasoning_effort: what SGLang makes of it depends on the model")
             values |= {**arguments, "add_generation_prompt": True}
         else:
+            if (field := rendered_by_model(request)) is not None:
+                raise CannotTokenize(Why.UNSUPPORTED, f"{field}: the engine renders this model in a way of its own")
             prompts = body.get("add_generation_prompt", True) is not False and not goes_on
             values |= {**arguments, **template_arguments(body), "add_generation_prompt": prompts}
         values["messages"] = messages

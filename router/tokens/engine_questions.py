@@ -12,7 +12,7 @@ from typing import Any
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
-from kvatlas_router.tokens.chat_form import as_chat, template_arguments
+from kvatlas_router.tokens.chat_form import as_chat, rendered_by_model, template_arguments
 from kvatlas_router.tokens.text_request import Api, TextRequest, content_of, media_parts, read_media
 from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens, Why
 
@@ -122,10 +122,10 @@ def _chat_fields(chat: TextRequest) -> Mapping[str, Any]:
         raise CannotTokenize(Why.UNSUPPORTED, "truncate_prompt_tokens: /tokenize does not know it")
     if body.get("tools") and body.get("tool_choice") == "none":
         raise CannotTokenize(Why.UNSUPPORTED, "tool_choice none: the engine's settings say if its tools are rendered")
+    if (field := rendered_by_model(chat)) is not None:
+        raise CannotTokenize(Why.UNSUPPORTED, f"{field}: /tokenize renders this model without it")
     fields = {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
     if given := template_arguments(body):
-        if "reasoning_effort" in given and "gpt-oss" in f"{chat.model_id} {chat.model}".lower():
-            raise CannotTokenize(Why.UNSUPPORTED, "reasoning_effort: /tokenize renders gpt-oss without it")
         arguments = body.get("chat_template_kwargs")
         fields["chat_template_kwargs"] = {**(arguments if isinstance(arguments, dict) else {}), **given}
     return fields

@@ -9,7 +9,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from kvatlas.errors import KvatlasError
 from kvatlas_router.answers.engine_errors import EngineError
-from kvatlas_router.answers.event_parser import can_be_read, header_value
+from kvatlas_router.answers.event_parser import can_be_read, is_json
 from kvatlas_router.progress.watched_try import WatchedTry
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost, EngineUnreachable, IncomingAnswer
 from router_client.learning.timings import AnswerClock
@@ -132,7 +132,7 @@ async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: Wat
     headers = [
         (name, _relative(value, base_url) if name.lower() == b"location" else value) for name, value in incoming.headers
     ]
-    if not 200 <= incoming.status < 300 or header_value(headers, b"content-type").startswith(b"application/json"):
+    if not 200 <= incoming.status < 300 or is_json(headers):
         parts = []
         while part := await incoming.read():
             watched.progress(part)

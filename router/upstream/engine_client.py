@@ -34,6 +34,8 @@ RESOLVED_S = 2
 MAX_HEAD_BYTES = 1 << 16
 """The longest line of an answer's head; as many lines as MAX_HEADERS."""
 MAX_HEADERS = 256
+STATUSES = range(200, 600)
+"""Those that an answer to a request may have, if it asked for no upgrade (RFC 9110, 15)."""
 WHOLE_BODY_BYTES = 1 << 20
 """A longer body is sent in pieces."""
 
@@ -129,10 +131,14 @@ class EngineClient:
     async def send(self, method: str, url: str, headers: RawHeaders = (), body: bytes = b"") -> IncomingAnswer:
         """The answer from its head on; the caller closes it. `url`: percent-encoded. Raises EngineUnreachable."""
         try:
-            return IncomingAnswer(await self._request(method, URL(url, encoded=True), headers, body))
+            response = await self._request(method, URL(url, encoded=True), headers, body)
         except _FAILURES as error:
             connected = not isinstance(error, _NOT_CONNECTED)
             raise EngineUnreachable(f"{_origin(url)}: {_describe(error)}", connected=connected) from error
+        if response.status not in STATUSES:
+            response.close()
+            raise EngineUnreachable(f"{_origin(url)}: no HTTP answer: status {response.status}", connected=True)
+        return IncomingAnswer(response)
 
     async def call(
         self, method: str, url: str, value: object = None, *, more_headers: Mapping[str, str] = MappingProxyType({})
@@ -287,7 +293,7 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         error = error.os_error
     if isinstance(error, aiohttp.ClientResponseError):
-        return f"no HTTP answer: {error.message}"
+        return f"no HTTP answer: {' '.join(error.message.split())}"
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno) if error.errno > 0 else str(error.strerror)  # names have negative numbers
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

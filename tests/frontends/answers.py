@@ -70,7 +70,9 @@ def decision(answer: httpx.Response) -> tuple[int, int]:
 
 
 def _count(one: dict[str, Any]) -> int | None:
-    return one.get("prompt_tokens", one.get("input_tokens"))
+    """Anthropic's `input_tokens` are without those that were cached."""
+    counted = one.get("prompt_tokens", one.get("input_tokens"))
+    return None if counted is None else counted + (one.get("cache_read_input_tokens") or 0)
 
 
 def _documents(text: str, lines: list[str] | None = None) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.frontends.fleet import ENVIRONMENTS, Fleet, environment_folder, running_fleet
+from tests.frontends.fleet import ENVIRONMENTS, Fleet, environment_folder, running_fleet, running_gateway
 
 collect_ignore_glob = [] if ENVIRONMENTS else ["test_*.py"]
 
@@ -17,6 +17,18 @@ def fleet() -> Iterator[Fleet]:
     logs.mkdir(exist_ok=True)
     with running_fleet(logs) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def gateway_url(fleet: Fleet) -> Iterator[str]:
+    with running_gateway(fleet, environment_folder("logs")) as url:
+        yield url
+
+
+@pytest.fixture
+def gateway(gateway_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=gateway_url, timeout=60, trust_env=False) as client:
+        yield client
 
 
 @pytest.fixture(params=["vllm-small", "sglang-small"])

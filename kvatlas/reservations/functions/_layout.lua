@@ -52,7 +52,7 @@ local RESERVATION_FORM = { 'string', 'string', 'number', 'number', 'number', 'nu
 local PREDICTION_FORM = {
   'string', 'number', 'number', 'number', 'number', 'number', 'number', 'string', 'number', 'number',
 }
-local OUTCOME = { finished = 'finished', failed = 'failed', called_off = 'called_off' } -- of a reservation
+local OUTCOME = { finished = 'finished', failed = 'failed', broken = 'broken', called_off = 'called_off' } -- of a reservation
 local WORKER = '>ddddddddddddddd'
 local ID_BYTES, HASH_BYTES = 16, 8
 local CHUNK = 3500 -- unpack fails from 8,000 values up

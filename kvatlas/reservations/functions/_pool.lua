@@ -104,9 +104,10 @@ local function settle_prediction(keys, id, now)
   end
 end
 
--- Ends a reservation. Unless it is `finished`, a prefix that was still being computed is no longer believed. Returns
--- whether it counted: not if its worker's generation is over, or if it was called off.
-local function drop_reservation(keys, id, reservation, finished, now)
+-- Ends a reservation with an OUTCOME. Unless it is `finished`, a prefix that was still being computed is no longer believed; if
+-- it is `broken`, nor is one that was computed. Returns whether it counted: not if its worker's generation is over, or if it was
+-- called off.
+local function drop_reservation(keys, id, reservation, outcome, now)
   redis.call('HDEL', keys[RESERVATIONS], id)
   redis.call('ZREM', keys[DEADLINES], 'r' .. id)
   local worker = reservation[R_WORKER]
@@ -121,14 +122,13 @@ local function drop_reservation(keys, id, reservation, finished, now)
     count(record, reservation, -1)
     put_worker(keys, worker, record)
   end
-  if reservation[R_PREFILLING] == 1 then
-    if finished then
-      settle_prediction(keys, id, now)
-    else
-      local prediction = get_prediction(keys, id)
-      if prediction then
-        drop_prediction(keys, id, prediction)
-      end
+  local computing = reservation[R_PREFILLING] == 1
+  if computing and outcome == OUTCOME.finished then
+    settle_prediction(keys, id, now)
+  elseif computing or outcome == OUTCOME.broken then
+    local prediction = get_prediction(keys, id)
+    if prediction then
+      drop_prediction(keys, id, prediction)
     end
   end
   return counts
@@ -140,7 +140,7 @@ local function drop_if_there(keys, id, kind, now)
   if found and kind == 'p' then
     drop_prediction(keys, id, found)
   elseif found then
-    drop_reservation(keys, id, found, false, now)
+    drop_reservation(keys, id, found, OUTCOME.failed, now)
   end
   return found
 end

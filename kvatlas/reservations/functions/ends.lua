@@ -30,7 +30,7 @@ register('kvatlas_pool_ends', function(keys, args)
       if outcome == '' then
         known = record_first_token(keys, id, reservation, now)
       else
-        known = drop_reservation(keys, id, reservation, outcome == OUTCOME.finished, now)
+        known = drop_reservation(keys, id, reservation, outcome, now)
       end
     end
     if outcome == OUTCOME.called_off then

@@ -94,12 +94,18 @@ FAULTS: dict[str, Answer] = {
     "dies behind a comment": die_behind_a_comment,
     "hangs": hang,
     "busy": slow,
+    "is well, clients dribble": well,
 }
 STREAMED = frozenset({"dies", "says an error", "says an error late", "dies behind a comment"})
 BREAKS = frozenset({"dies", "says an error late"})
 """Behind the first content: then no other engine can be tried."""
 WITHOUT_HEALTH = {"busy"}
 """Their status pages wait behind what they compute."""
+
+
+DRIBBLED = frozenset({"is well, clients dribble"})
+DRIBBLERS = 60
+"""Clients whose bodies don't end, beside the others."""
 
 
 @dataclass(slots=True)
@@ -124,24 +130,30 @@ class Figures:
     @property
     def share_before(self) -> float:
         """The bad worker's requests for each of the first third: mostly before it was ejected."""
-        return self._share(0, REQUESTS // 3)
+        return self._share(0, self._requests // 3)
 
     @property
     def share_after(self) -> float:
         """The same of the last third: it is ejected, and only probed."""
-        return self._share(2 * REQUESTS // 3, REQUESTS)
+        return self._share(2 * self._requests // 3, self._requests)
+
+    @property
+    def _requests(self) -> int:
+        return len(self.tries) - 1
 
     def _share(self, first: int, last: int) -> float:
         return (self.tries[last] - self.tries[first]) / max(1, last - first)
 
 
-async def drive(clients: Sequence[httpx.AsyncClient], asked: "Counter[str]", bad: str, *, streamed: bool) -> Figures:
-    """REQUESTS requests, AT_ONCE at a time, over the routers in turn."""
+async def drive(
+    clients: Sequence[httpx.AsyncClient], asked: "Counter[str]", bad: str, *, streamed: bool, requests: int = REQUESTS
+) -> Figures:
+    """`requests` in all, AT_ONCE at a time, over the routers in turn."""
     figures, numbers = Figures(), count()
     figures.tries.append(asked[bad])
 
     async def ask() -> None:
-        while (number := next(numbers)) < REQUESTS:
+        while (number := next(numbers)) < requests:
             body = {"model": MODEL, "prompt": [number, 7, *range(40)], "max_tokens": 1, "stream": streamed}
             began = monotonic()
             try:
@@ -164,8 +176,25 @@ async def drive(clients: Sequence[httpx.AsyncClient], asked: "Counter[str]", bad
     return figures
 
 
-async def run(store: Store, redis_url: str, bad: Answer, *, streamed: bool, healthy: bool = True) -> Figures:
-    """With four engines, of which the first is the bad one. `healthy`: it answers its status page."""
+async def dribble(client: httpx.AsyncClient) -> None:
+    """A body a byte at a time, without end."""
+    host, port = client.base_url.host, client.base_url.port
+    _, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n{")
+        while True:
+            writer.write(b" ")
+            await writer.drain()
+            await asyncio.sleep(0.1)
+    except ConnectionError:
+        pass  # it was refused
+    finally:
+        writer.close()
+
+
+async def run(store: Store, redis_url: str, fault: str, requests: int = REQUESTS) -> Figures:
+    """With four engines, of which the first has the fault."""
+    bad, healthy = FAULTS.get(fault, well), fault not in WITHOUT_HEALTH
     asked: Counter[str] = Counter()
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(store, {}))
@@ -181,4 +210,11 @@ async def run(store: Store, redis_url: str, bad: Answer, *, streamed: bool, heal
         clients = [
             await stack.enter_async_context(running_proxy(redis_url, learn=False, access_log=False)) for _ in range(2)
         ]
-        return await drive(clients, asked, "w0", streamed=streamed)
+        number = DRIBBLERS if fault in DRIBBLED else 0
+        dribblers = [asyncio.create_task(dribble(clients[turn % len(clients)])) for turn in range(number)]
+        try:
+            return await drive(clients, asked, "w0", streamed=fault in STREAMED, requests=requests)
+        finally:
+            for dribbler in dribblers:
+                dribbler.cancel()
+            await asyncio.gather(*dribblers, return_exceptions=True)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from kvatlas.embedded import valkey_server
 from kvatlas.store.connection import open_store
-from tests.chaos.requests.request_faults import FAULTS, REQUESTS, STREAMED, WITHOUT_HEALTH, run
+from tests.chaos.requests.request_faults import FAULTS, REQUESTS, run
 from tests.chaos.requests.rolled_routers import ROUTERS, RouterProcess, roll
-from tests.router.proxy.faulty_engine import well
 
 STREAMS = 200
 
@@ -22,16 +21,16 @@ async def print_request_figures(folder: Path, log: Callable[[str], None]) -> boo
         server = await stack.enter_async_context(valkey_server())
         store = await open_store(server.url, wait=False)
         stack.push_async_callback(store.close)
-        usual = (await run(store, server.url, well, streamed=False)).median_s
+        usual = (await run(store, server.url, "none")).median_s
         log(
             f"{REQUESTS} requests over two routers and four engines, one of them bad; usually {usual * 1_000:.0f} ms each"
         )
         log("| the bad engine | lost | broken | longest added latency | tries there: first third | last third |")
         log("|---|---|---|---|---|---|")
         lost = 0
-        for name, fault in FAULTS.items():
+        for name in FAULTS:
             await store.client.flushall()
-            figures = await run(store, server.url, fault, streamed=name in STREAMED, healthy=name not in WITHOUT_HEALTH)
+            figures = await run(store, server.url, name)
             lost += len(figures.lost)
             added_ms = (figures.longest_s - usual) * 1_000
             shares = f"{figures.share_before:.0%} | {figures.share_after:.0%}"

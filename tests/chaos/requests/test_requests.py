@@ -10,7 +10,7 @@ import pytest
 
 from kvatlas.store.connection import Store, open_store
 from kvatlas_router.outliers.pool_outliers import MOST_EJECT_S
-from tests.chaos.requests.request_faults import AT_ONCE, BREAKS, FAULTS, REQUESTS, STREAMED, WITHOUT_HEALTH, drive, run
+from tests.chaos.requests.request_faults import AT_ONCE, BREAKS, DRIBBLED, FAULTS, drive, run
 from tests.chaos.requests.rolled_routers import RouterTask, roll
 from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import running_fleet, running_proxy
@@ -18,6 +18,10 @@ from tests.router.proxy.faulty_engine import faulty_engine, well
 from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, silent_engine
 
 pytestmark = pytest.mark.anyio
+
+REQUESTS = 72
+SAME = {"429", "slow"}
+"""To a router the same as `500` and `busy`."""
 
 
 @pytest.fixture
@@ -27,26 +31,29 @@ async def store(fresh_valkey: str) -> AsyncIterator[Store]:
     await store.close()
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "429"])  # to a router the same as 500
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in SAME])
 async def test_no_request_is_lost_to_one_bad_engine_of_four(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     # the bad worker is ejected once: how often it is tried again depends on how long the requests take
     monkeypatch.setattr("kvatlas_router.outliers.pool_outliers.EJECT_S", MOST_EJECT_S)
-    shorten_bounds(monkeypatch, least_s=0.7, unknown_s=60)  # "slow" is no fault
-    figures = await run(
-        store, valkey_url, FAULTS[fault], streamed=fault in STREAMED, healthy=fault not in WITHOUT_HEALTH
-    )
+    shorten_bounds(monkeypatch, least_s=0.7, unknown_s=60)  # "busy" is no fault
+    figures = await run(store, valkey_url, fault, REQUESTS)
     assert figures.lost == []
     if fault in BREAKS:
         assert figures.answered + figures.broken == REQUESTS and figures.broken <= 12
     else:
         assert figures.answered == REQUESTS
-    if fault not in ("lies", "slow", "busy", "hangs"):  # their answers are good ones; a hang takes its time to be found
+    if fault not in {
+        "lies",
+        "busy",
+        "hangs",
+        *DRIBBLED,
+    }:  # their answers are good ones; a hang takes its time to be found
         assert figures.share_after <= 0.1
 
 
-@pytest.mark.parametrize("first", [None, b"", HEAD + chunk(b'data: {"choices": []}\n\n')[:-4]])
+@pytest.mark.parametrize("first", [None, HEAD + chunk(b'data: {"choices": []}\n\n')[:-4]])
 async def test_no_request_is_lost_to_an_engine_that_is_away_or_hangs(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, first: bytes | None
 ) -> None:
@@ -58,7 +65,7 @@ async def test_no_request_is_lost_to_an_engine_that_is_away_or_hangs(
         for number in range(1, 4):
             await fleet.report(f"w{number}", (await stack.enter_async_context(faulty_engine(well))).url)
         client = await stack.enter_async_context(running_proxy(valkey_url, learn=False, access_log=False))
-        figures = await drive([client], Counter(), "w0", streamed=True)
+        figures = await drive([client], Counter(), "w0", streamed=True, requests=REQUESTS)
         assert figures.lost == [] and figures.answered + figures.broken == REQUESTS
         assert figures.broken <= (AT_ONCE * 3 if first else 0)
 

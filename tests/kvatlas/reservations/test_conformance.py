@@ -239,6 +239,20 @@ async def test_bookings_outlive_their_workers_incarnation_and_settled_prediction
     assert await reservations.release(POOL, id_of(1), Outcome.FINISHED)
 
 
+@pytest.mark.parametrize("outcome", [Outcome.FINISHED, Outcome.FAILED, Outcome.BROKEN])
+async def test_what_an_engine_computed_before_it_failed_is_believed_no_longer(
+    reservations: Reservations, outcome: Outcome
+) -> None:
+    """A client that left changes nothing: the prompt was computed."""
+    chain = steps(*range(4))
+    await report(reservations, a=Load())
+    await book(reservations, 1, ask([offer("a", chain=0)], chain))
+    await reservations.record_first_token(POOL, id_of(1))
+    await reservations.release(POOL, id_of(1), outcome)
+    found = await reservations.evaluate(POOL, ask([offer("a", chain=0)], chain, 0.0))
+    assert bool(found.by_offer[0].predicted_tokens) is (outcome is not Outcome.BROKEN)
+
+
 async def test_a_report_of_a_lower_incarnation_changes_nothing(reservations: Reservations) -> None:
     chain = steps(*range(4))
     newer = 10_000_000_000_000_000_001  # as a double equal to the one before

@@ -199,6 +199,18 @@ async def test_headers_above_the_limit_are_an_answer_and_no_reset() -> None:
                 await stream.send(b"x-%d: " % number + b"a" * 10_000 + b"\r\n")
         answer = await read_to_end(stream)
         assert answer.startswith(b"HTTP/1.1 431 ") and b"the headers have more than 65536 bytes" in answer
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
+        await stream.send(ASK[:-2] + b"x-a: " + b"a" * 66_000 + b"\r\n\r\n")  # in one piece
+        assert (await read_to_end(stream)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_target_with_a_host_is_its_path() -> None:
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
+        for target in (b"http://x:1/healthz", b"HTTP://x", b"ftp://x/healthz"):
+            await stream.send(b"GET " + target + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        await stream.send(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answers = (await read_to_end(stream)).split(b"HTTP/1.1 ")[1:]
+        assert [answer[:3] for answer in answers] == [b"200", b"200", b"404", b"200"]
 
 
 async def test_what_is_not_http_is_an_answer_in_json() -> None:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvatlas.store.connection import Store
+from tests.eventually import until
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import Answer, faulty_engine
 from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, read_cut
@@ -67,6 +68,9 @@ FAILURES: dict[str, Answer] = {
     "nothing": streams(PING),
     "json": says({"error": SAID}),
     "old json": says({"object": "error", **SAID}),
+    "problem json": streams(json.dumps({"error": SAID}).encode(), kind="application/problem+json"),
+    "empty": streams(),
+    "empty json": streams(kind="application/json"),
 }
 
 
@@ -115,6 +119,26 @@ async def test_an_error_behind_a_part_of_the_answer_passes_and_counts(store: Sto
             assert answer.content == PART + ERROR, "the client has what the engine said"
         counted = await status(client)
         assert counted["outliers"]["bad"] == 4 and counted["proxy"]["broken"] == 4 and "w1" in counted["ejected"]
+
+
+@pytest.mark.parametrize("end", [chunk(ERROR) + b"0\r\n\r\n", b""], ids=["error", "dies"])
+async def test_what_an_engine_computed_before_it_failed_counts_as_lost(
+    store: Store, valkey_url: str, end: bytes
+) -> None:
+    prompt = list(range(300))
+    async with (
+        raw_engine(HEAD + chunk(PART) + end) as bad,
+        running_fleet(store, {}, {"w1": {"url": bad.url}}),
+        running_proxy(valkey_url, tokenizer="none") as client,
+    ):
+
+        async def ask() -> bool:
+            answer = await client.post("/v1/completions", json={**BODY, "prompt": prompt, "stream": True})
+            assert '"error"' in answer.text
+            return decision(answer)[1]["cached"] == "0"
+
+        assert await ask()
+        await until(ask, what="nothing is believed to be cached, once the failure is reported")
 
 
 async def test_an_error_that_is_the_requests_own_is_answered_with_its_status(store: Store, valkey_url: str) -> None:
@@ -329,6 +353,30 @@ async def test_a_client_that_leaves_at_the_end_in_any_spelling_is_answered(
         left.set()
         counted = (await status(client))["proxy"]
         assert (counted["gone"], counted["answered"]) == (0, 1)
+
+
+async def test_lines_of_json_pass_as_they_come(store: Store, valkey_url: str) -> None:
+    seen = anyio.Event()
+
+    async def lines(_: Request) -> Response:
+        async def body() -> AsyncIterator[bytes]:
+            yield b'{"a": 1}\n'
+            await seen.wait()  # the first one is with the client
+            yield b'{"a": 2}\n'
+
+        return StreamingResponse(body(), media_type="application/jsonl")
+
+    async with (
+        faulty_engine(lines) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url, allow_path="/other") as client,
+        client.stream("POST", "/other", json={"model": MODEL}) as streamed,
+    ):
+        parts = []
+        async for part in streamed.aiter_raw():
+            parts.append(part)
+            seen.set()
+        assert parts == [b'{"a": 1}\n', b'{"a": 2}\n']
 
 
 async def test_a_stream_whose_lines_end_in_carriage_returns_passes_event_by_event(

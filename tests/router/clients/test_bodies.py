@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from starlette.responses import JSONResponse, Response
 from kvatlas.errors import InvalidValue
 from kvatlas.store.connection import Store
 from kvatlas_router.proxy.engine_call import FORMS, INFERENCE, read_call
-from kvatlas_router.tokens.text_request import MAX_PARSED_BYTES
 from router_client.pricing.transfer_protocol import WITHHELD, WITHHELD_HEADERS
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import FaultyEngine, faulty_engine
@@ -109,11 +109,23 @@ def test_what_is_withheld_is_withheld_on_every_path_in_every_place(
             assert SECRET.encode() not in call.body and (call.text is None or SECRET not in json.dumps(call.text.body))
         except InvalidValue:
             assert path in ("/v1/completions", CHAT_PATH)
-        for encoding in ("utf-8", "utf-16", "utf-8-sig"):
-            large = json.dumps({**prompt, "padding": "x" * MAX_PARSED_BYTES})[:-1] + "," + raw[1:]
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-8-sig"])
+def test_a_large_body_with_what_is_withheld_is_refused_on_every_path(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, escaped: bool
+) -> None:
+    """Without decoding it: here bodies count as large that are not."""
+    monkeypatch.setattr("kvatlas_router.tokens.text_request.MAX_PARSED_BYTES", 1_000)
+    monkeypatch.setattr("kvatlas_router.tokens.text_request.MAX_PARSED_CONTAINERS", 100)
+    for name, inside in product(WITHHELD, (False, True)):
+        field = {"sampling_params": {"extra_args": {name: SECRET}}} if inside else {name: SECRET}
+        raw = json.dumps({**CHAT, "prompt": "Hi", "padding": "x" * 1_000, **field})
+        raw = raw.replace(name, f"\\u{ord(name[0]):04x}{name[1:]}") if escaped else raw
+        for path in INFERENCE - FORMS:
             with pytest.raises(InvalidValue):
-                read(path, large.encode(encoding))
-            break
+                read(path, raw.encode(encoding))
 
 
 def test_the_last_of_two_equal_keys_counts_as_for_engines() -> None:

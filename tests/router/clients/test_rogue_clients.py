@@ -50,7 +50,8 @@ class Router:
 @asynccontextmanager
 async def running_router(redis_url: str, *flags: str) -> AsyncIterator[Router]:
     """With a port for operators."""
-    words = ["router", "--redis-url", redis_url, "--port", "0", "--control-port", "0", "--tokenizer", "none", *flags]
+    words = ["router", "--redis-url", redis_url, "--port", "0", "--control-port", "0", "--tokenizer", "none"]
+    words += ["--drain-s", "0", *flags]
     process = await asyncio.create_subprocess_exec(
         *kvatlas_command(*words), stderr=asyncio.subprocess.PIPE, env=environment()
     )
@@ -101,7 +102,11 @@ async def test_unfinished_bodies_neither_hold_a_stop_nor_take_the_router_from_ot
         assert router.process.returncode == 0
 
 
-async def test_what_no_engine_serves_is_refused_as_engines_frameworks_do(store: Store, valkey_url: str) -> None:
+async def test_what_no_engine_serves_is_refused_and_no_name_writes_a_second_line_into_the_log(
+    store: Store, valkey_url: str
+) -> None:
+    """As engines' frameworks refuse it."""
+    forged = "m\n2026-01-01T00:00:00.000Z error store: gone\r\n\x1b[2J" + "x" * 10_000
     async with running_fleet(store, {"w1": {}}), running_router(valkey_url) as router:
         async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
             for path in ("/health/", f"{CHAT}/", f"{CHAT}//"):
@@ -119,11 +124,15 @@ async def test_what_no_engine_serves_is_refused_as_engines_frameworks_do(store: 
                 assert (await client.post(path, json=ASK)).status_code in (404, 405), path
             assert (await client.head("/health")).status_code == 200
             assert (await client.head("/v1/models")).status_code == 200
+            listed = await client.get("/v1/models/")
+            assert listed.status_code == 307 and listed.headers["location"].endswith("/v1/models")
             for method in ("HEAD", "GET", "PUT", "DELETE", "TRACE"):
                 wrong = await client.request(method, CHAT)
                 assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
         upgrade = b"GET /v1/realtime?model=m HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: websocket\r\n\r\n"
         assert b"WebSockets are not served" in await exchange(router.port, upgrade)
+        proxied = b"GET http://x/v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        assert (await exchange(router.port, proxied)).startswith(b"HTTP/1.1 200 ")
         large = b"GET /health HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * 2_000_000
         answer = await exchange(router.port, large)
         assert answer.startswith(b"HTTP/1.1 431 ") and b"the headers have more than" in answer
@@ -132,12 +141,6 @@ async def test_what_no_engine_serves_is_refused_as_engines_frameworks_do(store: 
             b"GET http://x/%0a HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
         ):
             assert await exchange(router.port, head.replace(b"host: x:443", b"host: x\r\nconnection: close"))
-        await router.stop()
-
-
-async def test_no_name_writes_a_second_line_into_the_log(store: Store, valkey_url: str) -> None:
-    forged = "m\n2026-01-01T00:00:00.000Z error store: gone\r\n\x1b[2J" + "x" * 10_000
-    async with running_fleet(store, {"w1": {}}), running_router(valkey_url) as router:
         async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
             for body in (
                 {**ASK, "model": forged},
@@ -154,12 +157,14 @@ async def test_no_name_writes_a_second_line_into_the_log(store: Store, valkey_ur
         assert max(map(len, log.splitlines())) < 2_000
 
 
-async def test_operators_calls_are_on_a_port_of_their_own(store: Store, valkey_url: str, tmp_path: Path) -> None:
+async def test_operators_calls_are_on_a_port_of_their_own_and_bookings_are_bounded(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("operator\n")
     async with (
         running_fleet(store, {"w1": {}}),
-        running_router(valkey_url, "--control-token-file", str(tokens), "--record") as router,
+        running_router(valkey_url, "--control-token-file", str(tokens), "--record", "--held-requests", "3") as router,
         httpx.AsyncClient(timeout=60) as client,
     ):
         hints = {"model": MODEL, "token_ids": [1] * 64}
@@ -173,25 +178,17 @@ async def test_operators_calls_are_on_a_port_of_their_own(store: Store, valkey_u
         operator = {"authorization": "Bearer operator"}
         assert (await client.post(router.control_url + CHAT, json=ASK, headers=operator)).status_code == 404
         assert (await client.get(f"{router.control_url}/status", headers=operator)).json()["proxy"]["answered"] == 1
-        routed = await client.post(f"{router.control_url}/kvatlas/route", json=hints, headers=operator)
-        assert routed.json()["worker"] == "w1"
+        client.headers.update(operator)
+        route, ids = f"{router.control_url}/kvatlas/route", []
+        for _ in range(3):
+            routed = (await client.post(route, json=hints)).json()
+            assert routed["worker"] == "w1"
+            ids.append(routed["id"])
+        full = await client.post(route, json=hints)
+        assert full.status_code == 503 and "3 requests of this client" in full.json()["error"]["message"]
+        done = await client.post(f"{router.control_url}/kvatlas/done", json={"id": ids[0]})
+        assert done.json() == {"known": True}
+        many = await client.post(route, content=json.dumps({"block_hashes": list(range(1_000_000))}))
+        assert many.status_code == 400 and "expected at most 16384" in many.json()["error"]["message"]
         for url in (router.url, router.control_url):
             assert (await client.get(f"{url}/readyz")).status_code == 200
-
-
-async def test_a_clients_bookings_and_hashes_are_bounded(store: Store, valkey_url: str) -> None:
-    async with (
-        running_fleet(store, {"w1": {}}),
-        running_router(valkey_url, "--held-requests", "3") as router,
-        httpx.AsyncClient(base_url=router.control_url, timeout=60) as client,
-    ):
-        ids = []
-        for _ in range(3):
-            ids.append((await client.post("/kvatlas/route", json={"token_ids": [1] * 64})).json()["id"])
-        full = await client.post("/kvatlas/route", json={"token_ids": [1] * 64})
-        assert full.status_code == 503 and "3 requests of this client" in full.json()["error"]["message"]
-        assert (await client.post("/kvatlas/done", json={"id": ids[0]})).json() == {"known": True}
-
-        hashes = json.dumps({"block_hashes": list(range(1_000_000))})
-        many = await client.post("/kvatlas/route", content=hashes)
-        assert many.status_code == 400 and "expected at most 16384" in many.json()["error"]["message"]

@@ -94,6 +94,25 @@ async def test_a_batch_goes_where_its_file_is(store: Store, valkey_url: str) -> 
             assert (await client.get(f"/v1/files/{file['id']}/content")).json()["engine"] == file["engine"]
 
 
+async def test_a_file_that_a_message_names_is_read_where_it_is(store: Store, valkey_url: str) -> None:
+    async with (
+        faulty_engine(keeper("w1")) as first,
+        faulty_engine(keeper("w2")) as second,
+        running_fleet(store, {}, {"w1": {"url": first.url}, "w2": {"url": second.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        for number in range(4):
+            file = (await client.post("/v1/files", files={"file": ("a.pdf", b"a")})).json()
+            part = {"type": "document", "source": {"type": "file", "file_id": file["id"]}}
+            message = {"role": "user", "content": [{"type": "text", "text": f"{number}"}, part]}
+            answer = await ask(client, "/v1/messages", messages=[message])
+            assert answer.json()["engine"] == file["engine"]
+        answer = await ask(
+            client, "/v1/chat/completions", messages=[{"content": [{"type": "file", "file": {"file_id": "f"}}]}]
+        )
+        assert answer.status_code == 404 and "f: no engine" in answer.json()["error"]["message"]
+
+
 async def test_what_no_engine_is_known_to_have_is_refused_in_one_line(store: Store, valkey_url: str) -> None:
     async with (
         faulty_engine(keeper("w1")) as first,

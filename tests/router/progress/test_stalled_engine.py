@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import anyio
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kvatlas.store.connection import Store
+from kvatlas_router.progress.expected_times import Bounds
 from tests.eventually import until
 from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
@@ -76,12 +78,17 @@ async def test_a_hung_engine_loses_no_request_is_named_and_comes_back_by_itself(
         await until(gets_requests, what="it gets requests again")
 
 
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(("alone", "mispredicted"), [(True, False), (False, False), (False, True)])
 async def test_an_engine_whose_health_page_waits_behind_a_prompt_keeps_everything(
-    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, alone: bool
+    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, alone: bool, mispredicted: bool
 ) -> None:
-    """As SGLang's, in the middle of answers; the prompt takes longer than any status page has time."""
+    """As SGLang's, in the middle of answers; the prompt takes longer than any status page has time. `mispredicted`: and far
+    longer than was predicted: then it counts as stalled, and still nothing is cut."""
     monkeypatch.setattr("kvatlas_router.progress.expected_times.LEAST_SUSPECT_S", 0.5)
+    if mispredicted:
+        monkeypatch.setattr("kvatlas_router.progress.expected_times.PREDICTION_S", (0.01, 0.1))
+        monkeypatch.setattr("kvatlas_router.progress.expected_times.UNKNOWN_S", 0.4)
+        monkeypatch.setattr("kvatlas_router.progress.engine_progress.BEGUN", Bounds(0.2, 0.4))
     slow = {
         "prefill_us_per_token": 8_000,
         "max_num_batched_tokens": 128,
@@ -100,9 +107,11 @@ async def test_an_engine_whose_health_page_waits_behind_a_prompt_keeps_everythin
             await until(lambda: _has_begun(client, 4), what="they run")
             tasks.start_soon(partial(ask, client, 9, prompt=list(range(1_000, 1_600)), stream=True))
         told = await status(client)
-        assert told["ejected"] == told["stalled"] == {}
-        assert (told["proxy"]["broken"], told["proxy"]["gave_up"], told["proxy"]["retried"]) == (0, 0, 0)
-        assert told["progress"]["stalls"] == 0
+        assert told["ejected"] == {} and (told["proxy"]["broken"], told["proxy"]["gave_up"]) == (0, 0)
+        if mispredicted:
+            assert told["progress"]["stalls"] > 0
+        else:
+            assert (told["stalled"], told["progress"]["stalls"], told["proxy"]["retried"]) == ({}, 0, 0)
         for worker in fleet.clients.values():
             assert (await worker.get("/health")).status_code == 200
 
@@ -196,6 +205,7 @@ async def test_an_engine_that_dies_in_every_answer_breaks_one_stream_a_trial(
 ) -> None:
     monkeypatch.setattr("kvatlas_router.outliers.pool_outliers.EJECT_S", 0.2)
     monkeypatch.setattr("kvatlas_router.outliers.pool_outliers.MOST_EJECT_S", 0.2)
+    monkeypatch.setattr("kvatlas_router.outliers.monitor.EVERY_S", 0.1)  # how often a router asks if it may try
 
     async def die(_: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:
@@ -210,10 +220,16 @@ async def test_an_engine_that_dies_in_every_answer_breaks_one_stream_a_trial(
         running_fleet(store, {}, {"w0": {"url": dying.url}, "w1": {"url": good.url}}) as fleet,
         running_proxy(valkey_url, tokenizer="none") as client,
     ):
-        await fleet.holds("w0", PREFIX)
+        numbers = count(1, 2)
+
+        async def ask_the_dying() -> httpx.Response:
+            """It holds each prompt, and the other one none."""
+            prompt = [number := next(numbers)] * 64
+            await fleet.holds("w0", prompt)
+            return await client.post("/v1/completions", json=body(number, prompt=prompt))
+
         while dying.asked < 8:
-            answer = await client.post("/v1/completions", json=body(1))
-            assert answer.status_code == 200
+            assert (await ask_the_dying()).status_code == 200
         told = await status(client)
         assert told["outliers"]["readmissions"] == 0
         assert told["proxy"]["broken"] == dying.asked
@@ -221,7 +237,7 @@ async def test_an_engine_that_dies_in_every_answer_breaks_one_stream_a_trial(
         dying.answer = well
 
         async def is_readmitted() -> bool:
-            await client.post("/v1/completions", json=body(1))
+            await ask_the_dying()
             return not (await status(client))["ejected"]
 
         await until(is_readmitted, what="it is readmitted by a whole answer")

@@ -21,11 +21,18 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @pytest.mark.parametrize(
     "before_the_first_byte",
-    [b"", b"HTTP/1.1 200", HEAD, LENGTH + b'{"choices"'],
-    ids=["nothing", "half", "head", "cut"],
+    [
+        b"",
+        b"HTTP/1.1 200",
+        HEAD,
+        LENGTH + b'{"choices"',
+        b"HTTP/1.1 600 Odd\r\ncontent-length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 5\r\n\r\nthere",
+    ],
+    ids=["nothing", "half", "head", "cut", "no status", "two lengths"],
 )
 async def test_a_request_lost_before_the_first_byte_goes_to_another_engine(
-    store: Store, valkey_url: str, before_the_first_byte: bytes
+    store: Store, valkey_url: str, caplog: pytest.LogCaptureFixture, before_the_first_byte: bytes
 ) -> None:
     async with (
         raw_engine(before_the_first_byte) as rude,
@@ -40,6 +47,7 @@ async def test_a_request_lost_before_the_first_byte_goes_to_another_engine(
         assert len(rude.heads) == 1
         counted = (await status(client))["proxy"]
         assert (counted["unreachable"], counted["answered"], counted["broken"]) == (1, 2, 0)
+        assert not any("\n" in line for line in caplog.messages)
 
 
 async def test_an_answer_lost_in_the_middle_ends_with_an_error_event(store: Store, valkey_url: str) -> None:
