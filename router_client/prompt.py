@@ -59,7 +59,8 @@ class Prompt:
     router's settings say so. `select`: which workers may get it. `reading`: what it says of reading the engine's prefix cache.
 
     `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
-    like, within these limits. `strategy` None: as the router's settings say. `notes`: what of the request was ignored, a line
+    like, within these limits. `may_fetch`: its sender passes `Choice.fetch` on, so the worker may be priced as one that fetches
+    KV from another. `strategy` None: as the router's settings say. `notes`: what of the request was ignored, a line
     each.
     """
 
@@ -81,6 +82,7 @@ class Prompt:
     strategy: Strategy | None = None
     media: Sequence[MediaItem] = ()
     notes: tuple[str, ...] = ()
+    may_fetch: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:

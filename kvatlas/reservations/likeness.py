@@ -39,6 +39,7 @@ def likeness_of(record: FleetRecord) -> bytes:
         cache_blocks,
         *endpoint.stores,  # without any, the same as in versions that know none
         *([record.tenants] if record.tenants else []),  # likewise
+        *([endpoint.kv_connector.value] if endpoint.kv_connector else []),
     )
 
 

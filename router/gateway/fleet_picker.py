@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
-from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet.records import FleetRecord, KvConnector
 from kvatlas.identity import Scope
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.admission.admission import Admission, RequestShed
@@ -29,6 +29,7 @@ from kvatlas_router.gateway.pool_pods import PoolPods
 from kvatlas_router.gateway.sender import SenderTrust, SenderUnknown
 from kvatlas_router.gateway.unpublished_pods import UnpublishedPods
 from kvatlas_router.outliers.avoidance import EnginesRest
+from kvatlas_router.fetching import fetch_fields, with_fetching
 from kvatlas_router.proxy.answer_usage import usage_fields
 from kvatlas_router.proxy.client_request import ErrorKind
 from kvatlas_router.proxy.engine_call import FORMS, INFERENCE
@@ -53,13 +54,14 @@ _log = logging.getLogger("kvatlas_router.gateway")
 class FleetPickerSettings:
     """`fallbacks`: further endpoints for the gateway's retries. `ask_usage`: let streams report their usage to the picker.
     `tenant_header`: of fairness, in lower case. `prefill_header`: tells an engine's sidecar the prefill worker's endpoint; ''
-    if there is none. `trust`: what the gateway says of senders. `salts`: each tenant's requests get a cache salt of its own.
+    if there is none; `kv_source_header`: likewise the endpoint of the worker that KV is fetched from. `trust`: what the gateway says of senders. `salts`: each tenant's requests get a cache salt of its own.
     `decisions`: explain the choice in a header of the answer."""
 
     fallbacks: int = 0
     ask_usage: bool = True
     tenant_header: str = ""
     prefill_header: str = ""
+    kv_source_header: str = ""
     trust: SenderTrust = field(default_factory=SenderTrust)
     salts: bool = False
     decisions: bool = True
@@ -243,6 +245,8 @@ class FleetPicker:
         if text is not None:
             hides_usage = may_hide_usage and self._settings.ask_usage and text.streamed and not text.wants_usage
             fields = dict(usage_fields(text)) if hides_usage else {}
+            if not self._names_source(choice):
+                fields |= await fetch_fields(self._parts.block_names, choice, read.prompt.prompt, text)
         changed = asked.changed
         if text is not None and fields:
             changed = replace_fields(text.body, asked.call.body, fields)
@@ -297,8 +301,18 @@ class FleetPicker:
     def _headers(self, choice: Booked) -> Mapping[str, str]:
         """For the engine, or its sidecar, which lets the prefill worker compute the prompt."""
         if not isinstance(choice, PairChoice) or choice.prefill is None:
-            return choice.headers
+            source = choice.source if self._names_source(choice) else None
+            return choice.headers if source is None else {
+                **choice.headers, self._settings.kv_source_header: self._addresses.endpoints[source]
+            }
         return {**choice.headers, self._settings.prefill_header: self._addresses.endpoints[choice.prefill.worker_id]}
+
+    def _names_source(self, choice: Booked) -> bool:
+        """Does a header tell the engine's sidecar whom to fetch from?"""
+        fetch = None if isinstance(choice, PairChoice) else choice.fetch
+        if fetch is None or fetch.source.kv_connector is not KvConnector.P2P:
+            return False
+        return bool(self._settings.kv_source_header) and fetch.source.id in self._addresses.endpoints
 
     async def _book_served(self, prompt: Prompt, served: str) -> BookedPrompt | None:
         self._counters.served_elsewhere += 1
