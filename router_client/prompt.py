@@ -10,6 +10,7 @@ from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_toke
 from kvatlas.blocks.media import MediaItem
 from kvatlas.blocks.reuse import ALL_READABLE, CacheReading
 from kvatlas.errors import InvalidValue
+from kvatlas.fleet.records import KvConnector
 from kvatlas.identity import DEFAULT_EXTERNAL_CHAIN, OWN_CHAIN, Scope
 from kvatlas.request import (
     DEFAULT_BLOCK_TOKENS,
@@ -59,9 +60,9 @@ class Prompt:
     router's settings say so. `select`: which workers may get it. `reading`: what it says of reading the engine's prefix cache.
 
     `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
-    like, within these limits. `may_fetch`: its sender passes `Choice.fetch` on, so the worker may be priced as one that fetches
-    KV from another. `strategy` None: as the router's settings say. `notes`: what of the request was ignored, a line
-    each.
+    like, within these limits. `fetch_by`: connectors of engines to which its sender passes `Choice.fetch` on; a worker with one
+    of them may be priced as one that fetches KV from another. `strategy` None: as the router's settings say. `notes`: what of
+    the request was ignored, a line each.
     """
 
     scope: Scope
@@ -82,7 +83,7 @@ class Prompt:
     strategy: Strategy | None = None
     media: Sequence[MediaItem] = ()
     notes: tuple[str, ...] = ()
-    may_fetch: bool = False
+    fetch_by: frozenset[KvConnector] = frozenset()
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:

@@ -17,8 +17,8 @@ class GatewaySettings(RoutingSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url port tokenizer kubernetes_pool pods",
-        "Gateway": "tenant_from trusted_headers pool_name extension_objects fallbacks prefill_header kv_source_header response_mode "
-        "pick_deadline_ms max_body_mib conformance",
+        "Gateway": "tenant_from trusted_headers pool_name extension_objects fallbacks prefill_header kv_source_header "
+        "response_mode pick_deadline_ms max_body_mib conformance",
         "Server": "host health_port plaintext tls_certificate tls_key processes share_port drain_s grace_s",
     }
 

@@ -19,6 +19,7 @@ from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
+from kvatlas_router.fetching import fetch_fields, let_fetch
 from kvatlas_router.gateway.addresses import Candidates, WorkerAddresses
 from kvatlas_router.gateway.asked_request import AdministrationPath, AskedRequest
 from kvatlas_router.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
@@ -29,7 +30,6 @@ from kvatlas_router.gateway.pool_pods import PoolPods
 from kvatlas_router.gateway.sender import SenderTrust, SenderUnknown
 from kvatlas_router.gateway.unpublished_pods import UnpublishedPods
 from kvatlas_router.outliers.avoidance import EnginesRest
-from kvatlas_router.fetching import fetch_fields, with_fetching
 from kvatlas_router.proxy.answer_usage import usage_fields
 from kvatlas_router.proxy.client_request import ErrorKind
 from kvatlas_router.proxy.engine_call import FORMS, INFERENCE
@@ -54,8 +54,9 @@ _log = logging.getLogger("kvatlas_router.gateway")
 class FleetPickerSettings:
     """`fallbacks`: further endpoints for the gateway's retries. `ask_usage`: let streams report their usage to the picker.
     `tenant_header`: of fairness, in lower case. `prefill_header`: tells an engine's sidecar the prefill worker's endpoint; ''
-    if there is none; `kv_source_header`: likewise the endpoint of the worker that KV is fetched from. `trust`: what the gateway says of senders. `salts`: each tenant's requests get a cache salt of its own.
-    `decisions`: explain the choice in a header of the answer."""
+    if there is none; `kv_source_header`: likewise the endpoint of the worker that KV is fetched from. `trust`: what the gateway
+    says of senders. `salts`: each tenant's requests get a cache salt of its own. `decisions`: explain the choice in a header of
+    the answer."""
 
     fallbacks: int = 0
     ask_usage: bool = True
@@ -246,7 +247,7 @@ class FleetPicker:
             hides_usage = may_hide_usage and self._settings.ask_usage and text.streamed and not text.wants_usage
             fields = dict(usage_fields(text)) if hides_usage else {}
             if not self._names_source(choice):
-                fields |= await fetch_fields(self._parts.block_names, choice, read.prompt.prompt, text)
+                fields |= fetch_fields(choice, text.body)
         changed = asked.changed
         if text is not None and fields:
             changed = replace_fields(text.body, asked.call.body, fields)
@@ -300,12 +301,16 @@ class FleetPicker:
 
     def _headers(self, choice: Booked) -> Mapping[str, str]:
         """For the engine, or its sidecar, which lets the prefill worker compute the prompt."""
-        if not isinstance(choice, PairChoice) or choice.prefill is None:
-            source = choice.source if self._names_source(choice) else None
-            return choice.headers if source is None else {
-                **choice.headers, self._settings.kv_source_header: self._addresses.endpoints[source]
+        if isinstance(choice, PairChoice):
+            if choice.prefill is None:
+                return choice.headers
+            return {
+                **choice.headers,
+                self._settings.prefill_header: self._addresses.endpoints[choice.prefill.worker_id],
             }
-        return {**choice.headers, self._settings.prefill_header: self._addresses.endpoints[choice.prefill.worker_id]}
+        if choice.fetch is None or not self._names_source(choice):
+            return choice.headers
+        return {**choice.headers, self._settings.kv_source_header: self._addresses.endpoints[choice.fetch.source.id]}
 
     def _names_source(self, choice: Booked) -> bool:
         """Does a header tell the engine's sidecar whom to fetch from?"""
@@ -338,7 +343,8 @@ class FleetPicker:
                 read = await self._parts.reader.read(call.text, request_id, asked.caller)
         except (UnknownModel, InvalidValue):
             return self._guess(asked, workers)
-        return _Read(self._parts.reader.with_session(read, head.first), call.text)
+        read = let_fetch(self._parts.reader.with_session(read, head.first), call.text)
+        return _Read(read, call.text)
 
     def _guess(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
         """A prompt that matches nothing, for any model. Raises NoWorkers."""

@@ -78,13 +78,12 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
         stack.enter_context(
             export_metrics("gateway_load", lambda: GatewayGauges(counters.in_flight, admission.waiting))
         )
-        headers = [
-            name.lower() for name in (settings.tenant_header, settings.prefill_header, settings.kv_source_header)
-        ]
         choosing = FleetPickerSettings(
             settings.fallbacks,
             settings.ask_usage,
-            *headers,
+            settings.tenant_header.lower(),
+            settings.prefill_header.lower(),
+            settings.kv_source_header.lower(),
             trust=settings_trust(settings),
             salts=settings.salt_is_tenant,
             decisions=settings.shows_decisions,

@@ -2,7 +2,7 @@
 
 Another worker's copy counts only if somebody makes the engine fetch it. So both engines have the same connector
 (`EngineEndpoint.kv_connector`), the source says where it is fetched from and which of its tiers are, and the request can name
-the source (`Prompt.may_fetch`) unless the engine finds it by itself. Both also share a transfer group (or name none), and their
+the source (`Prompt.fetch_by`) unless the engine finds it by itself. Both also share a transfer group (or name none), and their
 blocks and marks are of one form: nothing is fetched that the reader could not use. The deepest copies are considered; equal
 ones share the load by how many fetches are open at each.
 """
@@ -56,7 +56,7 @@ class CopySources:
 
     def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
         self._held = held
-        self._may_fetch = prompt.may_fetch
+        self._fetch_by = prompt.fetch_by | {KvConnector.LMCACHE}  # which asks nobody
         self._fetches = pool.fetches
         self._share = pool.fetches.share(prompt.scope.pool_id)
         self._stores = {endpoint.id: endpoint for endpoint in pool.stores if endpoint.id in held}
@@ -71,7 +71,7 @@ class CopySources:
         """The quote with the copy to read: that of a shared store, unless one on another worker makes it cheaper."""
         reader = quote.candidate.endpoint
         best = self._read_store(quote, reader) if self._stores and reader.stores else quote
-        if not self._deepest or not self._fetches_from_others(reader):
+        if not self._deepest or reader.kv_connector not in self._fetch_by:
             return best
         unasked = reader.kv_connector is KvConnector.LMCACHE
         for copy in self._copies_for(reader, quote.held.copied_tokens):
@@ -89,11 +89,6 @@ class CopySources:
                     deepest[domain] = [copy]
                 elif copy.depth == known[0].depth and copy.is_equal(known[0]):
                     known.append(copy)
-
-    def _fetches_from_others(self, reader: EngineEndpoint) -> bool:
-        if reader.kv_connector is None:
-            return False
-        return self._may_fetch or reader.kv_connector is KvConnector.LMCACHE
 
     def _copies_for(self, reader: EngineEndpoint, own_tokens: int) -> Iterator[_Copy]:
         """At most two a group, deeper than the reader's own: the deepest copy, and the deepest in its own domain."""

@@ -322,7 +322,13 @@ def _build_candidates(
         size, (_, blocks) = endpoint.block_size or 0, _capacity(record)
         limit = limit_of(record)
         rule, id, cache_blocks = rules.of(endpoint), endpoint.id, 0 if endpoint.events else blocks
-        engine = (endpoint.kind, endpoint.marks, endpoint.upper_bound, endpoint.lookahead_tokens, meeting_form(endpoint))
+        engine = (
+            endpoint.kind,
+            endpoint.marks,
+            endpoint.upper_bound,
+            endpoint.lookahead_tokens,
+            meeting_form(endpoint),
+        )
         alike = (size, rule, engine, endpoint.block_bytes, endpoint.events, cache_blocks, profile.alike(id))
         kind = kinds.setdefault(alike, len(kinds))
         candidates.append(Candidate(id, kind, endpoint, size, rule, blocks, limit, likeness_of(record)))
