@@ -10,6 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from secrets import randbits
+
+from xxhash import xxh3_64_intdigest
 
 from kvatlas.request import SelectionResult
 from router_client.learning.usage import Usage
@@ -44,6 +47,7 @@ class Fetches:
         self._clock = clock
         self._pools: dict[str, _Arrived] = {}
         self._open: Counter[str] = Counter()
+        self._seed = randbits(64)
 
     def share(self, pool_id: str) -> float:
         """The share of the tokens to fetch that arrived lately, 0 to 1."""
@@ -53,6 +57,10 @@ class Fetches:
     def open_at(self, source: str) -> int:
         """How many of this router's requests fetch from this worker now."""
         return self._open[source]
+
+    def turn_of(self, source: str) -> tuple[int, int]:
+        """Fewest open fetches first; then in an order of this router's own, so that routers do not begin with the same."""
+        return self._open[source], xxh3_64_intdigest(source.encode(), self._seed)
 
     def begin(self, source: str) -> "OpenFetch":
         """A request is sent that fetches from this worker."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from xxhash import xxh3_64_intdigest
-
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Piece, ReadRate, TermKind
 from kvatlas.fleet.records import EngineEndpoint, KvConnector
@@ -87,8 +85,8 @@ class CopySources:
                 known = deepest.get(domain)
                 if known is None or copy.depth > known[0].depth:
                     deepest[domain] = [copy]
-                elif copy.depth == known[0].depth and copy.is_equal(known[0]):
-                    known.append(copy)
+                elif copy.depth == known[0].depth:
+                    deepest[domain] = [*known, copy] if copy.is_equal(known[0]) else [copy]
 
     def _copies_for(self, reader: EngineEndpoint, own_tokens: int) -> Iterator[_Copy]:
         """At most two a group, deeper than the reader's own: the deepest copy, and the deepest in its own domain."""
@@ -98,15 +96,12 @@ class CopySources:
                 equal = self._deepest.get(key, {}).get(domain, ())
                 if not equal or equal[0].prefix.copied_tokens <= own_tokens:
                     continue
-                copy = min(equal, key=lambda copy: self._turn(reader, copy)) if len(equal) > 1 else equal[0]
+                copy = (
+                    min(equal, key=lambda copy: self._fetches.turn_of(copy.source.id)) if len(equal) > 1 else equal[0]
+                )
                 if copy.source.id not in seen:
                     seen.add(copy.source.id)
                     yield copy
-
-    def _turn(self, reader: EngineEndpoint, copy: _Copy) -> tuple[int, int]:
-        """Of equal copies the one with the fewest open fetches is read; then readers spread by a hash."""
-        source = copy.source.id
-        return self._fetches.open_at(source), xxh3_64_intdigest(f"{reader.id}\0{source}".encode())
 
     def _read(self, quote: "Quote", source: EngineEndpoint, prefix: HeldPrefix) -> "Quote | None":
         """The quote with what the source holds beyond the worker's own; None if that is nothing."""

@@ -41,8 +41,8 @@ class FetchKnowledge(Protocol):
     def share(self, pool_id: str) -> float:
         """The share of the tokens to fetch that arrived lately, 0 to 1."""
 
-    def open_at(self, source: str) -> int:
-        """How many fetches from this worker are under way."""
+    def turn_of(self, source: str) -> tuple[int, int]:
+        """Among equal sources the one with the least is next."""
 
 
 class NothingFetched:
@@ -51,8 +51,8 @@ class NothingFetched:
     def share(self, _: str) -> float:
         return 1.0
 
-    def open_at(self, _: str) -> int:
-        return 0
+    def turn_of(self, _: str) -> tuple[int, int]:
+        return 0, 0
 
 
 class BlockShape(NamedTuple):
