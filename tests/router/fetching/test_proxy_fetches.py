@@ -1,7 +1,8 @@
 """Engines that fetch each other's KV because the router says so: simulated engines, and engines that show their requests."""
 
+import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from kvatlas.fleet.records import FleetRecord, KvConnector
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store
 from tests.router.proxy.engines import MODEL, Fleet, record, running_fleet, running_proxy
+from tests.router.proxy.faulty_engine import faulty_engine, well
 
 pytestmark = pytest.mark.anyio
 
@@ -73,3 +75,73 @@ async def test_without_a_connector_nothing_is_priced_predicted_or_fetched(store:
         decision = decision_of(answer)
         assert decision["worker"] == "free" and "source" not in decision
         assert usage_of(answer) == int(decision["cached"]) == 0
+
+
+async def test_a_source_that_died_or_holds_other_blocks_means_computing_and_is_then_priced_so(
+    store: Store, valkey_url: str
+) -> None:
+    """The answers show that nothing arrives; what is expected to arrive later is less."""
+    async with peers(store) as fleet, running_quiet_proxy(valkey_url) as client:
+        fleet.loaded.clear()
+        await FleetStore(store).write(
+            {"free": peer("free", fleet.urls["free"]), "full": peer("full", fleet.urls["full"], BUSY, kv_port=9)}
+        )
+        answers = []
+        for _ in range(3):
+            await fleet.clients["free"].post("/reset_prefix_cache")
+            answers.append(await client.post("/v1/completions", json=BODY))
+            assert answers[-1].status_code == 200 and usage_of(answers[-1]) == 0
+        first = decision_of(answers[0])
+        assert (first["worker"], first["source"], first["cached"]) == ("free", '"full"', str(HELD))
+        explained = (await client.post("/kvatlas/route", json={**BODY, "fetch": True})).json()["explanation"]
+        assert "not_fetched" in explained or "read from full" not in explained
+
+
+async def test_what_a_client_says_of_sources_never_reaches_an_engine(store: Store, valkey_url: str) -> None:
+    own = {
+        "kv_transfer_params": {"remote_kv_source": {"kv_request_id": "x", "remote_host": "10.6.6.6", "remote_port": 6}},
+        "kv_hints": {"protocol_version": "0.1", "message_id": "x", "actions": []},
+        "vllm_xargs": {"kv_hints": {}, "kept": 1},
+    }
+    headers = {"x-kv-cache-source-host-port": "10.6.6.6:6", "x-prefiller-host-port": "10.6.6.6:6"}
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(running_fleet(store, {}))
+        engines = {id: await stack.enter_async_context(faulty_engine(well)) for id in ("full", "free")}
+        await fleet.holds("full", PROMPT)
+        records = {
+            "full": peer("full", engines["full"].url, BUSY),
+            "free": peer("free", engines["free"].url, {"running_decodes": 0}),
+        }
+        await FleetStore(store).write(records)
+        fleet.loaded.update(records)
+        client = await stack.enter_async_context(running_quiet_proxy(valkey_url))
+        several = [{}, {"n": 2}, {"stream": True}, {"prompt": [PROMPT, PROMPT]}]
+        for asked in several:
+            await client.post("/v1/completions", json={**BODY, **own, **asked}, headers=headers)
+        await client.post("/v1/completions", json=BODY)
+    sent = [(request, json.loads(request._body)) for engine in engines.values() for request in engine.requests]
+    assert len(sent) == len(several) + 1
+    for request, body in sent:
+        assert b"10.6.6.6" not in request._body and not set(headers) & set(request.headers)
+        assert not body.get("kv_hints") and "kv_hints" not in body.get("vllm_xargs", {})
+        source = (body.get("kv_transfer_params") or {}).get("remote_kv_source")
+        one = body.get("n", 1) == 1 and isinstance(body["prompt"][0], int)
+        assert (source is not None) == one  # an engine would take the source, by one id, for each prompt and answer
+        if source is not None:
+            port = urlsplit(engines["full"].url).port
+            assert (source["remote_host"], source["remote_port"]) == ("127.0.0.1", port)
+    named = [(body.get("kv_transfer_params") or {}).get("remote_kv_source") for _, body in sent]
+    ids = [source["kv_request_id"] for source in named if source is not None]
+    assert len(set(ids)) == len(ids) == 3
+
+
+async def test_another_router_is_told_what_to_send_if_it_asks(store: Store, valkey_url: str) -> None:
+    async with peers(store), running_quiet_proxy(valkey_url) as client:
+        plain = (await client.post("/kvatlas/route", json=BODY)).json()
+        assert (plain["predicted_cached_tokens"], plain["fetch"]) == (0, None)
+        asked = (await client.post("/kvatlas/route", json={**BODY, "fetch": True})).json()
+        assert (asked["worker"], asked["predicted_cached_tokens"]) == ("free", HELD)
+        assert (asked["fetch"]["source"], asked["fetch"]["tokens"]) == ("full", HELD)
+        body = {**BODY, **asked["fetch"]["fields"]}
+        async with httpx.AsyncClient(base_url=asked["url"], timeout=60) as engine:
+            assert usage_of(await engine.post("/v1/completions", json=body)) == HELD
