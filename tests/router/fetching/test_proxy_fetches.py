@@ -98,7 +98,7 @@ async def test_a_source_that_died_or_holds_other_blocks_means_computing_and_is_t
 
 
 async def test_what_a_client_says_of_sources_never_reaches_an_engine(store: Store, valkey_url: str) -> None:
-    own = {
+    own: dict[str, Any] = {
         "kv_transfer_params": {"remote_kv_source": {"kv_request_id": "x", "remote_host": "10.6.6.6", "remote_port": 6}},
         "kv_hints": {"protocol_version": "0.1", "message_id": "x", "actions": []},
         "vllm_xargs": {"kv_hints": {}, "kept": 1},
@@ -115,7 +115,7 @@ async def test_what_a_client_says_of_sources_never_reaches_an_engine(store: Stor
         await FleetStore(store).write(records)
         fleet.loaded.update(records)
         client = await stack.enter_async_context(running_quiet_proxy(valkey_url))
-        several = [{}, {"n": 2}, {"stream": True}, {"prompt": [PROMPT, PROMPT]}]
+        several: list[dict[str, Any]] = [{}, {"n": 2}, {"stream": True}, {"prompt": [PROMPT, PROMPT]}]
         for asked in several:
             await client.post("/v1/completions", json={**BODY, **own, **asked}, headers=headers)
         await client.post("/v1/completions", json=BODY)
