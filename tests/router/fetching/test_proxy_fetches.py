@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.fleet.records import FleetRecord, KvConnector
+from kvatlas.fleet.records import FleetRecord, KvConnector, Role
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store
 from tests.router.proxy.engines import MODEL, Fleet, record, running_fleet, running_proxy
@@ -145,3 +145,26 @@ async def test_another_router_is_told_what_to_send_if_it_asks(store: Store, valk
         body = {**BODY, **asked["fetch"]["fields"]}
         async with httpx.AsyncClient(base_url=asked["url"], timeout=60) as engine:
             assert usage_of(await engine.post("/v1/completions", json=body)) == HELD
+
+
+async def test_a_prefill_worker_fetches_too(store: Store, valkey_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(running_fleet(store, {}))
+        engines = {id: await stack.enter_async_context(faulty_engine(well)) for id in ("full", "prefill", "decode")}
+        await fleet.holds("full", PROMPT)
+        records = {
+            "full": peer("full", engines["full"].url, BUSY),
+            "prefill": peer("prefill", engines["prefill"].url, {"running_decodes": 0}, role=Role.PREFILL),
+            "decode": peer("decode", engines["decode"].url, BUSY, role=Role.DECODE, kv_connector=None),
+        }
+        await FleetStore(store).write(records)
+        fleet.loaded.update(records)
+        client = await stack.enter_async_context(running_quiet_proxy(valkey_url))
+        answer = await client.post("/v1/completions", json=BODY)
+        assert decision_of(answer)["prefill"] == '"prefill"' and decision_of(answer)["source"] == '"full"'
+    (first,), (second,) = (
+        [json.loads(request._body) for request in engines[id].requests] for id in ("prefill", "decode")
+    )
+    assert first["kv_transfer_params"]["do_remote_decode"]
+    assert first["kv_transfer_params"]["remote_kv_source"]["remote_port"] == urlsplit(engines["full"].url).port
+    assert "remote_kv_source" not in (second.get("kv_transfer_params") or {})
