@@ -36,13 +36,16 @@ async def discover_sidecars(
     for note in offer.notes:
         print_notice(f"worker {flags['worker_id']}: {note}")
     shared |= {"engine": offer.kind, "model_id": offer.model_id, "role": offer.role, "eagle": offer.eagle}
+    found = offer.connector
+    if found is not None and "kv_connector" not in flags:
+        shared |= {"kv_connector": found.connector, "kv_port": found.port, "kv_tiers": found.tiers}
     shared |= {"bootstrap_port": offer.bootstrap_port, **flags}
     if "endpoint" in flags or offer.kind is EngineKind.TENSORRT_LLM:
         return [PublishSettings.load(**shared)]
     if not offer.sources:
         shared = {"block_size": offer.block_size, **shared, "events": False}
         return [PublishSettings.load(**shared, dp_rank=rank) for rank in offer.ranks]
-    found: list[PublishSettings] = []
+    settings: list[PublishSettings] = []
     for source in offer.sources:
         back = -(source.rank or 0)  # settings contain the ports of the first rank
         replay = source.replay_endpoint
@@ -52,5 +55,5 @@ async def discover_sidecars(
             "topic": source.topic,
             "dp_rank": source.rank,
         }
-        found.append(PublishSettings.load(**{**shared, **own, **flags}))
-    return found
+        settings.append(PublishSettings.load(**{**shared, **own, **flags}))
+    return settings

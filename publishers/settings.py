@@ -4,8 +4,9 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvatlas.blocks.tiers import Tier
 from kvatlas.engine_access import NO_KEY, EngineAccess
-from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role, WorkerId
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, KvConnector, Role, WorkerId
 from kvatlas.identity import DEFAULT_HASH_CHAIN, DEFAULT_TENANT, OWN_CHAIN, rank_worker_id
 from kvatlas.settings import PublishSettings
 from kvatlas.validation import (
@@ -26,6 +27,9 @@ from kvatlas_publishers.ledger.engine_groups import ReuseOfGroups
 from kvatlas_publishers.ledger.ledger import LedgerSettings
 from kvatlas_publishers.stream.checkpoints import CheckpointSettings
 from kvatlas_publishers.stream.outbox import OutboxLimits
+
+FETCHED_TIERS = (Tier.CPU_DRAM,)
+"""From which connectors read unless they are said to read from others: an engine serves its peers from its host memory."""
 
 
 class PublisherSettings(BaseModel):
@@ -66,6 +70,9 @@ class PublisherSettings(BaseModel):
     labels: dict[Text, Text] = Field(default_factory=dict, max_length=MAX_ITEMS)
     locality_domain: Text = ""
     transfer_groups: tuple[Text, ...] = Field(default=(), max_length=MAX_ITEMS)
+    kv_connector: KvConnector | None = None
+    kv_port: BootstrapPort | None = None
+    kv_tiers: tuple[Tier, ...] = ()
     partitions: int = Field(default=64, ge=1)
     checkpoint_s: float = Field(default=30.0, gt=0)
     checkpoint_messages: int = Field(default=1000, ge=1)
@@ -110,6 +117,9 @@ class PublisherSettings(BaseModel):
             labels=settings.labels,
             locality_domain=settings.locality_domain,
             transfer_groups=settings.transfer_groups,
+            kv_connector=settings.kv_connector,
+            kv_port=None if settings.kv_port is None else settings.kv_port + (rank or 0),
+            kv_tiers=settings.kv_tiers,
             partitions=settings.partitions,
             outbox_bytes=settings.outbox_bytes,
             events=settings.events,
@@ -177,6 +187,9 @@ class PublisherSettings(BaseModel):
             tenant_id=self.tenant_id,
             locality_domain=self.locality_domain,
             transfer_groups=self.transfer_groups,
+            kv_connector=self.kv_connector,
+            kv_port=self.kv_port,
+            kv_tiers=() if self.kv_connector is None else self.kv_tiers or FETCHED_TIERS,
             dp_rank=self.dp_rank,
             block_size=block_size,
             block_bytes=block_bytes,

@@ -12,6 +12,7 @@ from router_client.basis import Basis
 from router_client.counters import RouterCounters
 from router_client.decision.history import DecisionHistory, PastDecision
 from router_client.learning.bound_shares import BoundShares
+from router_client.learning.fetches import Fetches
 from router_client.learning.output_lengths import OutputLengths
 from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.learning.timings import Timings
@@ -29,12 +30,13 @@ class ChoiceStatistics:
     `output_lengths` None: answers' lengths are not learned.
     """
 
-    def __init__(self, bounds: BoundShares, output_lengths: OutputLengths | None) -> None:
+    def __init__(self, bounds: BoundShares, fetches: Fetches, output_lengths: OutputLengths | None) -> None:
         self.counters = RouterCounters()
         self.answers = PredictionAccuracy()
         self.feed = RequestFeed()
         self.history = DecisionHistory()
         self._bounds = bounds
+        self._fetches = fetches
         self._output_lengths = output_lengths
         self._log = RateLimitedLog(logging.getLogger("router_client"))
 
@@ -102,6 +104,7 @@ class ChoiceStatistics:
             endpoint = pool.records[result.worker_id].endpoint
             self.answers.record(prompt, result, endpoint, basis, usage)
             self._bounds.record(prompt, result, endpoint, usage)
+            self._fetches.record(prompt.scope.pool_id, result, usage)
             self._count_savings(pool, result, usage)
 
     def _count_savings(self, pool: Pool, result: SelectionResult, usage: Usage) -> None:

@@ -39,6 +39,7 @@ from router_client.decision.index_lookup import IndexLookup
 from router_client.fleet_cache import FleetCache, FleetReader
 from router_client.learning.bound_shares import BoundShares
 from router_client.learning.condition import ConditionMeter
+from router_client.learning.fetches import Fetches
 from router_client.learning.output_lengths import OutputLengths
 from router_client.learning.prediction_accuracy import AccuracyReporter, PredictionAccuracy
 from router_client.learning.rates import RateLearner
@@ -88,7 +89,10 @@ class RouterClient:
         self._bounds = BoundShares(self.settings.rules)
         self._output_lengths = OutputLengths()
         self._chains = ChainCache()
-        self._statistics = ChoiceStatistics(self._bounds, self._output_lengths if self.settings.learning.on else None)
+        fetches = Fetches()
+        self._statistics = ChoiceStatistics(
+            self._bounds, fetches, self._output_lengths if self.settings.learning.on else None
+        )
         self.counters: RouterCounters = self._statistics.counters
         self.answers: PredictionAccuracy = self._statistics.answers
         self.feed: RequestFeed = self._statistics.feed
@@ -101,6 +105,7 @@ class RouterClient:
             self.settings.fleet_max_age_ms,
             self._bounds,
             profile=self._learner.profile,
+            fetches=fetches,
         )
         self._leases = Leases(shared, self.counters, self.settings.booking.lease_s, self.settings.router_id)
         report = None if store is None else partial(write_answer_report, store, self._leases.router_id)
@@ -110,7 +115,7 @@ class RouterClient:
         self._accuracy_reporter = None if report is None else AccuracyReporter(self.answers, report)
         self._lookup = IndexLookup(index, self.counters, load_only=self.settings.load_only)
         self._late_calls = LateCalls()
-        self._builder = ChoiceBuilder(self._learner, self._statistics, self.settings.limits.shed_factor)
+        self._builder = ChoiceBuilder(self._learner, self._statistics, fetches, self.settings.limits.shed_factor)
         self._decider = Decider(
             self._lookup,
             self._fleet,

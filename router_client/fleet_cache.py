@@ -11,7 +11,7 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.store.deadline import READ_SHARE, STORE_FAILURES, Deadline
 from kvatlas.telemetry import step_span
 from router_client.learning.bound_shares import BoundShares
-from router_client.pricing.pool import Pool
+from router_client.pricing.pool import FetchKnowledge, Pool
 
 MAX_AGE_MS = 200.0
 EMPTY_GRACE_S = 10.0
@@ -65,13 +65,15 @@ class FleetCache:
         rules: BoundShares | None = None,
         clock: Callable[[], float] = time.monotonic,
         profile: Callable[[str], Awaitable[CostProfile]] | None = None,
+        fetches: FetchKnowledge | None = None,
     ) -> None:
-        """`profile`: returns the prices of a pool's workers; called while the records are read."""
+        """`profile`: the prices of a pool's workers; called while the records are read. `fetches`: see `Pool`."""
         self._reader = reader
         self._rules = rules or BoundShares(ReuseRules())
         self._made_with: dict[str, int] = {}
         self._max_age_s = max_age_ms / 1_000
         self._clock = clock
+        self._fetches = fetches
         self._profile = profile or _default_profile
         self._kept: dict[str, tuple[float, Pool]] = {}
         self._reads: dict[str, asyncio.Task[Pool]] = {}
@@ -142,7 +144,7 @@ class FleetCache:
         if known is not None and known.profile is profile and self._made_with.get(pool_id) == version:
             pool = known.read_again(records)
         if pool is None:
-            pool = Pool.of(records, self._rules, profile)
+            pool = Pool.of(records, self._rules, profile, self._fetches)
             self._made_with[pool_id] = version
         self._kept[pool_id] = (began, pool)
         return pool

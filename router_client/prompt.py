@@ -10,6 +10,7 @@ from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_toke
 from kvatlas.blocks.media import MediaItem
 from kvatlas.blocks.reuse import ALL_READABLE, CacheReading
 from kvatlas.errors import InvalidValue
+from kvatlas.fleet.records import KvConnector
 from kvatlas.identity import DEFAULT_EXTERNAL_CHAIN, OWN_CHAIN, Scope
 from kvatlas.request import (
     DEFAULT_BLOCK_TOKENS,
@@ -58,9 +59,10 @@ class Prompt:
     client's own. `session_id`: requests of one session keep their worker, if the router's settings say so. `select`: which
     workers may get it. `reading`: the request's limits on reading the engine's prefix cache.
 
-    `output_tokens` is the expected length of the answer. With `output_limits` it counts only until the router has learned
-    the length of such answers, within these limits. `strategy` None: as the router's settings say. `notes`: what was
-    ignored in the request, one line each.
+    `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
+    like, within these limits. `fetch_by`: connectors of engines to which its sender passes `Choice.fetch` on; a worker with one
+    of them may be priced as one that fetches KV from another. `strategy` None: as the router's settings say. `notes`: what of
+    the request was ignored, a line each.
     """
 
     scope: Scope
@@ -81,6 +83,7 @@ class Prompt:
     strategy: Strategy | None = None
     media: Sequence[MediaItem] = ()
     notes: tuple[str, ...] = ()
+    fetch_by: frozenset[KvConnector] = frozenset()
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:

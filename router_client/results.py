@@ -13,9 +13,11 @@ from kvatlas.reservations import Outcome
 from kvatlas.reservations.room_and_slo import Over
 from router_client.basis import Basis
 from router_client.booking.reservation import Reservation
+from router_client.learning.fetches import OpenFetch
 from router_client.learning.rates import Feedback
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
+from router_client.pricing.fetch_fields import Fetch
 from router_client.pricing.slo import Advice, advise, earliest_ttft_us
 from router_client.settings import LimitSettings
 
@@ -140,8 +142,9 @@ class Ranking:
 class ChoiceData:
     """Where to send a request, and why: the common fields of `Choice` and `SyncChoice`.
 
-    `basis`: the grounds of the choice, with `why` in one line unless it was by cost. `would_be`: the worker that cost would
-    have chosen, if another policy is followed. `trace`: see `FleetRecord`.
+    `basis`: what the worker was chosen by, and `why` if not by cost, in one line. `would_be`: the worker that cost would have
+    chosen, if another policy is followed. `trace`: see `FleetRecord`. `fetch`: what the engine is to fetch from another one;
+    its `fields` have to go with the request.
     """
 
     worker_id: str
@@ -152,6 +155,7 @@ class ChoiceData:
     why: str = ""
     would_be: str | None = None
     trace: str | None = field(default=None, compare=False, repr=False)
+    fetch: Fetch | None = field(default=None, compare=False)
 
     @property
     def url(self) -> str:
@@ -276,9 +280,12 @@ class Choice(ChoiceData):
     reservation: Reservation | None = field(default=None, compare=False)
     feedback: Feedback | None = field(default=None, compare=False)
     answered: Callable[[Usage, Timings | None], None] | None = field(default=None, compare=False)
+    open_fetch: OpenFetch | None = field(default=None, compare=False, repr=False)
 
     async def first_token(self) -> None:
-        """Report the first token: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
+        """The first token is there: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
+        if self.open_fetch is not None:
+            self.open_fetch.end()
         if self.reservation is not None:
             await self.reservation.first_token()
 
@@ -290,6 +297,8 @@ class Choice(ChoiceData):
         `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`) the
         worker's rates are learned from it.
         """
+        if self.open_fetch is not None:
+            self.open_fetch.end()
         well = 200 <= status < 300
         if well and self.answered is not None and usage is not None:
             self.answered(usage, timings)

@@ -9,12 +9,14 @@ from typing import Any
 import anyio
 
 from kvatlas.runtime.http_server import listen, serve
+from kvatlas_simulator.cache.block_hash import BlockHasher
 from kvatlas_simulator.cache.kv_cache import KVCache
 from kvatlas_simulator.cache.resident_blocks import list_resident_blocks
 from kvatlas_simulator.engine.core import EngineCore
 from kvatlas_simulator.engine.engine_cache import EngineCache
 from kvatlas_simulator.engine.loop import EngineLoop, NoEvents
 from kvatlas_simulator.http.answer_faults import AnswerFaults
+from kvatlas_simulator.http.kv_fetch import KvFetches, connector_config
 from kvatlas_simulator.http.kv_transfer import KvTransfers
 from kvatlas_simulator.http.server import EngineApi
 from kvatlas_simulator.hybrid_cache import HybridCache, Retention
@@ -22,8 +24,6 @@ from kvatlas_simulator.hybrid_cache.resident_blocks import list_hybrid_blocks
 from kvatlas_simulator.settings import EngineSettings
 from kvatlas_simulator.zmq_events import open_feed
 
-TRANSFER_US_PER_TOKEN = 3.0
-"""Time to fetch a prompt token's KV from another engine."""
 GRACE_S = 2
 """How long open responses may continue after the engine is told to stop."""
 
@@ -46,7 +46,8 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
         listener = listen(settings.host, settings.port, "the engine's HTTP server")
         addresses = EngineAddresses(listener.url, feed.endpoint, feed.replay_endpoint)
         sink = feed if settings.events else NoEvents()
-        cache, resident_blocks = _build_cache(settings)
+        hasher = settings.hasher(secrets.randbits(64))
+        cache, resident_blocks = _build_cache(settings, hasher)
         core = EngineCore(
             cache, model=settings.model, limits=settings.limits, cost=settings.cost, vocab_size=settings.vocab_size
         )
@@ -59,7 +60,9 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             resident_blocks=resident_blocks,
             keep_alive_s=settings.sse_keep_alive_interval,
             faults=AnswerFaults(settings.answer_fault, settings.answer_fault_share),
-            transfers=KvTransfers(engine, settings.disaggregation, TRANSFER_US_PER_TOKEN, settings.speed_up),
+            transfers=KvTransfers(engine, settings.disaggregation, settings.transfer_us_per_token, settings.speed_up),
+            fetches=KvFetches(engine, settings.kv_connector, hasher, settings.transfer_us_per_token, settings.speed_up),
+            connector_config=connector_config(settings.kv_connector, listener.url),
             scale_out=settings.enable_scale_out,
             health_waits=settings.health_waits,
             event_source={
@@ -80,10 +83,10 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
                 ready(addresses)
 
 
-def _build_cache(settings: EngineSettings) -> tuple[EngineCache, Callable[[], list[dict[str, Any]]]]:
-    """The cache for the model's groups, and a function that lists its blocks. Raises InvalidValue for sizes that don't fit
-    together."""
-    hasher = settings.hasher(secrets.randbits(64))
+def _build_cache(
+    settings: EngineSettings, hasher: BlockHasher
+) -> tuple[EngineCache, Callable[[], list[dict[str, Any]]]]:
+    """The cache of the model's groups, and what lists its blocks. Raises InvalidValue for sizes that don't fit each other."""
     if settings.is_hybrid:
         hybrid = HybridCache(
             settings.cache_groups,

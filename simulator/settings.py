@@ -5,6 +5,7 @@ from typing import ClassVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.fleet.records import KvConnector
 from kvatlas.settings import COMMON, CommaList, HelpGroups, Name, Port, ProcessSettings, ZmqEndpoint
 from kvatlas.validation import Count, Positive
 from kvatlas_simulator.cache.block_hash import SeededBlockHasher
@@ -17,6 +18,8 @@ from kvatlas_simulator.hybrid_cache.groups import CacheGroup, parse_groups
 from kvatlas_simulator.zmq_events import EventEncoding, FeedSettings
 
 _RATES = StepCost()
+TOKEN_BYTES = 128 << 10
+"""KV of a token of the model that the default rates are of."""
 MAX_GPU_BLOCKS = 1 << 22
 """Limit of blocks: each is an object of some hundred bytes."""
 
@@ -26,7 +29,8 @@ class EngineSettings(ProcessSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "model port endpoint block_size num_gpu_blocks",
-        "HTTP server": "host adapters vocab_size enable_scale_out disaggregation health_waits sse_keep_alive_interval",
+        "HTTP server": "host adapters vocab_size enable_scale_out disaggregation kv_connector kv_gib_per_s health_waits "
+        "sse_keep_alive_interval",
         "Faults": "answer_fault answer_fault_share",
         "KV events": "replay_endpoint bind topic events buffer_steps self_describing_offload report_hits",
         "KV cache": "num_cpu_blocks eviction groups retention_interval seed",
@@ -101,6 +105,15 @@ class EngineSettings(ProcessSettings):
         "says), or SGLang's.",
     )
 
+    kv_connector: KvConnector | None = Field(
+        default=None,
+        description="Fetch KV from the engine that a request names, and let others fetch: p2p (vLLM's OffloadingConnector), "
+        "kvcr (kv.fetch hints). Engines that fetch from each other need one --seed.",
+    )
+    kv_gib_per_s: float = Field(
+        default=40.0, gt=0, description="Bandwidth of what others fetch from it, in GiB/s; a token's KV has 128 KiB."
+    )
+
     sse_keep_alive_interval: float = Field(
         default=0.0, ge=0, le=3600, description="A stream that waits this many seconds sends a comment; 0: never."
     )
@@ -167,6 +180,11 @@ class EngineSettings(ProcessSettings):
     @property
     def feed(self) -> FeedSettings:
         return FeedSettings(self.endpoint, self.replay_endpoint, self.bind, self.topic, self.buffer_steps)
+
+    @property
+    def transfer_us_per_token(self) -> float:
+        """Time to send a token's KV to another engine."""
+        return TOKEN_BYTES / (self.kv_gib_per_s * (1 << 30)) * 1e6
 
     def hasher(self, random_seed: int) -> SeededBlockHasher:
         """The engine's own block hashes; `random_seed` is used if `seed` is not set."""

@@ -1,13 +1,23 @@
 """Fleet records: a worker's description, its state and its load. Border types, checked by pydantic."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self
 
 import msgpack
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+)
 
 from kvatlas.addresses import check_origin
+from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.tenants import include
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, check_worker_id, pool_id
@@ -31,6 +41,19 @@ from kvatlas.validation import (
     Url,
     describe_mistake,
 )
+
+
+def _parse_tiers(value: Any) -> Any:
+    return (
+        [parse_tier(one) if isinstance(one, str) else one for one in value]
+        if isinstance(value, (list, tuple))
+        else value
+    )
+
+
+def _tier_labels(tiers: Iterable[Tier]) -> list[str]:
+    return [tier.label for tier in tiers]
+
 
 WorkerId = Annotated[str, AfterValidator(check_worker_id)]
 MAX_DIAGNOSIS_TEXT = 512
@@ -83,6 +106,19 @@ class Role(StrEnum):
     BOTH = "both"
 
 
+class KvConnector(StrEnum):
+    """How an engine fetches KV that another engine holds.
+
+    `P2P`: vLLM's OffloadingConnector with a `p2p` tier; the request names the source. `KVCR`: a host tier of vLLM or SGLang
+    that takes `kv.fetch` hints; the request names the source and the source's own block hashes. `LMCACHE`: LMCache's P2P
+    backend; the engine finds the source by itself, and reads whatever it finds there.
+    """
+
+    P2P = "p2p"
+    KVCR = "kvcr"
+    LMCACHE = "lmcache"
+
+
 class EngineState(StrEnum):
     """The engine's own state, from its health and metrics; not the sidecar's state."""
 
@@ -95,18 +131,20 @@ class EngineState(StrEnum):
 class EngineEndpoint(WireRecord):
     """A worker as routers need to know it.
 
-    The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups`
-    are the groups whose members' caches this worker can read; with none, the default, it can't use blocks held elsewhere.
-    `stores`: the shared stores that its engine reads and writes. For a shared store itself (kind `store`), `read_setup_us`
-    and `read_us_per_mib` are its read rate; None: the usual rate of its tier. `bootstrap_port`: port of an SGLang prefill
-    server's bootstrap server (None: SGLang's own default). `granularity`: every g-th block of a chain is published.
-    `eagle`: a hit drops a block. `groups`: how many KV cache groups the model has; `alignment_tokens`: hits are multiples
-    of this (0: of blocks). `lookahead_tokens`: how many tokens after a block its hash covers (`kvatlas.blocks.hashing`).
-    `marks`: the worker's marks, not residency, show where a prompt can resume. `upper_bound`: why the published blocks are
-    only an upper bound of what the engine reuses; empty if they are not. `events` False: the engine publishes no KV events,
-    so its blocks can only be predicted from the requests it gets. `chain`: hash chain of its blocks' keys
-    (`kvatlas.identity.Scope.chain`). `salt_is_tenant`: its blocks belong to the tenants that requests name as cache salts,
-    besides `tenant_id`; None: an earlier publisher, which does not say.
+    The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups` are
+    the groups whose members' caches this worker can read; with none, the default, blocks held elsewhere are of no use to it.
+    `stores`: the shared stores that its engine reads and writes. Of a shared store itself (kind `store`), `read_setup_us` and
+    `read_us_per_mib` say how fast it is read; None: as its tier usually is.
+    `bootstrap_port`: of an SGLang prefill server's bootstrap server (None: SGLang's own default). `granularity`: every g-th
+    block of a chain is published. `eagle`: a hit drops a block. `groups`: how many KV cache groups the model has;
+    `alignment_tokens`: hits are multiples of this (0: of blocks). `lookahead_tokens`: how many tokens behind a block its hash
+    covers (`kvatlas.blocks.hashing`). `marks`: residency does not say where a prompt can be resumed, the worker's marks do.
+    `upper_bound`: why what is published is only an upper bound of what the engine reuses; empty if it is not. `events` False:
+    the engine publishes no KV events, so what it holds can only be predicted from the requests it gets. `chain`: the one that
+    its blocks' keys are of (`kvatlas.identity.Scope.chain`). `salt_is_tenant`: its blocks are of the tenants that requests'
+    cache salts name, besides `tenant_id`; None: a publisher of a version before does not say. `kv_connector`: how its engine
+    fetches KV from others (None: it can't, or that is unknown); others with this connector fetch from it at `kv_port` of its
+    host (None: they can't), what it holds in `kv_tiers`.
     """
 
     id: WorkerId
@@ -137,6 +175,11 @@ class EngineEndpoint(WireRecord):
     stores: tuple[WorkerId, ...] = Field(default=(), max_length=MAX_ITEMS)
     read_setup_us: Count | None = None
     read_us_per_mib: Count | None = None
+    kv_connector: KvConnector | None = None
+    kv_port: BootstrapPort | None = None
+    kv_tiers: Annotated[tuple[Tier, ...], BeforeValidator(_parse_tiers), PlainSerializer(_tier_labels)] = Field(
+        default=(), max_length=len(Tier)
+    )
 
     @property
     def is_store(self) -> bool:
@@ -155,6 +198,13 @@ class EngineEndpoint(WireRecord):
     @property
     def pool_id(self) -> str:
         return pool_id(self.model_id, self.tokenizer_id)
+
+    @property
+    def can_be_fetched_from(self) -> bool:
+        """May engines with its connector read its KV?"""
+        if self.kv_connector is None or not self.kv_tiers or not self.url:
+            return False
+        return self.kv_connector is KvConnector.LMCACHE or self.kv_port is not None
 
 
 class _Load(WireRecord):

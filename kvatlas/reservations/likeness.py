@@ -40,6 +40,7 @@ def likeness_of(record: FleetRecord) -> bytes:
         cache_blocks,
         *endpoint.stores,  # without stores, the same bytes as in versions that know none
         *([record.tenants] if record.tenants else []),  # likewise
+        *([endpoint.kv_connector.value] if endpoint.kv_connector else []),
     )
 
 

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from kvatlas.addresses import check_origin
+from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import check_worker_id
 from kvatlas.store.access import CLUSTER_SCHEMES, split_urls
@@ -105,6 +106,15 @@ def _split_commas(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _parse_tiers(value: Any) -> Any:
+    try:
+        return tuple(parse_tier(name) for name in _split_commas(value)) if isinstance(value, str) else value
+    except InvalidValue as error:
+        raise ValueError(
+            f"expected names of tiers, separated by commas: {', '.join(tier.label for tier in Tier)}"
+        ) from error
+
+
 def _split_labels(value: Any) -> Any:
     if not isinstance(value, str):
         return value
@@ -126,6 +136,7 @@ GroupList = Annotated[tuple[Annotated[int, Field(ge=0, le=1023)], ...], NoDecode
 CommaList = Annotated[tuple[Text, ...], NoDecode, BeforeValidator(_split_commas)]
 PathList = Annotated[tuple[Annotated[Text, AfterValidator(_check_path)], ...], NoDecode, BeforeValidator(_split_commas)]
 Labels = Annotated[dict[Text, Text], NoDecode, BeforeValidator(_split_labels)]
+TierList = Annotated[tuple[Tier, ...], NoDecode, BeforeValidator(_parse_tiers), Field(max_length=len(Tier))]
 Port = Annotated[int, Field(ge=0, le=65535)]
 PartitionCount = Annotated[int, Field(ge=1, le=MAX_PARTITIONS)]
 Seconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]

@@ -17,8 +17,8 @@ class GatewaySettings(RoutingSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url port tokenizer kubernetes_pool pods",
-        "Gateway": "tenant_from trusted_headers pool_name extension_objects fallbacks prefill_header response_mode "
-        "pick_deadline_ms max_body_mib conformance",
+        "Gateway": "tenant_from trusted_headers pool_name extension_objects fallbacks prefill_header kv_source_header "
+        "response_mode pick_deadline_ms max_body_mib conformance",
         "Server": "host health_port plaintext tls_certificate tls_key processes share_port drain_s grace_s",
     }
 
@@ -72,6 +72,11 @@ class GatewaySettings(RoutingSettings):
         default="",
         description="Request header that tells the engines' sidecars the address of the prefill worker (llm-d: "
         "x-prefiller-host-port); without it one worker does both.",
+    )
+    kv_source_header: str = Field(
+        default="",
+        description="Request header that tells the engines' sidecars the address of the worker to fetch KV from (llm-d: "
+        "x-kv-cache-source-host-port); without it the request's body names it to the engine.",
     )
     response_mode: Literal["whole", "headers", "none"] = Field(
         default="whole",

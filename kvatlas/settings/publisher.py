@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import BeforeValidator, Field
 
 from kvatlas.errors import SettingsError
-from kvatlas.fleet.records import EngineKind, Role
+from kvatlas.fleet.records import EngineKind, KvConnector, Role
 from kvatlas.identity import DEFAULT_HASH_CHAIN, DEFAULT_TENANT
 from kvatlas.settings.engine import EngineAccessSettings
 from kvatlas.settings.field_types import (
@@ -21,6 +21,7 @@ from kvatlas.settings.field_types import (
     NatsUrl,
     PartitionCount,
     Port,
+    TierList,
     WorkerId,
     ZmqEndpoint,
 )
@@ -64,7 +65,8 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "engine worker_id model_id endpoint engine_url",
         "Engine's events": "replay_endpoint topic bind events source engine_id hash_chain set_semantics distrust_poison",
-        "Worker": "advertise_url dp_rank dp_size role bootstrap_port locality_domain labels transfer_groups",
+        "Worker": "advertise_url dp_rank dp_size role bootstrap_port locality_domain labels",
+        "Fetching KV from other engines": "kv_connector kv_port kv_tiers transfer_groups",
         "Model and blocks": "tokenizer_id tenant_id salt_is_tenant adapter_ids block_size block_bytes model_config_path "
         "kv_cache_dtype eagle eagle_groups chunk_size hybrid scheduler_block_size",
         "Shared stores": "shared_store store_ttl_s read_setup_us read_us_per_mib lmcache_endpoint lmcache_model "
@@ -213,7 +215,22 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     transfer_groups: CommaList = Field(
         default=(),
         max_length=MAX_ITEMS,
-        description="Groups whose members' caches the worker can read, separated by commas.",
+        description="Groups whose members' caches the worker can read, separated by commas; default: all that have its "
+        "--kv-connector.",
+    )
+    kv_connector: KvConnector | None = Field(
+        default=None,
+        description="How the engine fetches KV that another engine holds: p2p (vLLM's OffloadingConnector with a p2p tier), "
+        "kvcr (kv.fetch hints), lmcache (LMCache's P2P backend). Default: it can't, or as it is discovered.",
+    )
+    kv_port: BootstrapPort | None = Field(
+        default=None,
+        description="Port at which other engines fetch this engine's KV; its host is that of --advertise-url or --engine-url. "
+        "A data-parallel rank is added. Default: they can't.",
+    )
+    kv_tiers: TierList = Field(
+        default=(),
+        description="Tiers that others can fetch from, separated by commas; default: cpu_dram, from which all connectors read.",
     )
     status_host: Name = Field(default="127.0.0.1", description="Address of the status page.")
     status_port: Port | None = Field(
@@ -250,9 +267,16 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         if not settings.events and settings.engine_url is None:
             expected = "expected the engine's HTTP address, the only source with --no-events"
             raise SettingsError(missing_line("engine_url", expected))
+        settings._check_connector()
         if settings.dp_rank is not None and settings.dp_size is not None:
             raise SettingsError("--dp-rank and --dp-size are both given; expected one of them")
         return settings
+
+    def _check_connector(self) -> None:
+        """Without a connector nothing is fetched, whatever else is said of it."""
+        for flag, given in (("--kv-port", self.kv_port), ("--kv-tiers", self.kv_tiers)):
+            if given and self.kv_connector is None:
+                raise SettingsError(f"{flag} is given without --kv-connector; expected the connector of that port")
 
     def _check_open(self) -> None:
         """Check that batches come from a socket, from standard input, or to the status page."""

@@ -502,6 +502,7 @@ PROXY_HELD = _counter("proxy.held", "{booking}", "Bookings made over HTTP, by ch
 PROXY_APART = _counter(
     "proxy.apart", "{try}", "Tries with a prefill worker of their own: sent, and failed by that worker"
 )
+PROXY_FETCHING = _counter("proxy.fetching", "{try}", "Tries whose engine was sent to fetch KV from another one")
 PROXY_BUDGET = _counter("proxy.retries.budget", "{try}", "Further tries, by whether the retry budget allowed them")
 PROXY_QUEUED = _counter("proxy.queued", "{request}", "Requests for which every engine was full, by outcome")
 
@@ -519,6 +520,7 @@ PROXY = {
     ),
     **_by(PROXY_RETRIES, "reason", refused="refused", unreachable="unreachable"),
     **_by(PROXY_APART, "event", apart="sent", apart_failed="failed"),
+    **_single(PROXY_FETCHING, "fetching"),
     **_by(PROXY_BUDGET, "outcome", retried="allowed", retries_denied="denied"),
     **_single(PROXY_WAIT, "overhead"),
     **_single(GENAI_TTFT, "ttft"),

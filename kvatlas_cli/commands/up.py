@@ -62,6 +62,8 @@ _FLAG_OF_KEY = {
     "advertise": "advertise_url",
     "role": "role",
     "bootstrap": "bootstrap_port",
+    "connector": "kv_connector",
+    "kv_port": "kv_port",
 }
 
 EngineFlag = Annotated[
@@ -70,7 +72,8 @@ EngineFlag = Annotated[
         metavar="URL[,KEY=VALUE...]",
         help="HTTP address of a running engine; may be repeated. Its kind, model and event sockets are discovered; keys "
         "override them: engine (vllm, sglang, tensorrt_llm), endpoint (its event socket), replay, worker, model, "
-        "tokenizer, tenant, advertise, role (prefill, decode), bootstrap (port of an SGLang prefill server).",
+        "tokenizer, tenant, advertise, role (prefill, decode), bootstrap (port of an SGLang prefill server), "
+        "connector (p2p, kvcr, lmcache: how it fetches KV from others), kv_port (where others fetch).",
     ),
 ]
 

@@ -1,6 +1,7 @@
 """Asks a running engine over HTTP for its kind, model, block size, and where its KV events are.
 
-    vLLM     /v1/models, /kv_event_sources (later versions), /metrics (`vllm:cache_config_info`)
+    vLLM     /v1/models, /kv_event_sources (later versions), /metrics (`vllm:cache_config_info`), /server_info (development
+             servers)
     SGLang   /v1/models, /server_info (earlier: /get_server_info): `page_size`, `kv_events_config`, `dp_size`,
              `disaggregation_mode`, `disaggregation_bootstrap_port`
 
@@ -22,6 +23,7 @@ from kvatlas.engine_access import KEY_CURE, NO_KEY, REFUSED, EngineAccess
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind, Role
 from kvatlas_publishers.engines.http_client import engine_http
+from kvatlas_publishers.engines.kv_connectors import FoundConnector, sglang_connector, vllm_connector
 from kvatlas_publishers.engines.sglang import is_too_old
 
 EVENTS_PORT = 5557
@@ -50,7 +52,7 @@ class EngineOffer:
     """What one engine offers. `block_size` None: not known. `notes`: what the user should know, a line each.
 
     `sources` empty: it publishes no events. `ranks`: its data-parallel ranks, (None,) if there is only one.
-    `assumed`: it does not say its sources, these are the usual ones.
+    `assumed`: it does not say its sources, these are the usual ones. `connector`: how it fetches KV from others, if it says.
     """
 
     kind: EngineKind
@@ -63,6 +65,7 @@ class EngineOffer:
     assumed: bool = False
     role: Role = Role.BOTH
     bootstrap_port: int | None = None
+    connector: FoundConnector | None = None
 
 
 async def discover(
@@ -90,12 +93,14 @@ async def discover(
         if kind is EngineKind.TENSORRT_LLM:
             return EngineOffer(kind, model_id, (), notes=notes)  # its events are read at its HTTP address
         if kind is EngineKind.SGLANG:
-            offer = sglang_offer(await _get_sglang_info(client), model_id, host)
+            info = await _get_sglang_info(client)
+            offer = replace(sglang_offer(info, model_id, host), connector=sglang_connector(info))
         else:
             listed = await _get_json(client, "/kv_event_sources")
             page = await client.get("/metrics")
             offer = vllm_offer(listed, page.text if page.status_code == 200 else "", model_id, host)
-            offer = replace(offer, kind=kind)
+            shown = await _get_json(client, "/server_info?config_format=json")
+            offer = replace(offer, kind=kind, connector=vllm_connector(shown))
     offer = replace(offer, notes=[*notes, *offer.notes])
     if not events:
         return replace(offer, sources=())

@@ -21,11 +21,14 @@ ASK = {
 _ONLY_FOR_ANSWERS = ("stream_options", "min_tokens", "min_completion_tokens")
 
 
-def prefill_body(body: Mapping[str, Any]) -> bytes:
-    """The request for the prompt alone: one token, not streamed."""
+def prefill_body(body: Mapping[str, Any], fetch: Mapping[str, Any]) -> bytes:
+    """The request for the prompt alone: one token, not streamed. `fetch`: fields that name a source of KV; vLLM's
+    MultiConnector gives each of its connectors the params that it knows."""
     kept = {name: value for name, value in body.items() if name not in _ONLY_FOR_ANSWERS}
     one = {"max_completion_tokens": 1} if "max_completion_tokens" in body else {}
-    return json.dumps({**kept, **one, "max_tokens": 1, "stream": False, "kv_transfer_params": ASK}).encode()
+    params = {**(fetch.get("kv_transfer_params") or {}), **ASK}
+    asked = {**kept, **one, **fetch, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
+    return json.dumps(asked).encode()
 
 
 def read_params(answer: bytes) -> Mapping[str, Any] | None:

@@ -44,13 +44,15 @@ class PrefillFailed(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class PairRequest:
-    """One request for both engines of a pair. `decoded`: its body. `fields`: what else the decode engine is to read in it."""
+    """One request for both engines of a pair. `decoded`: its body. `fields`: what else the decode engine is to read in it;
+    `fetch`: likewise the prefill engine, of KV to fetch from elsewhere."""
 
     prefill: Choice
     decode: Choice
     request: EngineRequest
     decoded: Mapping[str, Any]
     fields: Mapping[str, Any]
+    fetch: Mapping[str, Any]
 
     def with_fields(self, fields: Mapping[str, Any]) -> EngineRequest:
         """The client's request with these fields replaced."""
@@ -59,17 +61,22 @@ class PairRequest:
 
 @asynccontextmanager
 async def send_to_pair(
-    pair: PairChoice, decoded: Mapping[str, Any], request: EngineRequest, fields: Mapping[str, Any], send: Send
+    pair: PairChoice,
+    decoded: Mapping[str, Any],
+    request: EngineRequest,
+    fields: Mapping[str, Any],
+    fetch: Mapping[str, Any],
+    send: Send,
 ) -> AsyncIterator[Answer]:
     """`async with send_to_pair(...) as answer`: the decode engine's, of any status.
 
-    `decoded`, `fields`: see `PairRequest`. The prefill worker's booking ends when its part is done. Raises PrefillFailed, and
-    for the decode engine what `send` raises.
+    `decoded`, `fields`, `fetch`: see `PairRequest`. The prefill worker's booking ends when its part is done. Raises
+    PrefillFailed, and for the decode engine what `send` raises.
     """
     assert pair.prefill is not None
     one_by_one = TransferProtocol.of(pair.decode.kind) is TransferProtocol.KV_TRANSFER_PARAMS
     way = _one_after_another if one_by_one else _both_at_once
-    async with way(PairRequest(pair.prefill, pair.decode, request, decoded, fields), send) as answer:
+    async with way(PairRequest(pair.prefill, pair.decode, request, decoded, fields, fetch), send) as answer:
         yield answer
 
 
@@ -77,7 +84,7 @@ async def send_to_pair(
 async def _one_after_another(what: PairRequest, send: Send) -> AsyncIterator[Answer]:
     prefill, decode = what.prefill, what.decode
     try:
-        async with send(prefill, _with_body(what.request, prefill_body(what.decoded))) as first:
+        async with send(prefill, _with_body(what.request, prefill_body(what.decoded, what.fetch))) as first:
             answer = await _read_good(prefill, first)
     except (EngineRefused, EngineUnreachable, EngineLost) as error:
         raise PrefillFailed(prefill.worker_id, as_failure(error), own_form=True) from error
@@ -103,7 +110,7 @@ async def _both_at_once(what: PairRequest, send: Send) -> AsyncIterator[Answer]:
     async def compute_prompt() -> None:
         nonlocal failure
         try:
-            async with send(prefill, what.with_fields(room)) as answer:
+            async with send(prefill, what.with_fields({**room, **what.fetch})) as answer:
                 await _read_good(prefill, answer)
             await prefill.done()
         except (EngineRefused, EngineUnreachable, EngineLost) as error:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
-from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet.records import FleetRecord, KvConnector
 from kvatlas.identity import Scope
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
+from kvatlas_router.fetching import fetch_fields, let_fetch
 from kvatlas_router.gateway.addresses import Candidates, WorkerAddresses
 from kvatlas_router.gateway.asked_request import AdministrationPath, AskedRequest
 from kvatlas_router.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
@@ -53,13 +54,15 @@ _log = logging.getLogger("kvatlas_router.gateway")
 class FleetPickerSettings:
     """`fallbacks`: further endpoints for the gateway's retries. `ask_usage`: let streams report their usage to the picker.
     `tenant_header`: of fairness, in lower case. `prefill_header`: tells an engine's sidecar the prefill worker's endpoint; ''
-    if there is none. `trust`: what the gateway says of senders. `salts`: each tenant's requests get a cache salt of its own.
-    `decisions`: explain the choice in a header of the answer."""
+    if there is none; `kv_source_header`: likewise the endpoint of the worker that KV is fetched from. `trust`: what the gateway
+    says of senders. `salts`: each tenant's requests get a cache salt of its own. `decisions`: explain the choice in a header of
+    the answer."""
 
     fallbacks: int = 0
     ask_usage: bool = True
     tenant_header: str = ""
     prefill_header: str = ""
+    kv_source_header: str = ""
     trust: SenderTrust = field(default_factory=SenderTrust)
     salts: bool = False
     decisions: bool = True
@@ -243,6 +246,8 @@ class FleetPicker:
         if text is not None:
             hides_usage = may_hide_usage and self._settings.ask_usage and text.streamed and not text.wants_usage
             fields = dict(usage_fields(text)) if hides_usage else {}
+            if not self._names_source(choice):
+                fields |= fetch_fields(choice, text.body)
         changed = asked.changed
         if text is not None and fields:
             changed = replace_fields(text.body, asked.call.body, fields)
@@ -296,9 +301,23 @@ class FleetPicker:
 
     def _headers(self, choice: Booked) -> Mapping[str, str]:
         """For the engine, or its sidecar, which lets the prefill worker compute the prompt."""
-        if not isinstance(choice, PairChoice) or choice.prefill is None:
+        if isinstance(choice, PairChoice):
+            if choice.prefill is None:
+                return choice.headers
+            return {
+                **choice.headers,
+                self._settings.prefill_header: self._addresses.endpoints[choice.prefill.worker_id],
+            }
+        if choice.fetch is None or not self._names_source(choice):
             return choice.headers
-        return {**choice.headers, self._settings.prefill_header: self._addresses.endpoints[choice.prefill.worker_id]}
+        return {**choice.headers, self._settings.kv_source_header: self._addresses.endpoints[choice.fetch.source.id]}
+
+    def _names_source(self, choice: Booked) -> bool:
+        """Does a header tell the engine's sidecar whom to fetch from?"""
+        fetch = None if isinstance(choice, PairChoice) else choice.fetch
+        if fetch is None or fetch.source.kv_connector is not KvConnector.P2P:
+            return False
+        return bool(self._settings.kv_source_header) and fetch.source.id in self._addresses.endpoints
 
     async def _book_served(self, prompt: Prompt, served: str) -> BookedPrompt | None:
         self._counters.served_elsewhere += 1
@@ -324,7 +343,8 @@ class FleetPicker:
                 read = await self._parts.reader.read(call.text, request_id, asked.caller)
         except (UnknownModel, InvalidValue):
             return self._guess(asked, workers)
-        return _Read(self._parts.reader.with_session(read, head.first), call.text)
+        read = let_fetch(self._parts.reader.with_session(read, head.first), call.text)
+        return _Read(read, call.text)
 
     def _guess(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
         """A prompt that matches nothing, for any model. Raises NoWorkers."""

@@ -31,7 +31,6 @@ from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 
 CLOSE_S = 5.0
 READY_RETRY_S = 0.5
-PREFILL_HEADER = "x-prefiller-host-port"
 """llm-d's routing sidecars ask the prefill worker that it names, whoever sent it."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
@@ -79,11 +78,12 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
         stack.enter_context(
             export_metrics("gateway_load", lambda: GatewayGauges(counters.in_flight, admission.waiting))
         )
-        headers = settings.tenant_header.lower(), settings.prefill_header.lower()
         choosing = FleetPickerSettings(
             settings.fallbacks,
             settings.ask_usage,
-            *headers,
+            settings.tenant_header.lower(),
+            settings.prefill_header.lower(),
+            settings.kv_source_header.lower(),
             trust=settings_trust(settings),
             salts=settings.salt_is_tenant,
             decisions=settings.shows_decisions,
@@ -120,7 +120,7 @@ def _server(
         settings.pick_deadline_ms / 1_000 + waits_s,
         most_body_bytes,
         settings.conformance,
-        {*WITHHELD_HEADERS, PREFILL_HEADER, settings.prefill_header.lower()} - {""},
+        {*WITHHELD_HEADERS, settings.prefill_header.lower(), settings.kv_source_header.lower()} - {""},
     )
     addresses = Addresses(settings.host, settings.port, settings.health_port, credentials, settings.share_port)
     metrics = FieldMetrics(settings.pool_name, picker.ready_endpoints)

@@ -15,6 +15,7 @@ from kvatlas_router.answers.event_stream import EventStream
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import send_to_pair
 from kvatlas_router.engine_objects.object_holders import ObjectHolders
+from kvatlas_router.fetching import fetch_fields
 from kvatlas_router.progress.monitor import ProgressMonitor
 from kvatlas_router.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
@@ -98,15 +99,17 @@ class AnswerRelay:
         fields: dict[str, Any] = {}
         if text is not None:
             fields = dict(usage_fields(text)) if self._hides_usage(request) else {}
+        fetch = fetch_fields(choice, text.body) if text is not None else {}
+        self._counters.fetching += bool(fetch)
         if isinstance(choice, PairChoice):
             assert text is not None
             self._counters.apart += 1
             send = partial(self._send, request, may_move)
-            async with send_to_pair(choice, text.body, to_engine, fields, send) as answer:
+            async with send_to_pair(choice, text.body, to_engine, fields, fetch, send) as answer:
                 yield answer
             return
         if text is not None:
-            to_engine = replace(to_engine, body=replace_fields(text.body, to_engine.body, fields))
+            to_engine = replace(to_engine, body=replace_fields(text.body, to_engine.body, {**fields, **fetch}))
         async with self._send(request, may_move, choice, to_engine) as answer:
             yield answer
 

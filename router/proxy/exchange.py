@@ -24,6 +24,7 @@ from kvatlas_router.admission.queue import QueueFull
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import PrefillFailed, as_failure
 from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown, only_for
+from kvatlas_router.fetching import let_fetch
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, OpenedAnswer
@@ -202,7 +203,7 @@ class Exchange:
                 describe_answer(span, ErrorKind.BUSY.status, None)
                 await request.refuse(ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s)
                 return
-            read = self._reader.with_session(read, request.header)
+            read = let_fetch(self._reader.with_session(read, request.header), request.text)
             if hints is not None:
                 request.priority = hints.priority if request.priority is None else request.priority
                 read = replace(read, prompt=hints.apply(read.prompt))

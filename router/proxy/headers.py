@@ -81,16 +81,18 @@ def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tup
     """The decision as one header: a structured field (RFC 9651), the worker with parameters.
 
     `prefill`: the worker that computes the prompt, if that is another one; `cached`: tokens that the engine that computes it
-    should find cached; `unconfirmed`: those of them that no event has confirmed, absent if there are none; `prompt`: the
-    prompt's tokens; if they are not known, `untokenized` says why instead (`media`: those before the first image are);
-    `attempt`: 1 for the first worker tried; `by`: what the choice was made by, `open`: what did not answer in time for it,
-    absent if all did; `cost-us`: the expected cost; `ttft-us`: its part up to the first token; `advice`: `queue` or `shed`,
-    absent if an engine has room and meets the SLO.
+    should find cached; `fetched`: those of them that it is to fetch from the worker `source`; `unconfirmed`: those of them that
+    no event has confirmed, absent if there are none; `prompt`: the prompt's tokens; if they are not known, `untokenized` says
+    why instead (`media`: those before the first image are); `attempt`: 1 for the first worker tried; `by`: what the choice was
+    made by, `open`: what did not answer in time for it, absent if all did; `cost-us`: the expected cost; `ttft-us`: its part up
+    to the first token; `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
     """
     prefill, decider = (choice.prefill, choice.decode) if isinstance(choice, PairChoice) else (None, choice)
     parts = [f'"{choice.worker_id}"', f"cached={choice.predicted_cached_tokens}"]
     if prefill is not None:
         parts.append(f'prefill="{prefill.worker_id}"')
+    if (fetch := (prefill or decider).fetch) is not None:
+        parts.append(f'source="{fetch.source.id}";fetched={fetch.tokens}')
     if choice.unconfirmed_tokens:
         parts.append(f"unconfirmed={choice.unconfirmed_tokens}")
     parts.append(f"untokenized={read.untokenized}" if read.prompt_tokens is None else f"prompt={read.prompt_tokens}")

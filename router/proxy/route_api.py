@@ -10,6 +10,7 @@ from kvatlas.identity import Scope
 from kvatlas.request import Fallbacks, RequestHints
 from kvatlas_router.admission.admission import RequestShed
 from kvatlas_router.disaggregation.bootstrap import DEFAULT_PORT
+from kvatlas_router.fetching import fetch_fields, let_fetch
 from kvatlas_router.held_bookings import BookingId, HeldBookings
 from kvatlas_router.outliers.avoidance import Avoidance
 from kvatlas_router.outliers.monitor import OutlierMonitor
@@ -59,16 +60,22 @@ class RouteApi:
 
         The body is an OpenAI request (with `messages` or `prompt`), or the hints of `kvatlas.request.RequestHints`.
         `caller`: who asks: it holds a bounded number of bookings, and its tenant is the request's. `avoid`: workers that are no
-        candidates. `pd`: true, to get the prefill worker too, if that is another one. Raises InvalidValue, UnknownModel,
+        candidates. `pd`: true, to get the prefill worker too, if that is another one. `fetch`: true, if the caller will add the
+        fields that name a source of KV. Raises InvalidValue, UnknownModel,
         NoWorkers, EnginesRest, RequestShed, TooManyHeld and Unreachable.
         """
         pd = body.pop("pd", False)
         if not isinstance(pd, bool):
             raise InvalidValue(f"pd is {pd!r:.80}; expected true or false")
+        fetch = body.pop("fetch", False)
+        if not isinstance(fetch, bool):
+            raise InvalidValue(f"fetch is {fetch!r:.80}; expected true or false")
         avoid = body.pop("avoid", [])
         if not isinstance(avoid, list) or not all(isinstance(one, str) for one in avoid):
             raise InvalidValue(f"avoid is {avoid!r:.80}; expected a list of worker ids")
-        read = await self._read(body, caller)
+        read, text = await self._read(body, caller)
+        if fetch:
+            read = let_fetch(read, text)
         held_id, choice = await self._avoidance.choose(
             read.prompt,
             frozenset(avoid),
@@ -79,7 +86,7 @@ class RouteApi:
             self._counters.shed += 1
             raise RequestShed(choice.retry_after_s)
         self._outliers.record_sent(read.prompt.scope.pool_id, choice.worker_id)
-        return _choice_json(held_id, choice, read)
+        return _choice_json(held_id, choice, read, text)
 
     async def done(self, body: dict[str, Any], _: Caller) -> Mapping[str, Any]:
         """`id`: from `/kvatlas/route`. `phase`: `first_token` or `done` (default). `usage`: from the engine's answer.
@@ -118,13 +125,15 @@ class RouteApi:
         else:
             self._outliers.record_unknown(booking.pool_id, booking.worker_id)
 
-    async def _read(self, body: dict[str, Any], caller: Caller) -> RequestPrompt:
+    async def _read(self, body: dict[str, Any], caller: Caller) -> tuple[RequestPrompt, TextRequest | None]:
+        """And the request, if it is one of OpenAI's."""
         claimed = body.pop("tenant_id", None)
         if claimed is not None and claimed != (caller.tenant_id or self._catalogue.tenant_id):
             raise InvalidValue("tenant_id names another tenant than the caller's; a body proves none")
         for api, name in ((Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt")):
             if name in body:
-                return await self._reader.read(TextRequest.of(api, self._salted(body, caller)), None, caller)
+                text = TextRequest.of(api, self._salted(body, caller))
+                return await self._reader.read(text, None, caller), text
         hashes = body.get("block_hashes")
         if isinstance(hashes, list) and len(hashes) > MAX_HASHES:
             raise InvalidValue(
@@ -142,7 +151,7 @@ class RouteApi:
             raise UnknownModel(
                 f"no worker serves model {prompt.scope.model_id[:200]!r} with tokenizer {prompt.scope.tokenizer_id[:200]!r}"
             )
-        return RequestPrompt(prompt, prompt.input_tokens)
+        return RequestPrompt(prompt, prompt.input_tokens), None
 
     def _salted(self, body: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """With the salt that the caller's tenant has, as the request has to be sent."""
@@ -159,7 +168,9 @@ def _fallbacks(hints: RequestHints, scope: Scope | None, tenant_id: str) -> Fall
     return Fallbacks(scope.model_id, scope.tokenizer_id, scope.adapter_id, scope.tenant_id)
 
 
-def _choice_json(held_id: str, choice: Choice | PairChoice, read: RequestPrompt) -> dict[str, Any]:
+def _choice_json(
+    held_id: str, choice: Choice | PairChoice, read: RequestPrompt, text: TextRequest | None
+) -> dict[str, Any]:
     return {
         "id": held_id,
         "worker": choice.worker_id,
@@ -174,8 +185,18 @@ def _choice_json(held_id: str, choice: Choice | PairChoice, read: RequestPrompt)
         "advice": choice.advice,
         "explanation": choice.explain(),
         "notes": list(read.prompt.notes),
+        "fetch": _fetch_json(choice, text),
         **({"prefill": _prefill_json(choice)} if isinstance(choice, PairChoice) else {}),
     }
+
+
+def _fetch_json(choice: Choice | PairChoice, text: TextRequest | None) -> dict[str, Any] | None:
+    """What the worker that computes the prompt is to fetch: from whom, and the fields of the request that say so."""
+    computing = (choice.prefill or choice.decode) if isinstance(choice, PairChoice) else choice
+    if computing.fetch is None:
+        return None
+    fields = fetch_fields(choice, {} if text is None else text.body)
+    return {"source": computing.fetch.source.id, "tokens": computing.fetch.tokens, "fields": fields}
 
 
 def _prefill_json(pair: PairChoice) -> dict[str, Any] | None:

@@ -48,7 +48,7 @@ def build_ask(
 
     def offer_of(quote: Quote, worker_id: str) -> Offer:
         kind, step_tokens = kind_of(quote.for_kind)
-        base_us, held_steps = quote.base_us + quote.surcharge_us, quote.held.tokens // step_tokens
+        base_us, held_steps = quote.offered_us, quote.held.tokens // step_tokens
         return Offer(worker_id, kind, held_steps, quote.cached_tokens, base_us, quote.work_us)
 
     offers = [offer_of(quote, quote.id) for quote in quotes]

@@ -9,8 +9,10 @@ from kvatlas.request import SelectionResult
 from router_client.booking.reservation import Reservation
 from router_client.choice_statistics import ChoiceStatistics
 from router_client.decision.case import Case
+from router_client.learning.fetches import Fetches
 from router_client.learning.rates import RateLearner
 from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.fetch_fields import Fetch
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairRanking
 from router_client.pricing.usable_end import why_nobody_can
@@ -26,8 +28,11 @@ _log = logging.getLogger("router_client")
 class ChoiceBuilder:
     """Builds results for one router. When a request ends, `statistics` and `learner` compare its choice with the answer."""
 
-    def __init__(self, learner: RateLearner, statistics: ChoiceStatistics, shed_factor: float) -> None:
+    def __init__(
+        self, learner: RateLearner, statistics: ChoiceStatistics, fetches: Fetches, shed_factor: float
+    ) -> None:
         self._learner = learner
+        self._fetches = fetches
         self._statistics = statistics
         self._shed_factor = shed_factor
         self._remarked: set[str] = set()
@@ -51,6 +56,9 @@ class ChoiceBuilder:
     ) -> Choice:
         """`learns`: compare the answer's usage and times with the prediction, and learn rates from them."""
         record = case.pool.records[result.worker_id]
+        fetch = None
+        if result.source is not None and not result.reads_store and result.source in case.pool.records:
+            fetch = Fetch(case.pool.records[result.source].endpoint, result.transferred_tokens)
         return Choice(
             result.worker_id,
             record.endpoint,
@@ -60,6 +68,7 @@ class ChoiceBuilder:
             case.why,
             would_be,
             record.trace,
+            fetch,
             reservation,
             self._learner.feedback(case.prompt.scope.pool_id, ranking.results, result) if learns else None,
             partial(
@@ -70,6 +79,7 @@ class ChoiceBuilder:
                 case.basis if learns else None,
                 time.time_ns() // 1_000,
             ),
+            self._fetches.begin(fetch.source.id) if fetch is not None and reservation is not None else None,
         )
 
     def pair(self, case: Case, ranking: PairRanking, reservations: Sequence[Reservation]) -> PairChoice:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
 
+from kvatlas.addresses import is_loopback, is_never_an_engine, is_private, parse_ip
 from kvatlas.blocks.reuse import ReuseRule, ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.cost.protocol import Load
@@ -34,6 +36,26 @@ class WorkerRules(Protocol):
     def of(self, endpoint: EngineEndpoint) -> ReuseRule: ...
 
 
+class FetchKnowledge(Protocol):
+    """What is known of KV that engines fetch from each other."""
+
+    def share(self, pool_id: str) -> float:
+        """The share of the tokens to fetch that arrived lately, 0 to 1."""
+
+    def turn_of(self, source: str) -> tuple[int, int]:
+        """Among equal sources the one with the least is next."""
+
+
+class NothingFetched:
+    """Before any fetch."""
+
+    def share(self, _: str) -> float:
+        return 1.0
+
+    def turn_of(self, _: str) -> tuple[int, int]:
+        return 0, 0
+
+
 class BlockShape(NamedTuple):
     """How a worker cuts prompts into blocks. Workers of one shape are looked up with the same hashes."""
 
@@ -52,6 +74,16 @@ def why_unable(record: FleetRecord) -> str | None:
 def is_readable(record: FleetRecord) -> bool:
     """True if workers may read this one's cache now. A draining engine still answers reads."""
     return record.liveness is Liveness.ALIVE and record.state in (EngineState.UP, EngineState.DRAINING)
+
+
+def is_fetchable(record: FleetRecord) -> bool:
+    """May other engines be sent to fetch from this one? Its host is an address inside a network of one's own, or one that its
+    publisher's identity names: nobody else chooses whom engines connect to."""
+    endpoint = record.endpoint
+    if not endpoint.can_be_fetched_from:
+        return False
+    ip = parse_ip(urlsplit(endpoint.url).hostname or "")
+    return record.vouched or (ip is not None and not is_never_an_engine(ip) and (ip.is_loopback or is_private(ip)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +139,16 @@ class ReportedLoads(dict[str, Load | None]):
 class Pool:
     """One read of a pool.
 
-    `candidates` may get whole requests: workers that prefill and decode; if there are none, prefill workers that can do
-    both. `prefillers` compute only prompts, `decoders` answers or both. `unable` can't serve anything now, `left_out` are
-    all that are not candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that
-    announces blocks; `sources` are the workers whose copies others may read, if they share a transfer group. `stores` are
-    the shared stores, which are read by the workers that name them; they get no requests, so they are neither candidates
-    nor left out. `profile`: the current prices. `loads`: as reported in this reading. `groups` has all candidates, plus up
-    to MOST_SKIPPED workers that a caller does not want (`skipped`); it is empty if there are more. `chains`: the chains of
-    workers' block keys, with the block sizes of each. `usual_block_size`: that of most candidates; None: none has announced
-    blocks. `tenants`: lists of tenants whose prompts workers may get, each list once; `by_tenant`: the pool for each tenant
-    (`of_tenant`).
+    `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can do
+    both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out` are all
+    that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that announces
+    blocks; `sources` are the workers from which others may fetch. `stores` are the shared
+    stores, which are read by the workers that name them: they get no requests, so they are neither candidates nor left out.
+    `profile`: the prices now. `loads`: as reported in this reading. `groups` has all candidates, and besides them up to
+    MOST_SKIPPED that a caller does not want (`skipped`); it is empty if they are more. `chains`: those that workers' blocks
+    are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced blocks.
+    `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it (`of_tenant`).
+    `fetches`: what is known of fetches from `sources`.
     """
 
     records: Mapping[str, FleetRecord]
@@ -137,10 +169,15 @@ class Pool:
     chains: Mapping[str, frozenset[int]] = field(default_factory=dict)
     tenants: frozenset[tuple[str, ...]] = frozenset()
     by_tenant: dict[str, "Pool"] = field(default_factory=dict, compare=False, repr=False)
+    fetches: FetchKnowledge = field(default_factory=NothingFetched, compare=False, repr=False)
 
     @classmethod
     def of(
-        cls, records: Mapping[str, FleetRecord], rules: WorkerRules | None = None, profile: CostProfile | None = None
+        cls,
+        records: Mapping[str, FleetRecord],
+        rules: WorkerRules | None = None,
+        profile: CostProfile | None = None,
+        fetches: FetchKnowledge | None = None,
     ) -> "Pool":
         candidates = partial(_build_candidates, rules or ReuseRules(), profile or EngineProfile(), {})
         block_shapes: dict[BlockShape, set[str]] = {}
@@ -156,7 +193,7 @@ class Pool:
                 block_shapes.setdefault(shape, set()).add(id)
                 if not endpoint.is_store:
                     chains.setdefault(endpoint.chain, set()).add(endpoint.block_size)
-                if is_readable(record) and (endpoint.is_store or endpoint.transfer_groups):
+                if is_readable(record) and (endpoint.is_store or is_fetchable(record)):
                     (stores if endpoint.is_store else sources).append(endpoint)
             if endpoint.is_store:
                 continue
@@ -191,6 +228,7 @@ class Pool:
             usual_block_size=_usual_block_size(whole_candidates),
             chains={chain: frozenset(sizes) for chain, sizes in chains.items()},
             tenants=frozenset(record.tenants for record in records.values() if record.tenants),
+            fetches=fetches or NothingFetched(),
         )
 
     def read_again(self, records: Mapping[str, FleetRecord]) -> "Pool | None":
@@ -213,13 +251,14 @@ class Pool:
         return dict(sorted({**self.unable, **prefill_only, **unreached}.items()))
 
     def narrow(self, why_not: Callable[[EngineEndpoint], str | None]) -> "Pool":
-        """The pool without the workers that `why_not` gives a reason against."""
+        """The pool without the workers that `why_not` gives a reason against; nothing is fetched from them either."""
         reasons = {
             id: why
             for id, record in self.records.items()
             if id not in self.unable and not record.endpoint.is_store and (why := why_not(record.endpoint)) is not None
         }
-        if not reasons:
+        sources = tuple(endpoint for endpoint in self.sources if why_not(endpoint) is None)
+        if not reasons and len(sources) == len(self.sources):
             return self
 
         def keep(some: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
@@ -231,6 +270,7 @@ class Pool:
             self,
             candidates=candidates,
             left_out=dict(sorted({**self.left_out, **reasons}.items())),
+            sources=sources,
             prefillers=keep(self.prefillers),
             decoders=keep(self.decoders),
             unable=dict(sorted({**self.unable, **reasons}.items())),
@@ -283,11 +323,27 @@ def _build_candidates(
         size, (_, blocks) = endpoint.block_size or 0, _capacity(record)
         limit = limit_of(record)
         rule, id, cache_blocks = rules.of(endpoint), endpoint.id, 0 if endpoint.events else blocks
-        engine = (endpoint.kind, endpoint.marks, endpoint.upper_bound, endpoint.lookahead_tokens)
+        engine = (
+            endpoint.kind,
+            endpoint.marks,
+            endpoint.upper_bound,
+            endpoint.lookahead_tokens,
+            meeting_form(endpoint),
+        )
         alike = (size, rule, engine, endpoint.block_bytes, endpoint.events, cache_blocks, profile.alike(id))
         kind = kinds.setdefault(alike, len(kinds))
         candidates.append(Candidate(id, kind, endpoint, size, rule, blocks, limit, likeness_of(record)))
     return tuple(candidates)
+
+
+def meeting_form(worker: EngineEndpoint) -> Hashable:
+    """What two workers must have in common, besides a transfer group, for one to fetch KV from the other; None of a worker
+    that fetches none."""
+    if worker.kv_connector is None:
+        return None
+    near = is_loopback(urlsplit(worker.url).hostname or "")  # only engines of that machine reach it
+    size, lookahead = worker.block_size or 0, worker.lookahead_tokens
+    return worker.kind, worker.kv_connector, size, lookahead, worker.marks, worker.chain, near
 
 
 def _differs_in_load_only(before: FleetRecord, now: FleetRecord) -> bool:

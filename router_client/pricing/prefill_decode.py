@@ -66,8 +66,9 @@ class PairQuotes:
         return bool(self.wholes or self.decodes)
 
     def add_surcharges(self, add: Callable[[list[Quote]], list[Quote]]) -> "PairQuotes":
-        """The quotes with a policy's surcharges on the workers that answer, whether or not they also compute the prompt."""
-        answering = list({quote.id: quote for quote in (*self.decodes, *self.wholes)}.values())
+        """With what a policy adds to the workers that answer, the same whether they compute the prompt or not."""
+        plain = {q.id: q._replace(surcharges=(), surcharge_us=0) for q in (*self.decodes, *self.wholes)}
+        answering = list(plain.values())
         result = add(answering)
         if result is answering:  # nothing was added
             return self
@@ -75,7 +76,10 @@ class PairQuotes:
 
         def copy_surcharges(some: Sequence[Quote]) -> list[Quote]:
             return [
-                quote._replace(surcharges=added[quote.id].surcharges, surcharge_us=added[quote.id].surcharge_us)
+                quote._replace(
+                    surcharges=(*quote.surcharges, *added[quote.id].surcharges),
+                    surcharge_us=quote.surcharge_us + added[quote.id].surcharge_us,
+                )
                 for quote in some
             ]
 
@@ -243,7 +247,15 @@ def _decode_quote(quote: Quote, near: bool) -> Quote:
     rest = for_kind.prompt.input_tokens - usable
     transfers = [Piece(rest, for_kind.kv_bytes(rest), Tier.HBM, own=False, same_domain=near)] if rest else []
     base_us, work_us = for_kind.price_pieces([*own, *transfers])
-    return quote._replace(base_us=base_us, work_us=work_us, transfers=transfers, source=None, reads_store=False)
+    return quote._replace(
+        base_us=base_us,
+        work_us=work_us,
+        transfers=transfers,
+        source=None,
+        reads_store=False,
+        surcharges=(),
+        surcharge_us=0,
+    )
 
 
 def _decode_offer(offer: Offer, quote: Quote) -> Offer:

@@ -1,9 +1,8 @@
 """Quotes: what a request would cost on each worker of a pool, without load.
 
-A quote is the price of a plan: read the cached tokens that the worker holds and its engine can use, and compute the rest. A
-worker that names a shared store also reads what the store holds beyond that, because its engine does so without asking a
-router whether it pays. A copy on another worker counts only if both share a transfer group and a block size; the deepest
-such copy becomes the plan's source if reading it is cheaper.
+A quote is the price of a plan: read what the worker holds and its engine can use, compute the rest. What a shared store holds
+beyond that is read too, by a worker that names it: its engine asks no router whether that pays. So is what another worker
+holds, if the engine can fetch it from there and that is cheaper: see `copies`.
 
 Every choice prices every candidate, so common parts are computed once per request: one `KindQuote` for all workers of a
 kind, and in it the savings for a held prefix of a given length.
@@ -16,20 +15,13 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, ReadRate, TermKind
-from kvatlas.fleet.records import EngineEndpoint, Role
+from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, ReadRate
+from kvatlas.fleet.records import Role
 from kvatlas.reservations.evaluation import worth_us
+from router_client.pricing.copies import CopySources, Surcharge
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, Run
 from router_client.pricing.pool import Candidate, Pool
 from router_client.prompt import Prompt
-
-
-class Surcharge(NamedTuple):
-    """An addition to a worker's cost by the router's policy: see `router_client.pricing.surcharges`."""
-
-    kind: TermKind
-    us: int
-    amount: int
 
 
 class PrefixPrice(NamedTuple):
@@ -165,6 +157,11 @@ class Quote(NamedTuple):
         return self.candidate.id
 
     @property
+    def offered_us(self) -> float:
+        """Its cost without load, surcharges included."""
+        return self.base_us + self.surcharge_us
+
+    @property
     def transferred_tokens(self) -> int:
         """Tokens in `transfers`."""
         return sum(piece.tokens for piece in self.transfers) if self.transfers else 0
@@ -208,7 +205,7 @@ class QuoteDesk:
         self._prompt = prompt
         self._profile = pool.profile
         self._held = held
-        self._sources = _CopySources(pool, held) if pool.sources or pool.stores else None
+        self._sources = CopySources(prompt, pool, held) if pool.sources or pool.stores else None
         self._kinds: dict[int, KindQuote] = {}
 
     def quote(self, candidate: Candidate, prefix: HeldPrefix) -> Quote:
@@ -226,12 +223,6 @@ class QuoteDesk:
         return [self.quote(candidates[i], self._held.get(candidates[i].id, NOTHING_HELD)) for i in order]
 
 
-def _read_rate(source: EngineEndpoint) -> ReadRate | None:
-    """The read rate that a shared store states."""
-    setup_us, us_per_mib = source.read_setup_us, source.read_us_per_mib
-    return None if setup_us is None and us_per_mib is None else ReadRate(setup_us or 0, us_per_mib or 0)
-
-
 def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tier]]:
     """The part of runs from token `start` up to token `end`, which they reach: tokens, and their nearest tier.
 
@@ -247,89 +238,3 @@ def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tie
             found.append((before + last - first, run.tiers[0]))
         position += run.tokens
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _DeepestCopies:
-    """The deepest copies in one transfer group: of all, and in each locality domain."""
-
-    of_all: EngineEndpoint
-    by_domain: Mapping[str, EngineEndpoint]
-
-
-class _CopySources:
-    """The copies that a candidate may read; built once per request, so that the work grows with workers, not with pairs."""
-
-    def __init__(self, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
-        self._held = held
-        self._stores = {endpoint.id: endpoint for endpoint in pool.stores if endpoint.id in held}
-        self._deepest: dict[tuple[str, int], _DeepestCopies] = {}
-        members: dict[tuple[str, int], list[EngineEndpoint]] = {}
-        for endpoint in pool.sources:
-            if endpoint.id in held and endpoint.block_size:
-                for group in endpoint.transfer_groups:
-                    members.setdefault((group, endpoint.block_size), []).append(endpoint)
-        for key, endpoints in members.items():
-            endpoints.sort(key=self._depth)
-            self._deepest[key] = _DeepestCopies(endpoints[-1], {e.locality_domain: e for e in endpoints})
-
-    def add_best(self, quote: Quote) -> Quote:
-        """The quote with the copy to read: a shared store's, unless one on another worker is cheaper."""
-        reader = quote.candidate.endpoint
-        best = self._read_store(quote, reader) if self._stores and reader.stores else quote
-        for source in self._of(reader, quote.held.copied_tokens):
-            read = self._read(quote, source)
-            if read is not None and read.base_us < best.base_us:
-                best = read
-        return best
-
-    def _read(self, quote: Quote, source: EngineEndpoint) -> Quote | None:
-        """The quote with the blocks that the source holds beyond the worker's own; None if there are none."""
-        for_kind, reader, copy = quote.for_kind, quote.candidate.endpoint, self._held[source.id]
-        reach = for_kind.usable_tokens(copy)
-        if reach <= quote.usable_tokens:
-            return None
-        near = source.locality_domain == reader.locality_domain
-        rate = _read_rate(source)
-        transfers = for_kind.pieces(copy.runs, quote.usable_tokens, reach, own=False, same_domain=near, rate=rate)
-        own = for_kind.pieces(quote.held.runs, 0, quote.usable_tokens)
-        base_us, work_us = for_kind.price_pieces([*own, *transfers])
-        return quote._replace(
-            base_us=base_us, work_us=work_us, transfers=transfers, source=source.id, reads_store=source.is_store
-        )
-
-    def _read_store(self, quote: Quote, reader: EngineEndpoint) -> Quote:
-        """The quote with the blocks that the deepest of the reader's shared stores holds beyond its own; among equally deep
-        stores the fastest one.
-
-        A worker with marks reads nothing from a store, because the store's events don't show its other groups' blocks.
-        """
-        shape = reader.block_size, reader.lookahead_tokens
-        if reader.marks:
-            return quote
-        reads = [
-            read
-            for id in reader.stores
-            if (store := self._stores.get(id)) is not None
-            and (store.block_size, store.lookahead_tokens) == shape
-            and (read := self._read(quote, store)) is not None
-        ]
-        return min(reads, key=lambda read: (-read.transferred_tokens, read.base_us), default=quote)
-
-    def _of(self, candidate: EngineEndpoint, own_tokens: int) -> list[EngineEndpoint]:
-        """At most two copies per group that are deeper than the candidate's own: the deepest, and the deepest in its own
-        domain."""
-        found: dict[str, EngineEndpoint] = {}
-        for group in candidate.transfer_groups:
-            deepest = self._deepest.get((group, candidate.block_size or 0))
-            if deepest is None:
-                continue
-            for source in (deepest.by_domain.get(candidate.locality_domain), deepest.of_all):
-                if source is not None and self._held[source.id].copied_tokens > own_tokens:
-                    found[source.id] = source
-        return list(found.values())
-
-    def _depth(self, endpoint: EngineEndpoint) -> tuple[int, int]:
-        """Sort key: deeper is better; at equal depth, the copy whose farthest tier is nearer."""
-        held = self._held[endpoint.id]
-        return held.copied_tokens, -max(run.tiers[0] for run in held.runs)

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from math import log
 
 from kvatlas.cost.protocol import TermKind
-from router_client.pricing.quotes import Quote, Surcharge, rendezvous_weight
+from router_client.pricing.copies import Surcharge
+from router_client.pricing.quotes import Quote, rendezvous_weight
 
 SESSION = TermKind("session", "sessions elsewhere")
 SOFTENING = TermKind("softening", "hundredths drawn")
@@ -39,10 +40,7 @@ def add_session_surcharge(
     """The quotes with the surcharge on all workers except `home`. `members`: they are for look-alikes, which never include
     it."""
     away = (Surcharge(SESSION, round(session_us), 1),)
-    return [
-        quote if quote.id == home and not members else quote._replace(surcharges=away, surcharge_us=away[0].us)
-        for quote in quotes
-    ]
+    return [quote if quote.id == home and not members else _plus(quote, away) for quote in quotes]
 
 
 def add_surcharges(
@@ -63,8 +61,9 @@ def add_surcharges(
             below = highest - draws[id]
             if below:
                 mine.append(Surcharge(SOFTENING, round(unit_us * below), round(100 * below)))
-    return [
-        quote._replace(surcharges=tuple(mine), surcharge_us=sum(one.us for one in mine)) if mine else quote
-        for quote in quotes
-        for mine in (added[quote.id],)
-    ]
+    return [_plus(quote, mine) if mine else quote for quote in quotes for mine in (added[quote.id],)]
+
+
+def _plus(quote: Quote, added: Sequence[Surcharge]) -> Quote:
+    us = sum(one.us for one in added)
+    return quote._replace(surcharges=(*quote.surcharges, *added), surcharge_us=quote.surcharge_us + us)

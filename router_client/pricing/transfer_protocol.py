@@ -22,6 +22,8 @@ WITHHELD = frozenset(
         "disaggregated_params",
         "ec_transfer_params",
         "encoder_urls",
+        "kv_hint",
+        "kv_hints",
         "need_wait_for_mm_inputs",
         "num_items_assigned",
         "routed_dp_rank",
@@ -32,7 +34,11 @@ of its ranks answers."""
 WITHHELD_HEADERS = frozenset(
     {
         "x-body-compressed",
+        "x-data-parallel-host-port",
         "x-data-parallel-rank",
+        "x-encoder-hosts-ports",
+        "x-kv-cache-source-host-port",
+        "x-prefiller-host-port",
         *(
             f"x-override-{name}"
             for name in (
@@ -48,7 +54,7 @@ WITHHELD_HEADERS = frozenset(
         ),
     }
 )
-"""Headers with the same meaning, or that SGLang copies over a body's fields."""
+"""Headers that say the same: to llm-d's routing sidecars, or what SGLang writes over a body's fields."""
 _CONTAINERS = frozenset({"extra_args", "sampling_params", "vllm_xargs"})
 """Fields whose own fields vLLM treats like these: all of them end up in `SamplingParams.extra_args`."""
 _PASSING_PARAM = "lmcache."

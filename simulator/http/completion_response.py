@@ -18,6 +18,7 @@ from kvatlas_simulator.cache.block_hash import Namespace
 from kvatlas_simulator.engine.generation_request import GeneratedToken, GenerationRequest, QueueFull
 from kvatlas_simulator.engine.loop import EngineLoop
 from kvatlas_simulator.engine.tokenizer import decode
+from kvatlas_simulator.http.kv_fetch import KvFetches
 from kvatlas_simulator.http.kv_transfer import KvTransfers, Transfer, TransferFailed
 from kvatlas_simulator.http.request_bodies import ChatRequest, CompletionRequest
 
@@ -46,12 +47,14 @@ class CompletionResponse(Response):
         model: str,
         adapter: str | None,
         transfers: KvTransfers,
+        fetches: KvFetches,
         keep_alive_s: float = 0.0,
     ) -> None:
         """`keep_alive_s`: a stream that waits this long sends a comment; 0: never."""
         super().__init__()
         self._keep_alive_s = keep_alive_s
         self._transfers = transfers
+        self._fetches = fetches
         self._transfer = Transfer()
         self._address = "", 0
         self._engine = engine
@@ -75,9 +78,10 @@ class CompletionResponse(Response):
             try:
                 self._transfer = await self._transfers.receive(self._body)
                 generation.callback(self._transfers.end, self._transfer)
+                fetched = await self._fetches.fetch(self._body, self._request.namespace)
                 self._request = replace(
                     self._request,
-                    received_tokens=self._transfer.received_tokens,
+                    received_tokens=max(self._transfer.received_tokens, fetched),
                     holds=self._transfer.holds,
                     max_tokens=1 if self._transfer.holds else self._request.max_tokens,
                 )

@@ -109,6 +109,7 @@ class _Generation(_Body):
     return_token_ids: bool = False
     cache_salt: str | None = Field(default=None, min_length=1)
     kv_transfer_params: dict[str, Any] | None = None
+    kv_hints: dict[str, Any] | None = None
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     bootstrap_room: int | None = Field(default=None, ge=0, lt=2**63)
@@ -178,7 +179,15 @@ def parse_api(api: Api, body: bytes, *, vocab_size: int) -> CompletionRequest | 
     return ChatRequest.of({**fields, **chat}, vocab_size=vocab_size)
 
 
-_COMMON_FIELDS = ("stream", "cache_salt", "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+_COMMON_FIELDS = (
+    "stream",
+    "cache_salt",
+    "kv_transfer_params",
+    "kv_hints",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+)
 
 
 def _decode(body: bytes) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The engine's HTTP API, like vLLM's API server: health, version, metrics, models, the APIs for tokens and their rendering,
-event sources, cache reset and sleep; and SGLang's `/generate`. `/kv_blocks`, `/kv_transfer`, `/hang` and `/resume` are the
-simulator's own. A hung engine still answers its status pages and accepts requests, but computes nothing.
+"""The engine's HTTP API, as vLLM's API server: health, version, metrics, models, the APIs for tokens, their rendering, event
+sources, cache reset and sleep; and SGLang's `/generate`. `/kv_blocks`, `/kv_transfer`, `/kv_fetch`, `/hang` and `/resume` are
+the simulator's own: a hung engine answers its status pages and takes requests, and computes nothing.
 """
 
 import time
@@ -17,9 +17,11 @@ from starlette.routing import Route
 
 from kvatlas.errors import InvalidValue
 from kvatlas_router.tokens import Api
+from kvatlas_simulator.cache.block_hash import SeededBlockHasher
 from kvatlas_simulator.engine.loop import EngineLoop
 from kvatlas_simulator.http.answer_faults import AnswerFault, AnswerFaults, faulty_response
 from kvatlas_simulator.http.completion_response import error_response
+from kvatlas_simulator.http.kv_fetch import KvFetches
 from kvatlas_simulator.http.kv_transfer import Disaggregation, KvTransfers
 from kvatlas_simulator.http.metrics import CONTENT_TYPE, EngineMetrics
 from kvatlas_simulator.http.other_answers import RESPONSES
@@ -48,16 +50,19 @@ class EngineApi:
         resident_blocks: Callable[[], list[dict[str, Any]]],
         event_source: Mapping[str, Any] | None = None,
         transfers: KvTransfers | None = None,
+        fetches: KvFetches | None = None,
+        connector_config: Mapping[str, Any] | None = None,
         health_waits: bool = False,
         keep_alive_s: float = 0.0,
         faults: AnswerFaults | None = None,
         scale_out: bool = True,
     ) -> None:
-        """`resident_blocks`: lists the cache's content. `event_source`: where its KV events are, as in vLLM's
-        `/kv_event_sources`; None without events. `transfers`: to and from other engines; None: not supported.
-        `health_waits`: `/health` answers after queued computation. `keep_alive_s`: see `CompletionResponse`. `faults`:
-        faults of its answers. `scale_out`: serve vLLM's calls with token ids, and the rendering of requests to them; False:
-        refuse them."""
+        """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's `/kv_event_sources`
+        describes them; None without events. `transfers`, `fetches`: to and from other engines; None: it has none.
+        `connector_config`: as vLLM's `kv_transfer_config`. `health_waits`: `/health` answers behind what is computed.
+        `keep_alive_s`: see `CompletionResponse`. `faults`: of its answers. `scale_out`: vLLM's calls with token ids, and what
+        renders requests to them; False: it refuses them."""
+        self._connector_config = connector_config
         self._health_waits = health_waits
         self._page = b""
         self._engine = engine
@@ -67,6 +72,7 @@ class EngineApi:
         self._resident_blocks = resident_blocks
         self._event_source = event_source
         self._transfers = transfers or KvTransfers(engine, Disaggregation.NONE, 0, 1)
+        self._fetches = fetches or KvFetches(engine, None, SeededBlockHasher(0), 0, 1)
         self._keep_alive_s = keep_alive_s
         self._faults = faults or AnswerFaults()
         self._apis = [api for api in Api if scale_out or api is not Api.TOKENS]
@@ -93,6 +99,8 @@ class EngineApi:
                 Route("/resume", self._resume, methods=["POST"]),
                 Route("/kv_blocks", self._kv_blocks),
                 Route("/kv_transfer", self._transfers.serve, methods=["POST"]),
+                Route("/kv_fetch", self._fetches.serve, methods=["POST"]),
+                Route("/server_info", self._server_info),
             ],
             exception_handlers={HTTPException: _http_error},
         )
@@ -156,6 +164,7 @@ class EngineApi:
             model=model,
             adapter=adapter,
             transfers=self._transfers,
+            fetches=self._fetches,
             keep_alive_s=self._keep_alive_s,
         )
         if (fault := self._faults.draw()) is not AnswerFault.NONE:
@@ -204,6 +213,10 @@ class EngineApi:
     async def _kv_event_sources(self, _: Request) -> Response:
         """Where the KV events of each rank are, in vLLM's format."""
         return JSONResponse({} if self._event_source is None else {"0": self._event_source})
+
+    async def _server_info(self, _: Request) -> Response:
+        """The connector, as vLLM's development server shows its configuration."""
+        return JSONResponse({"vllm_config": {"kv_transfer_config": self._connector_config}})
 
     async def _kv_blocks(self, _: Request) -> Response:
         """The cache's content, in the terms of `kvatlas export`."""

@@ -44,12 +44,15 @@ class EngineRequest:
         "match",
         "order",
         "prefilling",
+        "received_tokens",
         "request",
         "sequence_id",
     )
 
-    def __init__(self, request: LabRequest) -> None:
+    def __init__(self, request: LabRequest, received_tokens: int = 0) -> None:
+        """`received_tokens`: of its prompt, whole blocks whose KV came from another engine."""
         self.request = request
+        self.received_tokens = received_tokens
         self.sequence_id = str(request.number)
         self.content = written(request.contents)
         self.cached_tokens: int | None = None
@@ -288,7 +291,8 @@ class VirtualEngine:
             namespace = sequence.request.identity.namespace
             match = self.cache.match(content, namespace, sequence.match)
             hit_tokens = self._hit_tokens(match)
-            count = min(known - hit_tokens, budget)
+            received = max(0, sequence.received_tokens - hit_tokens)
+            count = received + min(known - hit_tokens - received, budget)
             chunk = written_tokens(hit_tokens + count, self.block_tokens) - match.hit_tokens
             allocation = AllocationRequest(sequence.sequence_id, content, namespace, first_chunk=chunk)
             if not self.cache.can_allocate(allocation, match):
@@ -299,21 +303,22 @@ class VirtualEngine:
             self._swapped_in += self.cache.swap_ins(match)
             self.cache.allocate(allocation, match, count_lookup=sequence.cached_tokens is None)
             if sequence.cached_tokens is None:
-                sequence.cached_tokens = hit_tokens
+                sequence.cached_tokens = hit_tokens + received
             self._admitted += 1
             sequence.order, sequence.computed = self._admitted, hit_tokens
             self.running.append(sequence)
-            self._add_prefill(sequence, count)
-            budget -= count
+            self._add_prefill(sequence, count, received)
+            budget -= count - received
 
     def _hit_tokens(self, match: PrefixMatch) -> int:
         return match.hit_tokens // CACHE_BLOCK * self.block_tokens
 
-    def _add_prefill(self, sequence: EngineRequest, count: int) -> None:
+    def _add_prefill(self, sequence: EngineRequest, count: int, received: int = 0) -> None:
+        """`received` of the tokens need not be computed."""
         sequence.computed += count
         self._prefill.append(sequence)
-        self._prefill_tokens += count
-        self.prefilled_tokens += count
+        self._prefill_tokens += count - received
+        self.prefilled_tokens += count - received
 
     def _write(self, sequence: EngineRequest, computed: int, until: int) -> bool:
         """Write tokens to the cache; preempt the youngest running sequence while blocks are lacking. False if this one was
@@ -331,7 +336,7 @@ class VirtualEngine:
         """Release a sequence's blocks. It goes first in the queue, and recomputes what the cache has lost by then."""
         self._leave_decoders(sequence)
         self.cache.free(sequence.sequence_id)
-        sequence.computed = 0
+        sequence.computed = sequence.received_tokens = 0
         sequence.prefilling = True
         self.preemptions += 1
         self.waiting.appendleft(sequence)

@@ -17,7 +17,7 @@ from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.event_path import EventPath
 from kvatlas_simulator.lab.policies.atlas import worker_name
 from kvatlas_simulator.lab.policies.catalogue import POLICIES, Fleet
-from kvatlas_simulator.lab.requests import LabRequest, Workload
+from kvatlas_simulator.lab.requests import LabRequest, Workload, written_tokens
 
 REPORT_US = 1e6
 """Engines' loads are read each second, like heartbeats."""
@@ -38,6 +38,8 @@ class FleetSettings:
     limits: SchedulerLimits = field(default_factory=lambda: SchedulerLimits(queue_limit=1 << 30))
     cost: StepCost = field(default_factory=StepCost)
     """`swap_in_us_per_block` is for a block of 16 tokens."""
+    transfer_us_per_token: float = 3.0
+    """What a source, which serves one reader after another, takes to send a token's KV."""
     event_delay_us: float = 5_000.0
     event_loss: float = 0.0
     dynamo_python: str = sys.executable
@@ -168,6 +170,7 @@ class _Replay:
         self._policy = kind.make(fleet)
         self._loss_rng = random.Random(f"loss {seed}")
         self._lost = 0
+        self._links_free_us = [0.0] * settings.workers
         self._served: list[Served | None] = [None] * len(workload.requests)
         self._arrived: dict[int, float] = {}
         self._left = len(workload.requests)
@@ -211,8 +214,25 @@ class _Replay:
         number = self._policy.choose(request, now_us)
         engine = self._engines[number]
         self._arrived[request.number] = now_us
+        fetch = self._policy.fetch_of(request)
+        if fetch is None:
+            self._submit(EngineRequest(request), number, now_us)
+            return
+        sequence = EngineRequest(request)
+        namespace, source = request.identity.namespace, self._engines[fetch.source]
+        prompt = sequence.content[: written_tokens(request.input_tokens, engine.block_tokens)]
+        there = min(fetch.tokens, source.cached_tokens(prompt, namespace))
+        missing = max(0, there - engine.cached_tokens(prompt, namespace))
+        began_us = max(now_us, self._links_free_us[fetch.source])
+        ended_us = began_us + missing * self._settings.transfer_us_per_token
+        self._links_free_us[fetch.source] = ended_us
+        sequence.received_tokens = there
+        self._at(ended_us, lambda: self._submit(sequence, number, ended_us))
+
+    def _submit(self, sequence: EngineRequest, number: int, now_us: float) -> None:
+        engine = self._engines[number]
         ends_us = engine.ends_us
-        engine.submit(EngineRequest(request), now_us)
+        engine.submit(sequence, now_us)
         if engine.ends_us != ends_us:
             self._wake(number)
 

@@ -1,5 +1,5 @@
-"""The commands of docs/router.md and docs/disaggregation.md, one after another, on free ports; those of the reference beside
-them."""
+"""The commands of docs/router.md, docs/disaggregation.md and docs/fetching.md, one after another, on free ports; those of the
+reference beside them."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def commands(document: str) -> list[list[str]]:
     return [shlex.split(line) for line in free]
 
 
-@pytest.mark.parametrize("document", ["docs/router.md", "docs/disaggregation.md"])
+@pytest.mark.parametrize("document", ["docs/router.md", "docs/disaggregation.md", "docs/fetching.md"])
 async def test_a_guides_commands_lead_to_answers(tmp_path: Path, document: str) -> None:
     done: list[str] = []
     redis_url = router_url = ""
@@ -82,6 +82,8 @@ async def test_a_guides_commands_lead_to_answers(tmp_path: Path, document: str) 
             assert len(done) == 14 and QUESTIONS
             for question in QUESTIONS:
                 assert await query(*shlex.split(question)[1:], "--redis-url", redis_url)
+        elif document == "docs/fetching.md":
+            await _is_fetched(client, router_url)
         else:
             await _goes_apart(client, router_url)
 
@@ -111,3 +113,37 @@ async def _goes_apart(client: httpx.AsyncClient, router_url: str) -> None:
         return any('prefill="' in answer.headers.get("x-kvatlas-decision", "") for answer in found)
 
     await until(is_pair, what="a request goes apart")
+
+
+async def _is_fetched(client: httpx.AsyncClient, router_url: str) -> None:
+    """With enough of them, some request meets the holder of its document busy: its worker fetches the document, and finds as
+    much cached as was predicted."""
+    document = list(range(1_000, 9_000))
+    number = 0
+
+    async def ask(tail: int) -> httpx.Response:
+        body = {"model": "my-model", "prompt": [number, *document, *([tail] * 200)], "max_tokens": 4}
+        return await client.post(f"{router_url}/v1/completions", json=body)
+
+    async def is_known() -> bool:
+        return "cached=0;" not in (await ask(0)).headers["x-kvatlas-decision"]
+
+    async def is_fetched() -> bool:
+        nonlocal number
+        number += 1
+        await until(is_known, what="the index has the document")
+        found: list[httpx.Response] = []
+
+        async def ask_too(tail: int) -> None:
+            found.append(await ask(tail))
+
+        async with anyio.create_task_group() as tasks:
+            for tail in range(1, 9):
+                tasks.start_soon(ask_too, tail)
+        fetched = [answer for answer in found if "source=" in answer.headers["x-kvatlas-decision"]]
+        for answer in fetched:
+            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert f";cached={cached};" in answer.headers["x-kvatlas-decision"]
+        return bool(fetched)
+
+    await until(is_fetched, what="a request's document is fetched")

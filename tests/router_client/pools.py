@@ -7,12 +7,28 @@ from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, thin
 from kvatlas.blocks.residency import Overlap
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
-from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
+from kvatlas.fleet.records import (
+    EngineEndpoint,
+    EngineKind,
+    EngineState,
+    FleetRecord,
+    KvConnector,
+    Liveness,
+    WorkerState,
+)
 from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex
 
 SCOPE = Scope("model", "tokenizer")
 BLOCK_BYTES = 1 << 20
+PEER: Mapping[str, Any] = {
+    "kv_connector": KvConnector.P2P,
+    "kv_port": 5710,
+    "kv_tiers": tuple(Tier),
+    "base_url": "http://10.0.0.1:8000",
+}
+"""A worker from which others can fetch all that it holds, and that can fetch from them."""
+FETCH_BY = frozenset({KvConnector.P2P})
 
 
 def worker(

@@ -32,7 +32,7 @@ from router_client import (
 )
 from router_client.chain_cache import PIECE_BLOCKS, ChainCache
 from tests.eventually import until
-from tests.router_client.pools import SCOPE, CountingIndex, hold, pool, worker
+from tests.router_client.pools import FETCH_BY, PEER, SCOPE, CountingIndex, hold, pool, worker
 
 pytestmark = pytest.mark.anyio
 
@@ -94,10 +94,10 @@ async def test_a_choice_can_be_carried_out() -> None:
 
 async def test_a_choice_names_the_worker_to_read_a_copy_from() -> None:
     index = MemoryIndex()
-    full = worker("full", transfer_groups=("g",), state=EngineState.DRAINING)
+    full = worker("full", state=EngineState.DRAINING, **PEER)
     await hold(index, full, TOKENS)
-    choice = await RouterClient(index, StaticFleet(pool(full, worker("free", transfer_groups=("g",))))).reserve(
-        PROMPT, dry_run=True
+    choice = await RouterClient(index, StaticFleet(pool(full, worker("free", **PEER)))).reserve(
+        replace(PROMPT, fetch_by=FETCH_BY), dry_run=True
     )
     assert (choice.worker_id, choice.source, choice.predicted_cached_tokens) == ("free", "full", 992)
     assert "992 more read from full" in choice.explain()

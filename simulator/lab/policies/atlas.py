@@ -1,8 +1,10 @@
 """kvatlas: the router's own lookup, pricing, reservations and learned rates, on the index that events fill."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import EngineProfile, EngineRates
 from kvatlas.cost.learned_rates import FinishedRequest
 from kvatlas.cost.protocol import Load
@@ -11,6 +13,7 @@ from kvatlas.fleet.records import (
     EngineKind,
     EngineState,
     FleetRecord,
+    KvConnector,
     Liveness,
 )
 from kvatlas.identity import pool_id
@@ -21,12 +24,14 @@ from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.engine_metrics import EngineMetrics, read_true_load
 from kvatlas_simulator.lab.event_path import finish
-from kvatlas_simulator.lab.policies.protocol import LoadBlind
+from kvatlas_simulator.lab.policies.protocol import LabFetch, LoadBlind
 from kvatlas_simulator.lab.requests import MODEL, LabRequest
 from router_client.booking.booker import evaluate_without_bookings
 from router_client.decision.case import Case
 from router_client.decision.policy import RoutingPolicy
+from router_client.learning.fetches import Fetches, OpenFetch
 from router_client.learning.rates import PoolRates
+from router_client.learning.usage import Usage
 from router_client.pricing.overlap import ResidencyOnly, look_up_overlap
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import rendezvous_weight
@@ -35,6 +40,13 @@ from router_client.prompt import Prompt
 from router_client.settings import BookingSettings, RouterSettings
 
 POOL = pool_id(MODEL, MODEL)
+_FETCH_BY = frozenset({KvConnector.P2P})
+_PEER: Mapping[str, Any] = {
+    "kv_connector": KvConnector.P2P,
+    "kv_port": 1,
+    "kv_tiers": (Tier.HBM, Tier.CPU_DRAM),
+    "base_url": "http://10.0.0.1",
+}
 
 
 def worker_name(engine: int) -> str:
@@ -43,10 +55,11 @@ def worker_name(engine: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AtlasSettings:
-    """Which parts are switched on. `events` False: the engines publish none, and their content is only predicted. `marks`
-    False: all resident blocks of hybrids count as reusable. `replicas` routers take requests in turn; unless their bookings
-    are `shared`, each knows only its own bookings and the engines' reports. `true_loads`: each choice sees the current
-    loads and queues; `true_rates`: prices are the engines' step costs, and nothing is learned."""
+    """What is switched on. `events` False: the engines publish none, and what they hold is only predicted. `marks` False: of
+    hybrids all that is resident counts as reusable. `replicas` routers take requests in turn; unless their bookings are
+    `shared` each knows only its own, and the engines' reports. `true_loads`: at each choice loads and queues are what they are
+    then; `true_rates`: prices are the engines' step costs, and nothing is learned. `fetches`: engines fetch KV from each
+    other."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
@@ -56,6 +69,7 @@ class AtlasSettings:
     shared: bool = True
     true_loads: bool = False
     true_rates: bool = False
+    fetches: bool = False
 
 
 class _Clock:
@@ -71,6 +85,7 @@ class _Open:
     results: RankedResults
     predicted_wait: bool
     step_us: float = 0.0
+    fetch: OpenFetch | None = None
 
 
 class Atlas(LoadBlind):
@@ -98,7 +113,8 @@ class Atlas(LoadBlind):
         self._turn = 0
         self._metrics = EngineMetrics()
         self._last: RankedResults | None = None
-        self._pool = Pool.of(self._records(1), None, self._rates.profile)
+        self._fetches = Fetches(lambda: self._clock.now_us / 1e6)
+        self._pool = Pool.of(self._records(1), None, self._rates.profile, self._fetches)
 
     # ---------------------------------------------------------------- choices
 
@@ -114,6 +130,8 @@ class Atlas(LoadBlind):
             self._block_tokens,
             input_tokens=request.input_tokens,
         )
+        if self._settings.fetches:
+            prompt = replace(prompt, fetch_by=_FETCH_BY)
         lookup = finish(look_up_overlap(self._index, prompt, self._pool.block_shapes))
         case = Case(prompt, self._pool, lookup)
         quotes = self._policy.quote(case)
@@ -140,6 +158,14 @@ class Atlas(LoadBlind):
         self._open[request.number] = _Open(router, now_us, results, IN_FLIGHT in results[0].cost.kinds)
         return int(quotes[evaluation.chosen].id[1:])
 
+    def fetch_of(self, request: LabRequest) -> LabFetch | None:
+        opened = self._open[request.number]
+        result = opened.results[0]
+        if result.source is None:
+            return None
+        opened.fetch = self._fetches.begin(result.source)
+        return LabFetch(int(result.source[1:]), result.usable_tokens + result.transferred_tokens)
+
     def predicted_tokens(self, number: int) -> int:
         """How many tokens of an open request its engine is expected not to compute."""
         plan = self._open[number].results[0].plan
@@ -152,6 +178,10 @@ class Atlas(LoadBlind):
         number = sequence.request.number
         opened = self._open[number]
         opened.step_us = self._step_us(engine)
+        if opened.fetch is not None:
+            opened.fetch.end()
+            usage = Usage(sequence.request.input_tokens, 0, sequence.cached_tokens)
+            self._fetches.record(POOL, opened.results[0], usage)
         if self._settings.booking.reservations:
             finish(self._books[opened.router].record_first_token(POOL, number.to_bytes(ID_BYTES, "big")))
 
@@ -196,7 +226,7 @@ class Atlas(LoadBlind):
 
     def _report_loads(self, now_us: int) -> None:
         records = self._records(now_us)
-        self._pool = Pool.of(records, None, self._rates.profile)
+        self._pool = Pool.of(records, None, self._rates.profile, self._fetches)
         reports = {
             id: WorkerReport(
                 record.incarnation,
@@ -222,6 +252,7 @@ class Atlas(LoadBlind):
                 block_size=self._block_tokens,
                 events=self._settings.events,
                 marks=engine.is_hybrid and self._settings.events,
+                **(_PEER if self._settings.fetches else {}),
             )
             records[id] = FleetRecord(
                 endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE, load=load, incarnation=1

@@ -77,6 +77,7 @@ POLICIES: Mapping[str, PolicyKind] = {
         "most overlap by the index", lambda f: OverlapOnly(f.engines, f.index), uses_events=True
     ),
     "kvatlas": _atlas("as shipped"),
+    "kvatlas-fetching": _atlas("engines fetch KV from each other", AtlasSettings(fetches=True)),
     "kvatlas-no-reservations": _atlas(
         "load only as reported", AtlasSettings(BookingSettings(reservations=False, prefixes_in_flight=False))
     ),
@@ -110,7 +111,7 @@ LIVE_POLICIES = tuple(
     and one.events
     and one.marks
     and one.shared
-    and not (one.true_loads or one.true_rates)
+    and not (one.true_loads or one.true_rates or one.fetches)
 )
 """Policies that can be replayed over real servers."""
 

@@ -1,11 +1,18 @@
 """The interface of a policy."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvatlas_simulator.cache.kv_events import KVEvent
 from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.requests import LabRequest
+
+
+class LabFetch(NamedTuple):
+    """KV that a request's engine fetches from another one before it computes the rest: of the first `tokens` of the prompt."""
+
+    source: int
+    tokens: int
 
 
 class Policy(Protocol):
@@ -13,6 +20,9 @@ class Policy(Protocol):
 
     def choose(self, request: LabRequest, now_us: float) -> int:
         """The number of the engine that gets the request."""
+
+    def fetch_of(self, request: LabRequest) -> LabFetch | None:
+        """What the engine that was just chosen for this request is sent to fetch."""
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
         """Record the first token of a request that was sent to this engine."""
@@ -31,7 +41,10 @@ class Policy(Protocol):
 
 
 class LoadBlind:
-    """A policy that needs no reports and has no index of its own."""
+    """A policy that needs no reports, has no index of its own, and lets engines fetch nothing."""
+
+    def fetch_of(self, request: LabRequest) -> LabFetch | None:
+        """See `Policy`."""
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
         """See `Policy`."""

@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from kvatlas.blocks.tiers import Tier
 from kvatlas.engine_access import EngineAccess
 from kvatlas.errors import Unreachable
-from kvatlas.fleet.records import EngineKind, Role
+from kvatlas.fleet.records import EngineKind, KvConnector, Role
 from kvatlas_publishers.engines.discovery import (
     EventSource,
     discover,
@@ -17,6 +19,7 @@ from kvatlas_publishers.engines.discovery import (
     shift_port,
     vllm_offer,
 )
+from kvatlas_publishers.engines.kv_connectors import FoundConnector
 from tests.certificates import Authority
 from tests.publishers.engines.engine_http import engine_http
 from tests.simulator.running_engine import running_engine
@@ -30,8 +33,10 @@ vllm:cache_config_info{block_size="32",enable_prefix_caching="True",engine="1",n
 
 
 async def test_a_running_engine_is_asked_for_everything() -> None:
-    async with running_engine(block_size=8) as (addresses, _):
+    async with running_engine(block_size=8, kv_connector="p2p") as (addresses, _):
         offer = await discover(addresses.base_url)
+    port = urlsplit(addresses.base_url).port
+    assert offer.connector == FoundConnector(KvConnector.P2P, port, (Tier.HBM, Tier.CPU_DRAM))
     assert (offer.kind, offer.model_id, offer.block_size) == (EngineKind.VLLM, "mock-model", 8)
     assert not offer.notes
     assert offer.sources == [EventSource(addresses.endpoint, addresses.replay_endpoint)]

@@ -24,6 +24,7 @@ from tests.eventually import until
 from tests.router.apis import TURNS, body_of
 from tests.router.disaggregation.test_proxy_pairs import BODY as PAIR_BODY
 from tests.router.disaggregation.test_proxy_pairs import BUSY, part
+from tests.router.fetching.test_proxy_fetches import peer
 from tests.router.gateway.echo_engine import echo_engine
 from tests.router.gateway.envoy import SUBSET_HEADER, EnvoyProcess
 from tests.router.gateway.gateway import PROMPT, Gateway, running_gateway, running_picker, worker_of
@@ -382,3 +383,29 @@ async def test_a_pair_is_told_to_the_decode_workers_sidecar_and_its_bookings_end
                 assert received["x-other"] == "kept" and "x-data-parallel-rank" not in received
                 await gateway.nothing_is_booked()
                 assert picker.counters.answered == 1
+
+
+async def test_the_worker_to_fetch_from_is_told_to_the_sidecar_or_to_the_engine(
+    envoy: EnvoyProcess, store: Store, valkey_url: str
+) -> None:
+    free, full = (f"http://127.0.0.1:{port}" for port in envoy.ports.engines[:2])
+    body: dict[str, Any] = {"model": MODEL, "prompt": list(range(300, 901)), "max_tokens": 1}
+    own = {"X-KV-Cache-Source-Host-Port": "10.9.9.9:80"}
+    async with running_gateway(envoy, store, {}) as gateway, echo_engine(envoy.ports.engines[0]) as engine:
+        await gateway.fleet.holds("full", body["prompt"])
+        records = {"free": peer("free", free, {"running_decodes": 0}), "full": peer("full", full, {**BUSY})}
+        await FleetStore(store).write(records)
+        gateway.fleet.loaded.update(records)
+        for header in ("x-kv-cache-source-host-port", ""):
+            async with running_picker(
+                valkey_url, port=envoy.ports.picker, tokenizer="none", kv_source_header=header
+            ) as _:
+                answer = await gateway["whole"].post("/v1/completions", json=body, headers=own)
+                assert answer.status_code == 200 and worker_of(answer) == "free"
+                headers, received = engine.requests[-1][0], answer.json()
+                named = (received.get("kv_transfer_params") or {}).get("remote_kv_source")
+                if header:
+                    assert headers[header] == full.removeprefix("http://") and named is None
+                else:
+                    assert "x-kv-cache-source-host-port" not in headers
+                    assert named["remote_port"] == envoy.ports.engines[1]

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from kvatlas.store.connection import Store
 from router_client import Basis, NoWorkers, Prompt, RouterClient, RouterSettings, Selector, StaticFleet
 from router_client.pricing.surcharges import session_worker
 from tests.kvatlas.reservations.asks import Clock
-from tests.router_client.pools import SCOPE, hold, pool, worker
+from tests.router_client.pools import FETCH_BY, PEER, SCOPE, hold, pool, worker
 
 pytestmark = pytest.mark.anyio
 
@@ -60,7 +61,7 @@ async def test_the_choice_is_the_cheapest_of_all(store: Store, index: RedisIndex
     read, workers of unknown load, full ones."""
     await Clock(store).prepare()  # rank and book find the same predictions
     rng = random.Random(seed)
-    groups: dict[str, Any] = {"transfer_groups": ("g",)} if seed == 1 else {}
+    groups: dict[str, Any] = dict(PEER) if seed == 1 else {}
     records = pool(
         *(busy(rng, n, kind="sglang" if seed == 2 and n % 3 else "vllm", **groups) for n in range(COUNT)),
         worker("down", state=EngineState.DOWN),
@@ -74,7 +75,7 @@ async def test_the_choice_is_the_cheapest_of_all(store: Store, index: RedisIndex
     fewest = COUNT
     for number in range(40):
         tokens = [*TOKENS[: rng.choice([100, 1_500, 2_000])], *range(number % 5 * 200)]
-        asked = Prompt.of_tokens(SCOPE, tokens, output_tokens=rng.choice([1, 128, 700]))
+        asked = replace(Prompt.of_tokens(SCOPE, tokens, output_tokens=rng.choice([1, 128, 700])), fetch_by=FETCH_BY)
         ranked = (await client.rank(asked)).results
         cheapest = {result.worker_id for result in ranked if result.score_us <= ranked[0].score_us + 1}
         choice = await client.reserve(asked)

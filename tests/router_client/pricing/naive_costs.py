@@ -3,7 +3,7 @@ worker tried as a source. Nothing of `kvatlas.cost`, `kvatlas.blocks.reuse` or t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import ceil
 
 from kvatlas.blocks.tiers import Tier
@@ -81,7 +81,7 @@ def scores(
         own = cut(mine[:usable], me, me)
         ways = [read_of_stores(workers, held, me, own, input_tokens, cost=lambda p: cost(p, input_tokens, 0, Busy()))]
         for source in sources(workers, held, me, len(mine)):
-            theirs = held[source]
+            theirs = fetched(workers[source].endpoint, held[source])
             reach = reused(me, len(theirs), input_tokens)
             if reach > usable:
                 ways.append([*own, *cut(theirs[usable:reach], workers[source].endpoint, me)])
@@ -166,23 +166,31 @@ def sources(
     """In each transfer group the deepest copy, and the deepest in the own domain; of equal ones the one whose farthest
     tier is nearest, then the last by name."""
     found = []
-    for group in me.transfer_groups:
+    for group in me.transfer_groups or ("",):
         givers = [
             id
             for id, record in sorted(workers.items())
-            if held.get(id)
-            and record.endpoint.kind is not EngineKind.STORE
-            and group in record.endpoint.transfer_groups
+            if fetched(record.endpoint, held.get(id, ()))
+            and me.kv_connector is not None
+            and record.endpoint.kv_connector is me.kv_connector
+            and record.endpoint.kind is me.kind
+            and group in (record.endpoint.transfer_groups or ("",))
             and record.endpoint.block_size == me.block_size
             and record.liveness is Liveness.ALIVE
             and record.state in (EngineState.UP, EngineState.DRAINING)
         ]
         for some in (givers, [id for id in givers if workers[id].endpoint.locality_domain == me.locality_domain]):
             if some:
-                best = max((len(held[id]), -max(held[id]), id) for id in some)
+                copies = {id: fetched(workers[id].endpoint, held[id]) for id in some}
+                best = max((len(copy), -max(copy), id) for id, copy in copies.items())
                 if best[0] > mine:
                     found.append(best[2])
     return found
+
+
+def fetched(source: EngineEndpoint, held: Sequence[Tier]) -> Sequence[Tier]:
+    """What of it others can fetch: up to the first token that is in none of the source's tiers for that."""
+    return list(takewhile(lambda tier: tier in source.kv_tiers, held))
 
 
 def cut(tiers: Sequence[Tier], holder: EngineEndpoint, reader: EngineEndpoint) -> list[Part]:

@@ -3,7 +3,7 @@ ranking, the same choices, at the costs that the documentation gives."""
 
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
 from kvatlas.store.connection import Store
 from router_client import BookingSettings, Prompt, RouterClient, RouterSettings, StaticFleet, SyncRouterClient
-from tests.router_client.pools import BLOCK_BYTES, SCOPE, hold, pool, worker
+from tests.router_client.pools import BLOCK_BYTES, FETCH_BY, PEER, SCOPE, hold, pool, worker
 from tests.router_client.pricing import naive_costs
 from tests.router_client.pricing.naive_costs import Busy
 
@@ -84,6 +84,7 @@ def fleets(draw: st.DrawFn) -> list[Holding]:
             block_bytes=draw(st.sampled_from([BLOCK_BYTES, 3_000])),
             locality_domain=draw(st.sampled_from(["", "a"])),
             transfer_groups=draw(st.sampled_from([(), ("g",), ("g", "h")])),
+            **draw(st.sampled_from([{}, PEER])),
             load=draw(st.none() | loads),
         )
         blocks = st.integers(0, 400)
@@ -192,7 +193,7 @@ async def test_all_routers_give_the_ranking_that_the_documented_costs_give(
     def expected(held: dict[str, list[Tier]], tokens: int, output: int) -> Any:
         return pytest.approx(naive_costs.scores(profile.name, records, held, tokens, output, booked), rel=0, abs=3)
 
-    prompt = Prompt.of_tokens(SCOPE, TOKENS[:tokens], output_tokens=output)
+    prompt = replace(Prompt.of_tokens(SCOPE, TOKENS[:tokens], output_tokens=output), fetch_by=FETCH_BY)
     ranking = await routers.same(prompt)
     assert {result.worker_id: result.score_us for result in ranking} == expected(tiers, tokens, output)
     if not len(ranking):

@@ -12,7 +12,7 @@ from kvatlas.index.memory.index import MemoryIndex
 from router_client import Prompt, RouterClient
 from router_client.pricing.overlap import ResidencyOnly
 from tests.kvatlas.index.message_source import MessageSource, apply_messages, split
-from tests.router_client.pools import CountingFleet
+from tests.router_client.pools import FETCH_BY, PEER, CountingFleet
 
 pytestmark = pytest.mark.anyio
 
@@ -96,10 +96,13 @@ async def test_a_request_that_skips_the_cache_uses_nothing_of_it() -> None:
 
 async def test_a_copy_is_worth_what_its_holders_marks_allow() -> None:
     index = await index_of(source=[300])
-    fields = {"transfer_groups": ("fabric",), "marks": True}
+    fields = {**PEER, "marks": True}
     workers = {id: record(id, **fields) for id in ("source", "reader")}
     async with RouterClient(index, CountingFleet(workers)) as router:
-        ranking = {result.worker_id: result for result in await router.rank(Prompt.of_tokens(SCOPE, TOKENS))}
+        ranking = {
+            result.worker_id: result
+            for result in await router.rank(replace(Prompt.of_tokens(SCOPE, TOKENS), fetch_by=FETCH_BY))
+        }
         assert ranking["source"].usable_tokens == 1200
         reader = ranking["reader"]
         assert (reader.usable_tokens, reader.transferred_tokens, reader.source) == (0, 1200, "source")

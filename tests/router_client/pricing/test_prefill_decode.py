@@ -36,7 +36,7 @@ from router_client import (
 )
 from tests.eventually import until
 from tests.kvatlas.reservations.asks import offer
-from tests.router_client.pools import BLOCK_BYTES, SCOPE, hold, pool, worker
+from tests.router_client.pools import BLOCK_BYTES, FETCH_BY, PEER, SCOPE, hold, pool, worker
 
 pytestmark = pytest.mark.anyio
 
@@ -153,6 +153,7 @@ def fleets(draw: st.DrawFn) -> tuple[dict[str, FleetRecord], dict[str, int]]:
             kind=draw(st.sampled_from([EngineKind.VLLM, EngineKind.SGLANG])),
             locality_domain=draw(st.sampled_from(["", "a"])),
             transfer_groups=draw(st.sampled_from([(), ("g",), ("g", "h"), ("h",)])),
+            **draw(st.sampled_from([{}, PEER])),
             block_size=draw(st.sampled_from([16, 16, 32])),
             load=draw(
                 st.fixed_dictionaries(
@@ -193,7 +194,14 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
         ways = [own(id)]
         for other, theirs in records.items():
             me, it = records[id].endpoint, theirs.endpoint
-            if set(me.transfer_groups) & set(it.transfer_groups) and me.block_size == it.block_size:
+            reached = set(me.transfer_groups or ("",)) & set(it.transfer_groups or ("",))
+            if (
+                me.kv_connector
+                and it.kv_connector
+                and me.kind is it.kind
+                and reached
+                and me.block_size == it.block_size
+            ):
                 more = max(0, usable(other) - usable(id))
                 ways.append([*own(id), *piece(id, more, own=False, same_domain=near(id, other))])
         plans = [Plan(id, tokens, output, way) for way in ways]
@@ -241,7 +249,7 @@ async def test_no_worker_or_pair_is_cheaper_than_the_choice(
     client = RouterClient(
         index, StaticFleet(records), replace(SETTINGS, limits=limits, pairs=PairSettings(least_new_tokens=least))
     )
-    asked = Prompt.of_tokens(SCOPE, TOKENS[:tokens], output_tokens=100)
+    asked = replace(Prompt.of_tokens(SCOPE, TOKENS[:tokens], output_tokens=100), fetch_by=FETCH_BY)
     costs = naive(records, blocks, tokens, least)
     if not costs:
         with pytest.raises(NoWorkers):

@@ -1,6 +1,7 @@
 """Ranking a pool by cost: held to a naive implementation, and examples of each rule."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -13,11 +14,12 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import CostProfile, EngineProfile, QuillcacheProfile
 from kvatlas.fleet.records import EngineKind, EngineState, FleetRecord, Liveness, Role
 from router_client import Prompt, SelectionResult
+from router_client.learning.fetches import Fetches
 from router_client.pricing.overlap import HeldPrefix, Run
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import rendezvous_weight
 from router_client.pricing.ranking import rank as rank_pool
-from tests.router_client.pools import SCOPE, pool, worker
+from tests.router_client.pools import FETCH_BY, PEER, SCOPE, pool, worker
 from tests.router_client.pricing import naive_costs
 
 Held = Mapping[str, HeldPrefix]
@@ -36,7 +38,7 @@ def rank(
 
 
 def prompt(tokens: int, output: int = 10) -> Prompt:
-    return Prompt(SCOPE, tokens, tokens=range(tokens), output_tokens=output)
+    return Prompt(SCOPE, tokens, tokens=range(tokens), output_tokens=output, fetch_by=FETCH_BY)
 
 
 def held(tokens: int, *tiers: Tier) -> HeldPrefix:
@@ -71,6 +73,7 @@ def fleets(draw: st.DrawFn) -> tuple[dict[str, FleetRecord], dict[str, HeldPrefi
             liveness=draw(st.sampled_from([Liveness.ALIVE, Liveness.ALIVE, Liveness.LOST])),
             locality_domain=draw(st.sampled_from(["", "a", "b"])),
             transfer_groups=draw(st.sampled_from([(), ("g",), ("g", "h"), ("h",)])),
+            **{**PEER, **draw(st.sampled_from([{}, {}, {"kv_tiers": (Tier.CPU_DRAM,)}, {"kv_connector": None}]))},
             block_size=size,
             load=draw(
                 st.none()
@@ -156,8 +159,26 @@ def test_blocks_of_different_size_compare_in_tokens() -> None:
     assert [(r.worker_id, r.overlap_blocks, r.required_blocks) for r in results] == [("w64", 8, 16), ("w16", 31, 63)]
 
 
-def test_without_a_transfer_group_a_copy_elsewhere_is_worth_nothing() -> None:
-    workers = pool(worker("w1"), worker("w2", load={"running_decodes": 5}))
+CAN_NOT: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing is known": ({}, {}),
+    "the reader can't": ({}, dict(PEER)),
+    "the source can't": (dict(PEER), {}),
+    "another connector": (dict(PEER), {**PEER, "kv_connector": "kvcr"}),
+    "no port": (dict(PEER), {**PEER, "kv_port": None}),
+    "no tier": (dict(PEER), {**PEER, "kv_tiers": ()}),
+    "another tier": (dict(PEER), {**PEER, "kv_tiers": (Tier.CPU_DRAM,)}),
+    "a public address": (dict(PEER), {**PEER, "base_url": "http://8.8.8.8:8000"}),
+    "a name that nobody vouches for": (dict(PEER), {**PEER, "base_url": "http://engine:8000"}),
+    "another machine's loopback": (dict(PEER), {**PEER, "base_url": "http://127.0.0.1:8000"}),
+    "an engine of another kind": (dict(PEER), {**PEER, "kind": EngineKind.SGLANG}),
+    "other marks": (dict(PEER), {**PEER, "marks": True}),
+}
+
+
+@pytest.mark.parametrize("why", CAN_NOT)
+def test_a_transfer_that_nothing_carries_out_has_no_price(why: str) -> None:
+    mine, theirs = CAN_NOT[why]
+    workers = pool(worker("w1", **mine), worker("w2", load={"running_decodes": 5}, **theirs))
     for result in rank(prompt(10_000), workers, {"w2": held(9_600)}, EngineProfile()):
         assert result.source is None
         if result.worker_id == "w1":
@@ -172,7 +193,7 @@ def test_without_a_transfer_group_a_copy_elsewhere_is_worth_nothing() -> None:
 def test_a_copy_elsewhere_is_read_only_within_a_shared_transfer_group(
     mine: tuple[str, ...], theirs: tuple[str, ...], allowed: bool
 ) -> None:
-    workers = pool(worker("w1", transfer_groups=mine), worker("w2", transfer_groups=theirs))
+    workers = pool(worker("w1", transfer_groups=mine, **PEER), worker("w2", transfer_groups=theirs, **PEER))
     result = next(r for r in rank(prompt(10_000), workers, {"w2": held(9_600)}, EngineProfile()) if r.worker_id == "w1")
     assert (result.source, result.transferred_tokens) == (("w2", 9_600) if allowed else (None, 0))
     assert (result.usable_tokens, result.resident_tokens) == (0, 0)
@@ -188,14 +209,14 @@ def test_neighbours_in_one_nearest_tier_are_one_piece() -> None:
 
 
 def test_a_copy_that_is_dearer_to_read_than_to_compute_is_not_read() -> None:
-    far: dict[str, Any] = {"transfer_groups": ("g",), "block_bytes": 64 << 20}
+    far: dict[str, Any] = {**PEER, "block_bytes": 64 << 20}
     workers = pool(worker("w1", **far), worker("w2", state=EngineState.DRAINING, **far))
     (result,) = rank(prompt(10_000), workers, {"w2": held(9_600, Tier.OBJECT_STORE)}, EngineProfile())
     assert result.source is None
 
 
 def test_a_draining_worker_may_still_be_read_but_a_lost_one_may_not() -> None:
-    group: dict[str, Any] = {"transfer_groups": ("g",)}
+    group: dict[str, Any] = dict(PEER)
     for record, source in [
         (worker("w2", state=EngineState.DRAINING, **group), "w2"),
         (worker("w2", state=EngineState.ASLEEP, **group), None),
@@ -206,22 +227,78 @@ def test_a_draining_worker_may_still_be_read_but_a_lost_one_may_not() -> None:
 
 
 def test_blocks_of_another_size_can_not_be_read() -> None:
-    workers = pool(
-        worker("w1", transfer_groups=("g",)), worker("w2", transfer_groups=("g",), block_size=32, role=Role.DECODE)
-    )
+    workers = pool(worker("w1", **PEER), worker("w2", **PEER, block_size=32, role=Role.DECODE))
     (result,) = rank(prompt(10_000), workers, {"w2": held(9_600)}, EngineProfile())
     assert result.source is None
 
 
 def test_the_nearer_of_two_equal_copies_is_read() -> None:
     def at(id: str, domain: str, role: Role) -> FleetRecord:
-        return worker(id, transfer_groups=("g",), locality_domain=domain, role=role)
+        return worker(id, **PEER, locality_domain=domain, role=role)
 
     workers = pool(at("far", "b", Role.DECODE), at("near", "a", Role.DECODE), at("me", "a", Role.BOTH))
     prefixes = {"far": held(9_600), "near": held(9_600)}
     (result,) = rank(prompt(10_000), workers, prefixes, QuillcacheProfile())
     assert result.source == "near"
     assert {term.name: term.us for term in result.terms}["domain"] == 0
+
+
+def test_a_sender_that_passes_no_source_on_gets_no_price_of_one() -> None:
+    workers = pool(worker("w1", **PEER), worker("w2", state=EngineState.DRAINING, **PEER))
+    (result,) = rank(replace(prompt(10_000), fetch_by=frozenset()), workers, {"w2": held(9_600)}, EngineProfile())
+    assert (result.source, result.cached_tokens) == (None, 0)
+
+
+def test_an_engine_that_finds_its_source_itself_reads_it_whatever_that_costs() -> None:
+    lmcache = {**PEER, "kv_connector": "lmcache", "kv_port": None, "block_bytes": 64 << 20}
+    workers = pool(worker("w1", **lmcache), worker("w2", state=EngineState.DRAINING, **lmcache))
+    asked = replace(prompt(10_000), fetch_by=frozenset())
+    (result,) = rank(asked, workers, {"w2": held(9_600, Tier.OBJECT_STORE)}, EngineProfile())
+    assert (result.source, result.transferred_tokens) == ("w2", 9_600)
+
+
+def test_only_what_lies_in_the_sources_fetchable_tiers_is_fetched() -> None:
+    only_dram = {**PEER, "kv_tiers": (Tier.CPU_DRAM,)}
+    workers = pool(worker("w1", **only_dram), worker("w2", state=EngineState.DRAINING, **only_dram))
+    prefix = HeldPrefix.of(
+        (Run(3_200, (Tier.HBM, Tier.CPU_DRAM)), Run(3_200, (Tier.HBM,)), Run(1_600, (Tier.CPU_DRAM,)))
+    )
+    (result,) = rank(prompt(10_000), workers, {"w2": prefix}, EngineProfile())
+    assert result.transferred_tokens == 3_200
+    dear = 50 + 200 * (50 + 25)  # host memory, behind the network: not HBM, which is nearer to its own engine
+    assert {term.name: term.us for term in result.terms}["transfer"] == dear
+
+
+def test_what_marks_need_beyond_the_fetchable_tiers_makes_a_copy_worthless() -> None:
+    fields = {**PEER, "marks": True, "kv_tiers": (Tier.CPU_DRAM,)}
+    workers = pool(worker("w1", **fields), worker("w2", state=EngineState.DRAINING, **fields))
+    runs = (Run(3_200, (Tier.HBM, Tier.CPU_DRAM)), Run(3_200, (Tier.HBM,)))
+    for reach, fetched in ((4_800, 0), (3_200, 3_200)):
+        (result,) = rank(prompt(10_000), workers, {"w2": HeldPrefix.of(runs, reach)}, EngineProfile())
+        assert result.transferred_tokens == fetched
+
+
+def test_equal_sources_share_the_fetches_that_are_open() -> None:
+    workers = pool(*(worker(id, role=Role.DECODE, **PEER) for id in ("s1", "s2", "s3")), worker("w", **PEER))
+    fetches = Fetches()
+    copies = {id: held(9_600) for id in ("s1", "s2", "s3")}
+    for _ in range(9):
+        (result,) = rank_pool(prompt(10_000), Pool.of(workers, fetches=fetches), copies)
+        assert result.source is not None
+        fetches.begin(result.source)
+    assert [fetches.open_at(id) for id in copies] == [3, 3, 3]
+
+
+def test_nothing_is_fetched_from_a_worker_that_the_request_may_not_have() -> None:
+    workers = pool(worker("w1", **PEER), worker("w2", state=EngineState.DRAINING, **PEER))
+    whole = Pool.of({**workers, "w2": workers["w2"].model_copy(update={"tenants": ("acme",)})})
+    for narrowed, source in (
+        (whole.of_tenant("acme"), "w2"),
+        (whole.of_tenant("other"), None),
+        (whole.without({"w2"}), None),
+    ):
+        (result,) = rank_pool(prompt(10_000), narrowed, {"w2": held(9_600)})
+        assert result.source == source
 
 
 def test_an_unknown_load_is_the_pools_mean() -> None:

@@ -1,5 +1,6 @@
 """Shared stores: read by the workers that name them, priced as transfers, and no candidates themselves."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from router_client.pricing.overlap import HeldPrefix, Run
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import quote_candidates
 from router_client.pricing.ranking import rank
-from tests.router_client.pools import SCOPE, hold, pool, worker
+from tests.router_client.pools import FETCH_BY, PEER, SCOPE, hold, pool, worker
 
-PROMPT = Prompt(SCOPE, 1_000, tokens=range(1_000), output_tokens=10)
+PROMPT = Prompt(SCOPE, 1_000, tokens=range(1_000), output_tokens=10, fetch_by=FETCH_BY)
 
 
 def store(id: str = "s", **fields: Any) -> FleetRecord:
@@ -70,8 +71,8 @@ def test_an_engine_reads_its_store_even_if_computing_were_faster() -> None:
 
 def test_a_cheaper_copy_on_another_worker_is_read_instead() -> None:
     found = results(
-        worker("reader", stores=("s",), transfer_groups=("g",)),
-        worker("peer", transfer_groups=("g",)),
+        worker("reader", stores=("s",), **PEER),
+        worker("peer", **PEER),
         store(),
         peer=held(640, Tier.HBM),
         s=held(640),
@@ -114,13 +115,13 @@ def test_a_store_gets_no_requests_and_is_not_called_left_out() -> None:
         min_size=LEAST_CANDIDATES,
         max_size=LEAST_CANDIDATES + 4,
     ),
-    groups=st.sampled_from([(), ("g",)]),
+    peer=st.sampled_from([{}, PEER]),
     rate=st.sampled_from([None, 0, 60_000]),
 )
 def test_the_few_quotes_of_a_large_pool_are_those_of_a_full_scan(
-    prefixes: dict[str, int], readers: list[tuple[str, ...]], groups: tuple[str, ...], rate: int | None
+    prefixes: dict[str, int], readers: list[tuple[str, ...]], peer: Mapping[str, Any], rate: int | None
 ) -> None:
-    workers = [worker(f"w{n:02}", stores=stores, transfer_groups=groups) for n, stores in enumerate(readers)]
+    workers = [worker(f"w{n:02}", stores=stores, **peer) for n, stores in enumerate(readers)]
     read = Pool.of(pool(*workers, store("s"), store("t", read_us_per_mib=rate, locality_domain="b")))
     copies = {id: held(16 * blocks, Tier.CPU_DRAM) for id, blocks in prefixes.items()}
     full = {quote.id: quote for quote in quote_candidates(PROMPT, read, copies)}

@@ -1,0 +1,31 @@
+"""Lets engines fetch KV from each other: what requests may be priced with, and what they say of the source.
+
+`router_client.pricing.copies` decides which source pays; this carries it out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvatlas.fleet.records import KvConnector
+from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.tokens.prompt_reader import RequestPrompt
+from kvatlas_router.tokens.text_request import TextRequest
+from router_client.prefill_decode_result import PairChoice
+
+CARRIED_OUT = frozenset({KvConnector.P2P})
+"""Connectors whose sources these routers name to engines."""
+
+
+def let_fetch(read: RequestPrompt, text: TextRequest | None) -> RequestPrompt:
+    """The prompt, which may be priced on workers that would fetch its KV: if its request has the fields that name a source, and
+    computes one prompt once (an engine would take the same source, by the same id, for each)."""
+    if text is None or not text.api.is_checked or text.prompts != 1 or text.choices != 1:
+        return read
+    return replace(read, prompt=replace(read.prompt, fetch_by=CARRIED_OUT))
+
+
+def fetch_fields(choice: Booked, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the body says to the worker that computes the prompt, if that is to fetch KV; new for each try."""
+    computing = (choice.prefill or choice.decode) if isinstance(choice, PairChoice) else choice
+    return {} if computing.fetch is None else computing.fetch.fields(body)

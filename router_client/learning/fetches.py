@@ -1,0 +1,98 @@
+"""What a router knows of KV that engines fetch from each other: what is open at each source, and how much arrived.
+
+An answer whose cached tokens are fewer than predicted did not get all that it was to fetch: its source died, had evicted it, or
+engines can't reach each other at all. The share that arrived is what later fetches of the pool are priced with. It recovers
+with time, so that a pool whose network was mended is tried again.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from secrets import randbits
+
+from xxhash import xxh3_64_intdigest
+
+from kvatlas.request import SelectionResult
+from router_client.learning.usage import Usage
+
+FADING = 0.9
+"""What a fetch counts for less with each later one: about the last ten matter."""
+PRIOR_FETCHES = 2.0
+"""A pool begins as if so many fetches had arrived whole."""
+RECOVERS_S = 60.0
+"""What is known loses two thirds of its weight in this time, whatever happens."""
+
+
+@dataclass(slots=True)
+class _Arrived:
+    asked: float = 0.0
+    arrived: float = 0.0
+    at_s: float = 0.0
+
+    def fade(self, now_s: float) -> None:
+        kept = math.exp(-max(0.0, now_s - self.at_s) / RECOVERS_S)
+        self.asked, self.arrived, self.at_s = self.asked * kept, self.arrived * kept, now_s
+
+    def share(self, now_s: float) -> float:
+        self.fade(now_s)
+        return (PRIOR_FETCHES + self.arrived) / (PRIOR_FETCHES + self.asked)
+
+
+class Fetches:
+    """See `FetchKnowledge`. `clock`: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pools: dict[str, _Arrived] = {}
+        self._open: Counter[str] = Counter()
+        self._seed = randbits(64)
+
+    def share(self, pool_id: str) -> float:
+        """The share of the tokens to fetch that arrived lately, 0 to 1."""
+        known = self._pools.get(pool_id)
+        return 1.0 if known is None else known.share(self._clock())
+
+    def open_at(self, source: str) -> int:
+        """How many of this router's requests fetch from this worker now."""
+        return self._open[source]
+
+    def turn_of(self, source: str) -> tuple[int, int]:
+        """Fewest open fetches first; then in an order of this router's own, so that routers do not begin with the same."""
+        return self._open[source], xxh3_64_intdigest(source.encode(), self._seed)
+
+    def begin(self, source: str) -> "OpenFetch":
+        """A request is sent that fetches from this worker."""
+        self._open[source] += 1
+        return OpenFetch(self._open, source)
+
+    def record(self, pool_id: str, result: SelectionResult, usage: Usage) -> None:
+        """Learn from an answer. One says nothing that was to fetch nothing, or tells no cached tokens."""
+        asked, cached = result.transferred_tokens, usage.cached_tokens
+        if not asked or result.reads_store or cached is None:
+            return
+        known = self._pools.setdefault(pool_id, _Arrived(at_s=self._clock()))
+        known.fade(self._clock())
+        arrived = min(max(0, cached - result.usable_tokens), asked)
+        known.asked = known.asked * FADING + 1
+        known.arrived = known.arrived * FADING + arrived / asked
+
+
+class OpenFetch:
+    """One fetch, until `end`."""
+
+    __slots__ = ("_ended", "_open", "_source")
+
+    def __init__(self, open: Counter[str], source: str) -> None:
+        self._open = open
+        self._source = source
+        self._ended = False
+
+    def end(self) -> None:
+        """It is over, well or not; a second call changes nothing."""
+        if not self._ended:
+            self._ended = True
+            self._open[self._source] -= 1
+            if not self._open[self._source]:
+                del self._open[self._source]

@@ -1,0 +1,172 @@
+"""Copies: what a worker could read of a prompt beyond its own blocks, from a shared store or from another worker.
+
+Another worker's copy counts only if somebody makes the engine fetch it. So both engines have the same connector
+(`EngineEndpoint.kv_connector`), the source says where it is fetched from and which of its tiers are, and the request can name
+the source (`Prompt.fetch_by`) unless the engine finds it by itself. Both also share a transfer group (or name none), and their
+blocks and marks are of one form: nothing is fetched that the reader could not use. The deepest copies are considered; equal
+ones share the load by how many fetches are open at each.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.cost.protocol import Piece, ReadRate, TermKind
+from kvatlas.fleet.records import EngineEndpoint, KvConnector
+from router_client.pricing.overlap import HeldPrefix, Run
+from router_client.pricing.pool import Pool, meeting_form
+from router_client.prompt import Prompt
+
+if TYPE_CHECKING:
+    from router_client.pricing.quotes import Quote
+
+NOT_FETCHED = TermKind("not_fetched", "tokens")
+
+
+class Surcharge(NamedTuple):
+    """An addition to a worker's cost: by the router's policy (`router_client.pricing.surcharges`), or NOT_FETCHED: what it
+    costs that not all that is to be fetched arrives."""
+
+    kind: TermKind
+    us: int
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    source: EngineEndpoint
+    prefix: HeldPrefix
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Deeper is better; at equal depth the copy whose farthest tier is nearer."""
+        return self.prefix.copied_tokens, -max(run.tiers[0] for run in self.prefix.runs)
+
+    def is_equal(self, other: "_Copy") -> bool:
+        """Does every reader pay the same for both?"""
+        return self.prefix == other.prefix and self.source.locality_domain == other.source.locality_domain
+
+
+class CopySources:
+    """Whose copies a candidate may read; built once a request, so that the work grows with workers, not with their pairs."""
+
+    def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
+        self._held = held
+        self._fetch_by = prompt.fetch_by | {KvConnector.LMCACHE}  # which asks nobody
+        self._fetches = pool.fetches
+        self._share = pool.fetches.share(prompt.scope.pool_id)
+        self._stores = {endpoint.id: endpoint for endpoint in pool.stores if endpoint.id in held}
+        self._deepest: dict[Hashable, dict[str | None, list[_Copy]]] = {}
+        for source in pool.sources:
+            if source.id in held and source.block_size:
+                prefix = fetchable_prefix(held[source.id], source.kv_tiers)
+                if prefix.copied_tokens:
+                    self._add(_Copy(source, prefix))
+
+    def add_best(self, quote: "Quote") -> "Quote":
+        """The quote with the copy to read: that of a shared store, unless one on another worker makes it cheaper."""
+        reader = quote.candidate.endpoint
+        best = self._read_store(quote, reader) if self._stores and reader.stores else quote
+        if not self._deepest or reader.kv_connector not in self._fetch_by:
+            return best
+        unasked = reader.kv_connector is KvConnector.LMCACHE
+        for copy in self._copies_for(reader, quote.held.copied_tokens):
+            fetched = self._read(quote, copy.source, copy.prefix)
+            if fetched is not None and (unasked or fetched.offered_us < best.offered_us):
+                best, unasked = fetched, False
+        return best
+
+    def _add(self, copy: _Copy) -> None:
+        for key in _meeting_points(copy.source):
+            deepest = self._deepest.setdefault(key, {})
+            for domain in (None, copy.source.locality_domain):
+                known = deepest.get(domain)
+                if known is None or copy.depth > known[0].depth:
+                    deepest[domain] = [copy]
+                elif copy.depth == known[0].depth:
+                    deepest[domain] = [*known, copy] if copy.is_equal(known[0]) else [copy]
+
+    def _copies_for(self, reader: EngineEndpoint, own_tokens: int) -> Iterator[_Copy]:
+        """At most two a group, deeper than the reader's own: the deepest copy, and the deepest in its own domain."""
+        seen: set[str] = set()
+        for key in _meeting_points(reader):
+            for domain in (reader.locality_domain, None):
+                equal = self._deepest.get(key, {}).get(domain, ())
+                if not equal or equal[0].prefix.copied_tokens <= own_tokens:
+                    continue
+                copy = (
+                    min(equal, key=lambda copy: self._fetches.turn_of(copy.source.id)) if len(equal) > 1 else equal[0]
+                )
+                if copy.source.id not in seen:
+                    seen.add(copy.source.id)
+                    yield copy
+
+    def _read(self, quote: "Quote", source: EngineEndpoint, prefix: HeldPrefix) -> "Quote | None":
+        """The quote with what the source holds beyond the worker's own; None if that is nothing."""
+        for_kind, reader = quote.for_kind, quote.candidate.endpoint
+        reach = for_kind.usable_tokens(prefix)
+        if reach <= quote.usable_tokens:
+            return None
+        near = source.locality_domain == reader.locality_domain
+        rate = _read_rate(source)
+        transfers = for_kind.pieces(prefix.runs, quote.usable_tokens, reach, own=False, same_domain=near, rate=rate)
+        own = for_kind.pieces(quote.held.runs, 0, quote.usable_tokens)
+        base_us, work_us = for_kind.price_pieces([*own, *transfers])
+        read = quote._replace(
+            base_us=base_us, work_us=work_us, transfers=transfers, source=source.id, reads_store=source.is_store
+        )
+        if source.is_store or self._share >= 1:
+            return read
+        tokens = sum(piece.tokens for piece in transfers)
+        computed_us = quote.base_us - for_kind.price_pieces([*own, Piece(tokens, 0, Tier.HBM)])[0]
+        lost = Surcharge(
+            NOT_FETCHED, round((1 - self._share) * max(0.0, computed_us)), round((1 - self._share) * tokens)
+        )
+        return read._replace(surcharges=(lost,), surcharge_us=lost.us)
+
+    def _read_store(self, quote: "Quote", reader: EngineEndpoint) -> "Quote":
+        """The quote with what the deepest of the reader's shared stores holds beyond its own; of equally deep ones the one that
+        is read fastest.
+
+        Nothing of a store for a worker with marks: its other groups' blocks are not told there.
+        """
+        shape = reader.block_size, reader.lookahead_tokens
+        if reader.marks:
+            return quote
+        reads = [
+            read
+            for id in reader.stores
+            if (store := self._stores.get(id)) is not None
+            and (store.block_size, store.lookahead_tokens) == shape
+            and (read := self._read(quote, store, self._held[id])) is not None
+        ]
+        return min(reads, key=lambda read: (-read.transferred_tokens, read.base_us), default=quote)
+
+
+def _meeting_points(worker: EngineEndpoint) -> list[Hashable]:
+    """What two workers have in common if one can use the other's blocks: one for each transfer group."""
+    form = meeting_form(worker)
+    return [(group, form) for group in worker.transfer_groups or ("",)]
+
+
+@lru_cache(maxsize=16_384)
+def fetchable_prefix(held: HeldPrefix, tiers: Sequence[Tier]) -> HeldPrefix:
+    """The part of a held prefix that is in these tiers, from its start on without a gap. If that is less than its marks need,
+    it is nothing: up to where others would let an engine resume is not known."""
+    runs: list[Run] = []
+    for run in held.runs:
+        found = tuple(tier for tier in run.tiers if tier in tiers)
+        if not found:
+            break
+        runs.append(Run(run.tokens, found))
+    if sum(run.tokens for run in runs) < held.copied_tokens and held.reach_tokens is not None:
+        return HeldPrefix()
+    return HeldPrefix.of(tuple(runs), held.reach_tokens)
+
+
+def _read_rate(source: EngineEndpoint) -> ReadRate | None:
+    """How fast a shared store says that it is read."""
+    setup_us, us_per_mib = source.read_setup_us, source.read_us_per_mib
+    return None if setup_us is None and us_per_mib is None else ReadRate(setup_us or 0, us_per_mib or 0)
