@@ -73,3 +73,7 @@ class HolderQueries:
             )
             for match in matches
         }
+
+    async def close(self) -> None:
+        """End reads that are under way."""
+        await self._fleet.close()

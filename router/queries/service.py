@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import anyio
 
@@ -20,6 +20,7 @@ from kvatlas_router.tenancy.proof import Proof
 from kvatlas_router.tokens.prompt_reader import PromptSettings
 
 GRACE_S = 2
+CLOSE_S = 5.0
 
 _log = logging.getLogger("kvatlas_router.queries")
 
@@ -66,12 +67,19 @@ async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[Inde
         operators_prove=settings.control_is_apart and bool(settings.control_http.tokens),
     )
     prompts = PromptSettings(salt_is_tenant=settings.salt_is_tenant)
-    async with open_request_reading(settings, is_loopback(settings.host), prompts) as reading:
+    stack = AsyncExitStack()
+    try:
+        reading = await stack.enter_async_context(open_request_reading(settings, is_loopback(settings.host), prompts))
+        holders = HolderQueries(reading.lookups, reading.fleet)
+        stack.push_async_callback(holders.close)
         api = QueryApi(
             RouteBodyReader(reading.reader, reading.catalogue),
             reading.catalogue,
-            HolderQueries(reading.lookups, reading.fleet),
+            holders,
             salt_is_tenant=settings.salt_is_tenant,
         )
-        with export_metrics("tenancy", borders.counters):
-            yield IndexApplication(api, reading.catalogue, reading.lookups, borders, apart=settings.control_is_apart)
+        stack.enter_context(export_metrics("tenancy", borders.counters))
+        yield IndexApplication(api, reading.catalogue, reading.lookups, borders, apart=settings.control_is_apart)
+    finally:
+        with anyio.move_on_after(CLOSE_S, shield=True):
+            await stack.aclose()
