@@ -60,7 +60,7 @@ class Prompt:
 
     `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
     like, within these limits. `strategy` None: as the router's settings say. `notes`: what of the request was ignored, a line
-    each.
+    each. `program`: who sent it, for its tenant's bill.
     """
 
     scope: Scope
@@ -81,6 +81,7 @@ class Prompt:
     strategy: Strategy | None = None
     media: Sequence[MediaItem] = ()
     notes: tuple[str, ...] = ()
+    program: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:

@@ -137,7 +137,11 @@ class ScopeRegistry:
 
     async def _keep_names(self, scope_ids: Sequence[bytes], usage: Sequence[UsageReader]) -> None:
         spent = {scope_id for reader in usage for scope_id in await reader.spent_scopes()}.intersection(scope_ids)
-        if not spent or await self._store.ask(self._store.client.hlen(USAGE_SCOPES)) >= MOST_USED_SCOPES:
+        if not spent:
+            return
+        if await self._store.ask(self._store.client.hlen(USAGE_SCOPES)) >= MOST_USED_SCOPES:
+            for reader in usage:
+                await reader.fold(spent)
             return
         names = {scope_id: scope.canonical for scope_id, scope in (await self.known(spent)).items()}
         if names:

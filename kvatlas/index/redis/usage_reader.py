@@ -1,6 +1,6 @@
 """Reads how long how many bytes were resident in one shard."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import SCOPE_ID_BYTES
@@ -39,6 +39,10 @@ class UsageReader:
     async def spent_scopes(self) -> set[bytes]:
         """Scopes of which anything is spent."""
         return {field[:SCOPE_ID_BYTES] for field in await read_hash(self._store, self._keys.spent)}
+
+    async def fold(self, scope_ids: Collection[bytes]) -> None:
+        """Count what is spent of these scopes without their names from now on. At most 200."""
+        await self._functions.call("kvatlas_usage_fold", [self._keys.spent], list(scope_ids))
 
     async def _of(self, holder: bytes) -> Amounts:
         k, found, first, scopes = self._keys, Amounts(), 0, 1

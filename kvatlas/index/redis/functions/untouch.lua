@@ -21,7 +21,8 @@ register_always('kvatlas_untouch', function(keys, args)
       return 0
     end
   end
-  local k, gone, kept = { touched = touched, held = keys[2], holders = keys[3], moments = keys[4], spent = keys[5] }, {}, sizes_of(rest)
+  local k = { touched = touched, held = keys[2], holders = keys[3], moments = keys[4], spent = keys[5] }
+  local gone, kept = {}, sizes_of(rest)
   for scope_id in pairs(sizes_of(before)) do
     gone[#gone + 1] = not kept[scope_id] and scope_id or nil
   end
