@@ -16,6 +16,7 @@ from kvatlas_router.queries.holders import HolderQueries, Match
 from kvatlas_router.queries.question import ANY_TENANT, Form, Question, read_question
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.refusals import ForeignTenant
+from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from router_client.prompt import Prompt
 
 MOST_MATCHES = 1_000
@@ -43,12 +44,9 @@ class QueryApi:
 
     async def overlap(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
         """Who holds a prompt: an OpenAI request (`messages` or `prompt`), or hints as for `/kvatlas/route`. Raises the same."""
-        read = await self._bodies.read(body, caller)
+        read = await self.read(body, caller)
         scope = read.prompt.scope
-        if not caller.may_use(scope.adapter_id or scope.model_id):
-            raise UnknownModel(f"the model {scope.model_id[:200]!r} does not exist")
-        matches = await self._holders.find(read.prompt)
-        usable = self._holders.usable_tokens(read.prompt, matches)
+        matches, usable = await self.find(read.prompt)
         return {
             "model_id": scope.model_id,
             "adapter_id": scope.adapter_id,
@@ -57,6 +55,44 @@ class QueryApi:
             "workers": own_answer(matches, usable, MOST_MATCHES),
             "left_out": max(0, len(matches) - MOST_MATCHES),
         }
+
+    async def read(self, body: dict[str, Any], caller: Caller) -> RequestPrompt:
+        """The prompt of an OpenAI request or of hints. Raises InvalidValue, UnknownModel and Unreachable."""
+        read = await self._bodies.read(body, caller)
+        scope = read.prompt.scope
+        if not caller.may_use(scope.adapter_id or scope.model_id):
+            raise UnknownModel(f"no worker serves model {scope.model_id[:200]!r}")
+        return read
+
+    async def find(self, prompt: Prompt) -> tuple[Sequence[Match], dict[str, int]]:
+        """Who holds it, and how many tokens each one's engine would not compute again. Raises Unreachable."""
+        matches = await self._holders.find(prompt)
+        return matches, self._holders.usable_tokens(prompt, matches)
+
+    async def prompt_of(self, question: Question, caller: Caller) -> Prompt:
+        """Raises InvalidValue, UnknownModel, ForeignTenant and Unreachable."""
+        return await self._prompt(question, await self._scope(question, caller))
+
+    async def keyed_by(self, model: str | None, caller: Caller) -> tuple[Scope, int, str]:
+        """The scope of a model (None: the only one), its workers' block size, and the chain by which they key their blocks.
+        Raises InvalidValue if the workers differ in one of them, UnknownModel and Unreachable."""
+        name = model or ""
+        scope = await self._catalogue.scope_of(model, caller.tenant_id or self._catalogue.tenant_id)
+        if scope is None or not caller.may_use(name or scope.model_id):
+            raise UnknownModel(
+                f"no worker serves model {name[:200]!r}" if name else "the fleet serves more than one model"
+            )
+        workers = await self._holders.workers(scope.pool_id, scope.tenant_id)
+        shapes = {(one.endpoint.block_size, one.endpoint.chain) for one in workers if one.endpoint.block_size}
+        if len(shapes) != 1:
+            raise InvalidValue("the workers of this model have blocks of several sizes or chains, or none yet")
+        ((size, chain),) = shapes
+        assert size is not None
+        return scope, size, chain
+
+    def prompt_of_hashes(self, scope: Scope, hashes: bytes, block_size: int, chain: str) -> Prompt:
+        """A prompt of ready hashes of a chain."""
+        return Prompt.of_hashes(replace(scope, chain=chain), hashes, block_size)
 
     async def workers(self, model: str | None, caller: Caller) -> Sequence[Mapping[str, Any]]:
         """The workers that may see the caller's prompts, as Dynamo's indexer lists them. Raises Unreachable."""
@@ -71,8 +107,7 @@ class QueryApi:
         ]
 
     async def _answer(self, question: Question, caller: Caller) -> Mapping[str, Any]:
-        scope = await self._scope(question, caller)
-        matches = await self._holders.find(await self._prompt(question, scope))
+        matches = await self._holders.find(await self.prompt_of(question, caller))
         if question.form is Form.DYNAMO:
             return dynamo_answer(matches[:MOST_MATCHES])
         chosen = [match for match in matches if _is_asked(match, question)]

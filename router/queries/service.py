@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 import anyio
 
 from kvatlas.addresses import is_loopback
+from kvatlas.errors import SettingsError
 from kvatlas.runtime.http_server import listen, serve
 from kvatlas.settings import IndexServerSettings
 from kvatlas.telemetry import export_metrics
@@ -42,7 +43,7 @@ async def run_index_server(
             control = listen(settings.control_host, settings.control_at, what, settings.control_http)
             listeners.callback(control.close)
             _log.info("for operators: %s", control.url)
-        async with open_index_server(settings) as application, anyio.create_task_group() as tasks:
+        async with open_index_server(settings) as (application, grpc_port), anyio.create_task_group() as tasks:
             if control is not None:
                 assert application.control is not None
                 tasks.start_soon(serve, application.control, control)
@@ -50,13 +51,13 @@ async def run_index_server(
                 lambda task_status: serve(application.asgi, listener, grace_s=GRACE_S, task_status=task_status)
             )
             if ready is not None:
-                ready(listener.url, None)
+                ready(listener.url, grpc_port)
             await anyio.sleep_forever()
 
 
 @asynccontextmanager
-async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[IndexApplication]:
-    """The application with all its parts."""
+async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tuple[IndexApplication, int | None]]:
+    """The application with all its parts, and the port of the gRPC server, if there is one."""
     proof = Proof(settings.clients_file) if settings.clients_file is not None else None
     if proof is None:
         _log.info("one tenant, that of --tenant-id: no client proves another one (--clients-file)")
@@ -79,7 +80,32 @@ async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[Inde
             salt_is_tenant=settings.salt_is_tenant,
         )
         stack.enter_context(export_metrics("tenancy", borders.counters))
-        yield IndexApplication(api, reading.catalogue, reading.lookups, borders, apart=settings.control_is_apart)
+        grpc_port = await _serve_grpc(stack, settings, api, proof)
+        apart = settings.control_is_apart
+        yield IndexApplication(api, reading.catalogue, reading.lookups, borders, apart=apart), grpc_port
     finally:
         with anyio.move_on_after(CLOSE_S, shield=True):
             await stack.aclose()
+
+
+async def _serve_grpc(
+    stack: AsyncExitStack, settings: IndexServerSettings, api: QueryApi, proof: Proof | None
+) -> int | None:
+    """The port. Raises SettingsError for one that can't be used, and without the packages."""
+    if settings.grpc_port is None:
+        return None
+    try:
+        from kvatlas_router.gateway.certificate import from_files
+        from kvatlas_router.queries.grpc_api.server import GrpcAddress, GrpcServer
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"--grpc-port needs {error.name}, which is not installed: pip install 'kvatlas[gateway]'"
+        ) from error
+    if settings.http_token_file is not None:
+        raise SettingsError("--grpc-port and --http-token-file are both given; expected --clients-file for gRPC")
+    certificate, key = settings.http_cert_file, settings.http_key_file
+    credentials = from_files(certificate, key) if certificate is not None and key is not None else None
+    server = GrpcServer(api, proof, GrpcAddress(settings.host, settings.grpc_port, credentials))
+    await server.start()
+    stack.push_async_callback(server.stop)
+    return server.port
