@@ -43,6 +43,7 @@ EXTRA_OF_COMMAND = {
     "collect": "publisher",
     "router": "router",
     "epp": "gateway",
+    "index-server": "router",
     "simulate-engine": "simulator",
     "up": "all",
     "demo": "all",

@@ -4,6 +4,7 @@ import logging
 import time
 
 from kvatlas.cost.protocol import Plan
+from kvatlas.predictions.answer_usage import AnswerUse, User
 from kvatlas.request import SelectionResult
 from kvatlas.reservations.room_and_slo import MISSES_SLO, NO_ROOM
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -11,6 +12,7 @@ from kvatlas.telemetry import sampled_context
 from router_client.basis import Basis
 from router_client.counters import RouterCounters
 from router_client.decision.history import DecisionHistory, PastDecision
+from router_client.learning.answer_usage import AnswerUsage
 from router_client.learning.bound_shares import BoundShares
 from router_client.learning.fetches import Fetches
 from router_client.learning.output_lengths import OutputLengths
@@ -35,6 +37,8 @@ class ChoiceStatistics:
         self.answers = PredictionAccuracy()
         self.feed = RequestFeed()
         self.history = DecisionHistory()
+        self.usage: AnswerUsage | None = None
+        """Where it is counted by tenant; None: nowhere."""
         self._bounds = bounds
         self._fetches = fetches
         self._output_lengths = output_lengths
@@ -105,9 +109,9 @@ class ChoiceStatistics:
             self.answers.record(prompt, result, endpoint, basis, usage)
             self._bounds.record(prompt, result, endpoint, usage)
             self._fetches.record(prompt.scope.pool_id, result, usage)
-            self._count_savings(pool, result, usage)
+            self._count_savings(prompt, pool, result, usage)
 
-    def _count_savings(self, pool: Pool, result: SelectionResult, usage: Usage) -> None:
+    def _count_savings(self, prompt: Prompt, pool: Pool, result: SelectionResult, usage: Usage) -> None:
         if (cached := usage.cached_tokens) is None:
             return
         self.history.record_answer(result.worker_id, usage.prompt_tokens, cached)
@@ -117,4 +121,8 @@ class ChoiceStatistics:
         prices = pool.profile.prices(Plan(result.worker_id, usage.prompt_tokens, 0))
         counters.prompt_tokens += usage.prompt_tokens
         counters.saved_tokens += cached
-        counters.saved_s += (prices.token_us + prices.token_squared_us * cached) * cached / 1e6
+        saved_us = (prices.token_us + prices.token_squared_us * cached) * cached
+        counters.saved_s += saved_us / 1e6
+        if self.usage is not None:
+            use = AnswerUse(1, usage.prompt_tokens, cached, round(saved_us))
+            self.usage.count(User(prompt.scope, prompt.program), use)

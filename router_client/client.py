@@ -19,6 +19,7 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.answering_index import open_answering_index
+from kvatlas.predictions.answer_usage import add_answer_use
 from kvatlas.predictions.store import write_answer_report
 from kvatlas.request import RequestHints, RequestShape
 from kvatlas.reservations import MemoryReservations, Outcome, RedisReservations, Reservations
@@ -37,6 +38,7 @@ from router_client.decision.history import DecisionHistory
 from router_client.decision.index_access import open_overlap_index
 from router_client.decision.index_lookup import IndexLookup
 from router_client.fleet_cache import FleetCache, FleetReader
+from router_client.learning.answer_usage import AnswerUsage
 from router_client.learning.bound_shares import BoundShares
 from router_client.learning.condition import ConditionMeter
 from router_client.learning.fetches import Fetches
@@ -112,6 +114,8 @@ class RouterClient:
         self.condition = ConditionMeter(self.counters)
         self.answers.condition = self.condition.read
         self.answers.known_pools = self._fleet.known_pools
+        if store is not None:
+            self._statistics.usage = AnswerUsage(partial(add_answer_use, store, self._leases.router_id))
         self._accuracy_reporter = None if report is None else AccuracyReporter(self.answers, report)
         self._lookup = IndexLookup(index, self.counters, load_only=self.settings.load_only)
         self._late_calls = LateCalls()
@@ -158,6 +162,8 @@ class RouterClient:
         self._learner.start()
         if self._accuracy_reporter is not None:
             self._accuracy_reporter.start()
+        if self._statistics.usage is not None:
+            self._statistics.usage.start()
         return self
 
     async def __aexit__(
@@ -167,6 +173,8 @@ class RouterClient:
         await self._learner.stop()
         if self._accuracy_reporter is not None:
             await self._accuracy_reporter.stop()
+        if self._statistics.usage is not None:
+            await self._statistics.usage.stop()
         await self._late_calls.close()
         await self._fleet.close()
 

@@ -62,7 +62,7 @@ class Prompt:
     `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
     like, within these limits. `fetch_by`: connectors of engines to which its sender passes `Choice.fetch` on; a worker with one
     of them may be priced as one that fetches KV from another. `strategy` None: as the router's settings say. `notes`: what of
-    the request was ignored, a line each.
+    the request was ignored, a line each. `program`: the program that sent it, for its tenant's bill.
     """
 
     scope: Scope
@@ -84,6 +84,7 @@ class Prompt:
     media: Sequence[MediaItem] = ()
     notes: tuple[str, ...] = ()
     fetch_by: frozenset[KvConnector] = frozenset()
+    program: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:

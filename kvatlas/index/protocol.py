@@ -20,6 +20,7 @@ from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
 from kvatlas.index.apply_counts import ApplyCounts
+from kvatlas.index.usage import ResidentUse
 
 DEFAULT_PARTITIONS = 64
 DEFAULT_SHARDS = 1
@@ -261,6 +262,9 @@ class ResidencyIndex(Protocol):
 
     async def resident_blocks(self) -> Sequence[ResidentBlocks]:
         """Blocks and bytes of active holders by the scopes' text and tier."""
+
+    async def usage(self) -> Sequence[ResidentUse]:
+        """See `ResidentUse`, by the scopes' text and tier: of what is resident, and of what was."""
 
     async def metrics(self) -> IndexMetrics:
         """Sizes by model; see IndexMetrics. Reads the store: some calls per holder."""

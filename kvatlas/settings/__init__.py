@@ -7,7 +7,9 @@
     commands.py     up, collect, doctor, top, and queries about one block or prompt
     engine.py       API keys of engines, and the authorities of their certificates
     http.py         limits, certificate and tokens of an HTTP server
-    indexer.py, publisher.py, proxy.py, gateway.py
+    clients.py      clients of several tenants, and the port for operators
+    reading.py      how prompts are read and looked up
+    index_server.py, indexer.py, publisher.py, proxy.py, gateway.py
 
 The command line makes its flags from these classes (`kvatlas_cli.flags`), so the three spellings can't drift apart.
 """
@@ -36,6 +38,7 @@ from kvatlas.settings.field_types import (
 )
 from kvatlas.settings.gateway import GatewaySettings
 from kvatlas.settings.http import HttpSettings
+from kvatlas.settings.index_server import IndexServerSettings
 from kvatlas.settings.indexer import IndexerSettings
 from kvatlas.settings.process import (
     COMMON,
@@ -64,6 +67,7 @@ __all__ = [
     "HelpGroups",
     "HttpSettings",
     "HttpUrl",
+    "IndexServerSettings",
     "IndexerSettings",
     "Labels",
     "LayoutSettings",

@@ -1,26 +1,17 @@
 """Settings of `kvatlas router`, the OpenAI-compatible proxy."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from kvatlas.addresses import is_loopback
-from kvatlas.errors import SettingsError
-from kvatlas.identity import DEFAULT_TENANT
-from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.settings.engine import EngineAccessSettings
+from kvatlas.settings.clients import ClientSettings
 from kvatlas.settings.field_types import CommaList, Labels, Name, PathList, Port
-from kvatlas.settings.http import HttpSettings, read_tokens
-from kvatlas.settings.process import COMMON, HelpGroups, Settings
-from kvatlas.store.access import RedisAccess
+from kvatlas.settings.process import COMMON, HelpGroups
+from kvatlas.settings.reading import ReadingSettings
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, Count, OutputTokens, Positive
 
-CONTROL_AFTER = 1_000
-"""Distance from a router's port to its operators' port."""
-MOST_TOKENIZER_DEADLINE_MS = 1_000.0
-"""In a burst all prompts are late together; waiting longer than this costs a client more than a cache miss."""
 SESSION_HEADERS = (
     "x-session-id",
     "x-claude-code-session-id",
@@ -32,8 +23,8 @@ SESSION_HEADERS = (
 """vLLM's own, Claude Code's, Codex' (the second from older versions), OpenCode's."""
 
 
-class RoutingSettings(EngineAccessSettings, Settings):
-    """How a process that serves requests reads and routes them."""
+class RoutingSettings(ReadingSettings):
+    """How a process that gets requests reads and routes them."""
 
     help_groups: ClassVar[HelpGroups] = {
         "Requests": "tokenizer tokenizer_deadline_ms tenant_id salt_is_tenant output_tokens ask_usage decision_header",
@@ -45,16 +36,6 @@ class RoutingSettings(EngineAccessSettings, Settings):
     }
 
     host: Name = Field(default="127.0.0.1", description="Address to listen on.")
-    tokenizer: Name = Field(
-        default="engine",
-        description="Source of a request's token ids: `engine` asks an engine's /tokenize; `none` routes by load alone; "
-        "anything else is a folder with the model's tokenizer.json and chat template.",
-    )
-    tokenizer_deadline_ms: float = Field(
-        default=200.0, gt=0, description="Milliseconds to get a request's token ids; after that it is routed by load."
-    )
-    tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the requests.")
-    salt_is_tenant: bool = Field(default=False, description="Use a request's cache salt as its tenant.")
     output_tokens: OutputTokens = Field(
         default=DEFAULT_DECODE_TOKENS,
         description="Expected output in tokens of a request without max_tokens, until a model's answers have shown theirs.",
@@ -68,18 +49,6 @@ class RoutingSettings(EngineAccessSettings, Settings):
         default=10.0,
         gt=0,
         description="Milliseconds that a decision may wait for the store; after that it is made without it.",
-    )
-    read_replicas: bool = Field(
-        default=False,
-        description="Read overlaps from the replicas of a Redis or Valkey cluster, up to 3 seconds late; choices are booked at "
-        "its primaries.",
-    )
-    replica: bool = Field(
-        default=False,
-        description="Keep a copy of the index in this process, fed by NATS: overlaps need no call to the store.",
-    )
-    replica_memory_mib: Positive = Field(
-        default=1_024, description="MiB that the copy may take, as estimated; beyond that the store answers."
     )
     marks: bool = Field(
         default=True,
@@ -121,11 +90,6 @@ class RoutingSettings(EngineAccessSettings, Settings):
         ge=0,
         description="0: always pick the cheapest worker; higher: pick costlier ones too, with higher probability.",
     )
-    engine_addresses: CommaList = Field(
-        default=(),
-        description="Networks and names of engines, separated by commas (10.1.0.0/16, *.engines.svc:8000); default: what "
-        "publishers' identities allow, and private addresses (loopback ones if this router is on loopback).",
-    )
     queue_requests: Count = Field(
         default=0,
         description="Requests that may wait in the router while every engine of a model is full; 0: they go to full engines.",
@@ -154,18 +118,8 @@ class RoutingSettings(EngineAccessSettings, Settings):
         """True if answers to clients without credentials have the decision header."""
         return self.decision_header == "always" or (self.decision_header == "auto" and is_loopback(self.host))
 
-    @property
-    def most_tokenizer_deadline_ms(self) -> float:
-        """Upper bound of the tokenizer's deadline while it is slow but still answers."""
-        return MOST_TOKENIZER_DEADLINE_MS
 
-    @property
-    def redis(self) -> RedisAccess:
-        """How to connect to the store."""
-        return replace(super().redis, read_replicas=self.read_replicas)
-
-
-class ProxySettings(RoutingSettings, HttpSettings):
+class ProxySettings(RoutingSettings, ClientSettings):
     """Settings of one proxy process."""
 
     help_groups: ClassVar[HelpGroups] = {
@@ -187,19 +141,6 @@ class ProxySettings(RoutingSettings, HttpSettings):
     share_port: bool = Field(
         default=False, description="Let other processes listen on the same port too (SO_REUSEPORT)."
     )
-    control_host: Name = Field(
-        default="127.0.0.1",
-        description="Address of the port for operators: /kvatlas/*, /status, /metrics, the status page.",
-    )
-    control_port: Port | None = Field(
-        default=None,
-        description="Port for operators; 0: any free port. Default: --port plus 1,000; but --port itself for a router on "
-        "loopback without files of tokens.",
-    )
-    control_token_file: Path | None = Field(
-        default=None,
-        description="File with the bearer tokens of the port for operators, one a line. Default: --http-token-file.",
-    )
     max_attempts: Positive = Field(default=4, description="Workers to try for one request before giving up.")
     disaggregate: bool = Field(
         default=True,
@@ -213,11 +154,6 @@ class ProxySettings(RoutingSettings, HttpSettings):
     )
     record: bool = Field(
         default=False, description="Let `kvatlas record` follow requests: hashes, sizes and times at /kvatlas/requests."
-    )
-    clients_file: Path | None = Field(
-        default=None,
-        description="TOML file of the clients that may use this router: their keys, certificates or tokens prove tenants, "
-        "and limits are counted by them. Default: every client may, and there is one tenant.",
     )
     allow_path: PathList = Field(
         default=(),
@@ -247,30 +183,3 @@ class ProxySettings(RoutingSettings, HttpSettings):
     held_s: float = Field(
         default=600.0, gt=0, description="Seconds after which a /kvatlas/route without its /kvatlas/done is released."
     )
-
-    @classmethod
-    def load(cls, **flags: Any) -> Self:
-        """See `HttpSettings.load`. The file of operators' tokens must also be readable."""
-        settings = super().load(**flags)
-        _ = settings.control_http  # raises
-        if settings.clients_file is not None and settings.http_token_file is not None:
-            raise SettingsError("--clients-file and --http-token-file are both given; expected one of them")
-        return settings
-
-    @property
-    def control_is_apart(self) -> bool:
-        """True if operators' calls have their own port. On loopback that would not keep anyone out."""
-        given = (self.control_port, self.control_token_file, self.http_token_file, self.clients_file)
-        return any(one is not None for one in given) or not is_loopback(self.host)
-
-    @property
-    def control_http(self) -> HttpAccess:
-        """Who may use the port for operators."""
-        file = self.control_token_file
-        return self.http if file is None else replace(self.http, tokens=read_tokens(file, "--control-token-file"))
-
-    @property
-    def control_at(self) -> int:
-        """The port for operators."""
-        after = self.port + CONTROL_AFTER
-        return self.control_port if self.control_port is not None else after if self.port and after < 65_536 else 0

@@ -44,7 +44,8 @@ class RequestReader:
         salt = request.cache_salt if self._prompts.settings.salt_is_tenant else None
         scope = await self._scope(request.model, salt or caller.tenant_id, caller)
         request = replace(request, kind=await self._catalogue.kind_of(scope), model_id=scope.model_id)
-        return await self._narrow(await self._prompts.read(request, scope, request_id), request.model)
+        read = await self._narrow(await self._prompts.read(request, scope, request_id), request.model)
+        return replace(read, prompt=replace(read.prompt, program=caller.name)) if caller.is_proven else read
 
     async def read_length(
         self, model: str | None, letters: int, request_id: str | None = None, caller: Caller = ANYBODY

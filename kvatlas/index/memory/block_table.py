@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from struct import iter_unpack
+from time import monotonic
 from typing import NamedTuple
 
 from kvatlas.blocks.digest import Digest, MarkDigest
@@ -35,12 +36,33 @@ from kvatlas.index.run_guesses import RunGuesses
 @dataclass(slots=True)
 class Holder:
     """One incarnation's blocks. `touched` maps each scope used to (block size, block bytes);
-    `blocks_in` counts blocks by scope and tier."""
+    `blocks_in` counts blocks by scope and tier. `moments`: by how many block-seconds it had fewer of them than now, since it is
+    active."""
 
     worker_id: str
     digest: Digest = field(default_factory=Digest)
     touched: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     blocks_in: Counter[tuple[bytes, Tier]] = field(default_factory=Counter)
+    active_since_s: float | None = None
+    retired_s: float | None = None
+    moments: dict[tuple[bytes, Tier], float] = field(default_factory=dict)
+
+    def span_s(self, now_s: float) -> float:
+        """For how long it was active, until now or until it was retired."""
+        if self.active_since_s is None:
+            return 0.0
+        return (now_s if self.retired_s is None else self.retired_s) - self.active_since_s
+
+    def count(self, place: tuple[bytes, Tier], blocks: int, now_s: float) -> None:
+        """It has so many blocks more of a scope in a tier."""
+        self.blocks_in[place] += blocks
+        if span_s := self.span_s(now_s):
+            self.moments[place] = self.moments.get(place, 0.0) + blocks * span_s
+
+    def byte_seconds(self, place: tuple[bytes, Tier], now_s: float) -> float:
+        """See `kvatlas.index.usage`."""
+        _, block_bytes = self.touched.get(place[0], (0, 0))
+        return (self.blocks_in[place] * self.span_s(now_s) - self.moments.get(place, 0.0)) * block_bytes
 
     def touch(self, scope_id: bytes, block_size: int, block_bytes: int) -> None:
         """Note that the holder uses this scope, with this block size. A known size stays if the new one is unknown."""
@@ -68,8 +90,11 @@ class BlockTable:
     A model of `functions/_blocks.lua` and `functions/_holders.lua`.
     """
 
-    def __init__(self, *, side_index: bool = True) -> None:
+    def __init__(self, *, side_index: bool = True, clock: Callable[[], float] = monotonic) -> None:
         self.side_index = side_index
+        self.clock = clock
+        self.spent: dict[tuple[bytes, Tier], float] = {}
+        """Byte-seconds of holders that have no block of a scope any more."""
         self.blocks: dict[bytes, dict[bytes, bytes]] = {}
         self.parents: dict[bytes, dict[bytes, bytes]] = {}
         self.children: dict[bytes, dict[bytes, list[bytes]]] = {}
@@ -108,12 +133,14 @@ class BlockTable:
     def activate(self, holder: int) -> None:
         """Let the holder answer from now on."""
         self.active[holder] = self.holders[holder].worker_id
+        self.holders[holder].active_since_s = self.clock()
 
     def retire(self, holder: int) -> None:
         """Stop the holder from answering; a number below 0 is ignored. O(1); `sweep` frees its memory."""
         if holder >= 0:
             self.active.pop(holder, None)
             self.retired[holder] = None
+            self.holders[holder].retired_s = self.clock()
 
     def sweep(self, budget: int) -> int:
         """Remove retired holders from about `budget` values. Returns how many retired holders are left."""
@@ -142,6 +169,7 @@ class BlockTable:
                 self._unswept.pop()
         if self._swept and not self._unswept:
             for holder in self._swept:
+                self._settle(self.holders[holder], None)
                 self.marks.marked.pop(number_bytes(holder), None)
                 self.pins.forget(holder)
                 del self.retired[holder], self.holders[holder]
@@ -217,7 +245,23 @@ class BlockTable:
     def _count(self, holder: int, scope_id: bytes, tier: Tier, keys: Sequence[bytes], sign: int = 1) -> None:
         one = self.holders[holder]
         one.digest.add(scope_id, tier, b"".join(keys), sign)
-        one.blocks_in[scope_id, tier] += sign * len(keys)
+        one.count((scope_id, tier), sign * len(keys), self.clock())
+
+    def _settle(self, holder: Holder, scope_id: bytes | None) -> None:
+        """Add to `spent` what a holder took that is freed, or has no block of a scope any more."""
+        now_s = self.clock()
+        for place in [place for place in holder.blocks_in if scope_id in (None, place[0])]:
+            self.spent[place] = self.spent.get(place, 0.0) + holder.byte_seconds(place, now_s)
+            del holder.blocks_in[place]
+            holder.moments.pop(place, None)
+
+    def usage(self) -> list[tuple[bytes, Tier, float]]:
+        """(scope id, tier, byte-seconds) of all holders, also retired ones, and what is spent."""
+        now_s = self.clock()
+        held = [
+            (*place, one.byte_seconds(place, now_s)) for one in self.holders.values() for place in list(one.blocks_in)
+        ]
+        return [*held, *((*place, amount) for place, amount in self.spent.items())]
 
     def link(self, scope_id: bytes, parent: bytes, hashes: bytes) -> None:
         """Record in the side index, if enabled, that these blocks follow each other and the first one follows `parent`
@@ -237,6 +281,7 @@ class BlockTable:
             for kept in (self.blocks, self.parents, self.children, self.marks.marks, self.marks.heads):
                 kept.pop(scope_id, None)
             for holder in self.holders.values():
+                self._settle(holder, scope_id)
                 holder.touched.pop(scope_id, None)
         return self.blocks.keys()
 

@@ -1,6 +1,7 @@
 """The residency index in process memory: the reference model, and the index of routers that share none."""
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from time import monotonic
 
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
@@ -34,6 +35,7 @@ from kvatlas.index.protocol import (
     ScrubResult,
     WorkerRecord,
 )
+from kvatlas.index.usage import ResidentUse, sum_use
 
 
 class MemoryIndex(DirectWrites):
@@ -43,13 +45,22 @@ class MemoryIndex(DirectWrites):
     persistent = False
 
     def __init__(
-        self, partitions: int = DEFAULT_PARTITIONS, shards: int = DEFAULT_SHARDS, *, side_index: bool = True
+        self,
+        partitions: int = DEFAULT_PARTITIONS,
+        shards: int = DEFAULT_SHARDS,
+        *,
+        side_index: bool = True,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
+        """`clock`: in seconds, for `usage`."""
         self.partitions = partitions
         self.shards = shards
         self._side_index = side_index
-        self._shards = [MemoryShard(side_index=side_index) for _ in range(shards)]
+        self._clock = clock
+        self._shards = [MemoryShard(side_index=side_index, clock=clock) for _ in range(shards)]
         self._scopes: dict[bytes, Scope] = {}
+        self._used_scopes: dict[bytes, Scope] = {}
+        """Forgotten ones."""
         self._prefix_scans = 0
 
     def shard_at(self, shard: int) -> MemoryShard:
@@ -74,11 +85,11 @@ class MemoryIndex(DirectWrites):
         held = {scope_id for shard in self._shards for scope_id in shard.table.forget_empty_scopes()}
         unheld = [scope_id for scope_id in self._scopes if scope_id not in held]
         for scope_id in unheld:
-            del self._scopes[scope_id]
+            self._used_scopes[scope_id] = self._scopes.pop(scope_id)
         return len(unheld)
 
     async def clear(self) -> None:
-        self._shards = [MemoryShard(side_index=self._side_index) for _ in range(self.shards)]
+        self._shards = [MemoryShard(side_index=self._side_index, clock=self._clock) for _ in range(self.shards)]
 
     async def sweep(self, shard: int, budget_blocks: int) -> int:
         return self._shards[shard].table.sweep(budget_blocks)
@@ -190,6 +201,10 @@ class MemoryIndex(DirectWrites):
 
     async def resident_blocks(self) -> Sequence[ResidentBlocks]:
         return self._count_resident().by_scope(self._scopes)
+
+    async def usage(self) -> Sequence[ResidentUse]:
+        amounts = [one for shard in self._shards for one in shard.table.usage()]
+        return sum_use(amounts, self._used_scopes | self._scopes)
 
     async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
         shard = self._shard_of(worker_id)

@@ -4,9 +4,10 @@ Plain synchronous code. Each public method is one atomic call, like each functio
 with the same name and rules.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from kvatlas.blocks.tiers import Tier
@@ -43,8 +44,9 @@ class Record:
 class MemoryShard:
     """The workers and positions of one shard; `table` has its blocks."""
 
-    def __init__(self, *, side_index: bool = True) -> None:
-        self.table = BlockTable(side_index=side_index)
+    def __init__(self, *, side_index: bool = True, clock: Callable[[], float] = monotonic) -> None:
+        """`clock`: in seconds, for how long blocks are held."""
+        self.table = BlockTable(side_index=side_index, clock=clock)
         self.workers: dict[str, Record] = {}
         self.positions: dict[int, Position] = {}
         self.counts = ApplyCounts()

@@ -54,8 +54,10 @@ from kvatlas.index.redis.scope_registry import ScopeRegistry
 from kvatlas.index.redis.scrub import Scrub
 from kvatlas.index.redis.shard_reader import BLOCKS_A_CALL, SCAN_COUNT, ShardReader
 from kvatlas.index.redis.sweep import Sweep
+from kvatlas.index.redis.usage_reader import UsageReader
 from kvatlas.index.redis.wipe_recovery import WipeRecovery
 from kvatlas.index.run_guesses import MOST_STARTS, RunGuesses
+from kvatlas.index.usage import ResidentUse, sum_use
 from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.connection import Store
 
@@ -133,6 +135,7 @@ class RedisIndex(DirectWrites):
         self._reuse_ms = reuse_ms
         self._registry = ScopeRegistry(store, self._functions)
         self._recovery = WipeRecovery(store, self._registry, layout)
+        self._usage = [UsageReader(store, self._functions, keys) for keys in self._keys]
         self._counts = ApplyCounts()
         self._prefix_scans = 0
 
@@ -166,7 +169,7 @@ class RedisIndex(DirectWrites):
         k, weights = self._keys[shard], self._weights[shard]
         scope_ids, with_marks, argument = pack_call(self._reuse_ms, most_cost, call, parents=self._side_index)
         keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta, k.steps]
-        keys += [k.held, *(k.blocks(scope_id) for scope_id in scope_ids)]
+        keys += [k.held, k.moments, *(k.blocks(scope_id) for scope_id in scope_ids)]
         if self._side_index:
             keys += [key for scope_id in scope_ids for key in (k.children(scope_id), k.parents(scope_id))]
         keys += [k.marked, *(k.marks(scope_id) for scope_id in with_marks)]
@@ -202,7 +205,7 @@ class RedisIndex(DirectWrites):
     async def forget_scopes(self, idle_s: float) -> int:
         if not self._recovery.answering:
             return 0  # the layout that answers may have blocks of a scope that this one has not received yet
-        return await self._registry.forget(self._keys, idle_s)
+        return await self._registry.forget(self._keys, idle_s, self._usage)
 
     async def unlink(self) -> int:
         """Delete every key of every shard; return the number of keys. Only for an index that is no longer read or
@@ -441,6 +444,10 @@ class RedisIndex(DirectWrites):
                 for (scope_id, tier), blocks in (await reader.held(holder)).items():
                     found.add(scope_id, tier, blocks, holder.touched[scope_id][1])
         return found.by_scope(await self._scopes_of(found))
+
+    async def usage(self) -> Sequence[ResidentUse]:
+        amounts = [one for usage in self._usage for one in await usage.read()]
+        return sum_use(amounts, await self._registry.known({scope_id for scope_id, _, _ in amounts}))
 
     # ------------------------------------------------------------ pieces
 

@@ -10,6 +10,9 @@ SCOPES = "kva:{fleet}:scopes"
 SCOPE_USES = "kva:{fleet}:scope-uses"
 """ZSET: scope id, scored with the time of its last registration (ms of the store's clock)."""
 
+USAGE_SCOPES = "kva:{fleet}:usage-scopes"
+"""HASH: scope id -> canonical text, of forgotten scopes whose use is still counted."""
+
 LAYOUT_VERSION = 2
 """Version 2 adds marks and leaves everything of version 1 unchanged."""
 SWITCHED_VERSION = 3
@@ -74,6 +77,14 @@ class ShardKeys:
         return self._key("held")
 
     @property
+    def moments(self) -> str:
+        return self._key("moments")
+
+    @property
+    def spent(self) -> str:
+        return self._key("spent")
+
+    @property
     def meta(self) -> str:
         return self._key("meta")
 
@@ -103,7 +114,7 @@ class ShardKeys:
     def all(self, scope_ids: Iterable[bytes], pinned_by: Iterable[bytes]) -> list[str]:
         """Every key of a shard that has blocks of these scopes, and pins of these holders."""
         names = [self.holders, self.active, self.retired, self.free, self.digests, self.touched, self.workers]
-        names += (self.partitions, self.steps, self.held, self.meta, self.marked, self.pinned)
+        names += (self.partitions, self.steps, self.held, self.moments, self.spent, self.meta, self.marked, self.pinned)
         names += map(self.pinned_by, pinned_by)
         of_scope = (self.blocks, self.marks, self.children, self.parents)
         return [*names, *(key(scope_id) for scope_id in scope_ids for key in of_scope)]

@@ -5,7 +5,7 @@ scope without blocks in any shard is deleted by a call that checks that it was n
 comes into use meanwhile stays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import monotonic
 
 from kvatlas.bus import wire
@@ -13,9 +13,10 @@ from kvatlas.bus.partition_batch import PartitionBatch
 from kvatlas.errors import InvalidValue, LayoutMismatch
 from kvatlas.identity import SCOPE_ID_BYTES, Scope, scope_from_canonical
 from kvatlas.index.redis.index_functions import IndexFunctions
-from kvatlas.index.redis.keys import SCOPE_USES, SCOPES, ShardKeys
+from kvatlas.index.redis.keys import SCOPE_USES, SCOPES, USAGE_SCOPES, ShardKeys
 from kvatlas.index.redis.records import TOUCHED_BYTES
 from kvatlas.index.redis.shard_reader import read_hash
+from kvatlas.index.redis.usage_reader import UsageReader
 from kvatlas.store.connection import Store
 
 FRESH_S = 1.0
@@ -25,6 +26,8 @@ REMEMBERED_S = 300.0
 """How long this process remembers what it registered. Shorter than the time after which a scope is forgotten."""
 REMEMBERED_TEXTS = 65_536
 SCOPES_A_CALL = 200
+MOST_USED_SCOPES = 50_000
+"""Names of forgotten scopes that are kept for `usage`."""
 
 
 class ScopeRegistry:
@@ -96,15 +99,27 @@ class ScopeRegistry:
         scope = self._texts[scope_id] = scope_from_canonical(canonical)
         return scope
 
+    async def known(self, scope_ids: Collection[bytes]) -> dict[bytes, Scope]:
+        """Those of these scopes whose names are known, forgotten ones among them. Raises Unreachable."""
+        texts: dict[bytes, bytes] = {}
+        for key in (SCOPES, USAGE_SCOPES):
+            missing = [scope_id for scope_id in scope_ids if scope_id not in texts]
+            for first in range(0, len(missing), SCOPES_A_CALL):
+                some = missing[first : first + SCOPES_A_CALL]
+                found = await self._store.ask(self._store.client.hmget(key, some))
+                texts.update((one, text) for one, text in zip(some, found, strict=True) if text is not None)
+        return {scope_id: scope_from_canonical(text) for scope_id, text in texts.items()}
+
     async def ids(self) -> list[bytes]:
         """Every registered scope id. Raises Unreachable."""
         return list(await read_hash(self._store, SCOPES))
 
     # ------------------------------------------------------------ forgetting
 
-    async def forget(self, shards: Sequence[ShardKeys], idle_s: float) -> int:
+    async def forget(self, shards: Sequence[ShardKeys], idle_s: float, usage: Sequence[UsageReader] = ()) -> int:
         """Forget scopes that have no block in any shard and were not registered for `idle_s`, which must be far longer than
-        a call takes. Returns how many. They are also removed from the holders' lists of used scopes."""
+        a call takes. Returns how many. They are also removed from the holders' lists of used scopes. The names of those
+        whose `usage` is counted are kept, up to MOST_USED_SCOPES."""
         idle_ms = int(idle_s * 1000)
         idle = list(await self._functions.call("kvatlas_scopes_idle", [SCOPE_USES], [idle_ms, SCOPES_A_CALL]))
         if not idle:
@@ -119,7 +134,20 @@ class ScopeRegistry:
         unheld = [scope_id for scope_id in idle if scope_id not in held]
         if not unheld:
             return 0
+        await self._keep_names(unheld, usage)
         return int(await self._functions.call("kvatlas_scopes_forget", [SCOPES, SCOPE_USES], [idle_ms, *unheld]))
+
+    async def _keep_names(self, scope_ids: Sequence[bytes], usage: Sequence[UsageReader]) -> None:
+        spent = {scope_id for reader in usage for scope_id in await reader.spent_scopes()}.intersection(scope_ids)
+        if not spent:
+            return
+        if await self._store.ask(self._store.client.hlen(USAGE_SCOPES)) >= MOST_USED_SCOPES:
+            for reader in usage:
+                await reader.fold(spent)
+            return
+        names = {scope_id: scope.canonical for scope_id, scope in (await self.known(spent)).items()}
+        if names:
+            await self._store.ask(self._store.client.hset(USAGE_SCOPES, mapping=names))
 
     async def _untouch(self, k: ShardKeys, scope_ids: Sequence[bytes]) -> None:
         """Remove scopes from the lists of every holder that used them, one holder per call because a list may be long."""
@@ -130,5 +158,6 @@ class ScopeRegistry:
             rest = [entry for entry in entries if entry[:SCOPE_ID_BYTES] not in gone]
             if len(rest) < len(entries):
                 unused = gone.intersection(entry[:SCOPE_ID_BYTES] for entry in entries)
-                keys = [k.touched, *(key for scope_id in unused for key in (k.blocks(scope_id), k.marks(scope_id)))]
+                keys = [k.touched, k.held, k.holders, k.moments, k.spent]
+                keys += [key for scope_id in unused for key in (k.blocks(scope_id), k.marks(scope_id))]
                 await self._functions.call("kvatlas_untouch", keys, [holder, packed, b"".join(rest)])

@@ -65,7 +65,11 @@ class Sweep:
         of_marks = not self._scopes and bool(self._marks_of)
         scopes = self._marks_of if of_marks else self._scopes
         some = scopes[-SCOPES_A_CALL:][::-1]
-        keys = [k.retired, k.marked] if of_marks else [k.retired, k.digests, k.held]
+        keys = (
+            [k.retired, k.marked]
+            if of_marks
+            else [k.retired, k.digests, k.held, k.holders, k.touched, k.moments, k.spent]
+        )
         for scope_id in some:
             keys += [k.marks(scope_id) if of_marks else k.blocks(scope_id)]
             if self._side_index and not of_marks:

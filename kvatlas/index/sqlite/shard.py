@@ -138,7 +138,7 @@ class SqliteShard(MemoryShard):
         if marks is not None:
             self.table.marks.marked[number_bytes(number)] = HolderMarks(marks[0], MarkDigest(marks[1]))
         if state == ACTIVE:
-            self._active[number] = worker_id
+            self.table.activate(number)
         elif state == RETIRED:
             self._retired[number] = None
 

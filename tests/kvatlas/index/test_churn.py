@@ -10,6 +10,7 @@ from kvatlas.bus.subjects import partition_of
 from kvatlas.bus.wire import WORKER_ID, RawMessage
 from kvatlas.identity import Scope, shard_of
 from kvatlas.index.holder_entries import MAX_HOLDER
+from kvatlas.index.redis import scope_registry
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import SCOPE_USES, SCOPES, ShardKeys
 from kvatlas.store.connection import Store, connected_store
@@ -84,7 +85,7 @@ async def sizes(store: Store) -> dict[str, int]:
     )
     for shard in range(SHARDS):
         k = ShardKeys(shard)
-        for key in (k.holders, k.active, k.digests, k.touched, k.held, k.workers):
+        for key in (k.holders, k.active, k.digests, k.touched, k.held, k.moments, k.workers):
             found[key] = await client.hlen(key)
         found[k.retired] = await client.scard(k.retired)
         found["blocks"] = found.get("blocks", 0) + len([key async for key in client.scan_iter(f"kva:{{s{shard}}}:*:*")])
@@ -102,7 +103,10 @@ async def memory_of_data(store: Store) -> int:
     return int(info["used_memory_dataset"])
 
 
-async def test_the_store_keeps_nothing_of_workers_and_scopes_that_are_gone(index: RedisIndex, store: Store) -> None:
+async def test_the_store_keeps_nothing_of_workers_and_scopes_that_are_gone(
+    index: RedisIndex, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scope_registry, "MOST_USED_SCOPES", 0)  # as when as many names are kept for `usage` as may be
     await store.client.config_set("latency-tracking", "no")  # 16 KiB and more when a command comes for the first time
     used: list[tuple[int, int]] = []
     for number in range(WORKERS // AT_ONCE):

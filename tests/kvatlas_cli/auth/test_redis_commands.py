@@ -30,6 +30,7 @@ POOL_WRITES = {"hdel", "hincrby", "hset", "persist", "pexpire", "unlink", "zadd"
 INDEX_COMMANDS = WHOLE_READS | POOL_READS | POOL_WRITES | CALL | CALL_RO
 INDEX_COMMANDS |= {
     "expire",
+    "hincrbyfloat",
     "hsetnx",
     "lindex",
     "lpop",

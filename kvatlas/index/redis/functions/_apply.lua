@@ -1,7 +1,7 @@
 -- The work of apply (apply.lua) and apply_oom.
 
 local COUNTS = { 'applied', 'duplicates', 'stale', 'gaps', 'refused', 'failed_checks', 'stored', 'removed', 'bytes_written' }
-local SHARD_KEYS, GROUP_FIELDS = 11, 4
+local SHARD_KEYS, GROUP_FIELDS = 12, 4
 local MOST_CALL = 4194304 -- bytes of messages in one call
 
 -- Returns what a block costs if all values are different and this long on average; 1 is the cost of a block if values are short
@@ -144,7 +144,7 @@ local function write_holders(c)
   end
   write_fields(k.digests, digests)
   write_fields(k.touched, touched)
-  change_held(k.held, c.held)
+  change_held(k, c.held)
   for holder, marks in pairs(c.marks) do
     if marks and marks.changed then
       redis.call('HSET', k.marked, holder, pack_marks(marks))
@@ -156,6 +156,7 @@ local function apply(keys, args, oom)
   local k = {
     workers = keys[1], holders = keys[2], active = keys[3], retired = keys[4], free = keys[5], digests = keys[6],
     touched = keys[7], partitions = keys[8], meta = keys[9], steps = keys[10], held = keys[11],
+    moments = keys[12],
   }
   local reuse_ms, most_cost, used, batches, all_workers, with_marks = unpack(cmsgpack.unpack(args[1]))
   k.marked = keys[#keys - #with_marks]

@@ -120,28 +120,100 @@ local function held_field(holder, scope_id, tier)
   return holder .. scope_id .. string.char(tier)
 end
 
--- Changes how many blocks holders have by scope and tier. changes: {field -> difference}
-local function change_held(key, changes)
-  local fields, set, gone = {}, {}, {}
+-- Returns the holders of these fields of `held`, each once.
+local function holders_of(fields)
+  local seen, holders = {}, {}
+  for _, field in ipairs(fields) do
+    local holder = string.sub(field, 1, 3)
+    if not seen[holder] then
+      seen[holder] = true
+      holders[#holders + 1] = holder
+    end
+  end
+  return holders
+end
+
+-- Deletes fields, thousands in one command.
+local function delete_fields(key, fields)
+  for first = 1, #fields, CHUNK do
+    redis.call('HDEL', key, unpack(fields, first, math.min(first + CHUNK - 1, #fields)))
+  end
+end
+
+-- Changes how many blocks holders have by scope and tier, and their moments. changes: {field -> difference}
+local function change_held(k, changes)
+  local fields, set, gone, moved = {}, {}, {}, {}
   for field, change in pairs(changes) do
     if change ~= 0 then
       fields[#fields + 1] = field
     end
   end
-  local stored = read_fields(key, fields)
+  local stored, moments = read_fields(k.held, fields), read_fields(k.moments, fields)
+  local spans = spans_of(k.holders, holders_of(fields))
   for _, field in ipairs(fields) do
-    local blocks = (tonumber(stored[field]) or 0) + changes[field]
+    local before = tonumber(stored[field]) or 0
+    local blocks = math.max(0, before + changes[field])
     if blocks > 0 then
       set[#set + 1] = field
       set[#set + 1] = string.format('%d', blocks)
     elseif stored[field] then
       gone[#gone + 1] = field
     end
+    local moment = (blocks - before) * spans[string.sub(field, 1, 3)]
+    if moment ~= 0 then
+      moved[#moved + 1] = field
+      moved[#moved + 1] = string.format('%.17g', (tonumber(moments[field]) or 0) + moment)
+    end
   end
-  write_fields(key, set)
-  for first = 1, #gone, CHUNK do
-    redis.call('HDEL', key, unpack(gone, first, math.min(first + CHUNK - 1, #gone)))
+  write_fields(k.held, set)
+  write_fields(k.moments, moved)
+  delete_fields(k.held, gone)
+end
+
+-- Returns the bytes of a block of each of a holder's scopes: {scope id -> bytes}. touched: its list
+local function sizes_of(touched)
+  local sizes = {}
+  for at = 1, #touched, 16 do
+    sizes[string.sub(touched, at, at + 7)] = struct.unpack('>I4', touched, at + 12)
   end
+  return sizes
+end
+
+-- Returns {field, block-ms...} of some holders' scopes, those of none left out.
+local function block_ms_of(k, holders, scope_ids)
+  local fields, found = {}, {}
+  for _, holder in ipairs(holders) do
+    for _, scope_id in ipairs(scope_ids) do
+      for tier = 0, 4 do
+        fields[#fields + 1] = held_field(holder, scope_id, tier)
+      end
+    end
+  end
+  local held, moments, spans = read_fields(k.held, fields), read_fields(k.moments, fields), spans_of(k.holders, holders)
+  for _, field in ipairs(fields) do
+    if held[field] or moments[field] then
+      local blocks, moment = tonumber(held[field]) or 0, tonumber(moments[field]) or 0
+      found[#found + 1] = field
+      found[#found + 1] = blocks * spans[string.sub(field, 1, 3)] - moment
+    end
+  end
+  return found
+end
+
+-- Adds the byte-ms of holders that have no block of these scopes any more to what is spent.
+local function settle_usage(k, holders, scope_ids)
+  local found, sizes, gone = block_ms_of(k, holders, scope_ids), {}, {}
+  for i = 1, #found, 2 do
+    local field, block_ms = found[i], found[i + 1]
+    local holder, scope_id = string.sub(field, 1, 3), string.sub(field, 4, 11)
+    sizes[holder] = sizes[holder] or sizes_of(redis.call('HGET', k.touched, holder) or '')
+    local byte_ms = block_ms * (sizes[holder][scope_id] or 0)
+    if byte_ms > 0 then
+      redis.call('HINCRBYFLOAT', k.spent, string.sub(field, 4), string.format('%.17g', byte_ms))
+    end
+    gone[#gone + 1] = field
+  end
+  delete_fields(k.moments, gone)
 end
 
 local PART = 512 -- blocks in one command: more don't fit in the processor's caches

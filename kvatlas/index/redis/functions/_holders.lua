@@ -39,7 +39,10 @@ local function retire_holder(k, holder, worker)
   if holder == '' then
     return
   end
-  redis.call('HSET', k.holders, holder, cmsgpack.pack({ RETIRED_STATE, worker, now_ms() }))
+  local now, entry = now_ms(), redis.call('HGET', k.holders, holder)
+  local state, _, since = unpack(entry and cmsgpack.unpack(entry) or {})
+  local active_since = state == ACTIVE_STATE and since or now
+  redis.call('HSET', k.holders, holder, cmsgpack.pack({ RETIRED_STATE, worker, now, active_since }))
   if redis.call('HDEL', k.active, holder) == 1 then
     change_version(k)
   end
@@ -69,4 +72,15 @@ local function retired_among(key, packed)
     retired[holders[i]] = found == 1
   end
   return retired
+end
+
+-- Returns for how many ms each of these holders was active, until now or until it was retired.
+local function spans_of(key, holders)
+  local now, spans = now_ms(), {}
+  for holder, entry in pairs(read_fields(key, holders)) do
+    local state, _, since, active_since = unpack(entry and cmsgpack.unpack(entry) or {})
+    local from = state == ACTIVE_STATE and since or active_since
+    spans[holder] = from and math.max(0, (state == ACTIVE_STATE and now or since) - from) or 0
+  end
+  return spans
 end

@@ -2,7 +2,8 @@
 --
 --   blocks:<scope id>   HASH  8-byte sequence hash -> holders value: entries of 4 bytes, sorted by holder:
 --                             holder number (24 bits, big-endian), flags (bits 0-4 tiers, others 0)
---   holders             HASH  3-byte number -> cmsgpack {state, worker id, since ms}; state l(oading) a(ctive) r(etired)
+--   holders             HASH  3-byte number -> cmsgpack {state, worker id, since ms}; state l(oading) a(ctive) r(etired); of a
+--                             retired one behind that since when it was active (ms)
 --   active              HASH  3-byte number -> worker id of each active holder
 --   retired             SET   3-byte numbers of the retired holders
 --   free                LIST  numbers that can be used again, the first freed first: 3-byte number, ms at which it was freed
@@ -12,6 +13,9 @@
 --   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} for each tier, flat
 --   touched             HASH  3-byte number -> 16 bytes for each scope that it used: scope id, block size, block bytes (u32 BE)
 --   held                HASH  3-byte number, scope id, tier (a byte) -> how many blocks the holder has there; no field for 0
+--   moments             HASH  field of held -> by how many block-ms the holder had fewer blocks than now, since it is active:
+--                             its block-ms are blocks x (ms active) - moment
+--   spent               HASH  scope id, tier (a byte) -> byte-ms of holders that have no block of it any more
 --   workers             HASH  worker id -> cmsgpack record (below)
 --   steps               HASH  worker id -> incarnation (8 bytes), then "<seq> <steps>": how much of the worker's next message
 --                             is applied, if it comes in parts

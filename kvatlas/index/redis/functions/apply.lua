@@ -12,7 +12,8 @@
 --      9 meta
 --      10 steps
 --      11 held
---      12... blocks of each scope, in the order of the argument; with the side index, children and parents of each; marked;
+--      12 moments
+--      13... blocks of each scope, in the order of the argument; with the side index, children and parents of each; marked;
 --         marks of each scope that has any in this call
 -- ARGV 1 msgpack {reuse ms, highest cost of the blocks, {scope...}, {position...}, {worker...}, {number of a scope with
 --        marks...}}, packed by kvatlas/index/redis/apply_call.py

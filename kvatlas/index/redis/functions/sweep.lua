@@ -3,7 +3,11 @@
 -- KEYS 1 retired
 --      2 digests
 --      3 held
---      4... blocks of each scope; with the side index also its children and parents
+--      4 holders
+--      5 touched
+--      6 moments
+--      7 spent
+--      8... blocks of each scope; with the side index also its children and parents
 -- ARGV 1 server on which the sweep began ('': here)
 --      2 budget: the cost of what is looked at (see below)
 --      3 cursor in the first scope
@@ -12,10 +16,11 @@
 -- returns {server, scopes done, cursor in the next one, cost}; {server} alone if the sweep began on another server, where
 --   the cursor means something else
 
-local SWEEP_KEYS = 3
+local SWEEP_KEYS = 7
 -- budget cost of a block, of each entry of a new value, of each of these that is removed, and of each combination of holder,
 -- flags and scope whose digest changes
 local BLOCK_COST, ENTRY_COST, GONE_COST, COUNTED_COST = 2, 0.1, 0.5, 8
+local SETTLE_COST = 0.5 -- of a holder in a scope
 
 -- Takes a holders value apart. swept: {number of a holder -> is it retired}. Returns the entries of retired holders as
 -- numbers, and the value without them.
@@ -112,14 +117,16 @@ local function count_out(key, digests, held, scope, sums_by_entry)
 end
 
 register_always('kvatlas_sweep', function(keys, args)
-  local retired, digests_key, held_key, server = keys[1], keys[2], keys[3], server_id()
+  local retired, digests_key, server = keys[1], keys[2], server_id()
+  local k = { held = keys[3], holders = keys[4], touched = keys[5], moments = keys[6], spent = keys[7] }
   local began_on, budget, cursor, scope_ids = args[1], integer(args[2], 0, 10000), args[3], split(args[4])
   if began_on ~= '' and began_on ~= server then
     return { server }
   end
-  local swept = {}
+  local swept, holders, settled = {}, {}, {}
   for holder, is_retired in pairs(retired_among(retired, args[5])) do
     swept[number_of(holder)] = is_retired
+    holders[#holders + 1] = is_retired and holder or nil
   end
   local keys_a_scope = (#keys - SWEEP_KEYS) / #scope_ids
   local cost, done, seen, digests, held = 0, 0, 0, {}, {}
@@ -140,6 +147,8 @@ register_always('kvatlas_sweep', function(keys, args)
     count_out(digests_key, digests, held, scope, sums_by_entry)
     if cursor == '0' then
       done = done + 1
+      settled[done] = scope.id
+      cost = cost + SETTLE_COST * #holders
     end
   end
   local packed = {}
@@ -148,6 +157,7 @@ register_always('kvatlas_sweep', function(keys, args)
     packed[#packed + 1] = cmsgpack.pack(digest)
   end
   write_fields(digests_key, packed)
-  change_held(held_key, held)
+  change_held(k, held)
+  settle_usage(k, holders, settled)
   return { server, done, cursor, math.ceil(cost) }
 end)

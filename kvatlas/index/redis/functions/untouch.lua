@@ -2,7 +2,11 @@
 -- sweep has nothing to do there.
 --
 -- KEYS 1 touched
---      2... blocks and marks of each scope that is removed
+--      2 held
+--      3 holders
+--      4 moments
+--      5 spent
+--      6... blocks and marks of each scope that is removed
 -- ARGV 1 holder
 --      2 its list as it was read
 --      3 the list without these scopes
@@ -12,11 +16,17 @@ register_always('kvatlas_untouch', function(keys, args)
   if redis.call('HGET', touched, holder) ~= before then
     return 0
   end
-  for i = 2, #keys do
+  for i = 6, #keys do
     if redis.call('EXISTS', keys[i]) == 1 then
       return 0
     end
   end
+  local k = { touched = touched, held = keys[2], holders = keys[3], moments = keys[4], spent = keys[5] }
+  local gone, kept = {}, sizes_of(rest)
+  for scope_id in pairs(sizes_of(before)) do
+    gone[#gone + 1] = not kept[scope_id] and scope_id or nil
+  end
+  settle_usage(k, { holder }, gone)
   if rest == '' then
     redis.call('HDEL', touched, holder)
   else

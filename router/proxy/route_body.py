@@ -1,0 +1,68 @@
+"""From the body of a question about a prompt to the prompt: an OpenAI request, or the hints of `kvatlas.request`."""
+
+import asyncio
+from typing import Any
+
+from kvatlas.errors import InvalidValue
+from kvatlas.identity import Scope
+from kvatlas.request import Fallbacks, RequestHints
+from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
+from kvatlas_router.tenancy.caller import Caller
+from kvatlas_router.tokens.prompt_reader import RequestPrompt
+from kvatlas_router.tokens.text_request import Api, TextRequest
+from router_client.prompt import Prompt
+
+MAX_HASHES = 16_384
+"""A million tokens in blocks of 64; reading them takes some 0.1 s of a core."""
+
+
+class RouteBodyReader:
+    """Reads prompts that are given as messages, text, token ids or block hashes."""
+
+    def __init__(self, reader: RequestReader, catalogue: Catalogue) -> None:
+        self._reader = reader
+        self._catalogue = catalogue
+
+    async def read(self, body: dict[str, Any], caller: Caller) -> tuple[RequestPrompt, TextRequest | None]:
+        """In the scope of the caller's tenant; and the request, if it is one of OpenAI's. Raises InvalidValue, UnknownModel and
+        Unreachable."""
+        claimed = body.pop("tenant_id", None)
+        if claimed is not None and claimed != (caller.tenant_id or self._catalogue.tenant_id):
+            raise InvalidValue("tenant_id names another tenant than the caller's; a body proves none")
+        for api, name in ((Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt")):
+            if name in body:
+                text = TextRequest.of(api, self._salted(body, caller))
+                return await self._reader.read(text, None, caller), text
+        hashes = body.get("block_hashes")
+        if isinstance(hashes, list) and len(hashes) > MAX_HASHES:
+            raise InvalidValue(
+                f"block_hashes has {len(hashes)} hashes; expected at most {MAX_HASHES}, those of the first blocks"
+            )
+        # in a thread, which lets others go on every 5 ms
+        hints = await asyncio.to_thread(RequestHints.parse, body)
+        scope = await self._catalogue.scope_of(hints.model_id, caller.tenant_id)
+        if scope is None and hints.model_id is None:
+            raise InvalidValue("model_id is missing; the fleet serves more than one model, or none")
+        prompt = await asyncio.to_thread(
+            Prompt.of_hints, hints, _fallbacks(hints, scope, caller.tenant_id or self._catalogue.tenant_id)
+        )
+        if scope is None and not await self._catalogue.knows_pool(prompt.scope):
+            raise UnknownModel(
+                f"no worker serves model {prompt.scope.model_id[:200]!r} with tokenizer {prompt.scope.tokenizer_id[:200]!r}"
+            )
+        return RequestPrompt(prompt, prompt.input_tokens), None
+
+    def _salted(self, body: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        """With the salt that the caller's tenant has, as the request has to be sent."""
+        if not caller.is_proven or not self._reader.salt_is_tenant:
+            return body
+        own = body.get("cache_salt")
+        return {**body, "cache_salt": caller.salted(own if isinstance(own, str) and own else None)}
+
+
+def _fallbacks(hints: RequestHints, scope: Scope | None, tenant_id: str) -> Fallbacks:
+    """The model's name is enough: its tokenizer, and whether it is an adapter, follow from the fleet."""
+    if scope is None:
+        return Fallbacks(tenant_id=tenant_id)
+    return Fallbacks(scope.model_id, scope.tokenizer_id, scope.adapter_id, scope.tenant_id)

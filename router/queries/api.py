@@ -1,0 +1,159 @@
+"""Answers questions of one caller: JSON objects in, JSON objects out."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvatlas.errors import InvalidValue
+from kvatlas.fleet.records import FleetRecord
+from kvatlas.identity import Scope
+from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.proxy.request_reader import UnknownModel
+from kvatlas_router.proxy.route_body import RouteBodyReader
+from kvatlas_router.queries.answers import dynamo_answer, mooncake_answer, own_answer
+from kvatlas_router.queries.holders import HolderQueries, Match
+from kvatlas_router.queries.question import ANY_TENANT, Form, Question, read_question
+from kvatlas_router.tenancy.caller import Caller
+from kvatlas_router.tenancy.refusals import ForeignTenant
+from kvatlas_router.tokens.prompt_reader import RequestPrompt
+from router_client.prompt import Prompt
+
+MOST_MATCHES = 1_000
+
+
+class QueryApi:
+    """`salt_is_tenant`: a question's cache salt is a part of its tenant, and in no hash."""
+
+    def __init__(
+        self, bodies: RouteBodyReader, catalogue: Catalogue, holders: HolderQueries, *, salt_is_tenant: bool
+    ) -> None:
+        self._bodies = bodies
+        self._catalogue = catalogue
+        self._holders = holders
+        self._salt_is_tenant = salt_is_tenant
+
+    async def query(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
+        """Who holds a prompt of token ids, in Mooncake's or Dynamo's form. Raises InvalidValue, UnknownModel, ForeignTenant
+        and Unreachable."""
+        return await self._answer(await asyncio.to_thread(read_question, body, by_hash=False), caller)
+
+    async def query_by_hash(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
+        """The same of a prompt of block hashes."""
+        return await self._answer(await asyncio.to_thread(read_question, body, by_hash=True), caller)
+
+    async def overlap(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
+        """Who holds a prompt: an OpenAI request (`messages` or `prompt`), or hints as for `/kvatlas/route`. Raises the same."""
+        read = await self.read(body, caller)
+        scope = read.prompt.scope
+        matches, usable = await self.find(read.prompt)
+        return {
+            "model_id": scope.model_id,
+            "adapter_id": scope.adapter_id,
+            "prompt_tokens": read.prompt_tokens,
+            "untokenized": read.untokenized,
+            "workers": own_answer(matches, usable, MOST_MATCHES),
+            "left_out": max(0, len(matches) - MOST_MATCHES),
+        }
+
+    async def read(self, body: dict[str, Any], caller: Caller) -> RequestPrompt:
+        """The prompt of an OpenAI request or of hints. Raises InvalidValue, UnknownModel and Unreachable."""
+        read, _ = await self._bodies.read(body, caller)
+        scope = read.prompt.scope
+        if not caller.may_use(scope.adapter_id or scope.model_id):
+            raise UnknownModel(f"no worker serves model {scope.model_id[:200]!r}")
+        return read
+
+    async def find(self, prompt: Prompt) -> tuple[Sequence[Match], dict[str, int]]:
+        """Who holds it, and how many tokens each one's engine would not compute again. Raises Unreachable."""
+        matches = await self._holders.find(prompt)
+        return matches, self._holders.usable_tokens(prompt, matches)
+
+    async def prompt_of(self, question: Question, caller: Caller) -> Prompt:
+        """Raises InvalidValue, UnknownModel, ForeignTenant and Unreachable."""
+        return await self._prompt(question, await self._scope(question, caller))
+
+    async def keyed_by(self, model: str | None, caller: Caller) -> tuple[Scope, int, str]:
+        """The scope of a model (None: the only one), its workers' block size, and the chain by which they key their blocks.
+        Raises InvalidValue if the workers differ in one of them, UnknownModel and Unreachable."""
+        name = model or ""
+        scope = await self._catalogue.scope_of(model, caller.tenant_id or self._catalogue.tenant_id)
+        if scope is None or not caller.may_use(name or scope.model_id):
+            raise UnknownModel(
+                f"no worker serves model {name[:200]!r}" if name else "the fleet serves more than one model"
+            )
+        workers = await self._holders.workers(scope.pool_id, scope.tenant_id)
+        shapes = {(one.endpoint.block_size, one.endpoint.chain) for one in workers if one.endpoint.block_size}
+        if len(shapes) != 1:
+            raise InvalidValue("the workers of this model have blocks of several sizes or chains, or none yet")
+        ((size, chain),) = shapes
+        assert size is not None
+        return scope, size, chain
+
+    def prompt_of_hashes(self, scope: Scope, hashes: bytes, block_size: int, chain: str) -> Prompt:
+        """A prompt of ready hashes of a chain."""
+        return Prompt.of_hashes(replace(scope, chain=chain), hashes, block_size)
+
+    async def workers(self, model: str | None, caller: Caller) -> Sequence[Mapping[str, Any]]:
+        """The workers that may see the caller's prompts, as Dynamo's indexer lists them. Raises Unreachable."""
+        tenant_id = caller.tenant_id or self._catalogue.tenant_id
+        records = sorted((await self._catalogue.records()).items())
+        return [
+            _worker(record)
+            for _, record in records
+            if record.may_see(tenant_id)
+            and model in (None, record.endpoint.model_id)
+            and caller.may_use(record.endpoint.model_id)
+        ]
+
+    async def _answer(self, question: Question, caller: Caller) -> Mapping[str, Any]:
+        matches = await self._holders.find(await self.prompt_of(question, caller))
+        if question.form is Form.DYNAMO:
+            return dynamo_answer(matches[:MOST_MATCHES])
+        chosen = [match for match in matches if _is_asked(match, question)]
+        return mooncake_answer(question.tenant, chosen[:MOST_MATCHES])
+
+    async def _scope(self, question: Question, caller: Caller) -> Scope:
+        own = caller.tenant_id or self._catalogue.tenant_id
+        if question.tenant not in (ANY_TENANT, own):
+            raise ForeignTenant("tenant_id names another tenant than the caller's; a body proves none")
+        tenant_id: str | None = own
+        if self._salt_is_tenant and question.salt is not None:
+            tenant_id = caller.salted(question.salt) if caller.is_proven else question.salt
+        name = question.adapter or question.model
+        scope = await self._catalogue.scope_of(question.model, tenant_id) if caller.may_use(name) else None
+        if scope is None:
+            raise UnknownModel(f"no worker serves model {question.model[:200]!r}")
+        return replace(scope, adapter_id=question.adapter) if question.adapter is not None else scope
+
+    async def _prompt(self, question: Question, scope: Scope) -> Prompt:
+        if question.tokens is not None:
+            salted = question.salt is not None and not self._salt_is_tenant
+            keys = ((question.salt,),) if salted else None
+            return Prompt.of_tokens(scope, question.tokens, extra_keys=keys)
+        size = question.block_size or await self._only_block_size(scope)
+        return Prompt.of_hashes(scope, question.hashes, size)
+
+    async def _only_block_size(self, scope: Scope) -> int:
+        sizes = {record.endpoint.block_size for record in await self._holders.workers(scope.pool_id, scope.tenant_id)}
+        if len(known := sizes - {None}) > 1:
+            raise InvalidValue("block_size is missing; the workers of this model have blocks of several sizes")
+        return next(iter(known)) or 1 if known else 1
+
+
+def _is_asked(match: Match, question: Question) -> bool:
+    """Mooncake's blocks are of one size, and may be of one instance."""
+    return question.block_size in (None, match.block_size) and question.instance in (None, match.instance)
+
+
+def _worker(record: FleetRecord) -> Mapping[str, Any]:
+    endpoint = record.endpoint
+    return {
+        "instance_id": Match.instance_of(endpoint),
+        "worker": endpoint.id,
+        "model_name": endpoint.model_id,
+        "dp_rank": endpoint.dp_rank or 0,
+        "block_size": endpoint.block_size,
+        "url": endpoint.url,
+        "status": "active" if record.routable else "inactive",
+    }

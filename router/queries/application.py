@@ -1,0 +1,148 @@
+"""The paths of the index server; nothing here changes the index.
+
+/query, /query_by_hash        in the forms of Mooncake's conductor and of Dynamo's indexer
+/kvatlas/overlap              by text, token ids or hashes, with what each engine would reuse
+/workers                      as Dynamo's indexer lists them
+/health, /ready, /version     for probes
+
+For operators, on a port of their own unless all is on loopback: the same questions, for the tenant of the header
+X-KVAtlas-Tenant, and /metrics, /status.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.runtime.certificate_files import certificates_in_use
+from kvatlas.runtime.metrics_page import METRICS_ROUTE
+from kvatlas.version import own_version
+from kvatlas_router.client_borders import ClientBorders, caller_of
+from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.proxy.json_body import read_object
+from kvatlas_router.proxy.request_reader import UnknownModel
+from kvatlas_router.queries.api import QueryApi
+from kvatlas_router.tenancy.caller import Caller
+from kvatlas_router.tenancy.refusals import ForeignTenant
+from kvatlas_router.tenant_gate import TenantGate
+from router_client.pricing.overlap import OverlapIndex, ReportsStatus
+
+LARGE_BODY = 64 << 10
+"""Bytes; reading more JSON than this takes milliseconds, and a thread."""
+CHANGING = ("/register", "/unregister", "/register_peer", "/deregister_peer")
+"""Other indexers' paths that change them."""
+
+Answer = Callable[[dict[str, Any], Caller], Awaitable[Mapping[str, Any]]]
+WhoAsks = Callable[[Request], Caller]
+
+
+class IndexApplication:
+    """`asgi` is for clients; `control` for operators, None if they use the same port."""
+
+    def __init__(
+        self, api: QueryApi, catalogue: Catalogue, lookups: OverlapIndex, borders: ClientBorders, *, apart: bool
+    ) -> None:
+        self._api = api
+        self._catalogue = catalogue
+        self._lookups = lookups
+        self._borders = borders
+        probes = [
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/readyz", self._ready),
+            Route("/version", self._version),
+        ]
+        for_operators = [METRICS_ROUTE, Route("/status", self._status)]
+        handlers = {HTTPException: _http_error}
+        of_clients = self._questions(lambda request: caller_of(request.scope))
+        own = Starlette(routes=[*probes, *of_clients, *([] if apart else for_operators)], exception_handlers=handlers)
+        self.asgi: ASGIApp = TenantGate(own, borders.proof, borders.counters) if borders.proof is not None else own
+        of_operators = self._questions(lambda request: borders.caller_of_operator(request.scope))
+        routes = [*probes, *of_operators, *for_operators]
+        self.control = Starlette(routes=routes, exception_handlers=handlers) if apart else None
+
+    def _questions(self, who: WhoAsks) -> list[Route]:
+        api = self._api
+
+        async def workers(request: Request) -> Response:
+            found = await api.workers(request.query_params.get("model_name"), who(request))
+            return JSONResponse(list(found))
+
+        return [
+            Route("/query", _with_errors(_posted(api.query, who)), methods=["POST"]),
+            Route("/query_by_hash", _with_errors(_posted(api.query_by_hash, who)), methods=["POST"]),
+            Route("/kvatlas/overlap", _with_errors(_posted(api.overlap, who)), methods=["POST"]),
+            Route("/workers", _with_errors(workers), methods=["GET"]),
+            *(Route(path, _refuse_change, methods=["POST"]) for path in CHANGING),
+        ]
+
+    async def _health(self, _: Request) -> Response:
+        return Response()
+
+    async def _ready(self, _: Request) -> Response:
+        try:
+            workers = len(await self._catalogue.records())
+        except Unreachable:
+            return JSONResponse({"workers": 0}, 503)
+        return JSONResponse({"workers": workers})
+
+    async def _version(self, _: Request) -> Response:
+        return JSONResponse({"version": own_version(), "server": "kvatlas index-server"})
+
+    async def _status(self, _: Request) -> Response:
+        replica = self._lookups.status() if isinstance(self._lookups, ReportsStatus) else None
+        tenancy = self._borders.status(self._catalogue.tenant_id)
+        return JSONResponse({"replica": replica, "certificates": certificates_in_use(), "tenancy": tenancy})
+
+
+def _posted(answer: Answer, who: WhoAsks) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        caller, body = who(request), await request.body()
+        if len(body) > LARGE_BODY:
+            read, _ = await asyncio.to_thread(read_object, body)
+        else:
+            read, _ = read_object(body)
+        return JSONResponse(await answer(read, caller))
+
+    return handle
+
+
+def _with_errors(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """A handler whose errors become `{"error": line}`, as the other indexers answer."""
+
+    async def handled(request: Request) -> Response:
+        try:
+            return await handle(request)
+        except ClientDisconnect:
+            return Response(status_code=408)  # the client hears nothing any more
+        except InvalidValue as error:
+            return _error(400, str(error))
+        except ForeignTenant as error:
+            return _error(403, str(error))
+        except UnknownModel as error:
+            return _error(404, str(error))
+        except Unreachable as error:
+            return _error(503, str(error))
+
+    return handled
+
+
+async def _refuse_change(request: Request) -> Response:
+    line = "this index is read-only; engines are followed by `kvatlas publish`"
+    return _error(405, f"{request.url.path}: {line}")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, f"{request.method[:20]} {request.scope['path'][:200]}: {error.detail}")
+
+
+def _error(status: int, line: str) -> Response:
+    return JSONResponse({"error": line}, status, {"Retry-After": "1"} if status == 503 else {})

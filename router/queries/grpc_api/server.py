@@ -1,0 +1,202 @@
+"""The gRPC server: our own service, and SGLang's KV indexer as its gateway asks it. Callers prove themselves as over HTTP."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+
+from kvatlas.blocks.external_chain import MAX_HASH, external_chain, hash_text
+from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes, unpack_hashes
+from kvatlas.errors import InvalidValue, SettingsError, Unreachable
+from kvatlas.identity import OWN_CHAIN
+from kvatlas_router.proxy.request_reader import UnknownModel
+from kvatlas_router.queries.api import MOST_MATCHES, QueryApi
+from kvatlas_router.queries.grpc_api.index_pb2 import Holder, OverlapRequest, OverlapResponse, Run
+from kvatlas_router.queries.grpc_api.kv_indexer_pb2 import (
+    ExternalKvPrefixMatch,
+    MatchExternalKvPrefixRequest,
+    MatchExternalKvPrefixResponse,
+)
+from kvatlas_router.queries.question import ANY_TENANT, MAX_HASHES, Form, Question
+from kvatlas_router.tenancy.caller import ANYBODY, Caller
+from kvatlas_router.tenancy.proof import Proof
+from kvatlas_router.tenancy.refusals import ForeignTenant, KeysUnknown, Unproven
+
+SERVICE = "kvatlas.index.v1.Index"
+SGLANG_SERVICE = "kv_indexer.v1.KVIndexer"
+MODEL_KEY = "x-kvatlas-model"
+"""Metadata of SGLang's questions, which name no model; without it the fleet must serve one alone."""
+MOST_MESSAGE_BYTES = 16 << 20
+
+_NUMBER = re.compile(rb"-?[0-9]{1,20}")
+_STATUS = {
+    InvalidValue: grpc.StatusCode.INVALID_ARGUMENT,
+    Unproven: grpc.StatusCode.UNAUTHENTICATED,
+    ForeignTenant: grpc.StatusCode.PERMISSION_DENIED,
+    UnknownModel: grpc.StatusCode.NOT_FOUND,
+    KeysUnknown: grpc.StatusCode.UNAVAILABLE,
+    Unreachable: grpc.StatusCode.UNAVAILABLE,
+}
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcAddress:
+    """Where it listens. `credentials` None: in plain text."""
+
+    host: str
+    port: int
+    credentials: grpc.ServerCredentials | None
+
+
+class GrpcServer:
+    """`port`: as bound, after `start`."""
+
+    def __init__(self, api: QueryApi, proof: Proof | None, address: GrpcAddress) -> None:
+        self._api = api
+        self._proof = proof
+        self._address = address
+        self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", MOST_MESSAGE_BYTES)])
+        own = {
+            "Overlap": grpc.unary_unary_rpc_method_handler(
+                self._answering(self._overlap), OverlapRequest.FromString, OverlapResponse.SerializeToString
+            )
+        }
+        sglang = {
+            "MatchExternalKvPrefix": grpc.unary_unary_rpc_method_handler(
+                self._answering(self._match),
+                MatchExternalKvPrefixRequest.FromString,
+                MatchExternalKvPrefixResponse.SerializeToString,
+            )
+        }
+        services = ((SERVICE, own), (SGLANG_SERVICE, sglang))
+        self._server.add_generic_rpc_handlers(
+            tuple(grpc.method_handlers_generic_handler(name, methods) for name, methods in services)
+        )
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen. Raises SettingsError for an address that can't be listened on."""
+        host, port = self._address.host, self._address.port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if self._address.credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, self._address.credentials)
+        except RuntimeError as error:
+            raise SettingsError(f"the index server can't listen on {address} (--grpc-port): {error}") from error
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Running answers have a second."""
+        await self._server.stop(1)
+
+    def _answering(self, answer: Callable[[Q, Caller, Context], Awaitable[A]]) -> Callable[[Q, Context], Awaitable[A]]:
+        """A handler whose errors become a status with one line."""
+
+        async def handle(request: Q, context: Context) -> A:
+            try:
+                return await answer(request, await self._caller(context), context)
+            except tuple(_STATUS) as error:
+                code = next(code for kind, code in _STATUS.items() if isinstance(error, kind))
+                await context.abort(code, str(error))
+                raise AssertionError from error  # abort raises
+
+        return handle
+
+    async def _caller(self, context: Context) -> Caller:
+        if self._proof is None:
+            return ANYBODY
+        metadata = [(key.encode(), _to_bytes(value)) for key, value in context.invocation_metadata() or ()]
+        address = context.peer().removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
+        return await self._proof.prove(metadata, address, frozenset())
+
+    async def _overlap(self, request: OverlapRequest, caller: Caller, _: Context) -> OverlapResponse:
+        given = [bool(request.token_ids), bool(request.hashes), bool(request.text)]
+        if sum(given) != 1:
+            raise InvalidValue("expected one of token_ids, hashes and text")
+        if request.text:
+            body = {"model": request.model, "prompt": request.text}
+            read = await self._api.read(
+                body | ({"cache_salt": request.cache_salt} if request.cache_salt else {}), caller
+            )
+            prompt = read.prompt
+        else:
+            question = Question(
+                Form.MOONCAKE,
+                request.model,
+                request.adapter or None,
+                ANY_TENANT,
+                list(request.token_ids) or None,
+                pack_hashes(list(request.hashes)),
+                request.block_size or None,
+                None,
+                request.cache_salt or None,
+            )
+            prompt = await self._api.prompt_of(question, caller)
+        matches, usable = await self._api.find(prompt)
+        holders = [
+            Holder(
+                worker=match.endpoint.id,
+                instance=match.instance,
+                dp_rank=match.rank,
+                url=match.endpoint.url,
+                routable=match.record.routable,
+                block_size=match.block_size,
+                resident_tokens=match.held.tokens,
+                usable_tokens=usable[match.endpoint.id],
+                runs=[Run(tokens=run.tokens, tiers=[tier.label for tier in run.tiers]) for run in match.held.runs],
+            )
+            for match in matches[:MOST_MATCHES]
+        ]
+        return OverlapResponse(holders=holders)
+
+    async def _match(
+        self, request: MatchExternalKvPrefixRequest, caller: Caller, context: Context
+    ) -> MatchExternalKvPrefixResponse:
+        """By the engine's own hashes where the workers' blocks are keyed by them, else by sequence hashes. Workers without an
+        address are left out: the gateway knows workers by their URLs."""
+        model = next((_to_bytes(v).decode() for k, v in context.invocation_metadata() or () if k == MODEL_KEY), None)
+        hashes = await asyncio.to_thread(read_hashes, request.hashes)
+        if request.max_blocks:
+            hashes = hashes[: request.max_blocks]
+        scope, size, chain = await self._api.keyed_by(model, caller)
+        own = chain == OWN_CHAIN
+        packed = pack_hashes(hashes) if own else external_chain([hash_text(one) for one in hashes])
+        matches, _ = await self._api.find(self._api.prompt_of_hashes(scope, packed, size, chain))
+        found = [
+            ExternalKvPrefixMatch(
+                worker_address=match.endpoint.url,
+                worker_id=match.endpoint.id,
+                matched_prefix_blocks=match.held.tokens // size,
+            )
+            for match in matches[:MOST_MATCHES]
+            if match.endpoint.url
+        ]
+        best = max((one.matched_prefix_blocks for one in found), default=0)
+        return MatchExternalKvPrefixResponse(matches=found, best_prefix_blocks=best, blocks_read=len(hashes))
+
+
+def read_hashes(fields: Sequence[bytes]) -> list[int]:
+    """Numbers as text, one a field, or packed ones of 8 little-endian bytes. Raises InvalidValue."""
+    if all(map(_NUMBER.fullmatch, fields)):
+        numbers = [int(field) for field in fields]
+    else:
+        packed = b"".join(fields)
+        if len(packed) % HASH_BYTES:
+            raise InvalidValue("hashes: expected 64-bit whole numbers, packed or as text")
+        numbers = unpack_hashes(packed)
+    if not 0 < len(numbers) <= MAX_HASHES:
+        raise InvalidValue(f"hashes has {len(numbers)} entries; expected 1 to {MAX_HASHES}")
+    return [number & MAX_HASH for number in numbers]
+
+
+def _to_bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()

@@ -1,0 +1,51 @@
+"""How much of a prompt one worker holds on each medium, in the two ways in which other indexes count.
+
+The tiers of a run are those at its first and last block; the end of what a worker holds is exact.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from kvatlas.blocks.tiers import Tier
+from router_client.pricing.overlap import Run
+
+GPU = frozenset({Tier.HBM, Tier.REMOTE_HBM})
+CPU = frozenset({Tier.CPU_DRAM})
+DISK = frozenset({Tier.LOCAL_SSD, Tier.OBJECT_STORE})
+
+
+class MediaTokens(NamedTuple):
+    """Tokens of a prompt's start."""
+
+    gpu: int
+    cpu: int
+    disk: int
+
+
+def on_each_medium(runs: Sequence[Run]) -> MediaTokens:
+    """The longest start that is whole on one medium, for each of them."""
+    return MediaTokens(*(_leading(runs, medium) for medium in (GPU, CPU, DISK)))
+
+
+def through_each_medium(runs: Sequence[Run]) -> MediaTokens:
+    """What is on the GPU from the start, that with what follows in memory, and that with what follows on disks."""
+    gpu = _leading(runs, GPU)
+    cpu = gpu + _following(runs, gpu, CPU)
+    return MediaTokens(gpu, cpu, cpu + _following(runs, cpu, DISK))
+
+
+def _leading(runs: Sequence[Run], medium: Collection[Tier]) -> int:
+    return _following(runs, 0, medium)
+
+
+def _following(runs: Sequence[Run], first: int, medium: Collection[Tier]) -> int:
+    """Tokens on a medium from token `first` on, without a gap."""
+    position = tokens = 0
+    for run in runs:
+        end = position + run.tokens
+        if end > first:
+            if not any(tier in medium for tier in run.tiers):
+                break
+            tokens = end - first
+        position = end
+    return tokens

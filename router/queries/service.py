@@ -1,0 +1,111 @@
+"""The index server as a process, until it is cancelled. Any number of replicas answer alike: none keeps anything."""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+
+import anyio
+
+from kvatlas.addresses import is_loopback
+from kvatlas.errors import SettingsError
+from kvatlas.runtime.http_server import listen, serve
+from kvatlas.settings import IndexServerSettings
+from kvatlas.telemetry import export_metrics
+from kvatlas_router.client_borders import ClientBorders
+from kvatlas_router.proxy.request_reading import open_request_reading
+from kvatlas_router.proxy.route_body import RouteBodyReader
+from kvatlas_router.queries.api import QueryApi
+from kvatlas_router.queries.application import IndexApplication
+from kvatlas_router.queries.holders import HolderQueries
+from kvatlas_router.tenancy.proof import Proof
+from kvatlas_router.tokens.prompt_reader import PromptSettings
+
+GRACE_S = 2
+CLOSE_S = 5.0
+
+_log = logging.getLogger("kvatlas_router.queries")
+
+
+async def run_index_server(
+    settings: IndexServerSettings, ready: Callable[[str, int | None], None] | None = None
+) -> None:
+    """Serve until cancelled; `ready` is called once, with the base URL and the gRPC port.
+
+    Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
+    LayoutMismatch if the store can't be used and `wait` is off.
+    """
+    with ExitStack() as listeners:
+        listener = listen(settings.host, settings.port, "the index server", settings.http)
+        listeners.callback(listener.close)
+        control = None
+        if settings.control_is_apart:
+            what = "the index server's port for operators (--control-port)"
+            control = listen(settings.control_host, settings.control_at, what, settings.control_http)
+            listeners.callback(control.close)
+            _log.info("for operators: %s", control.url)
+        async with open_index_server(settings) as (application, grpc_port), anyio.create_task_group() as tasks:
+            if control is not None:
+                assert application.control is not None
+                tasks.start_soon(serve, application.control, control)
+            await tasks.start(
+                lambda task_status: serve(application.asgi, listener, grace_s=GRACE_S, task_status=task_status)
+            )
+            if ready is not None:
+                ready(listener.url, grpc_port)
+            await anyio.sleep_forever()
+
+
+@asynccontextmanager
+async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tuple[IndexApplication, int | None]]:
+    """The application with all its parts, and the port of the gRPC server, if there is one."""
+    proof = Proof(settings.clients_file) if settings.clients_file is not None else None
+    if proof is None:
+        _log.info("one tenant, that of --tenant-id: no client proves another one (--clients-file)")
+    borders = ClientBorders(
+        proof,
+        settings.salt_is_tenant,
+        near=is_loopback(settings.host),
+        operators_prove=settings.control_is_apart and bool(settings.control_http.tokens),
+    )
+    prompts = PromptSettings(salt_is_tenant=settings.salt_is_tenant)
+    stack = AsyncExitStack()
+    try:
+        reading = await stack.enter_async_context(open_request_reading(settings, is_loopback(settings.host), prompts))
+        holders = HolderQueries(reading.lookups, reading.fleet)
+        stack.push_async_callback(holders.close)
+        api = QueryApi(
+            RouteBodyReader(reading.reader, reading.catalogue),
+            reading.catalogue,
+            holders,
+            salt_is_tenant=settings.salt_is_tenant,
+        )
+        stack.enter_context(export_metrics("tenancy", borders.counters))
+        grpc_port = await _serve_grpc(stack, settings, api, proof)
+        apart = settings.control_is_apart
+        yield IndexApplication(api, reading.catalogue, reading.lookups, borders, apart=apart), grpc_port
+    finally:
+        with anyio.move_on_after(CLOSE_S, shield=True):
+            await stack.aclose()
+
+
+async def _serve_grpc(
+    stack: AsyncExitStack, settings: IndexServerSettings, api: QueryApi, proof: Proof | None
+) -> int | None:
+    """The port. Raises SettingsError for one that can't be used, and without the packages."""
+    if settings.grpc_port is None:
+        return None
+    try:
+        from kvatlas_router.gateway.certificate import from_files
+        from kvatlas_router.queries.grpc_api.server import GrpcAddress, GrpcServer
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"--grpc-port needs {error.name}, which is not installed: pip install 'kvatlas[gateway]'"
+        ) from error
+    if settings.http_token_file is not None:
+        raise SettingsError("--grpc-port and --http-token-file are both given; expected --clients-file for gRPC")
+    certificate, key = settings.http_cert_file, settings.http_key_file
+    credentials = from_files(certificate, key) if certificate is not None and key is not None else None
+    server = GrpcServer(api, proof, GrpcAddress(settings.host, settings.grpc_port, credentials))
+    await server.start()
+    stack.push_async_callback(server.stop)
+    return server.port

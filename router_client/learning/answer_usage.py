@@ -1,0 +1,82 @@
+"""Counts what answers use by tenant, adapter and program, and reports it to the store, where it is kept."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+
+from kvatlas.predictions.answer_usage import USERS_A_REPORT, AnswerUse, User
+from kvatlas.runtime.background_task import BackgroundTask
+from kvatlas.store.connection import reason
+from kvatlas.store.deadline import STORE_FAILURES
+
+REPORT_S = 2.0
+CALL_S = 1.0
+MOST_REPORTS = 1_000
+"""That wait for a store; the oldest are dropped then."""
+
+Report = Callable[[int, str, Mapping[User, AnswerUse]], Awaitable[None]]
+"""Adds to a pool's totals: number of the report, pool id, what was used."""
+
+_log = logging.getLogger("router_client")
+
+
+class AnswerUsage:
+    """`count` on the way of each answer; reports from `start` to `stop`. A report whose fate is not known is sent
+    again, with its number."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._used: dict[User, AnswerUse] = {}
+        self._waiting: deque[tuple[int, str, dict[User, AnswerUse]]] = deque()
+        self._number = 0
+        self._task = BackgroundTask(self._run, "kvatlas router usage")
+
+    def count(self, user: User, use: AnswerUse) -> None:
+        """One answer's."""
+        self._used[user] = self._used.get(user, AnswerUse()).plus(use)
+
+    def start(self) -> None:
+        """Begin to report."""
+        self._task.start()
+
+    async def stop(self) -> None:
+        """Report what is left, if the store answers, and then no more."""
+        await self._task.stop()
+        await self.report()
+
+    async def report(self) -> bool:
+        """Send all that waits. False if the store does not answer."""
+        self._cut()
+        try:
+            async with asyncio.timeout(CALL_S):
+                while self._waiting:
+                    await self._report(*self._waiting[0])
+                    self._waiting.popleft()
+        except STORE_FAILURES as error:
+            _log.debug("usage not reported: %s", reason(error))
+            return False
+        return True
+
+    def _cut(self) -> None:
+        """Make reports of what was counted since the last ones."""
+        used, self._used = self._used, {}
+        by_pool: dict[str, list[tuple[User, AnswerUse]]] = {}
+        for user, use in used.items():
+            by_pool.setdefault(user.scope.pool_id, []).append((user, use))
+        for pool_id, uses in by_pool.items():
+            for first in range(0, len(uses), USERS_A_REPORT):
+                self._number += 1
+                self._waiting.append((self._number, pool_id, dict(uses[first : first + USERS_A_REPORT])))
+        if (dropped := len(self._waiting) - MOST_REPORTS) > 0:
+            _log.warning("usage: %d reports dropped: the store has not answered for long", dropped)
+            for _ in range(dropped):
+                self._waiting.popleft()
+
+    async def _run(self) -> None:
+        reachable = True
+        while self._task.running:
+            await asyncio.sleep(REPORT_S)
+            was, reachable = reachable, await self.report()
+            if was and not reachable:
+                _log.warning("usage not reported: the store does not answer; trying again every %g s", REPORT_S)
