@@ -141,6 +141,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         stack.push_async_callback(held.close)
         stack.enter_context(export_metrics("proxy", counters))
         borders = _borders(settings)
+        parts.client.condition.proves_tenants = borders.proof is not None
         stack.enter_context(export_metrics("tenancy", borders.counters))
         route_api = RouteApi(held, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed)
         await parts.warm_up()

@@ -8,7 +8,8 @@ class RouterCondition(WireRecord):
     """One router, as it says itself. `sent_us`: its clock. Within the last minute: `choices` made, of them `fell_open` without
     the store's help; `no_workers`: requests for which none was found; `requests`: those that ended, of them `refused` (no
     engine took them), and `gone` (the client gave up first). `descriptors`: open files and connections, of at most
-    `most_descriptors`; 0: not known."""
+    `most_descriptors`; 0: not known. `proves_tenants`: does each request prove its tenant there, or do all count as one? None:
+    it serves its own program alone, or is older than this field."""
 
     sent_us: Count
     choices: Count = 0
@@ -19,3 +20,4 @@ class RouterCondition(WireRecord):
     gone: Count = 0
     descriptors: Count = 0
     most_descriptors: Count = 0
+    proves_tenants: bool | None = None
