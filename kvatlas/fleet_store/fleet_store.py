@@ -6,6 +6,7 @@
     kva:{fleet}:pools     SET   pool ids
     kva:{fleet}:departed  HASH  workers that were retired within the last hour: `kvatlas/fleet_store/departures.py`
     kva:{fleet}:objects   HASH  id of an object that an engine keeps -> worker id; kva:{fleet}:objects:older
+    kva:{fleet}:limit:<kind>:<client>   HASH  what a client may use: `kvatlas/fleet_store/allowances.py`
     kva:{pool:<id>}:workers   HASH  worker id -> FleetRecord; the pool's other keys: `kvatlas/reservations/functions/_pool.lua`
 
 Leases only save work; nothing that must be right depends on them.
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet_store.allowances import Draw, Drawn, allowance_key
 from kvatlas.fleet_store.departures import Departure, forget_departures, read_departures, record_departure
 from kvatlas.reservations.protocol import WorkerReport
 from kvatlas.reservations.redis import write_reports
@@ -217,6 +219,16 @@ class FleetStore:
         """The worker that has an object, as far as known."""
         found = await self._call("kvatlas_fleet_find_object", OBJECTS, [id])
         return found[0].decode() if found else None
+
+    # ------------------------------------------------------------ what clients may use
+
+    async def draw(self, draws: Sequence[Draw]) -> Sequence[Drawn]:
+        """See `SharedAllowances`; at most ALLOWANCES_A_CALL of them."""
+        args = [number for one in draws for number in one[1:]]
+        flat = await FLEET_LIBRARY.call(
+            self._store, "kvatlas_fleet_draw", [allowance_key(one.name) for one in draws], args
+        )
+        return [Drawn(taken, left) for taken, left in zip(flat[::2], flat[1::2], strict=True)]
 
     # ------------------------------------------------------------ pieces
 

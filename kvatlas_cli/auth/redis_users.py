@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
-from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY
+from kvatlas.fleet_store.allowances import allowance_key
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.store import answers_key
@@ -77,6 +78,8 @@ def redis_users(*, with_replicas: bool = False) -> dict[str, str]:
                 _selector([f"~{pool}"], ["fcall"]),
                 _selector([f"~{key}" for key in booked], _commands(POOL_LIBRARY) - _READS - {"set"}),
                 _selector([f"~{mark_key('*')}"], ["fcall", "set"]),
+                _selector([f"~{allowance_key('*')}"], ["fcall", "hset", "pexpire"]),
+                _selector([f"~{key}" for key in OBJECTS], ["expire", "fcall", "hset", "rename"]),
             ]
         ),
         "auditor": _rule([f"%R~{_ALL_KEYS}"], everybody, _ONE_FIELD, _WHOLE_INDEX, _SERVER)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY
+from kvatlas.fleet_store.allowances import allowance_key
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas_cli.auth.redis_users import redis_users
@@ -50,6 +51,8 @@ KEYS = {
     "fleet records": "kva:{pool:p}:workers",
     "bookings": "kva:{pool:p}:load.2",
     "mark": "kva:{fleet}:library:kvatlas_pool_00",
+    "allowance": allowance_key("requests:acme"),
+    "objects": OBJECTS[0],
     "of others": "others",
 }
 ROUTER = {
@@ -59,6 +62,8 @@ ROUTER = {
     "fleet records": POOL_READS | CALL_RO | CALL,
     "bookings": POOL_READS | POOL_WRITES | CALL_RO | CALL,
     "mark": POINT_READS | CALL_RO | CALL | {"hgetall", "smembers", "set"},
+    "allowance": POINT_READS | CALL_RO | CALL | {"hgetall", "smembers", "hset", "pexpire"},
+    "objects": POINT_READS | CALL_RO | CALL | {"hgetall", "smembers", "hset", "expire", "rename"},
     "of others": set[str](),
 }
 INDEXER = dict.fromkeys(KEYS, INDEX_COMMANDS) | {"of others": set()}

@@ -7,6 +7,8 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +242,7 @@ async def test_keys_of_an_issuer_with_several_are_not_asked_for_again_and_again(
         assert issued is not None
         ((_, _, known),) = issued._issuers.values()
         for later_s in range(20, 200, 20):
-            known._clock = lambda now=time.monotonic() + later_s: now
+            known._clock = partial(add, time.monotonic(), later_s)
             assert await prove(proof, token) == await prove(proof, keys.sign("b")) == "acme"
         assert keys.asked == 1
 
