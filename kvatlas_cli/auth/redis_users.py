@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
 from kvatlas.fleet_store.allowances import allowance_key
-from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS, POOLS
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
+from kvatlas.index.redis.keys import LAYOUT
 from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.store import answers_key
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
@@ -34,7 +35,7 @@ _INDEXER = ("discard", "exec", "multi", "sadd", "scard", "srandmember", "srem")
 """What indexers send beside their functions."""
 
 _ALL_KEYS = "kva:*"
-_FLEET_KEYS = "kva:{fleet}:*"
+_SMALL_FLEET_KEYS = (f"{LAYOUT}*", POOLS)
 _ACTIVE_KEYS = "kva:{s*}:active"
 """Worker names by holder: as many as there are workers."""
 _POOL = "*"
@@ -72,7 +73,7 @@ def redis_users(*, with_replicas: bool = False) -> dict[str, str]:
         "router": " ".join(
             [
                 _rule([f"%R~{_ALL_KEYS}"], everybody, _ONE_FIELD, whole_index),
-                _selector([f"%R~{_FLEET_KEYS}"], ["hgetall", "smembers"]),
+                _selector([f"%R~{key}" for key in _SMALL_FLEET_KEYS], ["hgetall", "smembers"]),
                 _selector([f"%R~{_ACTIVE_KEYS}"], ["hscan"]),
                 _selector([f"%R~{pool}"], _commands(POOL_LIBRARY) & _READS),
                 _selector([f"~{pool}"], ["fcall"]),
