@@ -6,7 +6,7 @@ another server.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +32,10 @@ POOL = pool_keys("p")
 BLOCKS, MARKS, META = "kva:{s0}:blocks:00", "kva:{s0}:marks:00", "kva:{s0}:meta"
 MARKED, ACTIVE, WORKERS = "kva:{s0}:marked", "kva:{s0}:active", "kva:{s0}:workers"
 STATES = [WORKERS, *(f"kva:{{s0}}:{part}" for part in ("holders", "active", "digests", "steps", "marked"))]
-CHAIN, HOLDERS = 60_000, 64
+CHAIN, HOLDERS = 20_000, 64
 """Blocks of the chain, no two values equal; workers that hold them."""
-POOL_WORKERS, FAKE_WORKERS = 1_000, 3_000
-RESERVED = 5_000
+POOL_WORKERS, FAKE_WORKERS = 1_000, 600
+RESERVED = 1_500
 MOST_US = 10**15
 
 Words = tuple[str | int | bytes, ...]
@@ -56,7 +56,9 @@ def hash_of(number: int) -> bytes:
 
 def holders_value(number: int) -> bytes:
     """Of a block of the chain: half of the workers, another half at each place."""
-    return b"".join(holder.to_bytes(3, "big") + b"\1" for holder in range(HOLDERS) if (number >> (holder % 16)) + holder & 1)
+    return b"".join(
+        holder.to_bytes(3, "big") + b"\1" for holder in range(HOLDERS) if (number >> (holder % 16)) + holder & 1
+    )
 
 
 CHAIN_HASHES = b"".join(map(hash_of, range(CHAIN)))
@@ -80,8 +82,8 @@ def fill_store(client: Redis, chain: int = CHAIN) -> None:
     client.hset(MARKED, mapping=dict.fromkeys(names, b"\0"))
     heads = {hash_of(number) + b"h": _head(number) for number in range(0, min(chain, 20_000), 64)}
     client.hset(MARKS, mapping=heads)
-    for first in range(0, POOL_WORKERS, 100):
-        rows = [_report(number) for number in range(first, first + 100)]
+    for first in range(0, POOL_WORKERS, 20):
+        rows = [_report(number) for number in range(first, first + 20)]
         client.execute_command(*_fcall(POOL_LIBRARY.function("kvatlas_pool_report"), POOL, _pack(rows)))  # type: ignore[no-untyped-call]
     book = POOL_LIBRARY.function("kvatlas_pool_book")
     for number in range(RESERVED):
@@ -109,29 +111,30 @@ Call = tuple[str, str, tuple[str, ...], tuple[Any, ...]]
 
 def _reading() -> Iterator[Call]:
     overlap = (BLOCKS, META, MARKED, MARKS)
-    long = CHAIN_HASHES[:8] * 1_000_000
-    yield "kvatlas_overlap", "a chain of 8 MB of one block", overlap, (long, 1, "", 0)
-    yield "kvatlas_overlap", "8 MB, read block by block", overlap, (long, 0, 0, 10**6)
-    for stride in (0, 1, 64, 3_500):
+    long = CHAIN_HASHES[:8] * 261_000
+    yield "kvatlas_overlap", "a chain of 2 MB of one block", overlap, (long, 1, "", 0)
+    yield "kvatlas_overlap", "2 MB, read block by block", overlap, (long, 0, 0, 10**6)
+    for stride in (0, 1, 64, 256):
         yield "kvatlas_overlap", f"no two values equal, stride {stride}", overlap, (CHAIN_HASHES, stride, 0, CHAIN)
-    guesses = b"".join(number.to_bytes(4, "big") for number in range(CHAIN))
-    yield "kvatlas_overlap", "with a guess for each block", overlap, (CHAIN_HASHES, 3_500, 0, CHAIN, guesses)
+    for step in (1, 100, CHAIN // 200):
+        guesses = b"".join(number.to_bytes(4, "big") for number in range(0, CHAIN, step))
+        yield "kvatlas_overlap", f"guesses {step} apart", overlap, (CHAIN_HASHES, 256, 0, CHAIN, guesses)
     reached = b"".join(n.to_bytes(3, "big") + CHAIN.to_bytes(4, "big") for n in range(HOLDERS)) * 1_000
     yield "kvatlas_resume", "a long chain, many holders", (MARKED, MARKS), (CHAIN_HASHES, 0, CHAIN, reached)
     yield "kvatlas_active", "all", (ACTIVE, META), (0, 1_000)
     yield "kvatlas_active", "of the blocks", (BLOCKS, META), (0, 1_000)
     yield "kvatlas_held", "many scopes", (BLOCKS,) * 512, ("x",) * 256
     yield "kvatlas_locate", "one block", (BLOCKS, ACTIVE), (CHAIN_HASHES[:8],)
-    yield "kvatlas_look", "many blocks", (*STATES, BLOCKS), ("w1", CHAIN_HASHES[:16_000])
-    yield "kvatlas_look", "many scopes", (*STATES, *(BLOCKS,) * 63), ("w1", *(CHAIN_HASHES[:256],) * 63)
+    yield "kvatlas_look", "many blocks", (*STATES, BLOCKS), ("w1", CHAIN_HASHES[:8_000])
+    yield "kvatlas_look", "many scopes", (*STATES, *(BLOCKS,) * 63), ("w1", *(CHAIN_HASHES[:128],) * 63)
     fields = [hash_of(number) + b"h" for number in range(0, 20_000, 64)]
     looked = (WORKERS, MARKED, STATES[4], MARKS)
     yield "kvatlas_look_marks", "many fields", looked, ("w1", _pack(fields))
-    yield "kvatlas_look_marks", "one field, very often", looked, ("w1", _pack([b"x"] * 8_000))
+    yield "kvatlas_look_marks", "one field, very often", looked, ("w1", _pack([b"x"] * 4_000))
     workers = [f"w{number}" for number in range(64)]
-    yield "kvatlas_scrub", "all workers", (BLOCKS, *STATES), ("", 0, 2_000, *workers)
+    yield "kvatlas_scrub", "all workers", (BLOCKS, *STATES), ("", 0, 1_000, *workers)
     marks = (MARKS, WORKERS, STATES[1], MARKED, STATES[4])
-    yield "kvatlas_scrub_marks", "all workers", marks, ("", 0, 2_000, *workers)
+    yield "kvatlas_scrub_marks", "all workers", marks, ("", 0, 1_000, *workers)
     yield "kvatlas_scopes_idle", "a thousand", (POOL[9],), (0, 1_000)
     yield "kvatlas_room", "once", (META,), ()
     yield "kvatlas_pool_booked", "many ids", POOL, (b"\0" * 16,) * 1_024
@@ -143,7 +146,12 @@ def _reading() -> Iterator[Call]:
 def _writing() -> Iterator[Call]:
     for act, ask in _asks().items():
         yield "kvatlas_pool_book", act, POOL, (b"\1" * 16, "r", MOST_US, MOST_US, 100, ask)
-    yield "kvatlas_pool_book", "a pair", POOL, (b"\1" * 16, "r", MOST_US, MOST_US, 100, _asks()["many offers"], b"\2" * 16)
+    yield (
+        "kvatlas_pool_book",
+        "a pair",
+        POOL,
+        (b"\1" * 16, "r", MOST_US, MOST_US, 100, _asks()["many offers"], b"\2" * 16),
+    )
     yield "kvatlas_pool_beat", "many bookings are over", POOL, ("rogue", 0)
     yield "kvatlas_pool_leave", "many bookings", POOL, ("rogue",)
     outcomes = [word for n in range(64) for word in (n.to_bytes(16, "big"), "failed")]
@@ -156,39 +164,43 @@ def _writing() -> Iterator[Call]:
     failed = [[f"y{n}", 0.0, 9.0, "eject", 0, MOST_US] for n in range(256)]
     outliers = (outliers_key("p"),)
     yield "kvatlas_pool_outliers", "many workers", outliers, ("r", 1, 1, MOST_US, _pack(failed))
-    yield "kvatlas_pool_answered", "many routers", (answers_key("p"),), ("r", MOST_US, 1_024, b"x" * 60_000)
-    yield "kvatlas_pool_report", "many workers", POOL, (_pack([_report(n, sampled=2) for n in range(256)]),)
-    yield "kvatlas_pool_report", "as the last one's booking", POOL, (_pack([_report(n, covered=0) for n in range(256)]),)
+    yield "kvatlas_pool_answered", "many routers", (answers_key("p"),), ("r", MOST_US, 256, b"x" * 16_000)
+    yield "kvatlas_pool_report", "many workers", POOL, (_pack([_report(n, sampled=2) for n in range(24)]),)
+    yield "kvatlas_pool_report", "as the last one's booking", POOL, (_pack([_report(n, covered=0) for n in range(24)]),)
     yield "kvatlas_pool_mend", "once", POOL, ("x" * 60_000,)
     yield "kvatlas_pool_forget", "a worker", POOL, ("w1",)
     draw = [number for _ in range(256) for number in (10**9, -(10**9), 10**9)]
     yield "kvatlas_fleet_draw", "many clients", tuple(allowance_key(f"requests:{n}") for n in range(256)), tuple(draw)
     yield "kvatlas_fleet_draw", "too many", (allowance_key("x"),) * 2_666, (1,) * 7_998
-    objects = [word for n in range(3_998) for word in (f"resp_{n}", "w1")]
+    objects = [word for n in range(512) for word in (f"resp_{n}", "w1")]
     yield "kvatlas_fleet_put_objects", "many", OBJECTS, (100_000, 10, *objects)
     yield "kvatlas_fleet_find_object", "one", OBJECTS, ("resp_1",)
 
 
 def _asks() -> dict[str, bytes]:
     def ask(
-        offers: list[Any] = [], skipped: list[Any] = [], chains: list[Any] = [], alike: list[Any] = [], kinds: int = 1
+        offers: Sequence[Any] = (),
+        skipped: Sequence[Any] = (),
+        chains: Sequence[Any] = (),
+        alike: Sequence[Any] = (),
+        kinds: int = 1,
     ) -> bytes:
         return _pack([1.0, chains, _kind(1 if chains else 0) * kinds, offers, 0, 0, alike, skipped, 0, 0])
 
     def offers(number: int, name: str = "w") -> list[Any]:
         return [word for n in range(number) for word in (f"{name}{n}", 0, 0, 0, 1.0, 1.0)]
 
-    long = [[128, CHAIN_HASHES[: 16_384 * 8]]]
+    long = [[128, CHAIN_HASHES[: 2_048 * 8]]]
     return {
-        "many offers": ask(offers(4_096)),
-        "many offers to unknown workers": ask(offers(4_096, "new")),
+        "many offers": ask(offers(256)),
+        "many offers to unknown workers": ask(offers(256, "new")),
         "a long chain": ask(offers(1), chains=long),
-        "a long chain, many offers": ask(offers(2_000), chains=long),
+        "a long chain, many offers, many predictions": ask(offers(256), chains=long),
         "a prompt of many predictions": ask(offers(1), chains=[[128, CHAIN_HASHES[:80]]]),
-        "one prompt in many chains": ask(offers(1), chains=[[128, CHAIN_HASHES[:80]]] * 1_000),
+        "one prompt in many chains": ask(offers(1), chains=[[128, CHAIN_HASHES[:80]]] * 16),
         "many look-alikes": ask(alike=[b"likeness", 0, 0, 0, 1.0, 1.0]),
-        "the same look-alikes, often": ask(alike=[b"likeness", 0, 0, 0, 1.0, 1.0] * 4_000),
-        "many workers left out": ask(offers(1), skipped=[f"w{n}" for n in range(4_000)]),
+        "the same look-alikes, often": ask(alike=[b"likeness", 0, 0, 0, 1.0, 1.0] * 256),
+        "many workers left out": ask(offers(1), skipped=[f"w{n}" for n in range(256)]),
         "many kinds": ask(offers(1), kinds=1_500),
     }
 

@@ -35,6 +35,7 @@ POOLS = "kva:{fleet}:pools"
 OBJECTS = ("kva:{fleet}:objects", "kva:{fleet}:objects:older")
 MOST_OBJECTS = 100_000
 """In each of these two: 20 MB of the store at most."""
+OBJECTS_A_CALL = 512
 KEEP_OBJECTS_S = 7 * 24 * 3600
 
 RECORDS_A_SLICE = 16
@@ -213,7 +214,9 @@ class FleetStore:
     async def put_objects(self, holders: Mapping[str, str]) -> None:
         """The workers of objects, by their ids. The oldest objects are forgotten."""
         pairs = [text for pair in holders.items() for text in pair]
-        await self._call("kvatlas_fleet_put_objects", OBJECTS, [MOST_OBJECTS, KEEP_OBJECTS_S, *pairs])
+        for first in range(0, len(pairs), 2 * OBJECTS_A_CALL):
+            some = pairs[first : first + 2 * OBJECTS_A_CALL]
+            await self._call("kvatlas_fleet_put_objects", OBJECTS, [MOST_OBJECTS, KEEP_OBJECTS_S, *some])
 
     async def find_object(self, id: str) -> str | None:
         """The worker that has an object, as far as known."""

@@ -28,6 +28,8 @@ from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, limi
 
 STEP_BLOCKS = 8
 MAX_STEPS = 1_024
+MOST_OFFERS, MOST_STEPS = 256, 2_048
+"""Of one ask: offers and kinds of look-alikes, and steps of all chains. More would hold up the store for long."""
 """Of longer prompts only this much is predicted: 8,192 blocks."""
 ID_BYTES = 16
 

@@ -37,7 +37,7 @@ from kvatlas.store.connection import Store
 _WORKER = Struct(">12d")
 """The start of a worker's record, see `functions/_layout.lua`."""
 
-WORKERS_A_CALL = 32
+WORKERS_A_CALL = 24
 ENDS_A_CALL = 32
 """Up to this many are reported, or given evidence, or ended, in one call, so that other calls wait for a millisecond or two."""
 IDS_A_CALL = 500

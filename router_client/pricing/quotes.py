@@ -11,6 +11,7 @@ kind, and in it what a held prefix of a given length saves.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -19,6 +20,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, ReadRate, TermKind
 from kvatlas.fleet.records import EngineEndpoint, Role
 from kvatlas.reservations.evaluation import worth_us
+from kvatlas.reservations.protocol import MOST_OFFERS
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, Run
 from router_client.pricing.pool import Candidate, Pool
 from router_client.prompt import Prompt
@@ -332,3 +334,18 @@ class _CopySources:
         """Deeper is better; at equal depth the copy whose farthest tier is nearer."""
         held = self._held[endpoint.id]
         return held.copied_tokens, -max(run.tiers[0] for run in held.runs)
+
+
+def shortlist(quotes: Sequence[Quote], kept: str | None = None, most: int = MOST_OFFERS) -> Sequence[Quote]:
+    """The cheapest without load, at most as many as one ask may name, in their order; with the worker `kept`."""
+    if len(quotes) <= most:
+        return quotes
+    return [quotes[i] for i in cheapest(quotes, most, kept)]
+
+
+def cheapest(quotes: Sequence[Quote], most: int, kept: str | None = None) -> list[int]:
+    """The numbers of the quotes that `shortlist` keeps."""
+    found = nsmallest(
+        most, range(len(quotes)), key=lambda i: (quotes[i].id != kept, quotes[i].base_us + quotes[i].surcharge_us)
+    )
+    return sorted(found)

@@ -60,6 +60,8 @@ from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.connection import Store
 
 REUSE_MS = 10 * 60 * 1000
+MOST_LOOKED_UP = 196_608
+"""Blocks of a chain that a lookup looks at: 3 million tokens in blocks of 16. A longer argument would hold up the store."""
 """A holder's number is used again after this long: clients may cache names."""
 
 RECORDS_A_CALL = 250
@@ -261,7 +263,7 @@ class RedisIndex(DirectWrites):
         return Overlap(found.shards, found.looked_up, differences(found, Overlap(shards, walked.looked_up)))
 
     async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int, reach: tuple[int, int]) -> Overlap:
-        args = [hashes, stride, *reach]
+        args = [hashes[: MOST_LOOKED_UP * HASH_BYTES], stride, *reach]
         guesses = [guesses.find(hashes) if stride else b"" for guesses in self._guesses]
         calls = [
             ([k.blocks(scope_id), k.meta, k.marked, k.marks(scope_id)], [*args, guess])
