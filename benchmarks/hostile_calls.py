@@ -67,11 +67,11 @@ CHAIN_HASHES = b"".join(map(hash_of, range(CHAIN)))
 def fill_store(client: Redis, chain: int = CHAIN) -> None:
     """A shard's blocks, and a pool with bookings, as a large fleet has them; and what a rogue router adds to them."""
     for library in LIBRARIES:
-        client.function_load(library.code, replace=True)  # type: ignore[no-untyped-call]
+        client.function_load(library.code, replace=True)
     for first in range(0, chain, 1_000):
         some = range(first, min(first + 1_000, chain))
         client.hset(BLOCKS, mapping={hash_of(one): holders_value(one) for one in some})
-    names = {number.to_bytes(3, "big"): f"w{number}" for number in range(HOLDERS)}
+    names: dict[Any, Any] = {number.to_bytes(3, "big"): f"w{number}" for number in range(HOLDERS)}
     client.hset(ACTIVE, mapping=names)
     client.hset(META, mapping={"active": 1, "server": "x"})
     client.hset(STATES[1], mapping={holder: msgpack.packb(["a", name, 0]) for holder, name in names.items()})
@@ -80,7 +80,7 @@ def fill_store(client: Redis, chain: int = CHAIN) -> None:
         packed = msgpack.packb([*record[:2], holder, *record[3:]], use_bin_type=False)
         client.hset(WORKERS, name, packed)
     client.hset(MARKED, mapping=dict.fromkeys(names, b"\0"))
-    heads = {hash_of(number) + b"h": _head(number) for number in range(0, min(chain, 20_000), 64)}
+    heads: dict[Any, Any] = {hash_of(number) + b"h": _head(number) for number in range(0, min(chain, 20_000), 64)}
     client.hset(MARKS, mapping=heads)
     for first in range(0, POOL_WORKERS, 20):
         rows = [_report(number) for number in range(first, first + 20)]

@@ -26,7 +26,7 @@ def filled(request: pytest.FixtureRequest) -> Iterator[Redis]:
 
 
 def test_one_call_does_bounded_work(filled: Redis) -> None:
-    with filled.monitor() as monitor:
+    with filled.monitor() as monitor:  # type: ignore[no-untyped-call]
         for call in hostile_calls():
             answer = _make(filled, call)
             filled.echo(MARK)
