@@ -3,7 +3,7 @@
 -- level by level with one HMGET each, the middle of every interval whose ends differ.
 
 local FIELD_BYTES = 256 -- what a field costs in addition to the bytes of its value
-local BYTES = 400000 -- after so many, the caller has to ask for the rest
+local BYTES = 600000 -- after so many, the caller has to ask for the rest
 local WIDE_BYTES = 1024 -- if values are wider, fewer are probed at a time
 local WALKED = 256 -- blocks that a walk reads at a time
 local MOST_STRIDE, ROUND = 256, 1024 -- the longest stride, and blocks between the probes of one round
