@@ -16,7 +16,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from benchmarks.result import Result, tabulate
 from benchmarks.timing import quantile, time_async_calls
+from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
 from kvatlas_router.tenancy.counters import TenancyCounters
+from kvatlas_router.tenancy.limits import ClientLimits
 from kvatlas_router.tenancy.proof import Proof, hash_of
 from kvatlas_router.tenant_gate import TenantGate
 
@@ -44,7 +46,8 @@ async def measure() -> list[Result]:
             "a JWT seen before": [partial(shown, [*usual, _bearer(tokens[0])])] * RUNS,
             "a new JWT (RS256)": [partial(shown, [*usual, _bearer(token)]) for token in tokens],
         }
-        gate = TenantGate(_answer, proof, TenancyCounters())
+        counters = TenancyCounters()
+        gate = TenantGate(_answer, proof, ClientLimits(counters, AllowanceExchange()), counters)
         rows["a key, and the gate with its limits"] = [partial(_pass, gate, [*usual, _bearer(b"key-999")])] * RUNS
         results = []
         for name, calls in rows.items():

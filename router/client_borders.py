@@ -7,6 +7,7 @@ from typing import Any
 from starlette.types import Scope
 
 from kvatlas.errors import InvalidValue
+from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.clients_file import is_tenant_name
 from kvatlas_router.tenancy.counters import TenancyCounters
@@ -20,12 +21,14 @@ OPERATORS_TENANT = b"x-kvatlas-tenant"
 
 @dataclass(frozen=True, slots=True)
 class ClientBorders:
-    """`proof`: of a file of clients; None: there is one tenant, and anybody is it. `salts`: each tenant's requests get a cache
+    """`proof`: of a file of clients; None: there is one tenant, and anybody is it. `exchange`: of what clients may use in a
+    minute. `salts`: each tenant's requests get a cache
     salt of its own (`--salt-is-tenant`). `decisions`: whether answers have the decision header; None: those of keys that may,
     and of anybody on loopback (`near`). `operators_prove`: operators' calls need a token, so that what they say of a tenant is
     believed."""
 
     proof: Proof | None = None
+    exchange: AllowanceExchange = field(default_factory=AllowanceExchange)
     salts: bool = False
     decisions: bool | None = None
     near: bool = True
@@ -35,7 +38,12 @@ class ClientBorders:
     def status(self, tenant_id: str) -> dict[str, Any]:
         """For operators: what is proven here, and how often. `tenant_id`: of a router with one tenant."""
         named = [tenant_id] if self.proof is None else list(self.proof.clients.tenants)
-        return {"proven": self.proof is not None, "tenants": named[:MOST_NAMED], **asdict(self.counters)}
+        return {
+            "proven": self.proof is not None,
+            "tenants": named[:MOST_NAMED],
+            "limits_shared": self.exchange.is_shared,
+            **asdict(self.counters),
+        }
 
     def shows_decision(self, caller: Caller) -> bool:
         """Do this caller's answers have the decision header?"""

@@ -14,6 +14,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from kvatlas.addresses import is_loopback
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.runtime.descriptors import FEW, count_descriptors, most_requests
 from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
@@ -30,6 +31,7 @@ from kvatlas_router.proxy.request_router import build_admission, open_request_ro
 from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
+from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
 from kvatlas_router.tenancy.proof import Proof
 from kvatlas_router.upstream.engine_client import EngineClient
 from router_client.learning.condition import RequestEnds
@@ -148,7 +150,10 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         held = HeldBookings(parts.client, counters, held_s=settings.held_s, most_of_client=settings.held_requests)
         stack.push_async_callback(held.close)
         stack.enter_context(export_metrics("proxy", counters))
-        borders = _borders(settings)
+        borders = _borders(settings, parts.fleet)
+        borders.exchange.start()
+        stack.push_async_callback(borders.exchange.stop)
+        parts.client.condition.proves_tenants = borders.proof is not None
         stack.enter_context(export_metrics("tenancy", borders.counters))
         route_api = RouteApi(held, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed)
         await parts.warm_up()
@@ -172,7 +177,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             await stack.aclose()
 
 
-def _borders(settings: ProxySettings) -> ClientBorders:
+def _borders(settings: ProxySettings, fleet: FleetStore) -> ClientBorders:
     """Raises SettingsError for a file of clients that can't be used."""
     proof = Proof(settings.clients_file) if settings.clients_file is not None else None
     if proof is not None:
@@ -187,6 +192,7 @@ def _borders(settings: ProxySettings) -> ClientBorders:
     decisions = {"auto": None, "always": True, "never": False}[settings.decision_header]
     return ClientBorders(
         proof,
+        AllowanceExchange(None if proof is None else fleet),
         settings.salt_is_tenant,
         decisions,
         near=is_loopback(settings.host),

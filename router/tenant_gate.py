@@ -4,8 +4,6 @@ What passes has its `Permit` in the scope (`permit_of`), and answers say what is
 """
 
 import logging
-import time
-from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,14 +29,13 @@ class TenantGate:
         self,
         application: ASGIApp,
         proof: Proof,
+        limits: ClientLimits,
         counters: TenancyCounters,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._application = application
         self._proof = proof
-        self._limits = ClientLimits(counters)
+        self._limits = limits
         self._counters = counters
-        self._clock = clock
         self._refusals = RateLimitedLog(_log)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,10 +60,10 @@ class TenantGate:
             return
         self._counters.proven += 1
         try:
-            permit = self._limits.admit(caller, self._clock())
+            permit = await self._limits.admit(caller)
         except OverLimit as error:
             self._counters.over_requests += 1
-            headers = self._limits.headers(caller, self._clock())
+            headers = self._limits.headers(caller)
             await send_error(send, ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s, added=headers)
             return
         try:
@@ -78,7 +75,7 @@ class TenantGate:
 
     def _with_headers(self, permit: Permit, send: Send) -> Send:
         async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start" and (added := permit.headers(self._clock())):
+            if message["type"] == "http.response.start" and (added := permit.headers()):
                 kept = [one for one in message["headers"] if not one[0].lower().startswith(b"x-ratelimit-")]
                 message = {**message, "headers": [*kept, *added]}
             await send(message)

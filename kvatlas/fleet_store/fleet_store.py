@@ -6,6 +6,7 @@
     kva:{fleet}:pools     SET   pool ids
     kva:{fleet}:departed  HASH  workers that were retired within the last hour: `kvatlas/fleet_store/departures.py`
     kva:{fleet}:objects   HASH  id of an object that an engine keeps -> worker id; kva:{fleet}:objects:older
+    kva:{fleet}:limit:<kind>:<client>   HASH  what a client may use: `kvatlas/fleet_store/allowances.py`
     kva:{pool:<id>}:workers   HASH  worker id -> FleetRecord; the pool's other keys: `kvatlas/reservations/functions/_pool.lua`
 
 Leases only save work; correctness does not depend on them.
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet_store.allowances import Draw, Drawn, allowance_key
 from kvatlas.fleet_store.departures import Departure, forget_departures, read_departures, record_departure
 from kvatlas.reservations.protocol import WorkerReport
 from kvatlas.reservations.redis import write_reports
@@ -33,6 +35,7 @@ POOLS = "kva:{fleet}:pools"
 OBJECTS = ("kva:{fleet}:objects", "kva:{fleet}:objects:older")
 MOST_OBJECTS = 100_000
 """Limit of each of these two hashes: at most 20 MB of the store."""
+OBJECTS_A_CALL = 512
 KEEP_OBJECTS_S = 7 * 24 * 3600
 
 RECORDS_A_SLICE = 16
@@ -212,12 +215,24 @@ class FleetStore:
     async def put_objects(self, holders: Mapping[str, str]) -> None:
         """Record the workers of objects, by object id. The oldest objects are dropped."""
         pairs = [text for pair in holders.items() for text in pair]
-        await self._call("kvatlas_fleet_put_objects", OBJECTS, [MOST_OBJECTS, KEEP_OBJECTS_S, *pairs])
+        for first in range(0, len(pairs), 2 * OBJECTS_A_CALL):
+            some = pairs[first : first + 2 * OBJECTS_A_CALL]
+            await self._call("kvatlas_fleet_put_objects", OBJECTS, [MOST_OBJECTS, KEEP_OBJECTS_S, *some])
 
     async def find_object(self, id: str) -> str | None:
         """The worker that has an object, if known."""
         found = await self._call("kvatlas_fleet_find_object", OBJECTS, [id])
         return found[0].decode() if found else None
+
+    # ------------------------------------------------------------ what clients may use
+
+    async def draw(self, draws: Sequence[Draw]) -> Sequence[Drawn]:
+        """See `SharedAllowances`; at most ALLOWANCES_A_CALL of them."""
+        args = [number for one in draws for number in one[1:]]
+        flat = await FLEET_LIBRARY.call(
+            self._store, "kvatlas_fleet_draw", [allowance_key(one.name) for one in draws], args
+        )
+        return [Drawn(taken, left) for taken, left in zip(flat[::2], flat[1::2], strict=True)]
 
     # ------------------------------------------------------------ pieces
 

@@ -37,7 +37,7 @@ from kvatlas.store.connection import Store
 _WORKER = Struct(">12d")
 """The start of a worker's record, see `functions/_layout.lua`."""
 
-WORKERS_A_CALL = 32
+WORKERS_A_CALL = 24
 ENDS_A_CALL = 32
 """Limits of workers reported (or given evidence) and of bookings ended per call, so other calls wait only a millisecond or
 two."""

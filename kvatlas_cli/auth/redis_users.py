@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
-from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY
+from kvatlas.fleet_store.allowances import allowance_key
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS, POOLS
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
+from kvatlas.index.redis.keys import LAYOUT
 from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.answer_usage import usage_keys
 from kvatlas.predictions.store import answers_key
@@ -34,7 +36,7 @@ _INDEXER = ("discard", "exec", "multi", "sadd", "scard", "srandmember", "srem")
 """Commands that indexers send outside their functions."""
 
 _ALL_KEYS = "kva:*"
-_FLEET_KEYS = "kva:{fleet}:*"
+_SMALL_FLEET_KEYS = (f"{LAYOUT}*", POOLS)
 _ACTIVE_KEYS = "kva:{s*}:active"
 """Worker names by holder: as many as there are workers."""
 _POOL = "*"
@@ -72,12 +74,14 @@ def redis_users(*, with_replicas: bool = False) -> dict[str, str]:
         "router": " ".join(
             [
                 _rule([f"%R~{_ALL_KEYS}"], everybody, _ONE_FIELD, whole_index),
-                _selector([f"%R~{_FLEET_KEYS}"], ["hgetall", "smembers"]),
+                _selector([f"%R~{key}" for key in _SMALL_FLEET_KEYS], ["hgetall", "smembers"]),
                 _selector([f"%R~{_ACTIVE_KEYS}"], ["hscan"]),
                 _selector([f"%R~{pool}"], _commands(POOL_LIBRARY) & _READS),
                 _selector([f"~{pool}"], ["fcall"]),
                 _selector([f"~{key}" for key in booked], _commands(POOL_LIBRARY) - _READS - {"set"}),
                 _selector([f"~{mark_key('*')}"], ["fcall", "set"]),
+                _selector([f"~{allowance_key('*')}"], ["fcall", "hset", "pexpire"]),
+                _selector([f"~{key}" for key in OBJECTS], ["expire", "fcall", "hset", "rename"]),
             ]
         ),
         "auditor": _rule([f"%R~{_ALL_KEYS}"], everybody, _ONE_FIELD, _WHOLE_INDEX, _SERVER)

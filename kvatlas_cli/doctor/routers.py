@@ -86,6 +86,7 @@ def judge_conditions(conditions: Mapping[str, RouterCondition]) -> Iterator[Find
     for router_id, one in sorted(conditions.items()):
         where = f"router {router_id}"
         yield from _judge_descriptors(where, one)
+        yield from _judge_proof(where, one)
         if one.choices and one.fell_open >= MANY * one.choices:
             line = f"{where}: {one.fell_open:,} of {one.choices:,} choices of the last minute lacked the store's help"
             advice = "see store.distance and the store's load (SLOWLOG GET); a router's copy of the index (--replica) asks less"
@@ -98,6 +99,17 @@ def judge_conditions(conditions: Mapping[str, RouterCondition]) -> Iterator[Find
         if one.requests and one.gone >= MANY * one.requests:
             line = f"{where}: {one.gone:,} of {one.requests:,} clients of the last minute gave up before the end"
             yield Finding("routers.gone", Level.WARNING, line, "are answers slower than the clients' time limit?")
+
+
+def _judge_proof(where: str, one: RouterCondition) -> Iterator[Finding]:
+    if one.proves_tenants is None:
+        return
+    if one.proves_tenants:
+        yield Finding("routers.proof", Level.OK, f"{where}: each request proves its tenant")
+        return
+    line = f"{where}: one tenant, that of --tenant-id; everybody who reaches it is that tenant, whatever they send"
+    advice = "for several tenants, or limits by key: --clients-file (router), --tenant-from (epp)"
+    yield Finding("routers.proof", Level.INFO, line, advice)
 
 
 def _judge_descriptors(where: str, one: RouterCondition) -> Iterator[Finding]:

@@ -73,6 +73,7 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
             counters.refused + counters.shed + counters.queue_full + counters.late,
             counters.gone,
         )
+        parts.client.condition.proves_tenants = bool(settings.tenant_from)
         stack.enter_context(export_metrics("gateway", counters))
         admission = build_admission(parts, settings, counters, apart=bool(settings.prefill_header))
         stack.enter_context(

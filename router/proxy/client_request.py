@@ -191,12 +191,12 @@ class ClientRequest:
         caller = self.caller
         return self.header(name) if caller.is_front or not caller.is_proven else None
 
-    def take_tokens(self, prompt: Prompt) -> None:
+    async def take_tokens(self, prompt: Prompt) -> None:
         """Count its prompt and the answer that is expected. Raises OverLimit."""
         if self.permit is not None:
             limits = prompt.output_limits
             output = prompt.output_tokens if limits is None else limits.clamp(prompt.output_tokens)
-            self.permit.take_tokens(prompt.input_tokens + output * self._answers, time.monotonic())
+            await self.permit.take_tokens(prompt.input_tokens + output * self._answers)
 
     def count_usage(self, usage: Usage | None) -> None:
         """Count what its engine reports instead."""

@@ -198,7 +198,7 @@ class Exchange:
                 return
             request.prompt_tokens = read.prompt.input_tokens
             try:
-                request.take_tokens(read.prompt)
+                await request.take_tokens(read.prompt)
             except OverLimit as error:
                 describe_answer(span, ErrorKind.BUSY.status, None)
                 await request.refuse(ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s)

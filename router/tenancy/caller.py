@@ -8,7 +8,8 @@ from kvatlas.validation import matches
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a client may use of one router process; None: all that there is. Tokens: of prompts and of their answers."""
+    """What a client may use: in flight of one router process, a minute of the whole fleet; None: all that there is. Tokens: of
+    prompts and of their answers."""
 
     requests_in_flight: int | None = None
     tokens_in_flight: int | None = None

@@ -16,7 +16,9 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.tenancy.refusals import KeysUnknown
 
 AGE_S = 300.0
-"""How soon keys are read again: a key that was withdrawn counts so long."""
+"""How soon the keys of an address are read again: a key that was withdrawn counts so long."""
+FILE_AGE_S = 5.0
+"""The same for a file."""
 ASK_AGAIN_S = 10.0
 """How soon, if a token names a key that is not known, or the keys could not be read."""
 READ_S = 5.0
@@ -37,6 +39,7 @@ class IssuerKeys:
         self._name = name
         self._file = file
         self._url = url
+        self._age_s = AGE_S if file is None else FILE_AGE_S
         self._clock = clock
         self._keys: Mapping[str, Any] = {}
         self._source = b""
@@ -46,16 +49,19 @@ class IssuerKeys:
 
     async def of(self, key_id: str | None) -> Any:
         """The key of this id, or the only one; None if there is none. Raises KeysUnknown."""
-        age_s = None if self._read_at is None else self._clock() - self._read_at
+        self.refresh()
         found = self._find(key_id)
-        if self._keys and age_s is not None and age_s >= AGE_S:
-            self._start()  # those that are known go on meanwhile
-        elif age_s is None or (found is None and age_s >= ASK_AGAIN_S):
+        if self._read_at is None or (found is None and self._clock() - self._read_at >= ASK_AGAIN_S):
             await asyncio.shield(self._start())
             found = self._find(key_id)
-        if not self._keys:
+        if not self._source:
             raise KeysUnknown(f"the keys of issuer {self._name} can't be read now")
         return found
+
+    def refresh(self) -> None:
+        """Begin to read the keys again if they are old; those that are known go on meanwhile."""
+        if self._source and self._read_at is not None and self._clock() - self._read_at >= self._age_s:
+            self._start()
 
     def _find(self, key_id: str | None) -> Any:
         if key_id is None and len(self._keys) == 1:
@@ -96,7 +102,8 @@ class IssuerKeys:
 
 
 def parse_keys(source: bytes) -> Mapping[str, Any]:
-    """By key id: those of a JWKS that sign, or '' for a key in PEM. Raises InvalidValue if there is none."""
+    """By key id: those of a JWKS that sign, or '' for a key in PEM; none, if a JWKS is empty: all were withdrawn. Raises
+    InvalidValue for anything else without a key."""
     if source.lstrip().startswith(b"-----BEGIN "):
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
@@ -106,7 +113,10 @@ def parse_keys(source: bytes) -> Mapping[str, Any]:
         except (ValueError, UnsupportedAlgorithm) as error:
             raise InvalidValue(f"no public key in PEM: {error!s:.80}") from None
     try:
-        found = jwt.PyJWKSet.from_dict(json.loads(source))
+        listed = json.loads(source)
+        if isinstance(listed, dict) and listed.get("keys") == []:
+            return {}
+        found = jwt.PyJWKSet.from_dict(listed)
     except (ValueError, AttributeError, TypeError, jwt.PyJWTError) as error:
         raise InvalidValue(f"no JWKS: {error!s:.80}") from None
     keys = {

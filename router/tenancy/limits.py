@@ -1,19 +1,21 @@
-"""How much each client uses, and what it may: requests and tokens, in flight and a minute. In one process; no I/O.
+"""How much each client uses, and what it may: requests and tokens, in flight in this process, and a minute in the whole fleet.
 
-A minute's allowance is a bucket that refills continuously, as OpenAI's: after a pause a whole minute's worth may come at once.
+A minute's allowance refills continuously, as OpenAI's: after a pause a whole minute's worth may come at once.
 """
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvatlas.errors import KvatlasError
+from kvatlas.fleet_store.allowances import MINUTE_S
+from kvatlas_router.tenancy.allowance import Allowance
+from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.counters import TenancyCounters
 
 MOST_KNOWN = 100_000
 """Clients whose use is remembered; idle ones are forgotten first."""
-MINUTE_S = 60.0
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -28,78 +30,69 @@ class OverLimit(KvatlasError):
 
 
 @dataclass(slots=True)
-class _Bucket:
-    """What is left of a minute's allowance; below 0 if an answer took more than was expected."""
-
-    left: float | None = None
-    at_s: float = 0.0
-
-    def refill(self, per_minute: int, now_s: float) -> float:
-        """What is left now."""
-        if self.left is None:
-            self.left = float(per_minute)
-        else:
-            self.left = min(float(per_minute), self.left + (now_s - self.at_s) * per_minute / MINUTE_S)
-        self.at_s = now_s
-        return self.left
-
-    def wait_s(self, amount: float, per_minute: int, now_s: float) -> float:
-        """Seconds until this amount is there; 0: it is."""
-        return max(0.0, (min(amount, per_minute) - self.refill(per_minute, now_s)) * MINUTE_S / per_minute)
-
-    def take(self, amount: float) -> None:
-        if self.left is not None:
-            self.left -= amount
-
-
-@dataclass(slots=True)
 class _Use:
-    """One client's."""
+    """One client's: in flight here, and its allowances; None: that is not limited."""
 
     requests: int = 0
     tokens: int = 0
-    of_requests: _Bucket = field(default_factory=_Bucket)
-    of_tokens: _Bucket = field(default_factory=_Bucket)
+    of_requests: Allowance | None = None
+    of_tokens: Allowance | None = None
+
+    def set_limits(self, caller: Caller) -> None:
+        """As its caller has them now: a file of clients may change them."""
+        limits = caller.limits
+        self.of_requests = _allowance(self.of_requests, "requests", caller.name, limits.requests_per_minute)
+        self.of_tokens = _allowance(self.of_tokens, "tokens", caller.name, limits.tokens_per_minute)
+
+
+def _allowance(known: Allowance | None, kind: str, client: str, per_minute: int | None) -> Allowance | None:
+    if per_minute is None:
+        return None
+    if known is None:
+        return Allowance(f"{kind}:{client}", per_minute)
+    known.size = per_minute
+    return known
 
 
 class Permit:
     """One admitted request, until `end`."""
 
-    def __init__(self, caller: Caller, use: _Use, counters: TenancyCounters) -> None:
+    def __init__(self, caller: Caller, use: _Use, exchange: AllowanceExchange, counters: TenancyCounters) -> None:
         self.caller = caller
         self._counters = counters
+        self._exchange = exchange
         self._use = use
         self._tokens = 0
         self._ended = False
 
-    def take_tokens(self, tokens: int, now_s: float) -> None:
+    async def take_tokens(self, tokens: int) -> None:
         """Its prompt and the answer that is expected. Raises OverLimit."""
         try:
-            self._take_tokens(tokens, now_s)
+            await self._take_tokens(tokens)
         except OverLimit:
             self._counters.over_tokens += 1
             raise
 
-    def _take_tokens(self, tokens: int, now_s: float) -> None:
+    async def _take_tokens(self, tokens: int) -> None:
         limits, use = self.caller.limits, self._use
-        most, per_minute = limits.tokens_in_flight, limits.tokens_per_minute
-        for limit, what in ((most, "in flight"), (per_minute, "a minute")):
+        most, allowance = limits.tokens_in_flight, use.of_tokens
+        for limit, what in ((most, "in flight"), (limits.tokens_per_minute, "a minute")):
             if limit is not None and tokens > limit:
                 raise OverLimit(
                     f"the request has {tokens} tokens; this client may have {limit} {what}", 60, tokens=True
                 )
         if most is not None and use.tokens + tokens > most:
             raise OverLimit(f"{use.tokens} tokens of this client are in flight, of {most}", 1, tokens=True)
-        if per_minute is not None:
-            if wait_s := use.of_tokens.wait_s(tokens, per_minute, now_s):
-                raise OverLimit(f"this client has used its {per_minute} tokens a minute", wait_s, tokens=True)
-            use.of_tokens.take(tokens)
         use.tokens += tokens
-        self._tokens = tokens
+        self._tokens = tokens  # `end` takes them back, however this goes on
+        if allowance is not None and not await self._exchange.take(allowance, tokens):
+            wait_s = allowance.wait_s(tokens, self._exchange.clock())
+            raise OverLimit(f"this client has used its {allowance.size} tokens a minute", wait_s, tokens=True)
 
     def correct(self, tokens: int) -> None:
         """What the request took in the end, as its engine reports it."""
-        self._use.of_tokens.take(tokens - self._tokens)
+        if self._use.of_tokens is not None:
+            self._exchange.correct(self._use.of_tokens, max(0, tokens) - self._tokens)
 
     def end(self) -> None:
         """The request is over. Ending twice is fine."""
@@ -108,27 +101,19 @@ class Permit:
             self._use.requests -= 1
             self._use.tokens -= self._tokens
 
-    def headers(self, now_s: float) -> Headers:
+    def headers(self) -> Headers:
         """What is left, in the words of OpenAI's API; only of what is limited."""
-        return limit_headers(self.caller, self._use, now_s)
+        return limit_headers(self._use, self._exchange.clock())
 
 
-def limit_headers(caller: Caller, use: _Use, now_s: float) -> Headers:
+def limit_headers(use: _Use, now_s: float) -> Headers:
     """`x-ratelimit-limit-requests` and so on."""
     found: Headers = []
-    limits = caller.limits
-    for what, per_minute, bucket in (
-        ("requests", limits.requests_per_minute, use.of_requests),
-        ("tokens", limits.tokens_per_minute, use.of_tokens),
-    ):
-        if per_minute is not None:
-            left = bucket.refill(per_minute, now_s)
-            reset_s = (per_minute - left) * MINUTE_S / per_minute
-            for name, value in (
-                ("limit", str(per_minute)),
-                ("remaining", str(max(0, math.floor(left)))),
-                ("reset", f"{reset_s:.3f}s"),
-            ):
+    for what, allowance in (("requests", use.of_requests), ("tokens", use.of_tokens)):
+        if allowance is not None:
+            left = allowance.remaining(now_s)
+            reset_s = (allowance.size - left) * MINUTE_S / allowance.size
+            for name, value in (("limit", str(allowance.size)), ("remaining", str(left)), ("reset", f"{reset_s:.3f}s")):
                 found.append((f"x-ratelimit-{name}-{what}".encode(), value.encode()))
     return found
 
@@ -136,34 +121,40 @@ def limit_headers(caller: Caller, use: _Use, now_s: float) -> Headers:
 class ClientLimits:
     """The use of all clients of one process."""
 
-    def __init__(self, counters: TenancyCounters) -> None:
+    def __init__(self, counters: TenancyCounters, exchange: AllowanceExchange) -> None:
         self._counters = counters
+        self._exchange = exchange
         self._uses: OrderedDict[str, _Use] = OrderedDict()
 
-    def admit(self, caller: Caller, now_s: float) -> Permit:
+    async def admit(self, caller: Caller) -> Permit:
         """Count one more request. Raises OverLimit."""
-        use, limits = self._use_of(caller.name), caller.limits
-        most, per_minute = limits.requests_in_flight, limits.requests_per_minute
+        use, most = self._use_of(caller), caller.limits.requests_in_flight
         if most is not None and use.requests >= most:
             raise OverLimit(f"{use.requests} requests of this client are in flight, of {most}", 1, tokens=False)
-        if per_minute is not None:
-            if wait_s := use.of_requests.wait_s(1, per_minute, now_s):
-                raise OverLimit(f"this client has used its {per_minute} requests a minute", wait_s, tokens=False)
-            use.of_requests.take(1)
         use.requests += 1
-        return Permit(caller, use, self._counters)
+        permit = Permit(caller, use, self._exchange, self._counters)
+        try:
+            if use.of_requests is not None and not await self._exchange.take(use.of_requests, 1):
+                wait_s = use.of_requests.wait_s(1, self._exchange.clock())
+                line = f"this client has used its {use.of_requests.size} requests a minute"
+                raise OverLimit(line, wait_s, tokens=False)
+        except BaseException:
+            permit.end()
+            raise
+        return permit
 
-    def headers(self, caller: Caller, now_s: float) -> Headers:
+    def headers(self, caller: Caller) -> Headers:
         """As `Permit.headers`, of a client whose request was not admitted."""
-        return limit_headers(caller, self._use_of(caller.name), now_s)
+        return limit_headers(self._use_of(caller), self._exchange.clock())
 
-    def _use_of(self, name: str) -> _Use:
-        use = self._uses.get(name)
+    def _use_of(self, caller: Caller) -> _Use:
+        use = self._uses.get(caller.name)
         if use is None:
-            use = self._uses[name] = _Use()
+            use = self._uses[caller.name] = _Use()
             if len(self._uses) > MOST_KNOWN:
                 self._forget_idle()
-        self._uses.move_to_end(name)
+        self._uses.move_to_end(caller.name)
+        use.set_limits(caller)
         return use
 
     def _forget_idle(self) -> None:

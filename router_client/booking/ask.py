@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.reservations import STEP_BLOCKS, Ask, LookAlikes, Offer, OfferKind, StepChain
+from kvatlas.reservations.protocol import MOST_STEPS
 from router_client.pricing.pool import Candidate
 from router_client.pricing.quotes import KindQuote, Quote
 from router_client.pricing.slo import build_limits, decode_us
@@ -40,7 +42,8 @@ def build_ask(
             if predicts and size not in numbers and prompt.input_tokens >= size * STEP_BLOCKS:
                 hashes = (chains.get(size) or PromptChain(prompt, size)).all_hashes()
                 step_chain = StepChain.of(prompt.scope.scope_id, size, hashes)
-                if step_chain.hashes:
+                steps = sum(len(one.hashes) for one in (*step_chains, step_chain)) // HASH_BYTES
+                if step_chain.hashes and steps <= MOST_STEPS:
                     numbers[size] = len(step_chains)
                     step_chains.append(step_chain)
             known = kinds[for_kind] = _offer_kind(for_kind, size, numbers.get(size), booking), size * STEP_BLOCKS

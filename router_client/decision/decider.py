@@ -26,7 +26,7 @@ from router_client.pricing.look_alikes import LookAlikeQuotes
 from router_client.pricing.overlap import PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairRanking
-from router_client.pricing.quotes import Quote
+from router_client.pricing.quotes import Quote, shortlist
 from router_client.pricing.ranking import RankedResults
 from router_client.prompt import Prompt
 from router_client.results import Choice, Ranking, list_left_out
@@ -67,7 +67,7 @@ class Decider:
         """Rank every candidate. Raises what the store raises."""
         pool = self._policy.narrow(await self._fleet.read_pool(prompt.scope.pool_id), prompt)
         case = Case(prompt, pool, await self._index.look_up(prompt, pool))
-        quotes = self._policy.quote(case)
+        quotes = shortlist(self._policy.quote(case))
         if not quotes:
             return self._builder.ranking(case, (), pool.left_out)
         evaluation = await self._look(case, quotes)
@@ -77,7 +77,7 @@ class Decider:
     async def predict_tokens(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> dict[str, int]:
         """By worker, the tokens that `rank` would predict beyond the lookup. Raises what the store raises."""
         case = Case(prompt, self._policy.narrow(pool, prompt), lookup)
-        quotes = self._policy.quote(case)
+        quotes = shortlist(self._policy.quote(case))
         if not quotes:
             return {}
         evaluation = await self._look(case, quotes)
@@ -108,23 +108,26 @@ class Decider:
             raise self._no_workers(prompt, case.pool.left_out)
         if (followed := self._policy.choose_followed(prompt, case.pool)) is not None:
             case = replace(case, followed=followed)
-        ask = self._policy.ask(case, quotes)
+        listed = shortlist(quotes, case.followed)
+        ask = self._policy.ask(case, listed)
         if not self._settings.booking.reservations:
-            evaluation = evaluate_without_bookings(ask, case.pool, quotes)
-            return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen)
+            evaluation = evaluate_without_bookings(ask, case.pool, listed)
+            return self._choose(case, listed, evaluation.by_offer, evaluation.chosen)
         failure = "reservations: no answer lately"
         if call_store:
-            call = self._choose_in_store(case, quotes, ask, deadline, book=book)
+            call = self._choose_in_store(case, listed, ask, deadline, book=book)
             choice, failure = await self._booker.try_store(call, deadline)
             if choice is not None:
                 return choice
+        if listed is not quotes:
+            ask = self._policy.ask(case, quotes)
         return self._choose_alone(replace(case, why=case.why or failure), quotes, ask, book=book)
 
     async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairChoice:
         """Choose one or two workers, reserved in one call if `book`; see `decide`. No other policy is followed."""
         deadline, call_store = self._start_deadline(), self._booker.may_call_store()
         case = await self._read_case(prompt, avoid, deadline, call_store=call_store)
-        pairs = self._policy.quote_pairs(case)
+        pairs = self._policy.quote_pairs(case).shortlist()
         if not pairs.can_serve:
             raise self._no_workers(prompt, case.pool.left_out_of_pairs)
         quotes = pairs.all_quotes

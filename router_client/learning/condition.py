@@ -19,12 +19,13 @@ class RequestEnds(NamedTuple):
 
 
 class ConditionMeter:
-    """Reads the condition. `ends` is set by a server built on this library."""
+    """Reads the condition. `ends` and `proves_tenants` are set by a server built on this library."""
 
     def __init__(self, counters: RouterCounters) -> None:
         self._counters = counters
         self._recent = RecentCounts()
         self.ends: Callable[[], RequestEnds] = RequestEnds
+        self.proves_tenants: bool | None = None
 
     def read(self) -> RouterCondition:
         """The current condition."""
@@ -40,5 +41,6 @@ class ConditionMeter:
             sent_us=time.time_ns() // 1_000,
             descriptors=descriptors.open,
             most_descriptors=max(0, descriptors.most),
+            proves_tenants=self.proves_tenants,
             **{name: max(0, value) for name, value in self._recent.grown(since_start).items()},
         )

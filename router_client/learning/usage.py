@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+MOST_TOKENS = 1 << 30
+"""An engine that reports more than this is not believed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -37,17 +40,22 @@ class Usage:
         else:
             prompt, completion, details = _read(usage, "input_tokens", "output_tokens", "input_tokens_details")
         cached = (details if isinstance(details, Mapping) else usage).get("cached_tokens")
-        if not isinstance(prompt, int):
+        if not _is_count(prompt):
             return None
         apart = usage.get("cache_read_input_tokens")
-        if isinstance(apart, int):
+        if _is_count(apart):
             created = usage.get("cache_creation_input_tokens")
-            prompt, cached = prompt + apart + (created if isinstance(created, int) else 0), apart
+            prompt, cached = prompt + apart + (created if _is_count(created) else 0), apart
         return cls(
             prompt,
-            completion if isinstance(completion, int) else 0,
-            cached if isinstance(cached, int) else None,
+            completion if _is_count(completion) else 0,
+            cached if _is_count(cached) else None,
         )
+
+
+def _is_count(value: Any) -> bool:
+    """A number of tokens that an answer may have: whatever an engine says, sums and records of it must hold."""
+    return type(value) is int and 0 <= value <= MOST_TOKENS
 
 
 def _read(usage: Mapping[str, Any], *names: str) -> tuple[Any, ...]:

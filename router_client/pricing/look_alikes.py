@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from kvatlas.reservations import Evaluation, OfferEvaluation
+from kvatlas.reservations.protocol import MOST_OFFERS
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix
 from router_client.pricing.pool import Candidate, Group, Pool
 from router_client.pricing.quotes import Quote, QuoteDesk
@@ -82,6 +83,8 @@ def quote_look_alikes(
                 apart[id] = candidate
         if len(apart) > MOST_NAMED:
             return None
+    if len(apart) + len(look_alikes) > MOST_OFFERS:
+        return None
     ring = xxh3_64_intdigest(fingerprint) >> 32
     return LookAlikeQuotes(pool, desk.quote_all(list(apart.values()), fingerprint), look_alikes, ring)
 

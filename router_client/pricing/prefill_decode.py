@@ -17,10 +17,11 @@ from kvatlas.cost.protocol import Piece
 from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Ask, Evaluation, Offer, OfferEvaluation, PairLayout
+from kvatlas.reservations.protocol import MOST_OFFERS
 from kvatlas.reservations.room_and_slo import Limit
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Candidate, Pool, serves_whole
-from router_client.pricing.quotes import Quote, quote_candidates
+from router_client.pricing.quotes import Quote, cheapest, quote_candidates, shortlist
 from router_client.pricing.ranking import Criteria, RankedResults
 from router_client.pricing.transfer_protocol import TransferProtocol
 from router_client.prompt import Prompt
@@ -84,6 +85,19 @@ class PairQuotes:
             ]
 
         return replace(self, decodes=copy_surcharges(self.decodes), wholes=copy_surcharges(self.wholes))
+
+    def shortlist(self) -> "PairQuotes":
+        """The cheapest of each kind, so that one ask may name them all."""
+        if len(self.prefills) + len(self.decodes) + len(self.wholes) <= MOST_OFFERS:
+            return self
+        prefills, decodes = (cheapest(some, MOST_OFFERS // 3) for some in (self.prefills, self.decodes))
+        return PairQuotes(
+            [self.prefills[i] for i in prefills],
+            [self.decodes[i] for i in decodes],
+            shortlist(self.wholes, most=MOST_OFFERS // 3),
+            [self.groups[i] for i in prefills],
+            [self.prices_us[i] for i in decodes],
+        )
 
     def to_pair_ask(self, ask: Ask) -> Ask:
         """Turn an ask about `all_quotes` into one that also chooses among pairs.

@@ -10,6 +10,7 @@ kind, and in it the savings for a held prefix of a given length.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -18,6 +19,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, ReadRate
 from kvatlas.fleet.records import Role
 from kvatlas.reservations.evaluation import worth_us
+from kvatlas.reservations.protocol import MOST_OFFERS
 from router_client.pricing.copies import CopySources, Surcharge
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, Run
 from router_client.pricing.pool import Candidate, Pool
@@ -238,3 +240,16 @@ def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tie
             found.append((before + last - first, run.tiers[0]))
         position += run.tokens
     return found
+
+
+def shortlist(quotes: Sequence[Quote], kept: str | None = None, most: int = MOST_OFFERS) -> Sequence[Quote]:
+    """The cheapest without load, at most as many as one ask may name, in their order; with the worker `kept`."""
+    if len(quotes) <= most:
+        return quotes
+    return [quotes[i] for i in cheapest(quotes, most, kept)]
+
+
+def cheapest(quotes: Sequence[Quote], most: int, kept: str | None = None) -> list[int]:
+    """The numbers of the quotes that `shortlist` keeps."""
+    found = nsmallest(most, range(len(quotes)), key=lambda i: (quotes[i].id != kept, quotes[i].offered_us))
+    return sorted(found)

@@ -7,8 +7,13 @@
 --      2 s for which they are kept without a change
 --      3... object id, worker id...
 -- returns an empty list
+local MOST_PUT = 512 -- objects of one call
+
 register('kvatlas_fleet_put_objects', function(keys, args)
   local newer, older = keys[1], keys[2]
+  if #args > 2 + 2 * MOST_PUT then
+    error({ err = 'ERR arguments: expected at most 512 objects' })
+  end
   for i = 3, #args, 2 do
     redis.call('HSET', newer, args[i], args[i + 1])
   end

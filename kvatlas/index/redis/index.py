@@ -63,6 +63,8 @@ from kvatlas.store.connection import Store
 
 REUSE_MS = 10 * 60 * 1000
 """A holder's number is reused after this long: clients may cache names."""
+MOST_LOOKED_UP = 196_608
+"""Blocks of a chain that a lookup looks at: 3 million tokens in blocks of 16. A longer argument would hold up the store."""
 
 RECORDS_A_CALL = 250
 
@@ -265,7 +267,7 @@ class RedisIndex(DirectWrites):
         return Overlap(found.shards, found.looked_up, differences(found, Overlap(shards, walked.looked_up)))
 
     async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int, reach: tuple[int, int]) -> Overlap:
-        args = [hashes, stride, *reach]
+        args = [hashes[: MOST_LOOKED_UP * HASH_BYTES], stride, *reach]
         guesses = [guesses.find(hashes) if stride else b"" for guesses in self._guesses]
         calls = [
             ([k.blocks(scope_id), k.meta, k.marked, k.marks(scope_id)], [*args, guess])

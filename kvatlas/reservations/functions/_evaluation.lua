@@ -19,7 +19,9 @@
 local CHAIN, LIMIT, LOST, QUEUED_US, RUNNING_US, KV_US, WAITING_TOKENS = 1, 2, 3, 4, 5, 6, 7
 local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, INTERFERENCE, KIND_FIELDS = 8, 9, 10, 11, 12, 13, 13
 local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3, 4, 5, 6, 6
-local MOST_ASK, MOST_OFFERS, MOST_STEPS = 262144, 4096, 16384 -- bytes, offers of an ask, and steps in all of its chains
+local MOST_ASK, MOST_OFFERS, MOST_SKIPPED = 131072, 256, 256 -- bytes of an ask, its offers, and workers that get none
+local MOST_CHAINS, MOST_STEPS = 16, 2048 -- chains of an ask, and steps in all of them
+local MOST_MATCHED = 256 -- predictions that one ask looks at
 local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
 local function unpack_limits(limits)
@@ -35,12 +37,12 @@ end
 local function unpack_ask(packed)
   local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring =
     unpack(cmsgpack.unpack(packed))
-  local steps, rows = 0, (#offers + #look_alikes) / OFFER_FIELDS + #skipped
+  local steps, rows = 0, (#offers + #look_alikes) / OFFER_FIELDS
   for i, chain in ipairs(chains) do
     steps = steps + #chain[2] / HASH_BYTES
     chains[i] = { step_tokens = chain[1], hashes = chain[2] }
   end
-  if steps > MOST_STEPS or rows > MOST_OFFERS then
+  if #chains > MOST_CHAINS or steps > MOST_STEPS or rows > MOST_OFFERS or #skipped > MOST_SKIPPED then
     error({ err = string.format('ERR ask of %d steps and %d offers at most', MOST_STEPS, MOST_OFFERS) })
   end
   return {
@@ -77,9 +79,9 @@ local function shared(chain, offset, hashes)
 end
 
 -- Returns the predictions that share a prefix with a chain: a list of { id, prediction, steps = leading steps of the chain that
--- it covers, whole = is all of the prediction shared? }.
-local function matches_of(keys, chain, now)
-  local matches, chain_steps = {}, #chain / HASH_BYTES
+-- it covers, whole = is all of the prediction shared? }; and how many it looked at, `most` at most.
+local function matches_of(keys, chain, now, most)
+  local matches, chain_steps, looked = {}, #chain / HASH_BYTES, 0
   for first = 0, chain_steps - 1, CHUNK do
     local probed = math.min(CHUNK, chain_steps - first)
     local probes = { struct.unpack(string.rep('c' .. HASH_BYTES, probed), chain, first * HASH_BYTES + 1) }
@@ -87,8 +89,12 @@ local function matches_of(keys, chain, now)
     for i = 1, probed do
       local ids = found[i]
       if ids then
-        for at = 1, #ids, ID_BYTES do
+        if #ids > MOST_ANCHORED * ID_BYTES then
+          damaged('anchor')
+        end
+        for at = 1, math.min(#ids, (most - looked) * ID_BYTES), ID_BYTES do
           local id = string.sub(ids, at, at + ID_BYTES - 1)
+          looked = looked + 1
           local prediction, first_step = get_prediction(keys, id), first + i - 1
           if not prediction then
             damaged('anchor')
@@ -104,7 +110,7 @@ local function matches_of(keys, chain, now)
       end
     end
   end
-  return matches
+  return matches, looked
 end
 
 -- Returns the us by which an offer misses the SLO, and its level, which depends on what it would exceed (0: nothing that
@@ -218,10 +224,11 @@ local function find_predictions(state)
   if redis.call('EXISTS', keys[ANCHORS]) == 0 then
     return
   end
-  local kinds = ask.kinds
+  local kinds, left = ask.kinds, MOST_MATCHED
   for c, chain in ipairs(ask.chains) do
-    local matches = {}
-    for _, match in ipairs(matches_of(keys, chain.hashes, state.now)) do
+    local matches, found, looked = {}, matches_of(keys, chain.hashes, state.now, left)
+    left = left - looked
+    for _, match in ipairs(found) do
       local worker, ready_us = match.prediction[P_WORKER], match.prediction[P_READY_US]
       local k = kind_for(state, worker)
       local packed = k and state.packed_of[worker]

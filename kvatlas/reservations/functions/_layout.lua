@@ -59,8 +59,9 @@ local CHUNK = 3500 -- unpack fails from 8,000 values up
 local CLOCK_SLACK_US = 1000000
 local STALE_US = 5000000 -- an older load sample is ignored
 local UNUSED_MS = 3600000
-local MOST_ROWS = 256 -- workers that one call reports, or changes
-local SLICE = 32 -- reservations and predictions that one call removes because they are over
+local MOST_ROWS, MOST_REPORTED = 256, 24 -- workers that one call changes, or reports
+local MOST_ANCHORED = 256 -- predictions that begin with the same step
+local SLICE = 16 -- reservations and predictions that one call removes because they are over
 
 -- Returns the packed record of a worker about which nothing is known.
 local function no_worker()
@@ -77,13 +78,21 @@ local function is_finite(value)
   return type(value) == 'number' and value - value == 0
 end
 
--- Unpacks a list of at most MOST_ROWS lists.
-local function unpack_rows(packed, more)
+-- Unpacks a list of at most `most` lists.
+local function unpack_rows(packed, most)
   local rows = cmsgpack.unpack(packed)
-  if type(rows) ~= 'table' or #rows > MOST_ROWS + (more or 0) then
-    error({ err = 'ERR argument: expected a list of at most ' .. MOST_ROWS .. ' rows' })
+  if type(rows) ~= 'table' or #rows > most then
+    error({ err = 'ERR argument: expected a list of at most ' .. most .. ' rows' })
   end
   return rows
+end
+
+-- Returns a HASH, flat. Raises that it is damaged if it has more fields than its functions ever write.
+local function read_whole(key, most)
+  if redis.call('HLEN', key) > most then
+    damaged('a list with too many entries')
+  end
+  return redis.call('HGETALL', key)
 end
 
 -- Unpacks a cmsgpack record. Raises that it is damaged unless its fields have these types.

@@ -10,7 +10,7 @@
 local FIRST_READ, MOST_READ = 4, 512
 local ROUNDING_US = 1 -- equal sums may differ in cost by this much
 local MOST_RETURNED = 32
-local MOST_WEIGHED = 2048 -- of one ask
+local MOST_WEIGHED = 512 -- of one ask
 
 -- Finds the groups of the ask's look-alikes, and which of these are weighed one by one. Returns false if there are too few.
 local function find_look_alikes(state)

@@ -7,12 +7,14 @@
 --      3 most routers
 --      4 packed report
 -- returns 0
+local MOST_ANSWERED, MOST_ANSWER = 256, 16384 -- routers, and bytes of one's report
+
 register('kvatlas_pool_answered', function(keys, args)
-  local answers, router, keep_us, most, report = keys[1], args[1], integer(args[2], 0), integer(args[3], 0, 1024), args[4]
+  local answers, router, keep_us, most, report = keys[1], args[1], integer(args[2], 0), integer(args[3], 0, MOST_ANSWERED), args[4]
   local now = now_us()
   redis.call('HSET', answers, router, string.format('%d ', now + keep_us) .. report)
   redis.call('PEXPIRE', answers, string.format('%d', math.ceil(keep_us / 1000)))
-  local live, first, first_ends, flat = 0, nil, math.huge, redis.call('HGETALL', answers)
+  local live, first, first_ends, flat = 0, nil, math.huge, read_whole(answers, MOST_ANSWERED + 1)
   for i = 1, #flat, 2 do
     local other, ends = flat[i], tonumber(string.match(flat[i + 1], '^%d+')) or 0 -- 0: it is damaged
     if ends <= now then
@@ -28,4 +30,4 @@ register('kvatlas_pool_answered', function(keys, args)
     redis.call('HDEL', answers, first)
   end
   return 0
-end)
+end, 4, MOST_ANSWER)

@@ -28,15 +28,19 @@ local function use_predictions(keys, worker, held_steps, matches, now)
   end
 end
 
--- Predicts that the worker will hold the steps of a chain from number `first` on.
+-- Predicts that the worker will hold the steps of a chain from number `first` on, unless too many predictions begin there.
 local function predict(keys, id, worker, record, chain, first, ready_us, believed_us, capacity, now)
   local hashes = string.sub(chain, first * HASH_BYTES + 1)
+  local anchor = string.sub(hashes, 1, HASH_BYTES)
+  local ids = redis.call('HGET', keys[ANCHORS], anchor) or ''
+  if #ids >= MOST_ANCHORED * ID_BYTES then
+    return
+  end
   put_prediction(
     keys, id,
     { worker, ready_us, now, ready_us + believed_us, believed_us, first, capacity, hashes, record[GENERATION], now }
   )
-  local anchor = string.sub(hashes, 1, HASH_BYTES)
-  redis.call('HSET', keys[ANCHORS], anchor, (redis.call('HGET', keys[ANCHORS], anchor) or '') .. id)
+  redis.call('HSET', keys[ANCHORS], anchor, ids .. id)
   redis.call('ZADD', keys[PREDICTED], 0, place(worker, now, id))
   record[STEPS] = record[STEPS] + #hashes / HASH_BYTES
   local most = SLICE -- the next booking drops the rest

@@ -20,7 +20,7 @@ end
 --      2 how many of the sums, the first ones, are errors
 -- returns 0
 register('kvatlas_pool_learn', function(keys, args)
-  local reports, errors = unpack_rows(args[1], 1), integer(args[2], 0)
+  local reports, errors = unpack_rows(args[1], MOST_ROWS + 1), integer(args[2], 0)
   local form = table.remove(reports, 1)
   for _, report in ipairs(reports) do
     local worker, requests, keep, errors_keep, sums = unpack(report)

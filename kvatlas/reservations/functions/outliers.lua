@@ -11,7 +11,7 @@
 --      5 cmsgpack { { worker, good, bad, verdict (VERDICT), ejections that the router knew of, us to eject for }... }
 -- returns cmsgpack { { worker, good, bad, us left of its ejection (false: it is not ejected), times, prober or '' }... }
 local VERDICT = { count = 'count', eject = 'eject', readmit = 'readmit', probe = 'probe' } -- kvatlas.outliers.store.Verdict
-local MOST_OUTLIERS = 4096 -- recorded workers per pool; reports about further ones are dropped
+local MOST_OUTLIERS = 1024 -- recorded workers per pool; reports about further ones are dropped
 local O_CHANGED, O_GOOD, O_BAD, O_ENDS, O_TIMES, O_PROBER, O_CLAIM_ENDS = 1, 2, 3, 4, 5, 6, 7
 
 local function fade_outlier(record, now, half_life_us)
@@ -30,7 +30,7 @@ end
 register('kvatlas_pool_outliers', function(keys, args)
   local outliers, router, now = keys[1], args[1], now_us()
   local half_life_us, claim_us, keep_us = integer(args[2], 1), integer(args[3], 0), integer(args[4], 0)
-  for _, change in ipairs(unpack_rows(args[5])) do
+  for _, change in ipairs(unpack_rows(args[5], MOST_ROWS)) do
     local worker, good, bad, verdict, times, eject_us = unpack(change)
     local known = redis.call('HGET', outliers, worker)
     if known or redis.call('HLEN', outliers) < MOST_OUTLIERS then
@@ -48,7 +48,7 @@ register('kvatlas_pool_outliers', function(keys, args)
       redis.call('PEXPIRE', outliers, string.format('%d', math.ceil(keep_us / 1000)))
     end
   end
-  local answer, flat = {}, redis.call('HGETALL', outliers)
+  local answer, flat = {}, read_whole(outliers, MOST_OUTLIERS)
   for i = 1, #flat, 2 do
     local record = unpack_outlier(flat[i + 1])
     if not record or now - record[O_CHANGED] > keep_us or record[O_CHANGED] > now + CLOCK_SLACK_US then

@@ -119,7 +119,7 @@ end
 register('kvatlas_pool_report', function(keys, args)
   local now, left, left_drops = now_us(), COVERED_MOST, SLICE
   purge(keys, now)
-  for _, report in ipairs(unpack_rows(args[1])) do
+  for _, report in ipairs(unpack_rows(args[1], MOST_REPORTED)) do
     local worker, fleet_record, incarnation, has_sample, age_us, covered_age_us, queued, running, waiting, kv,
       likeness, slots, kv_limit, not_begun = unpack(report)
     if fleet_record ~= '' then

@@ -26,12 +26,10 @@ FUNCTIONS = [
 ]
 KEYS = ["kva:{x}:hash", "kva:{x}:zset", "kva:{x}:set", "kva:{x}:list", "kva:{x}:string", "kva:{x}:absent"]
 FIELDS = 20_000
-MOST_COMMANDS = 10_000
-"""That one call sends; a scan of the hash alone would be about so many at 16 fields each."""
+MOST_COMMANDS = 2_000
+"""That one call sends."""
 MOST_ANSWER_BYTES = 1 << 20
 MOST_GROWTH_BYTES = 16 << 20
-MOST_US = 1_000_000
-"""Far above what any call takes on a busy machine: only one that does not end soon is found by it."""
 
 HASHES = b"".join(number.to_bytes(8, "big") for number in range(FIELDS))
 numbers = st.sampled_from(
@@ -128,7 +126,6 @@ def test_no_argument_makes_a_function_hold_or_fill_the_store(
     except ResponseError:
         answer = b""
     commands = store.info("commandstats")
-    assert int(commands["cmdstat_fcall"]["usec"]) < MOST_US
     assert sum(int(one["calls"]) for one in commands.values()) < MOST_COMMANDS
     assert bytes_of(answer) < MOST_ANSWER_BYTES
     assert int(store.info("memory")["used_memory"]) < before + MOST_GROWTH_BYTES

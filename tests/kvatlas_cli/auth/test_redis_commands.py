@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY
+from kvatlas.fleet_store.allowances import allowance_key
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS, POOLS
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
+from kvatlas.index.redis.keys import SCOPES
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas_cli.auth.redis_users import redis_users
 from tests.kvatlas_cli.auth.store_servers import GuardedStore
@@ -48,18 +50,26 @@ KEYS = {
     "blocks": BLOCKS,
     "active": "kva:{s0}:active",
     "layout": "kva:{fleet}:layout",
+    "pools": POOLS,
+    "scopes": SCOPES,
     "fleet records": "kva:{pool:p}:workers",
     "bookings": "kva:{pool:p}:load.2",
     "mark": "kva:{fleet}:library:kvatlas_pool_00",
+    "allowance": allowance_key("requests:acme"),
+    "objects": OBJECTS[0],
     "of others": "others",
 }
 ROUTER = {
     "blocks": POINT_READS | CALL_RO,
     "active": POINT_READS | CALL_RO | {"hscan"},
     "layout": POINT_READS | CALL_RO | {"hgetall", "smembers"},
+    "pools": POINT_READS | CALL_RO | {"hgetall", "smembers"},
+    "scopes": POINT_READS | CALL_RO,
     "fleet records": POOL_READS | CALL_RO | CALL,
     "bookings": POOL_READS | POOL_WRITES | CALL_RO | CALL,
-    "mark": POINT_READS | CALL_RO | CALL | {"hgetall", "smembers", "set"},
+    "mark": POINT_READS | CALL_RO | CALL | {"set"},
+    "allowance": POINT_READS | CALL_RO | CALL | {"hset", "pexpire"},
+    "objects": POINT_READS | CALL_RO | CALL | {"hset", "expire", "rename"},
     "of others": set[str](),
 }
 INDEXER = dict.fromkeys(KEYS, INDEX_COMMANDS) | {"of others": set()}

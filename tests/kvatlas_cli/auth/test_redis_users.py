@@ -13,6 +13,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from kvatlas.embedded.free_port import free_port
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
+from kvatlas.fleet_store.allowances import Draw, Drawn
 from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
@@ -98,6 +99,10 @@ async def test_a_router_may_write_all_that_routers_share_and_repair_it(guarded_s
         found = await OutlierStore(router).exchange("p", "r", [OutlierChange("w", 0.0, 1.0, Verdict.EJECT, 0, 1.0)])
         assert found["w"].times == 1
         await write_answer_report(router, "r", "p", AnswerReport())
+        fleet = FleetStore(router)
+        await fleet.put_objects({"resp_1": "w"})
+        assert await fleet.find_object("resp_1") == "w"
+        assert await fleet.draw([Draw("requests:acme", 60, 0, 5)]) == [Drawn(5, 55)]
         await indexer.client.hset(POOL[1], "w", b"damaged")
         await reservations.report("p", {"v": WorkerReport(1)})
         evaluation = await reservations.evaluate("p", ask([offer("w"), offer("v")]))

@@ -5,6 +5,7 @@ import pytest
 from kvatlas.identity import pool_id
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.accuracy import AnswerCounts, AnswerReport
+from kvatlas.predictions.condition import RouterCondition
 from kvatlas.predictions.store import answers_key, read_answer_reports, write_answer_report
 from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import connected_store
@@ -43,6 +44,18 @@ async def test_a_stalled_worker_is_named_with_the_routers_that_found_it(installa
         await write_answer_report(installation.store, router_id, POOL, AnswerReport(stalled=stalled))
     (found,) = await installation.findings("routers.progress")
     assert found.level is Level.ERROR and "worker w is stalled" in found.line and "router r1, r2" in found.line
+
+
+async def test_a_router_with_one_tenant_says_so(installation: Installation) -> None:
+    await open_redis_index(installation.store, writer=True)
+    await installation.write_records(fleet_record("w"))
+    for router_id, proves in (("library", None), ("open", False), ("proving", True)):
+        condition = RouterCondition(sent_us=now_us(), proves_tenants=proves)
+        await write_answer_report(installation.store, router_id, POOL, AnswerReport(condition=condition))
+    open_, proving = await installation.findings("routers.proof")
+    assert open_.level is Level.INFO and open_.line.startswith("router open: one tenant")
+    assert "--clients-file" in open_.advice
+    assert proving.level is Level.OK and "router proving: each request proves its tenant" in proving.line
 
 
 async def test_counts_of_routers_are_bounded_and_expire(fresh_store: str) -> None:

@@ -15,6 +15,7 @@ TYPE = "type.googleapis.com/envoy"
 DUPLEX, BUFFERED, NONE = "FULL_DUPLEX_STREAMED", "BUFFERED", "NONE"
 SUBSET_HEADER = "x-test-subset"
 """The test's request header that Envoy takes as its subset hint."""
+TENANT_HEADER, TENANT_METADATA = "x-tenant", ("test.tenants", "tenant")
 PICKER, PICKER_TLS = "picker", "picker-tls"
 PATIENCE = "60s"
 """Envoy's own limits of a call to the picker and of a connection: on a busy machine the defaults end both."""
@@ -23,7 +24,8 @@ PATIENCE = "60s"
 @dataclass(frozen=True, slots=True)
 class Listener:
     """`override_host`: the pool's endpoints are Envoy's, and it goes down the picker's list; else it sends to the picker's
-    address, whatever that is (ORIGINAL_DST). `trailers`: of answers."""
+    address, whatever that is (ORIGINAL_DST). `trailers`: of answers. `tenant`: the gateway knows whose requests these are, and
+    says so in the header TENANT_HEADER and in metadata."""
 
     request_body: str = DUPLEX
     answer_body: str = DUPLEX
@@ -33,6 +35,7 @@ class Listener:
     override_host: bool = False
     tells_served: bool = True
     cluster: str = PICKER
+    tenant: str = ""
 
 
 LISTENERS: Mapping[str, Listener] = {
@@ -47,6 +50,7 @@ LISTENERS: Mapping[str, Listener] = {
     "override host": Listener(override_host=True),
     "override host, untold": Listener(override_host=True, tells_served=False),
     "plain": Listener(cluster=""),
+    "of acme": Listener(tenant="acme"),
 }
 
 
@@ -117,7 +121,8 @@ def _listener(name: str, listener: Listener, port: int) -> Mapping[str, Any]:
     cluster = "original_dst"
     if listener.override_host or not listener.cluster:
         cluster = "override_host" if listener.tells_served else "override_host_untold"
-    filters = [_subset_filter(), *([_ext_proc(listener)] if listener.cluster else []), _router()]
+    proven = [_tenant_header(listener.tenant), _tenant_metadata(listener.tenant)] if listener.tenant else []
+    filters = [_subset_filter(), *proven, *([_ext_proc(listener)] if listener.cluster else []), _router()]
     route = {
         "cluster": cluster,
         "timeout": "0s",
@@ -153,6 +158,24 @@ def _subset_filter() -> Mapping[str, Any]:
     return {"name": "subset", "typed_config": config}
 
 
+def _tenant_header(tenant: str) -> Mapping[str, Any]:
+    header = {"header": {"key": TENANT_HEADER, "value": tenant}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
+    config = {
+        "@type": f"{TYPE}.extensions.filters.http.header_mutation.v3.HeaderMutation",
+        "mutations": {"request_mutations": [{"append": header}]},
+    }
+    return {"name": "tenant header", "typed_config": config}
+
+
+def _tenant_metadata(tenant: str) -> Mapping[str, Any]:
+    namespace, key = TENANT_METADATA
+    config = {
+        "@type": f"{TYPE}.extensions.filters.http.set_metadata.v3.Config",
+        "metadata": [{"metadata_namespace": namespace, "value": {key: tenant}, "allow_overwrite": True}],
+    }
+    return {"name": "tenant metadata", "typed_config": config}
+
+
 def _ext_proc(listener: Listener) -> Mapping[str, Any]:
     config = {
         "@type": f"{TYPE}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
@@ -169,7 +192,7 @@ def _ext_proc(listener: Listener) -> Mapping[str, Any]:
             "response_trailer_mode": "SEND" if listener.trailers else "SKIP",
         },
         "metadata_options": {
-            "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
+            "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint", TENANT_METADATA[0]]},
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
         },
     }

@@ -7,6 +7,8 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from kvatlas_router.tenancy.issuer import LEEWAY_S
+from kvatlas_router.tenancy.issuer_keys import FILE_AGE_S
 from kvatlas_router.tenancy.proof import Proof
 from kvatlas_router.tenancy.refusals import ForeignTenant, KeysUnknown, Unproven
+from tests.eventually import until
 
 jwt = pytest.importorskip("jwt", reason="PyJWT is not installed")
 pytestmark = pytest.mark.anyio
@@ -161,6 +166,85 @@ async def test_new_keys_are_found_and_withdrawn_ones_do_not_count(tmp_path: Path
         assert await prove(proof, keys.sign("b")) == "acme"
         with pytest.raises(Unproven):
             await prove(proof, old)
+
+
+async def test_a_token_that_was_seen_counts_until_it_ends_and_no_longer(tmp_path: Path) -> None:
+    async with served_keys() as keys:
+        proof = proof_of(tmp_path, f'keys_url = "{keys.url}"')
+        token = keys.sign(exp=int(time.time()) - LEEWAY_S + 2)
+        assert await prove(proof, token) == "acme"
+
+        async def has_expired() -> bool:
+            try:
+                return await prove(proof, token) is None
+            except Unproven as error:
+                return "has expired" in str(error)
+
+        await until(has_expired, what="the token has expired")
+        with pytest.raises(Unproven, match="has expired"):
+            await prove(proof, token)
+
+
+async def test_what_is_remembered_is_bounded_and_refusals_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvatlas_router.tenancy.issuer.MOST_REMEMBERED", 3)
+    async with served_keys() as keys:
+        proof = proof_of(tmp_path, f'keys_url = "{keys.url}"')
+        issued = proof._tokens
+        assert issued is not None
+        for number in range(5):
+            await prove(proof, keys.sign(jti=str(number)))
+            with pytest.raises(Unproven):
+                await prove(proof, keys.sign(jti=str(number), aud="other"))
+            with pytest.raises(Unproven):
+                await prove(proof, b"%d.b.c" % number)
+        assert len(issued._known) == 3
+
+
+@pytest.mark.parametrize("others", [[], ["b"], ["b", "c"]])
+async def test_a_key_that_is_withdrawn_from_a_file_counts_no_more(tmp_path: Path, others: list[str]) -> None:
+    """Whatever else the file has, and though the token was seen before."""
+    keys, file = Keys(), tmp_path / "jwks"
+    for key_id in ("a", *others):
+        keys.add(key_id)
+    file.write_text(json.dumps(keys.jwks()))
+    proof, token = proof_of(tmp_path, f'keys_file = "{file}"'), keys.sign()
+    assert await prove(proof, token) == "acme"
+    issued = proof._tokens
+    assert issued is not None
+    ((_, _, known),) = issued._issuers.values()
+    del keys.by_id["a"]
+    file.write_text(json.dumps(keys.jwks()))
+    now = time.monotonic()
+    known._clock = lambda: now + FILE_AGE_S
+
+    async def is_refused() -> bool:
+        try:
+            return await prove(proof, token) is None
+        except Unproven:
+            return True
+
+    await until(is_refused, what="the file is read again")
+    file.write_text("no keys")
+    known._clock = lambda: now + 20 * FILE_AGE_S
+    for one in others:
+        assert await prove(proof, keys.sign(one)) == "acme", "a file that can't be read changes nothing"
+
+
+async def test_keys_of_an_issuer_with_several_are_not_asked_for_again_and_again(tmp_path: Path) -> None:
+    async with served_keys() as keys:
+        keys.add("b")
+        proof = proof_of(tmp_path, f'keys_url = "{keys.url}"')
+        token = keys.sign()
+        await prove(proof, token)
+        issued = proof._tokens
+        assert issued is not None
+        ((_, _, known),) = issued._issuers.values()
+        for later_s in range(20, 200, 20):
+            known._clock = partial(add, time.monotonic(), later_s)
+            assert await prove(proof, token) == await prove(proof, keys.sign("b")) == "acme"
+        assert keys.asked == 1
 
 
 async def test_keys_that_were_never_read_prove_nothing(tmp_path: Path) -> None:

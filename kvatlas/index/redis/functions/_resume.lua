@@ -4,7 +4,7 @@ local NEAR = 2 -- segments that are looked at first: the one in which a holder's
 local HOLDERS = 64 -- one call looks at the marks of this many
 local BUDGET = 1000 -- fields and entries that one call looks at beyond the near segments
 local HEADS_A_READ = 32
-local MOST_CHAIN = 8388608 -- bytes of a chain's hashes, and of what else a call says about it
+local MOST_CHAIN = 2097152 -- bytes of a chain's hashes, and of what else a call says about it
 local NOWHERE = '\0\0\0\0'
 
 local function highest_bit(word)

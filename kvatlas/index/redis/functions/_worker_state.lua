@@ -2,8 +2,8 @@
 -- recount.py.
 
 local STATE_COST = 5 -- budget cost of a worker in a scrub
-local MOST_SCRUB, MOST_SCRUBBED = 2000, 64 -- the highest budget of a call, and how many workers it may name
-local MOST_LOOKED, MOST_LOOKED_BYTES = 64, 16384 -- arguments of a look, and bytes in them
+local MOST_SCRUB, MOST_SCRUBBED = 1000, 64 -- the highest budget of a call, and how many workers it may name
+local MOST_LOOKED, MOST_LOOKED_BYTES = 64, 8192 -- arguments of a look, and bytes in them
 
 -- Returns a worker's state at this moment (HolderState in kvatlas/index/redis/records.py) and its active holder; false if it
 -- has none. {incarnation, seq, active holder, the holder's digest, 1 if the entries of `holders` and `active` name this worker,

@@ -6,6 +6,8 @@ local FIELD_BYTES = 256 -- cost of a field in addition to the bytes of its value
 local BYTES = 600000 -- after this many, the caller has to ask for the rest
 local WIDE_BYTES = 1024 -- if values are wider, fewer are probed at a time
 local WALKED = 256 -- blocks that a walk reads at a time
+local MOST_STRIDE, ROUND = 256, 1024 -- the longest stride, and blocks between the probes of one round
+local MOST_OPEN = 128 -- intervals that one level halves; the next round looks at the others
 local PLACES = 256 -- this many of the caller's guesses are probed at a time: twice MOST_RUNS in kvatlas/index/run_guesses.py
 
 -- Returns the blocks after `left` to be probed next, as {index...} and their number: guesses from `next_guess` on,
@@ -23,7 +25,7 @@ local function next_probes(packed, left, last, stride, guess, next_guess, cost, 
     end
   end
   if n == 0 then
-    local most = math.floor(CHUNK / stride) -- so that no level has more than CHUNK middles
+    local most = math.floor(ROUND / stride)
     local probes = math.max(4, math.floor(most * math.min(1, WIDE_BYTES / (cost - FIELD_BYTES))))
     while n < probes and at < last do
       at = math.min(at + stride, last)
@@ -88,6 +90,20 @@ local function halve(blocks, packed, lows, highs, low_values, high_values, open,
   return n, next_lows, next_highs, next_low_values, next_high_values, k
 end
 
+-- Returns how many of the first intervals have at most MOST_OPEN middles.
+local function first_open(lows, highs, open)
+  local middles = 0
+  for i = 1, open do
+    if highs[i] - lows[i] > 1 then
+      middles = middles + 1
+      if middles > MOST_OPEN then
+        return i - 1
+      end
+    end
+  end
+  return open
+end
+
 -- Returns the runs of equal values as {start...} and {value...}; the first block without a holder (`count` if all have one);
 -- and the block from which on the caller has to ask again (nil: it need not). `guess`: the blocks to be probed first,
 -- ascending.
@@ -112,6 +128,10 @@ local function gallop(blocks, packed, count, stride, guess)
     local found = read_values(blocks, hashes, read)
     lows, highs, low_values, high_values, open, left, left_value = intervals_between(left, left_value, rights, found, read)
     while open > 0 and read > 0 do
+      local kept = first_open(lows, highs, open)
+      if kept < open then
+        open, left, left_value = kept, highs[kept], high_values[kept]
+      end
       read, lows, highs, low_values, high_values, open =
         halve(blocks, packed, lows, highs, low_values, high_values, open, hashes)
       spent = spent + read * cost
@@ -170,7 +190,7 @@ end
 --     none of the marks below that index was looked at
 --   next: the index in ARGV 1 from which on the hashes were not looked at, so that another call has to; 0: all were
 register_read_only('kvatlas_overlap', function(keys, args)
-  local blocks, meta, packed, stride = keys[1], keys[2], args[1], integer(args[2], 0, CHUNK)
+  local blocks, meta, packed, stride = keys[1], keys[2], args[1], integer(args[2], 0, MOST_STRIDE)
   local count = math.floor(#packed / 8)
   local version = redis.call('HGET', meta, 'active') or '0'
   if count == 0 then

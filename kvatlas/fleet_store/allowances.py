@@ -1,0 +1,43 @@
+"""What clients may use in a minute, shared by all routers of a fleet: one allowance for each client and kind, in the store.
+
+Routers draw from an allowance ahead of their requests, and put back what they don't need. It refills continuously, and is as
+large as what refills in a minute.
+
+    kva:{fleet}:limit:<kind>:<client>   HASH  left, at: `functions/draw.lua`; expires when the allowance is full
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+ALLOWANCES_A_CALL = 200
+MINUTE_S = 60.0
+MOST_DEBT = 10
+"""How many minutes an allowance may take to refill: no client pays longer for one answer, or for a router's false figures."""
+
+
+class Draw(NamedTuple):
+    """`size`: of the allowance. `back`: what is put back; below 0: what was used without being drawn. `wanted`: what is drawn,
+    as far as it is there."""
+
+    name: str
+    size: int
+    back: int
+    wanted: int
+
+
+class Drawn(NamedTuple):
+    """`left`: in the allowance after it; below 0: it was overdrawn."""
+
+    taken: int
+    left: int
+
+
+class SharedAllowances(Protocol):
+    """Where allowances are."""
+
+    async def draw(self, draws: Sequence[Draw]) -> Sequence[Drawn]:
+        """In order. Raises Unreachable, and redis' ResponseError if this user may not."""
+
+
+def allowance_key(name: str) -> str:
+    return f"kva:{{fleet}}:limit:{name}"
