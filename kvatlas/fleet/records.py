@@ -264,7 +264,7 @@ class Heartbeat(WireRecord):
     For `kvatlas doctor`: `diagnoses`; `version`, of the publisher; `served_names`, under which the engine serves its model, if
     none of them is the endpoint's; `awaited_s`, for how long an engine has been awaited that was never up; `yielded`: another
     publisher of this worker has a newer incarnation, and this one publishes nothing. Only people see it. Earlier publishers
-    send none of the last four.
+    send none of these four. `fleet_id`: the fleet that the publisher was given; other fleets' indexers ignore its worker.
     """
 
     worker_id: WorkerId
@@ -279,6 +279,7 @@ class Heartbeat(WireRecord):
     served_names: Annotated[tuple[Text, ...], Field(max_length=MAX_SERVED_NAMES)] = ()
     awaited_s: Count | None = None
     yielded: bool = False
+    fleet_id: Text | None = None
 
 
 def read_heartbeat(payload: bytes, worker_id: str, now_us: int) -> Heartbeat:

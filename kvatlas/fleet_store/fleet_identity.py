@@ -4,33 +4,15 @@
 
 The id is made at the first start of an indexer, and written into the store, and into the metadata of the event stream. The
 indexers answer on `kvatlas.fleet.<id>` who they are, so that one that comes with an empty store learns if the fleet of its NATS
-is alive and keeps another store, or has lost this one.
+is alive and keeps another store, or has lost this one; and a publisher that was given its fleet's id learns whose NATS it uses.
 """
 
 from secrets import token_hex
-from typing import Annotated
 
-from pydantic import Field
-
-from kvatlas.fleet.records import WireRecord
+from kvatlas.fleet.fleet_identity import FleetIdentity
 from kvatlas.store.connection import Store
-from kvatlas.validation import Text
 
 IDENTITY = "kva:{fleet}:identity"
-
-
-class FleetIdentity(WireRecord):
-    """A fleet, and the store that it keeps. `store_name`: for people; `member`: the indexer that says it."""
-
-    fleet: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
-    store: Text
-    store_name: Text = ""
-    member: Text = ""
-
-
-def new_fleet_id() -> str:
-    """Make the identity of a fleet that starts for the first time."""
-    return token_hex(6)
 
 
 async def read_store_identity(store: Store) -> FleetIdentity | None:

@@ -69,6 +69,7 @@ class _Bus(NamedTuple):
     stream: StreamInfo | None
     answers: bool
     fleet: str | None = None
+    other_fleets: Mapping[str, Sequence[str]] = {}
 
 
 class _Fleet(NamedTuple):
@@ -188,7 +189,7 @@ async def _listen(client: Client, name: str, found: list[Finding], order: _Order
         found.append(Finding("nats.jetstream", Level.ERROR, line, "see the log of NATS"))
     await anyio.sleep(max(0.0, began_s + order.listen_s - time.monotonic()))
     await subscription.unsubscribe()  # a busy worker's next heartbeat would be ahead of what was read of the index
-    return _Bus(client, name, listener, info, answers, fleet)
+    return _Bus(client, name, listener, info, answers, fleet, listener.drop_other_fleets(fleet))
 
 
 async def _examine_store(redis: RedisAccess | str, found: list[Finding], bus: _Bus | None, order: _Order) -> None:
@@ -254,7 +255,7 @@ async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: 
     found += workers.judge_missing({*fleet.records, *(heard or ())}, departures, order.expected, store_us)
     if bus is not None:
         found += workers.judge_duplicates(bus.listener.heard, bus.listener.yielded)
-        found += judge_fleet(await read_store_identity(store), bus.fleet, bus.name, store.name)
+        found += judge_fleet(await read_store_identity(store), bus.fleet, bus.name, store.name, bus.other_fleets)
     if bus is not None and bus.listener.malformed:
         line = f"a heartbeat can't be decoded: {bus.listener.malformed}"
         found.append(Finding("workers.heartbeats", Level.ERROR, line, "use the same version of kvatlas everywhere"))
