@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.stream import StreamInfo, stream_fleet
+from kvatlas.bus.subjects import partition_of
 from kvatlas.errors import AccessDenied, InvalidValue, KvatlasError, Unreachable
 from kvatlas.fleet.identities import Identities
 from kvatlas.fleet.records import LEFT_OUT, EngineEndpoint, FleetRecord, Liveness
@@ -264,12 +265,16 @@ async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: 
     conditions = {id: one for reports in stored.values() for id, one in routers.conditions_of(reports).items()}
     found += routers.judge_conditions(conditions)
     found += _judge_served(fleet, bus, layout.partitions, stored, departures)
-    owned = len(fleet.leases) == layout.partitions
+    owners = {
+        id: fleet.leases[partition]
+        for id in fleet.records
+        if (partition := partition_of(id, layout.partitions)) in fleet.leases
+    }
     workers_ahead_us = bus.listener.ahead_us if bus is not None else {}
     found += clocks.judge_clocks(
         store_ahead_us,
         workers_ahead_us,
-        clocks.indexers_ahead(fleet.records, heard or {}, owned, _now_us()),
+        clocks.indexers_ahead(fleet.records, heard or {}, owners, _now_us()),
         {
             id: us
             for reports in stored.values()

@@ -5,10 +5,12 @@ import pytest
 from kvatlas.identity import pool_id
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.accuracy import AnswerCounts, AnswerReport
+from kvatlas.predictions.condition import RouterCondition
 from kvatlas.predictions.store import answers_key, read_answer_reports, write_answer_report
 from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import connected_store
 from kvatlas_cli.doctor import Level
+from kvatlas_cli.doctor.routers import describe_slow_store
 from tests.eventually import until
 from tests.kvatlas_cli.doctor.installation import MODEL, Installation, fleet_record, now_us
 
@@ -43,6 +45,23 @@ async def test_a_stalled_worker_is_named_with_the_routers_that_found_it(installa
         await write_answer_report(installation.store, router_id, POOL, AnswerReport(stalled=stalled))
     (found,) = await installation.findings("routers.progress")
     assert found.level is Level.ERROR and "worker w is stalled" in found.line and "router r1, r2" in found.line
+
+
+async def test_a_router_that_is_far_from_the_store_says_what_that_costs(installation: Installation) -> None:
+    await open_redis_index(installation.store, writer=True)
+    await installation.write_records(fleet_record("w"))
+    far = RouterCondition(
+        sent_us=now_us(), choices=90, fell_open=9, without_index=8, store_us=80_200, store_is_far=True
+    )
+    await write_answer_report(installation.store, "far", POOL, AnswerReport(condition=far))
+    line = (await installation.problem("routers.distance")).line
+    assert "router far is 80 ms away" in line and "8 of 90 choices" in line and "bookings 80 ms late" in line
+    late = far.model_copy(update={"without_index": 80, "fell_open": 80, "sent_us": now_us() + 86_400_000_000})
+    await write_answer_report(installation.store, "far", POOL, AnswerReport(condition=late))
+    assert describe_slow_store({"far": far}) is None and "80 of 90 choices" in (
+        describe_slow_store({"far": late}) or ""
+    )
+    assert "router far +1.0 d" in (await installation.problem("clocks")).line
 
 
 async def test_counts_of_routers_are_bounded_and_expire(fresh_store: str) -> None:
