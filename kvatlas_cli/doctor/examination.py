@@ -44,6 +44,8 @@ _RETRIED = "the indexers start by themselves then"
 _CAUSES = (START, "nats.reachable", "store.reachable")
 _FOLLOWS = ("nats.stream", "nats.other", "indexers.members", "indexers.leases", "workers.index", "workers.settings")
 """What is wrong because no indexer could start."""
+_WITHOUT_NATS = ("indexers.members", "indexers.leases", "workers.heartbeats")
+"""Indexers keep their leases only while NATS answers them too, and hear no worker without it."""
 _MAX_ROUND_TRIP_US = 200_000
 """The store's clock is not compared if reading it took longer."""
 
@@ -146,7 +148,9 @@ async def examine(
 def _answer_first(found: Sequence[Finding]) -> list[Finding]:
     """Whether requests are served, then the rest. Without what follows from an indexer that says itself why it can't start."""
     if any(one.check == START for one in found):
-        found = [one for one in found if one.check not in _FOLLOWS or one.level is not Level.ERROR]
+        found = _drop_errors(found, _FOLLOWS)
+    if any(one.check == "nats.reachable" and one.level is Level.ERROR for one in found):
+        found = _drop_errors(found, _WITHOUT_NATS)
     answers = [one for one in found if one.check == service_answer.CHECK]
     if not answers:
         errors = [one for one in found if one.level is Level.ERROR]
@@ -154,6 +158,10 @@ def _answer_first(found: Sequence[Finding]) -> list[Finding]:
         first = errors[0].line if errors else "no worker is known"
         answers = [service_answer.judge_unknown(first)]
     return [*answers, *(one for one in found if one.check != service_answer.CHECK)]
+
+
+def _drop_errors(found: Sequence[Finding], checks: Sequence[str]) -> list[Finding]:
+    return [one for one in found if one.check not in checks or one.level is not Level.ERROR]
 
 
 async def _connect_nats(nats: NatsAccess, found: list[Finding], wait: bool, on_wait: Told | None) -> Client | None:
@@ -317,14 +325,20 @@ def _judge_served(
             unindexed[id] = "its events are left out"
     obstacles = []
     if not fleet.members:
-        obstacles.append("no indexer is running")
+        obstacles.append(
+            "no indexer is running" if bus is not None else "NATS does not answer, and no indexer follows it"
+        )
     elif len(fleet.leases) < partitions:
         obstacles.append(f"{partitions - len(fleet.leases)} of {partitions} partitions have no owner")
     if fleet.index_records is None:
         obstacles.append("the store has no functions of the index")
     if bus is not None and not bus.answers:
         obstacles.append("JetStream does not answer")
-    if bus is None and all(one.heard_us < _now_us() - workers.MAX_SILENT_US for one in records.values()):
+    if (
+        bus is None
+        and fleet.members
+        and all(one.heard_us < _now_us() - workers.MAX_SILENT_US for one in records.values())
+    ):
         obstacles.append("NATS does not answer, and no indexer hears the workers")
     pools = _by_pool(records)
     names = {pool_id: _pool_name(some[0].endpoint) for pool_id, some in pools.items()}
