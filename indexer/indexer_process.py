@@ -50,10 +50,11 @@ class Replica:
         fleet: FleetStore,
         stream: EventStream,
         publishers: Sequence[int] = (),
+        fleet_id: str | None = None,
     ) -> None:
         """`client`: for the event stream. `calls`: for heartbeats and grant requests, which a publisher may send in any
-        number. `publishers`: further partition counts that publishers may use in their subjects. Raises SettingsError for
-        an unusable file of identities."""
+        number. `publishers`: further partition counts that publishers may use in their subjects. `fleet_id`: the id of store
+        and stream. Raises SettingsError for an unusable file of identities."""
         self._identities = load_identities(settings.identities, "--identities") if settings.identities else None
         self.member_id = settings.member_id or default_member_id()
         self.counters = counters = IndexerCounters()
@@ -89,6 +90,7 @@ class Replica:
             doubt=self._doubt,
             counters=counters,
             identities=self._identities,
+            fleet_id=fleet_id,
             delete_record_after_s=2.0 * settings.stream_max_age_s,
         )
         self.owned.on_start(heartbeats.adopt)

@@ -74,7 +74,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         await retry_until_reachable(ensure, wait=settings.wait, on_wait=log.warning)
         guard = FleetGuard(calls, store, member_id, settings.nats.name, settings.fleet_id)
         await retry_until_reachable(partial(_join, guard, store, member_id), wait=settings.wait, on_wait=log.warning)
-        replica = Replica(settings, client, calls, index, fleet, stream, index.layout.publishers)
+        replica = Replica(settings, client, calls, index, fleet, stream, index.layout.publishers, guard.fleet_id)
         counters = replica.counters
         with export_metrics("indexer", counters), export_metrics("messages_in", counters), _rare_collections():
             async with anyio.create_task_group() as group:

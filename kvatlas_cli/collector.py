@@ -60,7 +60,7 @@ class Collector:
         self._state_dir = state_dir
         self._servers = {
             name: getattr(settings, name) for name in NatsSettings.model_fields if not name.endswith("_url_file")
-        } | {name: getattr(settings, name) for name in ("engine_key_file", "engine_ca_file", "partitions")}
+        } | {name: getattr(settings, name) for name in ("engine_key_file", "engine_ca_file", "partitions", "fleet_id")}
         self._followed: dict[str, _Followed] = {}
         self._unread = ""
 

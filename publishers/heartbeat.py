@@ -38,9 +38,11 @@ class HeartbeatSender:
         load: Callable[[], WorkerState | None],
         doctor_facts: Callable[[], DoctorFacts] = DoctorFacts,
         quiet: Callable[[], bool] = lambda: False,
+        fleet_id: str | None = None,
         every_s: float = HEARTBEAT_S,
     ) -> None:
-        """While `quiet`, another publisher speaks for the worker: heartbeats are for people alone."""
+        """While `quiet`, another publisher speaks for the worker: heartbeats are for people alone. `fleet_id`: the fleet
+        that it was given."""
         self._client = client
         self._endpoint = endpoint
         self._outbox = outbox
@@ -49,6 +51,7 @@ class HeartbeatSender:
         self._doctor_facts = doctor_facts
         self._version = own_version()
         self._quiet = quiet
+        self._fleet_id = fleet_id
         self._every_s = every_s
 
     def heartbeat(self, state: EngineState | None = None) -> Heartbeat:
@@ -67,6 +70,7 @@ class HeartbeatSender:
             served_names=tuple(facts.served_names),
             awaited_s=facts.awaited_s,
             yielded=self._quiet(),
+            fleet_id=self._fleet_id,
         )
 
     async def send(self, state: EngineState | None = None) -> None:

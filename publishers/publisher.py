@@ -186,6 +186,7 @@ class Publisher:
                 load=lambda: self.engine.load,
                 doctor_facts=self._report.doctor_facts,
                 quiet=lambda: self.changelog.yielded,
+                fleet_id=self.settings.fleet_id,
             )
             if self.settings.shared_store is not None:
                 self._store_notifier = StoreNotifier(

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.engine_access import NO_KEY, EngineAccess
+from kvatlas.fleet.fleet_identity import FleetId
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, KvConnector, Role, WorkerId
 from kvatlas.identity import DEFAULT_HASH_CHAIN, DEFAULT_TENANT, OWN_CHAIN, rank_worker_id
 from kvatlas.settings import PublishSettings
@@ -36,7 +37,7 @@ class PublisherSettings(BaseModel):
     """`block_bytes`: of KV cache; 0: `token_bytes` for each token of a block, 0: unknown. `engine_url`: where health and
     metrics are read; without it the engine counts as up. `partitions`: of the whole fleet. `events` False: the engine
     publishes none. `engine_id` and `hash_chain`: of the open event forms. `shared_store`: the store that the engine reads and
-    writes. `read_setup_us` and `read_us_per_mib`: of a store itself."""
+    writes. `read_setup_us` and `read_us_per_mib`: of a store itself. `fleet_id`: other fleets' indexers ignore the worker."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 
@@ -81,6 +82,7 @@ class PublisherSettings(BaseModel):
     events: bool = True
     engine_id: Name | None = None
     hash_chain: Name = DEFAULT_HASH_CHAIN
+    fleet_id: FleetId | None = None
 
     @classmethod
     def of(cls, settings: PublishSettings) -> Self:
@@ -125,6 +127,7 @@ class PublisherSettings(BaseModel):
             events=settings.events,
             engine_id=settings.engine_id,
             hash_chain=settings.hash_chain,
+            fleet_id=settings.fleet_id,
         )
 
     @property

@@ -22,6 +22,7 @@ from kvatlas_publishers.feed.endpoints import endpoint_of_rank
 from kvatlas_publishers.feed.lmcache_subscription import LMCacheSubscription
 from kvatlas_publishers.feed.open_batches import OpenBatches
 from kvatlas_publishers.feed.subscriber import Feed, FeedSettings
+from kvatlas_publishers.fleet_check import FleetCheck
 from kvatlas_publishers.ledger.ledger import Ledger
 from kvatlas_publishers.publisher import Publisher
 from kvatlas_publishers.saved_state import SavedState, StateFile
@@ -51,8 +52,8 @@ async def run_sidecar(
     `ready` is called once every feed is caught up with and every worker is published. Cancelled, it saves the ledgers and says
     in heartbeats that the workers are draining; they are not retired, so that a restarted sidecar goes on from there.
     The first one's status page is served if its port is given. Raises Unreachable if NATS can't be reached and `wait` is
-    off, or a socket can't be opened, and SettingsError for settings that contradict each other or a status page's address
-    that can't be used.
+    off, or a socket can't be opened, OtherFleet if NATS is another fleet's, and SettingsError for settings that contradict
+    each other or a status page's address that can't be used.
     """
     every = [settings] if isinstance(settings, PublishSettings) else list(settings)
     if not every:
@@ -79,9 +80,15 @@ async def run_sidecar(
         )
         context = zmq.asyncio.Context()
         try:
+            check = None
+            if (fleet_id := every[0].fleet_id) is not None:
+                check = FleetCheck(client, fleet_id, ", ".join(names), every[0].nats.name)
+                await check.ask()
             for sidecar in sidecars:
                 sidecar.open(client, context)
             async with anyio.create_task_group() as tasks:
+                if check is not None:
+                    tasks.start_soon(check.run)
                 for sidecar in sidecars:
                     tasks.start_soon(sidecar.run, on_ready)
         finally:

@@ -26,6 +26,7 @@ from kvatlas.reservations import MemoryReservations, Outcome, RedisReservations,
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.store.deadline import LateCalls
+from kvatlas.store.distance import StoreDistance
 from kvatlas.telemetry import decision_span, describe_decision, export_metrics
 from router_client.booking.booker import Booker
 from router_client.booking.leases import Leases
@@ -102,6 +103,7 @@ class RouterClient:
         shared = reservations or MemoryReservations(now_us)
         self._reservations = shared
         self._learner = RateLearner(shared, self.settings, self.counters)
+        self._distance = StoreDistance(store)
         self._fleet = FleetCache(
             fleet,
             self.settings.fleet_max_age_ms,
@@ -111,7 +113,7 @@ class RouterClient:
         )
         self._leases = Leases(shared, self.counters, self.settings.booking.lease_s, self.settings.router_id)
         report = None if store is None else partial(write_answer_report, store, self._leases.router_id)
-        self.condition = ConditionMeter(self.counters)
+        self.condition = ConditionMeter(self.counters, self._distance, self.settings.deadline_ms)
         self.answers.condition = self.condition.read
         self.answers.known_pools = self._fleet.known_pools
         if store is not None:
@@ -123,11 +125,20 @@ class RouterClient:
         self._decider = Decider(
             self._lookup,
             self._fleet,
-            Booker(self._fleet, shared, self._leases, self.settings, self.counters, self._late_calls, now_us),
+            Booker(
+                self._fleet,
+                shared,
+                self._leases,
+                self.settings,
+                self.counters,
+                self._late_calls,
+                now_us,
+            ),
             self._builder,
             self.settings,
             self.counters,
             self._late_calls,
+            self._distance,
         )
 
     @classmethod
@@ -159,6 +170,7 @@ class RouterClient:
 
     async def __aenter__(self) -> Self:
         self._leases.start()
+        self._distance.start()
         self._learner.start()
         if self._accuracy_reporter is not None:
             self._accuracy_reporter.start()
@@ -169,6 +181,7 @@ class RouterClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        await self._distance.stop()
         await self._leases.stop()
         await self._learner.stop()
         if self._accuracy_reporter is not None:

@@ -15,6 +15,8 @@ from router_client.pricing.pool import FetchKnowledge, Pool
 
 MAX_AGE_MS = 200.0
 EMPTY_GRACE_S = 10.0
+BEHIND_S = 3.0
+"""From a store that is far away, the pool is read behind the choices, and so old at most."""
 
 
 class FleetReader(Protocol):
@@ -84,11 +86,16 @@ class FleetCache:
         kept = self._kept.get(pool_id)
         if kept is not None and self._clock() - kept[0] < self._max_age_s:
             return kept[1]
-        read = self._reads.get(pool_id)
-        if read is None:
-            read = self._reads[pool_id] = asyncio.create_task(self._read(pool_id), name="kvatlas fleet records")
-            read.add_done_callback(lambda done: self._discard(pool_id, done))
-        return await asyncio.shield(read)
+        return await asyncio.shield(self._start_read(pool_id))
+
+    def read_behind(self, pool_id: str) -> Pool | None:
+        """The pool as it was at most BEHIND_S ago, without waiting; if it is older than `max_age_ms`, it is read meanwhile.
+        None if it is too old for that."""
+        kept = self._kept.get(pool_id)
+        age_s = self._clock() - kept[0] if kept is not None else float("inf")
+        if age_s >= self._max_age_s:
+            self._start_read(pool_id)
+        return kept[1] if kept is not None and age_s < BEHIND_S else None
 
     async def read_again(self, pool_id: str) -> Pool:
         """The pool, read now. Raises Unreachable."""
@@ -128,6 +135,14 @@ class FleetCache:
         for read in reads:
             read.cancel()
         await asyncio.gather(*reads, return_exceptions=True)
+
+    def _start_read(self, pool_id: str) -> "asyncio.Task[Pool]":
+        """One at a time."""
+        read = self._reads.get(pool_id)
+        if read is None:
+            read = self._reads[pool_id] = asyncio.create_task(self._read(pool_id), name="kvatlas fleet records")
+            read.add_done_callback(lambda done: self._discard(pool_id, done))
+        return read
 
     async def _read(self, pool_id: str) -> Pool:
         with step_span("read pool"):

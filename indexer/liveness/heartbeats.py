@@ -55,11 +55,13 @@ class Heartbeats:
         doubt: DoubtJudge,
         counters: IndexerCounters,
         identities: Identities | None = None,
+        fleet_id: str | None = None,
         delete_record_after_s: float = DELETE_RECORD_AFTER_S,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`identities`: what each worker's publisher may advertise; None: everything. A worker's record in the index is
-        deleted after it has been closed for `delete_record_after_s`."""
+        """`identities`: what each worker's publisher may advertise; None: everything. `fleet_id`: publishers that were given
+        another one are ignored. A worker's record in the index is deleted after it has been closed for
+        `delete_record_after_s`."""
         self._client = client
         self._index = index
         self._fleet = fleet
@@ -68,6 +70,7 @@ class Heartbeats:
         self._doubt = doubt
         self._counters = counters
         self._identities = identities
+        self._fleet_id = fleet_id
         self._log = RateLimitedLog(log)
         self._share = FairShare()
         self._clock = clock
@@ -217,6 +220,11 @@ class Heartbeats:
             return
         if beat.yielded:
             return  # another publisher speaks for it
+        if beat.fleet_id is not None and self._fleet_id not in (None, beat.fleet_id):
+            self._counters.heartbeats_refused += 1
+            line = f"worker {worker_id} is ignored: its publisher is of fleet {beat.fleet_id}, this is fleet {self._fleet_id}"
+            self._log.report(worker_id, f"{line}; give each fleet a NATS (or an account) of its own")
+            return
         if (refusal := self._refusal(beat.endpoint)) is not None:
             self._counters.heartbeats_refused += 1
             self._log.report(worker_id, f"heartbeat refused: {refusal}")

@@ -13,12 +13,8 @@ from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.stream import mark_stream, stream_fleet
 from kvatlas.bus.subjects import ALL_FLEETS, fleet_subject, is_inbox
 from kvatlas.errors import InvalidValue, KvatlasError, OtherFleet
-from kvatlas.fleet_store.fleet_identity import (
-    FleetIdentity,
-    new_fleet_id,
-    read_store_identity,
-    write_store_identity,
-)
+from kvatlas.fleet.fleet_identity import FleetIdentity, new_fleet_id
+from kvatlas.fleet_store.fleet_identity import read_store_identity, write_store_identity
 from kvatlas.fleet_store.trouble import report_trouble
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
@@ -34,7 +30,7 @@ class FleetGuard:
     """`join`, then `run` until cancelled."""
 
     def __init__(self, client: Client, store: Store, member_id: str, nats_name: str, joins: str | None = None) -> None:
-        """`joins`: the fleet that an empty store joins on purpose."""
+        """`joins`: the fleet that this indexer is of; an empty store joins it on purpose."""
         self._joins = joins
         self._client = client
         self._store = store
@@ -43,10 +39,17 @@ class FleetGuard:
         self._log = RateLimitedLog(log)
         self._own: FleetIdentity | None = None
 
+    @property
+    def fleet_id(self) -> str | None:
+        """After `join`."""
+        return self._own.fleet if self._own is not None else None
+
     async def join(self) -> FleetIdentity:
         """Check that store and stream belong to one fleet, and mark them if they are not marked yet. Raises OtherFleet."""
         ours, streams = await read_store_identity(self._store), await stream_fleet(self._client)
-        wanted = streams or (ours.fleet if ours is not None else new_fleet_id())
+        if (line := self._other_than_wanted(ours, streams)) is not None:
+            raise OtherFleet(line)
+        wanted = streams or (ours.fleet if ours is not None else self._joins or new_fleet_id())
         joins = ours is None and self._joins == streams
         if streams and not joins and (ours is None or ours.fleet != streams):
             other = await self._ask(streams, ours)
@@ -56,6 +59,14 @@ class FleetGuard:
         if not streams:
             await mark_stream(self._client, own.fleet)
         return own
+
+    def _other_than_wanted(self, ours: FleetIdentity | None, streams: str | None) -> str | None:
+        """Why a --fleet-id does not fit; None if it does, or if there is none."""
+        wanted = self._joins
+        for what, found in ((self._nats, streams), (self._store.name, ours.fleet if ours is not None else None)):
+            if wanted is not None and found not in (None, wanted):
+                return f"{what} is of fleet {found}; expected fleet {wanted}, as --fleet-id says; {_CURE}"
+        return None
 
     async def _take_store(self, fleet_id: str) -> FleetIdentity:
         own = await write_store_identity(self._store, fleet_id)
@@ -109,6 +120,9 @@ class FleetGuard:
             return
         if own is None or asking.member == own.member or not is_inbox(msg.reply):
             return
+        if asking.publisher:
+            await self._answer_publisher(own, asking, msg.reply)
+            return
         try:
             stored = await read_store_identity(self._store)
         except (KvatlasError, RedisError):
@@ -121,6 +135,16 @@ class FleetGuard:
         )
         self._log.report(f"fleet {asking.member}", line)
         await self._client.publish(msg.reply, own.pack())
+
+    async def _answer_publisher(self, own: FleetIdentity, asking: FleetIdentity, inbox: str) -> None:
+        """It learns the fleet of this NATS, and nothing of the store."""
+        if asking.fleet != own.fleet:
+            line = (
+                f"a publisher of another fleet, {asking.fleet}, uses this NATS, for {asking.member}; it was refused: "
+                "give its fleet a NATS (or an account) of its own"
+            )
+            self._log.report(f"fleet {asking.member}", line)
+        await self._client.publish(inbox, FleetIdentity(fleet=own.fleet, member=own.member).pack())
 
 
 def conflict_line(

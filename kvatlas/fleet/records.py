@@ -314,7 +314,7 @@ class Heartbeat(WireRecord):
     For `kvatlas doctor`: `diagnoses`; `version` of the publisher; `served_names`: the engine's names for its model, if none
     of them is the endpoint's; `awaited_s`: how long the publisher has waited for an engine that was never up; `yielded`:
     another publisher of this worker has a newer incarnation, and this one publishes nothing. Earlier publishers send none
-    of the last four.
+    of the last four. `fleet_id`: the fleet that the publisher was given; other fleets' indexers ignore its worker.
     """
 
     worker_id: WorkerId
@@ -329,6 +329,7 @@ class Heartbeat(WireRecord):
     served_names: Annotated[tuple[Text, ...], Field(max_length=MAX_SERVED_NAMES)] = ()
     awaited_s: Count | None = None
     yielded: bool = False
+    fleet_id: Text | None = None
 
 
 def read_heartbeat(payload: bytes, worker_id: str, now_us: int) -> Heartbeat:

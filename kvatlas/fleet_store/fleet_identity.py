@@ -4,33 +4,15 @@
 
 The first start of an indexer creates the id and writes it into the store and into the event stream's metadata. Indexers
 answer on `kvatlas.fleet.<id>` who they are. So an indexer with an empty store learns whether the fleet of its NATS is alive
-with another store, or has lost this one.
+with another store, or has lost this one; and a publisher that was given its fleet's id learns whose NATS it uses.
 """
 
 from secrets import token_hex
-from typing import Annotated
 
-from pydantic import Field
-
-from kvatlas.fleet.records import WireRecord
+from kvatlas.fleet.fleet_identity import FleetIdentity
 from kvatlas.store.connection import Store
-from kvatlas.validation import Text
 
 IDENTITY = "kva:{fleet}:identity"
-
-
-class FleetIdentity(WireRecord):
-    """A fleet and its store. `store_name`: for people; `member`: the indexer that answered."""
-
-    fleet: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
-    store: Text
-    store_name: Text = ""
-    member: Text = ""
-
-
-def new_fleet_id() -> str:
-    """Create an id for a fleet that starts for the first time."""
-    return token_hex(6)
 
 
 async def read_store_identity(store: Store) -> FleetIdentity | None:

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, field_validator
 
 from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.fleet.fleet_identity import FleetId
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope, check_chain, check_worker_id
 from kvatlas.redaction import redact_url
 from kvatlas.settings.engine import EngineAccessSettings
@@ -27,6 +28,7 @@ from kvatlas.settings.process import (
     read_secret,
     variable_of,
 )
+from kvatlas.settings.publisher import fleet_id_field
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, OutputTokens, Positive
 
 
@@ -79,13 +81,14 @@ class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
 class CollectSettings(EngineAccessSettings, NatsSettings):
     """Settings of `kvatlas collect`: a publisher for each engine pod, outside the pods."""
 
-    help_groups: ClassVar[HelpGroups] = {OWN: "selector engine_port state_dir partitions"}
+    help_groups: ClassVar[HelpGroups] = {OWN: "selector engine_port fleet_id state_dir partitions"}
 
     selector: str = Field(
         description="Labels of the engines' pods in this pod's namespace, as kubectl's --selector takes them.",
         min_length=1,
     )
     engine_port: Annotated[Port, Field(ge=1)] = Field(default=8000, description="HTTP port of each engine.")
+    fleet_id: FleetId | None = fleet_id_field()
     state_dir: Path | None = Field(
         default=None, description="Folder for what the engines hold; default: a temporary one."
     )

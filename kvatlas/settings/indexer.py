@@ -1,17 +1,16 @@
 """Settings of `kvatlas indexer`."""
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from kvatlas.errors import SettingsError
+from kvatlas.fleet.fleet_identity import FleetId
 from kvatlas.settings.field_types import Name, PartitionCount, Port, Seconds, WorkerId
 from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import COMMON, HelpGroups, Settings
 from kvatlas.validation import Positive
-
-FleetId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{12}$")]
 
 
 class IndexerSettings(Settings, HttpSettings):
@@ -27,8 +26,9 @@ class IndexerSettings(Settings, HttpSettings):
     member_id: WorkerId | None = Field(default=None, description="Name of this replica; default: host name and pid.")
     fleet_id: FleetId | None = Field(
         default=None,
-        description="Fleet that an empty store joins while the fleet's other indexers keep another one (to move to another "
-        "Redis; `kvatlas doctor` shows the id); default: that store is refused, since it is taken for another fleet's.",
+        description="Fleet that this indexer is of, 12 hexadecimal digits; it refuses a store or a NATS of another one. An "
+        "empty store joins it, also while its other indexers keep another one (to move to another Redis; `kvatlas doctor` "
+        "shows the id). Default: that of store and NATS, or a new one.",
     )
     partitions: PartitionCount | None = Field(
         default=None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import BeforeValidator, Field
 
 from kvatlas.errors import SettingsError
+from kvatlas.fleet.fleet_identity import FleetId
 from kvatlas.fleet.records import EngineKind, KvConnector, Role
 from kvatlas.identity import DEFAULT_HASH_CHAIN, DEFAULT_TENANT
 from kvatlas.settings.engine import EngineAccessSettings
@@ -40,6 +41,14 @@ from kvatlas.validation import (
 )
 
 
+def fleet_id_field() -> Any:
+    return Field(
+        default=None,
+        description="Fleet that the workers are of (`kvatlas doctor` shows its id): on the NATS of another one nothing is "
+        "published. Default: whichever fleet uses this NATS.",
+    )
+
+
 def _check_kind(value: Any) -> Any:
     if value not in get_args(_Kinds):
         raise ValueError(
@@ -71,7 +80,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         "kv_cache_dtype eagle eagle_groups chunk_size hybrid scheduler_block_size",
         "Shared stores": "shared_store store_ttl_s read_setup_us read_us_per_mib lmcache_endpoint lmcache_model "
         "mooncake_endpoint",
-        "Publishing": "state_dir outbox_bytes granularity partitions",
+        "Publishing": "fleet_id state_dir outbox_bytes granularity partitions",
         "HTTP server": "status_port status_host",
     }
 
@@ -126,6 +135,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     dp_size: int | None = Field(
         default=None, ge=1, le=1024, description="Serve ranks 0 to N-1 in this process, each as with --dp-rank."
     )
+    fleet_id: FleetId | None = fleet_id_field()
     state_dir: Path | None = Field(default=None, description="Folder for the saved ledger and dead letters.")
     outbox_bytes: Positive = Field(
         default=64 << 20,

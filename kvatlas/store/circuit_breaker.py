@@ -19,10 +19,16 @@ class CircuitBreaker:
         self._failed = 0
         self._next_try = 0.0
 
+    @property
+    def is_open(self) -> bool:
+        """Has it failed often enough to be left alone? A call that `may_call` allows then is a try, for which nothing should
+        wait."""
+        return self._failed >= self._failures
+
     def may_call(self) -> bool:
         """True if the store may be called, perhaps as the one call that tries it again. Follow it by `record_success` or
         `record_failure`."""
-        if self._failed < self._failures:
+        if not self.is_open:
             return True
         now = self._clock()
         if now < self._next_try:
@@ -37,5 +43,5 @@ class CircuitBreaker:
     def record_failure(self) -> None:
         """The store did not answer."""
         self._failed += 1
-        if self._failed >= self._failures:
+        if self.is_open:
             self._next_try = self._clock() + self._rest_s

@@ -37,9 +37,9 @@ class StoreLatency:
         self._deviation_s += (abs(seconds - self._mean_s) - self._deviation_s) / 4
         self._mean_s += (seconds - self._mean_s) / 8
 
-    def deadline_ms(self, least_ms: float, most_ms: float) -> float:
-        """Time for a decision, which makes up to CALLS_A_DECISION calls. A store that never answers does not change it."""
-        enough_ms = CALLS_A_DECISION * (self._mean_s + 4 * self._deviation_s) * 1_000
+    def deadline_ms(self, least_ms: float, most_ms: float, calls: int = CALLS_A_DECISION) -> float:
+        """Time for a decision that waits for so many calls. A store that never answers does not change it."""
+        enough_ms = calls * (self._mean_s + 4 * self._deviation_s) * 1_000
         return min(max(least_ms, enough_ms), max(least_ms, most_ms))
 
 
@@ -66,8 +66,11 @@ class LateCalls:
             raise
         finally:
             if not task.done():
-                self._late.add(task)
-                task.add_done_callback(self._discard)
+                self._keep(task)
+
+    def run_behind(self, call: Coroutine[Any, Any, None]) -> None:
+        """Run a call that nothing waits for. It handles what the store raises."""
+        self._keep(asyncio.create_task(call))
 
     async def close(self) -> None:
         """Cancel the calls that are still running."""
@@ -81,6 +84,10 @@ class LateCalls:
         answer = await call
         self.latency.record(time.monotonic() - began)
         return answer
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._late.add(task)
+        task.add_done_callback(self._discard)
 
     def _discard(self, task: asyncio.Task[Any]) -> None:
         self._late.discard(task)
@@ -110,6 +117,14 @@ class Deadline:
             return await self._late_calls.wait_for(call, self.ms * share / 1_000 - self._waited_s)
         finally:
             self._waited_s += self._clock() - began
+
+    def run_behind(self, call: Coroutine[Any, Any, None]) -> None:
+        """Run a call that this decision does not wait for. It handles what the store raises."""
+        self._late_calls.run_behind(call)
+
+    def share_s(self, share: float) -> float | None:
+        """Seconds of this share of the time; None: no limit."""
+        return None if self.ms is None else self.ms * share / 1_000
 
     def describe(self, error: BaseException) -> str:
         """The reason of a failed call, in one line."""

@@ -109,8 +109,13 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: 
         workers = identity.worker_ids()
         others = [] if identity.names_workers else identities.named_workers
         users[user] = Permissions(
-            publish=_subjects(workers, events_of_worker, alive_subject, grants_of_worker, notices_of_writer)
-            or [ALL_EVENTS, ALL_ALIVE, ALL_GRANTS, ALL_STORE_NOTICES],
+            publish=[
+                *(
+                    _subjects(workers, events_of_worker, alive_subject, grants_of_worker, notices_of_writer)
+                    or [ALL_EVENTS, ALL_ALIVE, ALL_GRANTS, ALL_STORE_NOTICES]
+                ),
+                ALL_FLEETS,
+            ],
             subscribe=[
                 *(
                     _subjects(workers, control_subject, alive_subject, notices_to_store)

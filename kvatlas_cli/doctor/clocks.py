@@ -14,16 +14,15 @@ _ADVICE = "synchronise the clocks (NTP); reported lags and ages are wrong by the
 def judge_clocks(
     store_us: int | None,
     workers_us: Mapping[str, int],
-    indexers_us: int,
+    indexers_us: Mapping[str, int],
     routers_us: Mapping[str, int] | None = None,
 ) -> Iterator[Finding]:
-    """How far each clock is ahead of ours. `store_us` None: unknown. `indexers_us`: at least one indexer's clock is so far
-    ahead, or behind; 0: none is."""
+    """How far each clock is ahead of ours. `store_us` None: unknown."""
     ahead = {f"worker {worker_id}": us for worker_id, us in workers_us.items()}
     ahead |= {f"router {router_id}": us for router_id, us in (routers_us or {}).items()}
     if store_us is not None:
         ahead["the store"] = store_us
-    ahead["an indexer"] = indexers_us
+    ahead |= {(f"indexer {member_id}" if member_id else "an indexer"): us for member_id, us in indexers_us.items()}
     wrong = {f"{name} {_text(us)}": abs(us) for name, us in ahead.items() if abs(us) > MAX_SKEW_US}
     if wrong:
         level = Level.ERROR if max(wrong.values()) > WRONG_US else Level.WARNING
@@ -32,22 +31,28 @@ def judge_clocks(
         yield Finding("clocks", Level.OK, f"no clock differs from this machine's by more than {MAX_SKEW_US / 1e6:g} s")
 
 
-def indexers_ahead(records: Mapping[str, FleetRecord], heard: Collection[str], owned: bool, now_us: int) -> int:
-    """How far an indexer's clock is ahead of ours (negative: behind), by when it says that it heard live workers.
+def indexers_ahead(
+    records: Mapping[str, FleetRecord], heard: Collection[str], owners: Mapping[str, str], now_us: int
+) -> dict[str, int]:
+    """How far each indexer's clock is ahead of ours (negative: behind), by when it says that it heard live workers. Those that
+    may be right are left out.
 
-    `heard`: those that we hear too, so that their records are written each second if their partitions are `owned`.
+    `heard`: those that we hear too, so that their records are written each second by their partition's owner. `owners`: the
+    indexer of each worker; one that is not known is named by nothing.
     """
-    ages = [one.heard_us - now_us for one in records.values()]
-    ahead = max(ages, default=0)
-    if ahead > MAX_SKEW_US or not owned:
-        return max(0, ahead)
-    live = [
-        one.heard_us - now_us
-        for id, one in records.items()
-        if id in heard and one.liveness is Liveness.ALIVE and one.heard_us
-    ]
-    behind = min(live, default=0)
-    return behind if behind < -WRONG_US else 0
+    ages: dict[str, list[int]] = {}
+    for id, one in records.items():
+        ahead = one.heard_us - now_us
+        live = id in heard and one.liveness is Liveness.ALIVE and one.heard_us and id in owners
+        if live or ahead > MAX_SKEW_US:
+            ages.setdefault(owners.get(id, ""), []).append(ahead)
+    found: dict[str, int] = {}
+    for member_id, some in ages.items():
+        if max(some) > MAX_SKEW_US:
+            found[member_id] = max(some)
+        elif min(some) < -WRONG_US:
+            found[member_id] = min(some)
+    return found
 
 
 def _text(us: int) -> str:

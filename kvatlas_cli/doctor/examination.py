@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.stream import StreamInfo, stream_fleet
+from kvatlas.bus.subjects import partition_of
 from kvatlas.errors import AccessDenied, InvalidValue, KvatlasError, Unreachable
 from kvatlas.fleet.identities import Identities
 from kvatlas.fleet.records import LEFT_OUT, EngineEndpoint, FleetRecord, Liveness
@@ -43,6 +44,8 @@ _RETRIED = "the indexers start by themselves then"
 _CAUSES = (START, "nats.reachable", "store.reachable")
 _FOLLOWS = ("nats.stream", "nats.other", "indexers.members", "indexers.leases", "workers.index", "workers.settings")
 """What is wrong because no indexer could start."""
+_WITHOUT_NATS = ("indexers.members", "indexers.leases", "workers.heartbeats")
+"""Indexers keep their leases only while NATS answers them too, and hear no worker without it."""
 _MAX_ROUND_TRIP_US = 200_000
 """The store's clock is not compared if reading it took longer."""
 
@@ -69,6 +72,7 @@ class _Bus(NamedTuple):
     stream: StreamInfo | None
     answers: bool
     fleet: str | None = None
+    other_fleets: Mapping[str, Sequence[str]] = {}
 
 
 class _Fleet(NamedTuple):
@@ -144,7 +148,9 @@ async def examine(
 def _answer_first(found: Sequence[Finding]) -> list[Finding]:
     """Whether requests are served, then the rest. Without what follows from an indexer that says itself why it can't start."""
     if any(one.check == START for one in found):
-        found = [one for one in found if one.check not in _FOLLOWS or one.level is not Level.ERROR]
+        found = _drop_errors(found, _FOLLOWS)
+    if any(one.check == "nats.reachable" and one.level is Level.ERROR for one in found):
+        found = _drop_errors(found, _WITHOUT_NATS)
     answers = [one for one in found if one.check == service_answer.CHECK]
     if not answers:
         errors = [one for one in found if one.level is Level.ERROR]
@@ -152,6 +158,10 @@ def _answer_first(found: Sequence[Finding]) -> list[Finding]:
         first = errors[0].line if errors else "no worker is known"
         answers = [service_answer.judge_unknown(first)]
     return [*answers, *(one for one in found if one.check != service_answer.CHECK)]
+
+
+def _drop_errors(found: Sequence[Finding], checks: Sequence[str]) -> list[Finding]:
+    return [one for one in found if one.check not in checks or one.level is not Level.ERROR]
 
 
 async def _connect_nats(nats: NatsAccess, found: list[Finding], wait: bool, on_wait: Told | None) -> Client | None:
@@ -188,7 +198,7 @@ async def _listen(client: Client, name: str, found: list[Finding], order: _Order
         found.append(Finding("nats.jetstream", Level.ERROR, line, "see the log of NATS"))
     await anyio.sleep(max(0.0, began_s + order.listen_s - time.monotonic()))
     await subscription.unsubscribe()  # a busy worker's next heartbeat would be ahead of what was read of the index
-    return _Bus(client, name, listener, info, answers, fleet)
+    return _Bus(client, name, listener, info, answers, fleet, listener.drop_other_fleets(fleet))
 
 
 async def _examine_store(redis: RedisAccess | str, found: list[Finding], bus: _Bus | None, order: _Order) -> None:
@@ -254,7 +264,7 @@ async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: 
     found += workers.judge_missing({*fleet.records, *(heard or ())}, departures, order.expected, store_us)
     if bus is not None:
         found += workers.judge_duplicates(bus.listener.heard, bus.listener.yielded)
-        found += judge_fleet(await read_store_identity(store), bus.fleet, bus.name, store.name)
+        found += judge_fleet(await read_store_identity(store), bus.fleet, bus.name, store.name, bus.other_fleets)
     if bus is not None and bus.listener.malformed:
         line = f"a heartbeat can't be decoded: {bus.listener.malformed}"
         found.append(Finding("workers.heartbeats", Level.ERROR, line, "use the same version of kvatlas everywhere"))
@@ -263,12 +273,16 @@ async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: 
     conditions = {id: one for reports in stored.values() for id, one in routers.conditions_of(reports).items()}
     found += routers.judge_conditions(conditions)
     found += _judge_served(fleet, bus, layout.partitions, stored, departures)
-    owned = len(fleet.leases) == layout.partitions
+    owners = {
+        id: fleet.leases[partition]
+        for id in fleet.records
+        if (partition := partition_of(id, layout.partitions)) in fleet.leases
+    }
     workers_ahead_us = bus.listener.ahead_us if bus is not None else {}
     found += clocks.judge_clocks(
         store_ahead_us,
         workers_ahead_us,
-        clocks.indexers_ahead(fleet.records, heard or {}, owned, _now_us()),
+        clocks.indexers_ahead(fleet.records, heard or {}, owners, _now_us()),
         {
             id: us
             for reports in stored.values()
@@ -311,14 +325,20 @@ def _judge_served(
             unindexed[id] = "its events are left out"
     obstacles = []
     if not fleet.members:
-        obstacles.append("no indexer is running")
+        obstacles.append(
+            "no indexer is running" if bus is not None else "NATS does not answer, and no indexer follows it"
+        )
     elif len(fleet.leases) < partitions:
         obstacles.append(f"{partitions - len(fleet.leases)} of {partitions} partitions have no owner")
     if fleet.index_records is None:
         obstacles.append("the store has no functions of the index")
     if bus is not None and not bus.answers:
         obstacles.append("JetStream does not answer")
-    if bus is None and all(one.heard_us < _now_us() - workers.MAX_SILENT_US for one in records.values()):
+    if (
+        bus is None
+        and fleet.members
+        and all(one.heard_us < _now_us() - workers.MAX_SILENT_US for one in records.values())
+    ):
         obstacles.append("NATS does not answer, and no indexer hears the workers")
     pools = _by_pool(records)
     names = {pool_id: _pool_name(some[0].endpoint) for pool_id, some in pools.items()}

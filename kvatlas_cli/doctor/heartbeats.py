@@ -62,6 +62,16 @@ class HeartbeatListener:
             ahead_us = heartbeat.sent_us - now_us
             self.ahead_us[heartbeat.worker_id] = max(ahead_us, self.ahead_us.get(heartbeat.worker_id, ahead_us))
 
+    def drop_other_fleets(self, fleet_id: str | None) -> dict[str, list[str]]:
+        """Forget workers of other fleets than this one, and return their ids by fleet. None: it is not known."""
+        found: dict[str, list[str]] = {}
+        for id, one in sorted(self.heard.items()):
+            theirs = one.heartbeat.fleet_id
+            if theirs is not None and fleet_id not in (None, theirs):
+                found.setdefault(theirs, []).append(id)
+                del self.heard[id]
+        return found
+
     async def start(self, client: Client) -> Subscription:
         """Listen until the subscription is ended."""
         return await client.subscribe(ALL_ALIVE, cb=self.on_heartbeat)

@@ -75,7 +75,7 @@ def router_clocks(reports: Mapping[str, StoredReport], store_ahead_us: int) -> d
 def describe_slow_store(conditions: Mapping[str, RouterCondition]) -> str | None:
     """Why most choices of these routers are made without the index; None if they are not."""
     choices = sum(one.choices for one in conditions.values())
-    open_ones = sum(one.fell_open for one in conditions.values())
+    open_ones = sum(one.without_index for one in conditions.values())
     if choices and open_ones >= MOST_CHOICES * choices:
         return f"the store answers routers too late ({open_ones:,} of {choices:,} choices of the last minute)"
     return None
@@ -87,6 +87,8 @@ def judge_conditions(conditions: Mapping[str, RouterCondition]) -> Iterator[Find
         where = f"router {router_id}"
         yield from _judge_descriptors(where, one)
         yield from _judge_proof(where, one)
+        if one.store_is_far:
+            yield _describe_distance(where, one)
         if one.choices and one.fell_open >= MANY * one.choices:
             line = f"{where}: {one.fell_open:,} of {one.choices:,} choices of the last minute lacked the store's help"
             advice = "see store.distance and the store's load (SLOWLOG GET); a router's copy of the index (--replica) asks less"
@@ -110,6 +112,18 @@ def _judge_proof(where: str, one: RouterCondition) -> Iterator[Finding]:
     line = f"{where}: one tenant, that of --tenant-id; everybody who reaches it is that tenant, whatever they send"
     advice = "for several tenants, or limits by key: --clients-file (router), --tenant-from (epp)"
     yield Finding("routers.proof", Level.INFO, line, advice)
+
+
+def _describe_distance(where: str, one: RouterCondition) -> Finding:
+    away_ms, waited = one.store_us / 1e3, one.choices - one.without_index
+    line = (
+        f"{where} is {away_ms:.0f} ms away from the store: a choice waits for the index alone, and is booked behind it"
+    )
+    if one.without_index:
+        line += f"; {one.without_index:,} of {one.choices:,} choices of the last minute did without the index"
+    line += f"; {waited:,} had its answer. Routers see each other's bookings {away_ms:.0f} ms late"
+    advice = "run the store beside the routers; with a copy of the index (--replica) a choice waits for nothing"
+    return Finding("routers.distance", Level.WARNING, line, advice)
 
 
 def _judge_descriptors(where: str, one: RouterCondition) -> Iterator[Finding]:

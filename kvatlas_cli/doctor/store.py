@@ -31,8 +31,10 @@ def judge_distance(round_trip_ms: float) -> Finding:
     line = f"a round trip to the store takes {round_trip_ms:.1f} ms from here at best"
     if round_trip_ms < FAR_MS:
         return Finding("store.distance", Level.OK, line)
-    line += ": each choice of a router that is as far away waits for several of them, or is made by load"
-    advice = "run the store beside the routers, or let routers keep their own copy of the index (--replica)"
+    line += ": each choice of a router that is as far away waits for one of them, or is made by load"
+    advice = (
+        "run the store beside the routers, or let routers keep their own copy of the index (--replica): then for none"
+    )
     return Finding("store.distance", Level.WARNING, line, advice)
 
 

@@ -69,6 +69,11 @@ class Booker:
         """False while the store is spared after failures; see `CircuitBreaker.may_call`."""
         return self._breaker.may_call()
 
+    @property
+    def is_trying(self) -> bool:
+        """Has the store failed, so that nothing should wait for the call that `may_call_store` allows?"""
+        return self._breaker.is_open
+
     async def try_store(self, call: Coroutine[Any, Any, T], deadline: Deadline) -> tuple[T | None, str]:
         """The call's result; None and the reason if the store fails."""
         try:
@@ -137,6 +142,38 @@ class Booker:
         if evaluation is not None and evaluation.prefill is not None and booking.prefill_id is not None:
             ids.append(booking.prefill_id)
         return tuple(Reservation(pool_id, id, self._own, None, None, self._late_calls) for id in ids)
+
+    # ------------------------------------------------------------ alone at first
+
+    def book_behind(self, prompt: Prompt, ask: Ask) -> tuple[Reservation, ...]:
+        """Reserve what `look_alone` chooses in this process, and in the store behind the answer. `ask`: for one worker."""
+        pool_id = prompt.scope.pool_id
+        (mirror,) = self.book_alone(prompt, ask)
+        booking = self._new_booking(prompt, ask, leased=self._reservations.fed_by_indexer)
+        deadline_ms = self._settings.deadline_ms
+        booked = Reservation(
+            pool_id, booking.id, self._reservations, self._leases, deadline_ms, self._late_calls, mirror
+        )
+        self._late_calls.run_behind(self._confirm(pool_id, booking, booked))
+        return (booked,)
+
+    async def _confirm(self, pool_id: str, booking: Booking, booked: Reservation) -> None:
+        answered = False
+        try:
+            began = perf_counter()
+            await self._report_workers(pool_id)
+            await self._reservations.book(pool_id, booking)
+            answered = True
+            self._counters.booking_time.add(perf_counter() - began)
+        except STORE_FAILURES:
+            self._counters.booking_failures += 1
+            self._breaker.record_failure()
+        else:
+            self._breaker.record_success()
+            booked.report_again()
+        finally:
+            if not answered:  # the store may have booked it all the same, or may book it yet
+                self._leases.report_later(pool_id, booking.id, Outcome.CALLED_OFF)
 
     # ------------------------------------------------------------ pieces
 

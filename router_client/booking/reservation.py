@@ -17,8 +17,9 @@ class Reservation:
         leases: Leases | None,
         deadline_ms: float | None,
         late_calls: LateCalls,
+        mirror: "Reservation | None" = None,
     ) -> None:
-        """`leases` None: booked in this process only."""
+        """`leases` None: booked in this process only. `mirror`: the same reservation in this process, which ends with it."""
         self.pool_id = pool_id
         self.id = id
         self._store = store
@@ -27,6 +28,8 @@ class Reservation:
         self._late_calls = late_calls
         self._prefilled = False
         self._ended = False
+        self._outcome: Outcome | None = None
+        self._mirror = mirror
         if leases is not None:
             leases.record_booking(pool_id)
 
@@ -34,16 +37,25 @@ class Reservation:
         """Report the request's first token: its prefill is over."""
         if not self._prefilled and not self._ended:
             self._prefilled = True
+            if self._mirror is not None:
+                await self._mirror.first_token()
             await self._report(None)
 
     async def end(self, outcome: Outcome) -> None:
         """Report the end of the request."""
         if self._ended:
             return
-        self._ended = True
+        self._ended, self._outcome = True, outcome
+        if self._mirror is not None:
+            await self._mirror.end(outcome)
         if self._leases is not None:
             self._leases.record_release(self.pool_id)
         await self._report(outcome)
+
+    def report_again(self) -> None:
+        """The store has booked it only now: what it was reported before, it did not know."""
+        if self._leases is not None and (self._ended or self._prefilled):
+            self._leases.report_later(self.pool_id, self.id, self._outcome)
 
     async def _report(self, outcome: Outcome | None) -> None:
         if self._leases is not None and self._leases.sends_reports:

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from kvatlas.errors import Unreachable
 from kvatlas.reservations import Ask, Evaluation, LookAlikesUnknown, OfferEvaluation, Outcome
-from kvatlas.store.deadline import STORE_FAILURES, Deadline, LateCalls
+from kvatlas.store.deadline import CALLS_A_DECISION, READ_SHARE, STORE_FAILURES, Deadline, LateCalls
+from kvatlas.store.distance import StoreDistance
 from router_client.basis import Basis
 from router_client.booking.booker import Booker, evaluate_without_bookings
 from router_client.booking.reservation import Reservation
@@ -48,6 +49,7 @@ class Decider:
         settings: RouterSettings,
         counters: RouterCounters,
         late_calls: LateCalls,
+        distance: StoreDistance,
     ) -> None:
         self._index = index
         self._fleet = fleet
@@ -56,6 +58,7 @@ class Decider:
         self._settings = settings
         self._counters = counters
         self._late_calls = late_calls
+        self._distance = distance
         self._policy = RoutingPolicy(settings)
 
     async def read_pool(self, pool_id: str) -> Pool:
@@ -92,8 +95,14 @@ class Decider:
 
         Stays within the deadline, whatever the store does. Raises NoWorkers; Unreachable if the pool was never read.
         """
-        deadline, call_store = self._start_deadline(), self._booker.may_call_store()
+        call_store = self._booker.may_call_store()
+        # nothing waits for a booking in a store that is far away, or that has failed and is tried again
+        behind = call_store and (self.store_is_far or self._booker.is_trying)
+        if self._booker.is_trying:
+            call_store = False
+        deadline = self._start_deadline()
         case = await self._read_case(prompt, avoid, deadline, call_store=call_store)
+        call_store &= not behind
         if call_store and not explain_all and self._booker.sorts_workers:
             look_alikes = self._policy.quote_look_alikes(case)
             if look_alikes is not None:
@@ -113,7 +122,7 @@ class Decider:
         if not self._settings.booking.reservations:
             evaluation = evaluate_without_bookings(ask, case.pool, listed)
             return self._choose(case, listed, evaluation.by_offer, evaluation.chosen)
-        failure = "reservations: no answer lately"
+        failure = "reservations: no answer lately" if self._booker.is_trying else ""
         if call_store:
             call = self._choose_in_store(case, listed, ask, deadline, book=book)
             choice, failure = await self._booker.try_store(call, deadline)
@@ -121,7 +130,8 @@ class Decider:
                 return choice
         if listed is not quotes:
             ask = self._policy.ask(case, quotes)
-        return self._choose_alone(replace(case, why=case.why or failure), quotes, ask, book=book)
+        case = replace(case, why=case.why or failure)
+        return self._choose_alone(case, quotes, ask, book=book, behind=behind)
 
     async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairChoice:
         """Choose one or two workers, reserved in one call if `book`; see `decide`. No other policy is followed."""
@@ -148,18 +158,27 @@ class Decider:
 
     # ------------------------------------------------------------ before load
 
+    @property
+    def store_is_far(self) -> bool:
+        """Then a choice waits for the index alone."""
+        return self._distance.is_far(self._settings.deadline_ms)
+
     def _start_deadline(self) -> Deadline:
         least_ms, most_ms = self._settings.deadline_ms, self._settings.most_deadline_ms
         if least_ms is None:
             return Deadline(None, self._late_calls)
-        return Deadline(self._late_calls.latency.deadline_ms(least_ms, most_ms), self._late_calls)
+        calls = 1 if self.store_is_far else CALLS_A_DECISION
+        return Deadline(self._late_calls.latency.deadline_ms(least_ms, most_ms, calls), self._late_calls)
 
     async def _read_case(self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, call_store: bool) -> Case:
         pool, why = await self._read_pool(prompt.scope.pool_id, deadline, call_store=call_store)
-        case = await self._index.look_up_in_time(prompt, self._policy.narrow(pool, prompt, avoid), deadline)
+        share = 1.0 if self.store_is_far else READ_SHARE
+        case = await self._index.look_up_in_time(prompt, self._policy.narrow(pool, prompt, avoid), deadline, share)
         return replace(case, why=why) if why and not case.why else case
 
     async def _read_pool(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> tuple[Pool, str]:
+        if call_store and self.store_is_far and (known := self._fleet.read_behind(pool_id)) is not None:
+            return known, ""
         pool, why = await self._fleet.read_pool_in_time(pool_id, deadline, call_store=call_store)
         self._counters.fleet_failures += bool(why)
         return pool, why
@@ -215,14 +234,16 @@ class Decider:
             raise Unreachable(f"worker {evaluation.worker_id} was chosen, but its fleet record can't be read")
         return self._choose(case, matched, by_offer, chosen, *reservations)
 
-    def _choose_alone(self, case: Case, quotes: Sequence[Quote], ask: Ask, *, book: bool) -> Choice:
-        """Choose with this router's own knowledge: loads as read last, and its own bookings."""
+    def _choose_alone(self, case: Case, quotes: Sequence[Quote], ask: Ask, *, book: bool, behind: bool) -> Choice:
+        """Choose with this router's own knowledge: loads as read last, and its own bookings. `behind`: the store learns of
+        the choice afterwards."""
         evaluation = self._booker.look_alone(case.prompt.scope.pool_id, ask)
         if case.basis is not Basis.COST and not any(evaluated.load_known for evaluated in evaluation.by_offer):
             case = replace(case, basis=Basis.PREFIX_HASH)
             evaluation = replace(evaluation, chosen=self._policy.choose_by_prefix(case, quotes))
         worker_id = evaluation.worker_id if case.followed is None else case.followed
-        reservations = self._booker.book_alone(case.prompt, _narrow_ask(ask, worker_id)) if book else ()
+        reserve = self._booker.book_behind if behind else self._booker.book_alone
+        reservations = reserve(case.prompt, _narrow_ask(ask, worker_id)) if book else ()
         return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, *reservations)
 
     def _rank(

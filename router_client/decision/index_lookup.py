@@ -1,5 +1,6 @@
 """Looks a prompt up in the index within a decision's deadline. If the index is slow, away or switched off, load decides."""
 
+import asyncio
 from time import perf_counter
 
 from kvatlas.store.circuit_breaker import CircuitBreaker
@@ -11,6 +12,8 @@ from router_client.decision.case import Case
 from router_client.pricing.overlap import OverlapIndex, PromptLookup, look_up_overlap
 from router_client.pricing.pool import Pool
 from router_client.prompt import Prompt, Strategy
+
+_NO_ANSWER = "index: no answer lately"
 
 
 class IndexLookup:
@@ -26,18 +29,22 @@ class IndexLookup:
         """The part of the prompt that each of the pool's workers holds. Raises what the store raises."""
         return await look_up_overlap(self._index, prompt, pool.block_shapes)
 
-    async def look_up_in_time(self, prompt: Prompt, pool: Pool, deadline: Deadline) -> Case:
-        """`look_up` within READ_SHARE of the deadline; if that fails, an empty lookup and the reason."""
+    async def look_up_in_time(self, prompt: Prompt, pool: Pool, deadline: Deadline, share: float = READ_SHARE) -> Case:
+        """`look_up` within a share of the deadline; if that fails, an empty lookup and the reason. After failures a choice is
+        made without the index, while another lookup is tried behind it."""
         if self.load_only:
             why = "the router is switched to load alone"
         elif prompt.strategy is Strategy.LOAD:
             why = "the request asks for load alone"
         elif not self._breaker.may_call():
-            why = "index: no answer lately"
+            why = _NO_ANSWER
+        elif self._breaker.is_open:
+            deadline.run_behind(self._try_again(prompt, pool, deadline.share_s(share)))
+            why = _NO_ANSWER
         else:
             try:
                 began = perf_counter()
-                lookup = await deadline.wait_for(self.look_up(prompt, pool), READ_SHARE)
+                lookup = await deadline.wait_for(self.look_up(prompt, pool), share)
                 self._counters.lookup_time.add(perf_counter() - began, span=sampled_context())
             except STORE_FAILURES as error:
                 self._counters.index_failures += 1
@@ -47,3 +54,14 @@ class IndexLookup:
                 self._breaker.record_success()
                 return Case(prompt, pool, lookup)
         return Case(prompt, pool, PromptLookup.empty(prompt, pool.block_shapes), Basis.LOAD, why)
+
+    async def _try_again(self, prompt: Prompt, pool: Pool, within_s: float | None) -> None:
+        """Would a choice have had its answer in time?"""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.look_up(prompt, pool)
+        except STORE_FAILURES:
+            self._counters.index_failures += 1
+            self._breaker.record_failure()
+        else:
+            self._breaker.record_success()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kvatlas.predictions.condition import RouterCondition
 from kvatlas.predictions.recent_counts import RecentCounts
 from kvatlas.runtime.descriptors import count_descriptors
+from kvatlas.store.distance import StoreDistance
 from router_client.counters import RouterCounters
 
 
@@ -21,8 +22,11 @@ class RequestEnds(NamedTuple):
 class ConditionMeter:
     """Reads the condition. `ends` and `proves_tenants` are set by a server built on this library."""
 
-    def __init__(self, counters: RouterCounters) -> None:
+    def __init__(self, counters: RouterCounters, distance: StoreDistance, deadline_ms: float | None) -> None:
+        """`deadline_ms`: how long a decision may wait for the store at least."""
         self._counters = counters
+        self._distance = distance
+        self._deadline_ms = deadline_ms
         self._recent = RecentCounts()
         self.ends: Callable[[], RequestEnds] = RequestEnds
         self.proves_tenants: bool | None = None
@@ -34,11 +38,14 @@ class ConditionMeter:
         since_start = {
             "choices": counters.routed,
             "fell_open": fell_open,
+            "without_index": counters.open_index,
             "no_workers": counters.no_workers,
             **self.ends()._asdict(),
         }
         return RouterCondition(
             sent_us=time.time_ns() // 1_000,
+            store_us=round(self._distance.round_trip_s * 1e6),
+            store_is_far=self._distance.is_far(self._deadline_ms),
             descriptors=descriptors.open,
             most_descriptors=max(0, descriptors.most),
             proves_tenants=self.proves_tenants,

@@ -35,7 +35,7 @@ class ChildProcess:
         self.arguments = list(arguments)
         self.log = folder / f"{name}.log"
         self.tree = tree
-        self._variables = variables
+        self.variables = variables
         self._ready = ready
         self.paused = False
         self._log_start = 0
@@ -55,7 +55,7 @@ class ChildProcess:
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             command = [sys.executable, "-m", "kvatlas_cli.main", *self.arguments]
-            variables = {**environment(**self._variables), "PYTHONPATH": str(self.tree)}
+            variables = {**environment(**self.variables), "PYTHONPATH": str(self.tree)}
             self._popen = spawn_child(command, cwd=self.tree, env=variables, stdout=log, stderr=log)
 
     async def ready(self) -> None:

@@ -6,13 +6,15 @@ from typing import Self
 
 LOOPBACK = "127.0.0.1"
 CHUNK_BYTES = 64 * 1024
+MOST_ON_THE_WAY = 256
 
 
 class TcpProxy:
     """Listens on a free loopback port and forwards to `target_port`.
 
     `cut`: every connection is reset and new ones are too. `stall`: connections stay open, and new ones are accepted, but
-    no byte gets through either way (half-open). `delay_s`: every piece is delayed by this time. `heal` ends all of it.
+    no byte gets through either way (half-open). `delay_s`: every piece arrives this much later, as over a long line. `heal`
+    ends all of it.
     """
 
     def __init__(self, target_port: int, name: str) -> None:
@@ -76,14 +78,31 @@ class TcpProxy:
                 end.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_ON_THE_WAY)
+        delivery = asyncio.create_task(self._deliver(on_the_way, writer))
         try:
-            while piece := await reader.read(CHUNK_BYTES):
-                if self.delay_s:
-                    await asyncio.sleep(self.delay_s)  # the fault itself: a slow line
-                await self._flowing.wait()
-                writer.write(piece)
-                await writer.drain()
+            piece = b"?"
+            while piece:
+                piece = await reader.read(CHUNK_BYTES)
+                await on_the_way.put((asyncio.get_running_loop().time() + self.delay_s, piece))
+            await delivery
         except OSError:
             pass  # either end broke it; the other end is closed below
         finally:
+            delivery.cancel()
             writer.transport.abort()
+
+    async def _deliver(self, on_the_way: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter) -> None:
+        """Write what is due, until the empty piece at the end."""
+        while True:
+            due_s, piece = await on_the_way.get()
+            await asyncio.sleep(max(0.0, due_s - asyncio.get_running_loop().time()))  # the fault itself: a long line
+            await self._flowing.wait()
+            if not piece:
+                return
+            try:
+                writer.write(piece)
+                await writer.drain()
+            except OSError:
+                writer.transport.abort()
+                return

@@ -2,8 +2,9 @@
 
 import resource
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import anyio
 import httpx
@@ -11,37 +12,43 @@ from redis.asyncio import Redis
 
 from kvatlas.embedded import valkey_server
 from kvatlas.embedded.free_port import free_port
-from tests.oncall.fleet import Fleet, child, engine, sidecar
+from tests.chaos.child_process import ChildProcess
+from tests.oncall.fleet import MODEL, PATIENT_MS, Fleet, child, engine, sidecar
 
 Made = Callable[[Fleet], AbstractAsyncContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`answer`: what doctor's first line has to contain. `checks`: each check with what its line has to contain; nothing but
-    these and `also` may be wrong. `alert`: the one that fires; `page`: what the router's or the indexer's /status has to
-    contain; `log`: what some part's log has to. Empty: nothing is asked."""
+    """What is done, and what has to be said of it; empty: nothing is asked.
+
+    `answer`: what doctor's first line has to contain. `checks`: each check with what its line has to contain; nothing but these
+    and `also` may be wrong. `alert`: the one that fires, and nothing but it and `also_alerts`. `page`: what the router's or the
+    indexer's /status has to contain; `log`: what some part's log has to. `loses`: requests may be lost while it lasts.
+    `deadline_ms`: how long the router's decisions wait.
+    """
 
     made: Made
     answer: str
-    checks: Mapping[str, str]
+    checks: Mapping[str, str] = field(default_factory=dict)
     also: frozenset[str] = frozenset()
     alert: str = ""
+    also_alerts: frozenset[str] = frozenset()
     page: str = ""
     log: str = ""
+    loses: bool = False
+    deadline_ms: int = PATIENT_MS
 
 
 @asynccontextmanager
 async def all_engines_drain(fleet: Fleet) -> AsyncIterator[None]:
-    async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-        for one in fleet.sidecars:
-            await one.stop()
-        yield
-        for one in fleet.sidecars:
-            one.start()
-        for one in fleet.sidecars:
-            await one.ready()
-        assert client is not None
+    for one in fleet.sidecars:
+        await one.stop()
+    yield
+    for one in fleet.sidecars:
+        one.start()
+    for one in fleet.sidecars:
+        await one.ready()
 
 
 @asynccontextmanager
@@ -108,7 +115,7 @@ async def managed_store_that_evicts(fleet: Fleet) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def distant_store(fleet: Fleet) -> AsyncIterator[None]:
-    fleet.near.delay_s = 0.04
+    fleet.near.delay_s = ONE_WAY_S
     yield
     fleet.near.heal()
 
@@ -128,38 +135,154 @@ async def bus_stands_still(fleet: Fleet) -> AsyncIterator[None]:
     fleet.nats.resume()
 
 
+@asynccontextmanager
+async def sidecar_stands_still(fleet: Fleet) -> AsyncIterator[None]:
+    fleet.sidecars[0].pause()
+    yield
+    fleet.sidecars[0].resume()
+
+
+def _wrong_clock(part: str, ready: str, by: str) -> Made:
+    @asynccontextmanager
+    async def clock_is_wrong(fleet: Fleet) -> AsyncIterator[None]:
+        preload = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+        await fleet.replace(
+            part, ready, LD_PRELOAD=str(preload), FAKETIME=by, FAKETIME_DONT_FAKE_MONOTONIC="1", FAKETIME_NO_CACHE="1"
+        )
+        yield
+        await fleet.replace(part, ready, LD_PRELOAD="")
+
+    return clock_is_wrong
+
+
+@asynccontextmanager
+async def engine_is_killed(fleet: Fleet) -> AsyncIterator[None]:
+    fleet.engines[0].kill()
+    yield
+    fleet.engines[0].start()
+    await fleet.engines[0].ready()
+
+
+@asynccontextmanager
+async def store_stands_still(fleet: Fleet) -> AsyncIterator[None]:
+    fleet.store.pause()
+    yield
+    fleet.store.resume()
+
+
+@asynccontextmanager
+async def store_comes_back_empty(fleet: Fleet) -> AsyncIterator[None]:
+    await fleet.store.kill()
+    await fleet.store.start()
+    yield
+
+
+@asynccontextmanager
+async def bus_comes_back_empty(fleet: Fleet) -> AsyncIterator[None]:
+    await fleet.nats.kill()
+    await fleet.nats.start()
+    yield
+
+
+@asynccontextmanager
+async def index_is_flushed(fleet: Fleet) -> AsyncIterator[None]:
+    async with Redis.from_url(fleet.store.url) as store:
+        await store.flushall()
+    yield
+
+
+@asynccontextmanager
+async def bus_is_gone(fleet: Fleet) -> AsyncIterator[None]:
+    await fleet.nats.kill()
+    yield
+    await fleet.nats.start()
+
+
+@asynccontextmanager
+async def publisher_of_another_fleet(fleet: Fleet) -> AsyncIterator[None]:
+    """It has the id of its fleet, the NATS of this one, and a worker id that is taken here."""
+    ports = [free_port(), free_port(), free_port()]
+    other = sidecar(fleet, "sidecar-other", "w0", ports, "--fleet-id", OTHER_FLEET)
+    other.start()
+    with anyio.fail_after(30):
+        while other.is_running:
+            await anyio.sleep(0.1)  # it ends by itself
+    fleet.parts["sidecar-other"] = other
+    yield
+    del fleet.parts["sidecar-other"]
+
+
+@asynccontextmanager
+async def one_engine_published_twice(fleet: Fleet) -> AsyncIterator[None]:
+    """Under two worker ids."""
+    async with _more(fleet, sidecar(fleet, "sidecar-2", "w2", fleet.engine_ports[0])):
+        yield
+
+
+@asynccontextmanager
+async def model_under_a_wrong_name(fleet: Fleet) -> AsyncIterator[None]:
+    ports = [free_port(), free_port(), free_port()]
+    one = sidecar(fleet, "sidecar-2", "w2", ports, model_id="other")
+    async with _more(fleet, engine(fleet, "engine-2", ports), one):
+        yield
+
+
+@asynccontextmanager
+async def _more(fleet: Fleet, *parts: ChildProcess) -> AsyncIterator[None]:
+    """Parts that are there for a while; sidecars leave as they should."""
+    async with AsyncExitStack() as stack:
+        for one in parts:
+            stack.callback(one.close)
+            one.start()
+            await one.ready()
+        yield
+        await parts[-1].stop()
+
+
+@asynccontextmanager
+async def clients_give_up(fleet: Fleet) -> AsyncIterator[None]:
+    """Others than those whose requests are counted."""
+    async with httpx.AsyncClient(base_url=fleet.router_url, trust_env=False, timeout=0.3) as client:
+
+        async def ask() -> None:
+            body = {"model": MODEL, "prompt": "A long answer.", "max_tokens": 4_000}
+            while True:
+                with suppress(httpx.HTTPError):
+                    await client.post("/v1/completions", json=body)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            yield
+            group.cancel_scope.cancel()
+
+
+OTHER_FLEET = "00000000000b"
+ONE_WAY_S, FAR_DEADLINE_MS = 0.075, 300
+SILENT = frozenset({"workers.heartbeats", "workers.missing", "workers.load", "workers.index"})
 FAULTS: Mapping[str, Fault] = {
     "all_engines_drain": Fault(
         all_engines_drain,
         "? No, because no engine can take it",
-        {},
-        frozenset({"routers.refused", "workers.heartbeats", "workers.engines"}),
+        also=frozenset({"routers.refused", "workers.heartbeats", "workers.engines"}),
         alert="KvatlasNoWorkers",
+        also_alerts=frozenset({"KvatlasRequestsFail"}),
+        loses=True,
     ),
     "engine_stands_still": Fault(
         engine_stands_still,
         "? Yes, by 1 of 2 engines",
-        {},
-        frozenset(
-            {
-                "routers.progress",
-                "workers.engines",
-                "workers.load",
-                "routers.refused",
-                "routers.gone",
-                "workers.settings",
-            }
-        ),
+        also=frozenset({"routers.progress", "workers.engines", "workers.load", "workers.settings", "routers.gone"}),
+        also_alerts=frozenset({"KvatlasEngineStalled"}),
     ),
     "sidecar_is_killed": Fault(
         sidecar_is_killed,
         "? Yes, by 1 of ",
-        {},
-        frozenset({"workers.heartbeats", "workers.missing"}),
+        also=frozenset({"workers.heartbeats", "workers.missing"}),
         alert="KvatlasWorkersLost",
     ),
+    "sidecar_stands_still": Fault(sidecar_stands_still, "? Yes, by 1 of ", also=SILENT, alert="KvatlasWorkersLost"),
     "second_fleet_on_this_nats": Fault(
-        second_fleet_on_this_nats, "? Yes, by 2 of 2", {}, log="of another fleet, with the store"
+        second_fleet_on_this_nats, "? Yes, by 2 of 2", log="of another fleet, with the store"
     ),
     "same_worker_id_twice": Fault(
         same_worker_id_twice, "", {"workers.duplicates": "w0 has two publishers"}, log="give each its own --worker-id"
@@ -168,9 +291,10 @@ FAULTS: Mapping[str, Fault] = {
         few_descriptors,
         "",
         {"routers.descriptors": "of at most 40 file descriptors"},
-        frozenset({"routers.gone", "routers.store", "routers.refused"}),
+        also=frozenset({"routers.gone", "routers.store", "routers.refused"}),
         alert="KvatlasDescriptorsShort",
         page='"most_descriptors": 40',
+        loses=True,
     ),
     "managed_store_that_evicts": Fault(
         managed_store_that_evicts,
@@ -181,18 +305,62 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "distant_store": Fault(
         distant_store,
-        "",
-        {"store.distance": "a round trip to the store takes"},
-        frozenset({"routers.store", "routers.answers", "workers.index", "workers.load"}),
+        "? Yes, by 2 of 2",
+        {"store.distance": "a round trip to the store takes", "routers.distance": "a choice waits for the index alone"},
+        also=frozenset({"routers.answers", "routers.store"}),
+        also_alerts=frozenset({"KvatlasDecisionsSlow", "KvatlasStoreFails"}),
+        deadline_ms=FAR_DEADLINE_MS,
     ),
     "indexer_is_gone": Fault(
         indexer_is_gone,
         "? By load only, because no indexer is running",
         {"indexers.members": "no indexer is running"},
-        frozenset({"indexers.leases", "workers.index", "workers.load", "clocks", "routers.answers"}),
+        also=frozenset({"indexers.leases", "workers.index", "workers.load", "clocks", "routers.answers"}),
         alert="KvatlasNoIndexer",
     ),
     "bus_stands_still": Fault(
-        bus_stands_still, "", {"nats.reachable": "no answer in time"}, frozenset({"workers.heartbeats", "workers.load"})
+        bus_stands_still,
+        "? By load only, because NATS does not answer",
+        {"nats.reachable": "no answer in time"},
+        also=frozenset({"workers.load", "routers.answers"}),
+        also_alerts=frozenset({"KvatlasPartitionsWithoutOwner", "KvatlasNoIndexer"}),
+    ),
+    "clock_of_the_indexer": Fault(_wrong_clock("indexer", "is ready", "-2h"), "? Yes, by 2 of 2", {"clocks": "-2.0 h"}),
+    "clock_of_the_router": Fault(
+        _wrong_clock("router", "router at", "+1d"), "? Yes, by 2 of 2", {"clocks": "+1.0 d"}, loses=True
+    ),
+    # ten more
+    "engine_is_killed": Fault(
+        engine_is_killed,
+        "? Yes, by 1 of 2 engines (w0: down)",
+        {"workers.engines": "engines down: w0"},
+        also=frozenset({"workers.settings", "workers.load"}),
+    ),
+    "store_stands_still": Fault(
+        store_stands_still, "? No, because", {"store.reachable": ""}, also_alerts=frozenset({"KvatlasStoreFails"})
+    ),
+    "store_comes_back_empty": Fault(store_comes_back_empty, "? Yes, by 2 of 2"),
+    "bus_comes_back_empty": Fault(bus_comes_back_empty, "? Yes, by 2 of 2"),
+    "bus_is_gone": Fault(
+        bus_is_gone,
+        "? By load only, because NATS does not answer",
+        {"nats.reachable": "refused"},
+        also=frozenset({"workers.load", "routers.answers"}),
+    ),
+    "index_is_flushed": Fault(index_is_flushed, "? Yes, by 2 of 2"),
+    "publisher_of_another_fleet": Fault(
+        publisher_of_another_fleet,
+        "? Yes, by 2 of 2",
+        log="a publisher of another fleet, 00000000000b, uses this NATS, for w0",
+    ),
+    "one_engine_published_twice": Fault(
+        one_engine_published_twice, "", {"workers.address": "w0, w2 have the same address"}
+    ),
+    "model_under_a_wrong_name": Fault(model_under_a_wrong_name, "? Yes", {"pools.models": "--model-id is other"}),
+    "clients_give_up": Fault(
+        clients_give_up,
+        "? Yes, by 2 of 2",
+        {"routers.gone": "clients of the last minute gave up"},
+        alert="KvatlasClientsGaveUp",
     ),
 }

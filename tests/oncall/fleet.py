@@ -19,8 +19,8 @@ from tests.end_to_end.processes import environment
 
 MODEL = "m"
 REQUESTS_PER_S = 8
-OF_A_SLOW_MACHINE = frozenset({"routers.answers", "routers.store"})
-"""Findings about times, which say nothing on a shared machine."""
+PATIENT_MS = 2_000
+"""How long a decision waits for the store: a machine that is shared with others answers late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Said:
 
     @property
     def green(self) -> bool:
-        return not self.findings.keys() - OF_A_SLOW_MACHINE and "? Yes" in self.answer
+        return not self.findings and "? Yes" in self.answer
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Fleet:
     near: TcpProxy
     engines: list[ChildProcess] = field(default_factory=list)
     sidecars: list[ChildProcess] = field(default_factory=list)
-    engine_urls: list[str] = field(default_factory=list)
+    engine_ports: list[Sequence[int]] = field(default_factory=list)
     parts: dict[str, ChildProcess] = field(default_factory=dict)
     ports: list[int] = field(default_factory=list)
     router_url: str = ""
@@ -69,6 +69,14 @@ class Fleet:
                 findings.setdefault(one["check"], []).append(f"{one['line']} -> {one['advice']}")
         return Said(" | ".join(answers), findings)
 
+    async def replace(self, part: str, ready: str, **variables: str) -> None:
+        """Start a part again with another environment."""
+        old = self.parts[part]
+        await old.stop()
+        self.parts[part] = child(self, part, ready, *old.arguments, **{**old.variables, **variables})
+        self.parts[part].start()
+        await self.parts[part].ready()
+
     async def page(self, part: str) -> dict[str, Any]:
         """A part's /status; empty if it does not answer."""
         port = self.router_url if part == "router" else f"http://{LOOPBACK}:{self.ports[0]}"
@@ -79,9 +87,14 @@ class Fleet:
         except httpx.HTTPError:
             return {}
 
+    def close(self) -> None:
+        """End every part."""
+        for part in (*self.engines, *self.sidecars, *self.parts.values()):
+            part.close()
+
     def log(self) -> str:
         """Of all parts, since their last start."""
-        every = [*self.parts.values(), *self.sidecars]
+        every = [*self.parts.values(), *self.sidecars, *self.engines]
         return "\n".join(one.log_text() for one in every if one.log.exists())
 
     async def send_requests(self) -> None:
@@ -111,8 +124,10 @@ def child(fleet: Fleet, name: str, ready: str, *arguments: str, **variables: str
     return ChildProcess(name, arguments, ready, fleet.folder, variables=variables)
 
 
-def sidecar(fleet: Fleet, name: str, worker_id: str, engine: Sequence[int], *, nats_url: str = "") -> ChildProcess:
-    """`engine`: its ports for HTTP, events and replay."""
+def sidecar(
+    fleet: Fleet, name: str, worker_id: str, engine: Sequence[int], *more: str, model_id: str = MODEL
+) -> ChildProcess:
+    """`engine`: its ports for HTTP, events and replay. `more`: flags."""
     http, events, replay = (f"{LOOPBACK}:{port}" for port in engine)
     flags = [
         "--engine",
@@ -120,9 +135,10 @@ def sidecar(fleet: Fleet, name: str, worker_id: str, engine: Sequence[int], *, n
         "--worker-id",
         worker_id,
         "--model-id",
-        MODEL,
+        model_id,
         "--nats-url",
-        nats_url or fleet.nats.url,
+        fleet.nats.url,
+        *more,
     ]
     flags += ["--endpoint", f"tcp://{events}", "--replay-endpoint", f"tcp://{replay}", "--engine-url", f"http://{http}"]
     return child(fleet, name, "is published", "publish", *flags)
@@ -136,28 +152,29 @@ def engine(fleet: Fleet, name: str, ports: Sequence[int]) -> ChildProcess:
 
 
 @asynccontextmanager
-async def running_fleet(folder: Path, nats: EmbeddedServer, store: EmbeddedServer) -> AsyncIterator[Fleet]:
-    """Started, with its parts ready."""
+async def running_fleet(
+    folder: Path, nats: EmbeddedServer, store: EmbeddedServer, deadline_ms: int = PATIENT_MS
+) -> AsyncIterator[Fleet]:
+    """Started, with its parts ready. `deadline_ms`: of the router's decisions."""
     async with AsyncExitStack() as stack:
         near = await stack.enter_async_context(TcpProxy(int(store.url.rpartition(":")[2].split("/")[0]), "store"))
         fleet = Fleet(folder, nats, store, near)
         for number in range(2):
             ports = [free_port(), free_port(), free_port()]
             fleet.engines.append(engine(fleet, f"engine-{number}", ports))
-            fleet.engine_urls.append(f"http://{LOOPBACK}:{ports[0]}")
+            fleet.engine_ports.append(ports)
             fleet.sidecars.append(sidecar(fleet, f"sidecar-{number}", f"w{number}", ports))
         status, http = free_port(), free_port()
         fleet.ports += [status, http]
         flags = ["--nats-url", nats.url, "--redis-url", fleet.redis_url, "--stream-storage", "memory"]
         fleet.parts["indexer"] = child(fleet, "indexer", "is ready", "indexer", *flags, "--status-port", str(status))
         routing = ["--redis-url", fleet.redis_url, "--port", str(http), "--drain-s", "0", "--no-access-log"]
-        # a decision deadline as in operation: the test's own environment is more patient
-        deadline = {"KVATLAS_DECISION_DEADLINE_MS": "60"}
+        deadline = {"KVATLAS_DECISION_DEADLINE_MS": str(deadline_ms)}
         fleet.parts["router"] = child(fleet, "router", "router at", "router", *routing, **deadline)
         fleet.router_url = f"http://{LOOPBACK}:{http}"
         every = [*fleet.engines, *fleet.sidecars, *fleet.parts.values()]
+        stack.callback(fleet.close)
         for part in every:
-            stack.callback(part.close)
             part.start()
         for part in every:
             await part.ready()

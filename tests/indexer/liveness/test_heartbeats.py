@@ -29,6 +29,9 @@ from tests.kvatlas.index.message_source import MessageSource, apply_messages
 pytestmark = pytest.mark.anyio
 
 
+FLEET = "00000000000a"
+
+
 @dataclass
 class Clock:
     now_s: float = 1_000.0
@@ -55,6 +58,7 @@ class ClockedHeartbeats:
             detector=detector,
             doubt=DoubtJudge(),
             counters=self.counters,
+            fleet_id=FLEET,
             clock=self.clock,
         )
 
@@ -108,6 +112,22 @@ async def replica_of_all(
 async def replica(nats_client: Client, fleet: FleetStore, forgotten: Forgotten) -> AsyncIterator[ClockedHeartbeats]:
     async with replica_of_all(nats_client, fleet, forgotten) as made:
         yield made
+
+
+async def test_a_worker_of_another_fleet_is_ignored(
+    replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, other = BusPublisher(nats_client, "w0"), BusPublisher(nats_client, "w1")
+    subscription = await replica.heartbeats.listen()
+    await nats_client.publish(
+        alive_subject("w1"), heartbeat(other).model_copy(update={"fleet_id": "00000000000b"}).pack()
+    )
+    await nats_client.publish(alive_subject("w0"), heartbeat(own).model_copy(update={"fleet_id": FLEET}).pack())
+    await until(lambda: replica.counters.heartbeats == 1, what="the own worker is heard")
+    await subscription.unsubscribe()
+    await replica.heartbeats.tick()
+    assert set(await fleet.all()) == {"w0"} and replica.counters.heartbeats_refused == 1
+    assert "worker w1 is ignored: its publisher is of fleet 00000000000b, this is fleet 00000000000a" in caplog.text
 
 
 async def test_a_heartbeat_with_impossible_values_is_refused_by_name(

@@ -1,4 +1,4 @@
-"""Two fleets on one NATS: the second one's indexer is refused, and both sides say why."""
+"""Two fleets on one NATS: the second one's indexers and publishers are refused, and both sides say why."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -15,6 +15,7 @@ from kvatlas.errors import OtherFleet
 from kvatlas.fleet_store.fleet_identity import read_store_identity
 from kvatlas.store.connection import Store, connected_store
 from kvatlas_indexer.ownership.fleet_guard import FleetGuard
+from kvatlas_publishers.fleet_check import FleetCheck
 from tests.eventually import until
 
 pytestmark = pytest.mark.anyio
@@ -79,3 +80,34 @@ async def test_stores_of_two_fleets_are_refused_even_if_nobody_is_there() -> Non
         await FleetGuard(client, store, "a", "NATS").join()
         with pytest.raises(OtherFleet, match="and .* to fleet"):
             await FleetGuard(client, other, "b", "NATS").join()
+
+
+async def test_an_indexer_with_a_fleet_id_makes_that_fleet_and_refuses_others() -> None:
+    async with two_stores_on_one_nats() as (client, store, other):
+        made = await FleetGuard(client, store, "a", "NATS", "00000000000a").join()
+        assert made.fleet == "00000000000a" == await stream_fleet(client)
+        for one in (store, other):
+            with pytest.raises(OtherFleet, match="NATS is of fleet 00000000000a; expected fleet 00000000000b"):
+                await FleetGuard(client, one, "b", "NATS", "00000000000b").join()
+        assert await read_store_identity(other) is None
+
+
+async def test_a_publisher_of_another_fleet_is_refused_and_learns_nothing_of_the_store(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with two_stores_on_one_nats() as (client, store, _), anyio.create_task_group() as tasks:
+        await FleetCheck(
+            client, "00000000000b", "w0", "NATS"
+        ).ask()  # no indexer is there: nothing would take its workers
+        guard = FleetGuard(client, store, "a", "NATS", "00000000000a")
+        await guard.join()
+        tasks.start_soon(guard.run)
+
+        line = "^NATS is of fleet 00000000000a .indexer a.; expected fleet 00000000000b, as --fleet-id says; give each fleet a"
+        with anyio.fail_after(30), pytest.raises(OtherFleet, match=line) as refused:
+            await FleetCheck(client, "00000000000b", "w0, w1", "NATS", every_s=0.01).run()
+        assert store.name not in str(refused.value)
+        assert "a publisher of another fleet, 00000000000b, uses this NATS, for w0, w1" in caplog.text
+        await FleetCheck(client, "00000000000a", "w2", "NATS").ask()
+        tasks.cancel_scope.cancel()

@@ -10,6 +10,7 @@ from kvatlas.predictions.store import answers_key, read_answer_reports, write_an
 from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import connected_store
 from kvatlas_cli.doctor import Level
+from kvatlas_cli.doctor.routers import describe_slow_store
 from tests.eventually import until
 from tests.kvatlas_cli.doctor.installation import MODEL, Installation, fleet_record, now_us
 
@@ -56,6 +57,23 @@ async def test_a_router_with_one_tenant_says_so(installation: Installation) -> N
     assert open_.level is Level.INFO and open_.line.startswith("router open: one tenant")
     assert "--clients-file" in open_.advice
     assert proving.level is Level.OK and "router proving: each request proves its tenant" in proving.line
+
+
+async def test_a_router_that_is_far_from_the_store_says_what_that_costs(installation: Installation) -> None:
+    await open_redis_index(installation.store, writer=True)
+    await installation.write_records(fleet_record("w"))
+    far = RouterCondition(
+        sent_us=now_us(), choices=90, fell_open=9, without_index=8, store_us=80_200, store_is_far=True
+    )
+    await write_answer_report(installation.store, "far", POOL, AnswerReport(condition=far))
+    line = (await installation.problem("routers.distance")).line
+    assert "router far is 80 ms away" in line and "8 of 90 choices" in line and "bookings 80 ms late" in line
+    late = far.model_copy(update={"without_index": 80, "fell_open": 80, "sent_us": now_us() + 86_400_000_000})
+    await write_answer_report(installation.store, "far", POOL, AnswerReport(condition=late))
+    assert describe_slow_store({"far": far}) is None and "80 of 90 choices" in (
+        describe_slow_store({"far": late}) or ""
+    )
+    assert "router far +1.0 d" in (await installation.problem("clocks")).line
 
 
 async def test_counts_of_routers_are_bounded_and_expire(fresh_store: str) -> None:

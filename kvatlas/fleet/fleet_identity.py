@@ -1,0 +1,27 @@
+"""Which fleet a part is of, as parts say it to each other over NATS."""
+
+from secrets import token_hex
+from typing import Annotated
+
+from pydantic import StringConstraints
+
+from kvatlas.fleet.records import WireRecord
+from kvatlas.validation import Text
+
+FleetId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{12}$")]
+
+
+class FleetIdentity(WireRecord):
+    """A fleet, and the store that its indexers keep. `store_name`: for people; `member`: the part that says it; `publisher`: it
+    is a publisher, which knows no store."""
+
+    fleet: FleetId
+    store: Text = ""
+    store_name: Text = ""
+    member: Text = ""
+    publisher: bool = False
+
+
+def new_fleet_id() -> str:
+    """Make the identity of a fleet that starts for the first time."""
+    return token_hex(6)

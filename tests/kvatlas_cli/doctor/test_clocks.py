@@ -1,0 +1,21 @@
+"""Whose clock is wrong, by the times that indexers write."""
+
+from kvatlas.fleet.records import Liveness
+from kvatlas_cli.doctor.clocks import indexers_ahead, judge_clocks
+from tests.kvatlas_cli.doctor.installation import fleet_record
+
+NOW_US = 1_800_000_000_000_000
+HOUR_US = 3_600_000_000
+
+
+def test_an_indexer_whose_clock_is_wrong_is_named() -> None:
+    records = {
+        id: fleet_record(id, heard_us=NOW_US + us)
+        for id, us in (("a", -200_000), ("b", -2 * HOUR_US), ("c", 30_000_000), ("gone", -9 * HOUR_US))
+    }
+    records["gone"] = records["gone"].model_copy(update={"liveness": Liveness.LOST})
+    owners = {"a": "right", "b": "late", "c": "early", "gone": "right"}
+    found = indexers_ahead(records, {"a", "b", "c"}, owners, NOW_US)
+    assert found == {"late": -2 * HOUR_US, "early": 30_000_000}
+    (wrong,) = judge_clocks(0, {}, found, {"r": 24 * HOUR_US})
+    assert wrong.line.endswith(": indexer early +30.0 s, indexer late -2.0 h, router r +1.0 d")
