@@ -30,6 +30,7 @@ from kvatlas_router.proxy.json_body import read_object
 from kvatlas_router.proxy.request_reader import UnknownModel
 from kvatlas_router.queries.api import QueryApi
 from kvatlas_router.tenancy.caller import Caller
+from kvatlas_router.tenancy.limits import ClientLimits
 from kvatlas_router.tenancy.refusals import ForeignTenant
 from kvatlas_router.tenant_gate import TenantGate
 from router_client.pricing.overlap import OverlapIndex, ReportsStatus
@@ -63,7 +64,10 @@ class IndexApplication:
         handlers = {HTTPException: _http_error}
         of_clients = self._questions(lambda request: caller_of(request.scope))
         own = Starlette(routes=[*probes, *of_clients, *([] if apart else for_operators)], exception_handlers=handlers)
-        self.asgi: ASGIApp = TenantGate(own, borders.proof, borders.counters) if borders.proof is not None else own
+        self.asgi: ASGIApp = own
+        if borders.proof is not None:
+            limits = ClientLimits(borders.counters, borders.exchange)
+            self.asgi = TenantGate(own, borders.proof, limits, borders.counters)
         of_operators = self._questions(lambda request: borders.caller_of_operator(request.scope))
         routes = [*probes, *of_operators, *for_operators]
         self.control = Starlette(routes=routes, exception_handlers=handlers) if apart else None

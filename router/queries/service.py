@@ -17,6 +17,7 @@ from kvatlas_router.proxy.route_body import RouteBodyReader
 from kvatlas_router.queries.api import QueryApi
 from kvatlas_router.queries.application import IndexApplication
 from kvatlas_router.queries.holders import HolderQueries
+from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
 from kvatlas_router.tenancy.proof import Proof
 from kvatlas_router.tokens.prompt_reader import PromptSettings
 
@@ -61,12 +62,6 @@ async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tupl
     proof = Proof(settings.clients_file) if settings.clients_file is not None else None
     if proof is None:
         _log.info("one tenant, that of --tenant-id: no client proves another one (--clients-file)")
-    borders = ClientBorders(
-        proof,
-        settings.salt_is_tenant,
-        near=is_loopback(settings.host),
-        operators_prove=settings.control_is_apart and bool(settings.control_http.tokens),
-    )
     prompts = PromptSettings(salt_is_tenant=settings.salt_is_tenant)
     stack = AsyncExitStack()
     try:
@@ -79,6 +74,15 @@ async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tupl
             holders,
             salt_is_tenant=settings.salt_is_tenant,
         )
+        borders = ClientBorders(
+            proof,
+            AllowanceExchange(None if proof is None else reading.fleet),
+            settings.salt_is_tenant,
+            near=is_loopback(settings.host),
+            operators_prove=settings.control_is_apart and bool(settings.control_http.tokens),
+        )
+        borders.exchange.start()
+        stack.push_async_callback(borders.exchange.stop)
         stack.enter_context(export_metrics("tenancy", borders.counters))
         grpc_port = await _serve_grpc(stack, settings, api, proof)
         apart = settings.control_is_apart
