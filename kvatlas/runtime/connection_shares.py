@@ -12,6 +12,8 @@ RESERVE = 64
 """Connections above the limit that may request only the probes' paths."""
 RESERVE_SHARE = 8
 """How many of these one address may have."""
+NEARLY_FULL = 0.95
+"""Nearly full: at least this share of the connections is in use."""
 
 
 class Closable(Protocol):
@@ -55,6 +57,11 @@ class ConnectionShares(Generic[C]):
             self._add(self._probes, Place.PROBES, connection, key)
             return Place.PROBES
         return Place.NONE
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """True if there is hardly room for another request. Idle connections make room."""
+        return len(self._full) - len(self._idle) >= NEARLY_FULL * self.most
 
     def close(self, connection: C) -> None:
         """Remove a connection that is closed or about to be. Removing it twice is fine."""
