@@ -24,12 +24,12 @@ _log = logging.getLogger("kvatlas_cli")
 async def run_process_group(
     processes: int, host: str, shared: Mapping[str, int], flags: Callable[[int], Sequence[str]] = lambda _: ()
 ) -> None:
-    """Run this command line again in each of `processes` processes until cancelled, then stop them in order.
+    """Run this command line in each of `processes` processes until cancelled, then stop them in order.
 
-    `shared`: port flags and their ports, which all of them listen on; 0 takes a free one. `flags`: further ones of each
-    process, by its number from 0. A process that crashes is started again. None outlives this one, even if it is killed
-    (Linux). Raises SettingsError for a port that can't be had, and KvatlasError if a process ends with an error of its own,
-    which it has printed.
+    `shared`: port flags and the ports on which all processes listen; 0 takes a free one. `flags`: further flags of each
+    process, by its number from 0. A process that crashes is restarted. None outlives this one, even if it is killed
+    (Linux). Raises SettingsError for an unavailable port, and KvatlasError if a process ends with an error, which it has
+    already printed.
     """
     with contextlib.ExitStack() as stack:
         words = [*sys.argv[1:], "--processes", "1", "--share-port"]

@@ -11,9 +11,9 @@ from kvatlas.addresses import parse_ip
 RESERVE = 64
 """Connections above the limit that may request only the probes' paths."""
 RESERVE_SHARE = 8
-"""Of these, for one address."""
+"""How many of these one address may have."""
 NEARLY_FULL = 0.95
-"""Share of the connections that are in use."""
+"""Nearly full: at least this share of the connections is in use."""
 
 
 class Closable(Protocol):
@@ -60,7 +60,7 @@ class ConnectionShares(Generic[C]):
 
     @property
     def is_nearly_full(self) -> bool:
-        """Is there hardly room for another request? Idle connections make room."""
+        """True if there is hardly room for another request. Idle connections make room."""
         return len(self._full) - len(self._idle) >= NEARLY_FULL * self.most
 
     def close(self, connection: C) -> None:

@@ -6,7 +6,7 @@ import resource
 from dataclasses import dataclass
 
 FEW = 1024
-"""A router needs two for each request, and one for each connection that it keeps."""
+"""Below this the limit is low: a router needs two for each request, and one for each connection that it keeps."""
 RESERVED = 256
 """For everything but requests: the store, NATS, probes, operators, files."""
 

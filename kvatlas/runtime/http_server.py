@@ -27,7 +27,7 @@ _log = logging.getLogger("kvatlas.http")
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A bound socket, who may use what is served on it, and the connections to it."""
+    """A bound socket, who may use the server on it, and the connections to it."""
 
     socket: socket.socket
     access: HttpAccess
@@ -48,7 +48,7 @@ class Listener:
 
 def listen(host: str, port: int, what: str, access: HttpAccess | None = None, *, shared: bool = False) -> Listener:
     """Bind a socket; port 0 takes a free port. `shared`: other processes may listen on it too. Raises SettingsError, naming
-    `what`, if the address can't be used, and for a certificate that can't be."""
+    `what`, for an unusable address or certificate."""
     access = access or HttpAccess()
     tls = access.tls_context()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
