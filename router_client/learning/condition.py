@@ -19,13 +19,14 @@ class RequestEnds(NamedTuple):
 
 
 class ConditionMeter:
-    """`ends` and `proves_tenants`: of a server on this library, which sets them."""
+    """`ends`, `proves_tenants` and `limits_shared`: of a server on this library, which sets them."""
 
     def __init__(self, counters: RouterCounters) -> None:
         self._counters = counters
         self._recent = RecentCounts()
         self.ends: Callable[[], RequestEnds] = RequestEnds
         self.proves_tenants: bool | None = None
+        self.limits_shared: Callable[[], bool | None] = lambda: None
 
     def read(self) -> RouterCondition:
         """As of now."""
@@ -42,5 +43,6 @@ class ConditionMeter:
             descriptors=descriptors.open,
             most_descriptors=max(0, descriptors.most),
             proves_tenants=self.proves_tenants,
+            limits_shared=self.limits_shared(),
             **{name: max(0, value) for name, value in self._recent.grown(since_start).items()},
         )

@@ -71,6 +71,7 @@ class AnswerClock:
     _parts: int = field(default=0, init=False)
     _parts_after_first: int = field(default=0, init=False)
     _gaps: list[tuple[int, int]] = field(default_factory=list, init=False)
+    _held_ns: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._sent_ns = self.now_ns()
@@ -94,6 +95,10 @@ class AnswerClock:
                 self._gaps.append((now - self._last_ns, parts))
         self._last_ns = now
 
+    def hold(self, ns: int) -> None:
+        """For so long the answer's receiver took nothing: the engine may have had to wait, or its parts did."""
+        self._held_ns += ns
+
     @property
     def ttft_us(self) -> float | None:
         """From the request to its first part, as it was seen here."""
@@ -109,7 +114,7 @@ class AnswerClock:
 
         The time from token to token is the median over the parts, by the tokens that a part has. Nothing is said of it by fewer
         than LEAST_GAPS, nor if parts have more tokens than an engine makes at a time: then their number is not to be believed.
-        Times that the event loop was too late to measure are left out.
+        Times that the event loop was too late to measure, or that the answer's receiver made longer, are left out.
         """
         if self._first_ns is None or output_tokens < 2 or not self._gaps:
             # one part of several tokens: when the first of them was there is unknown
@@ -122,6 +127,8 @@ class AnswerClock:
         if len(each_ns) < LEAST_GAPS or tokens_a_part > MOST_TOKENS_A_PART:
             return first
         if not self._is_measured(self._first_ns, self._last_ns):
+            return first
+        if self._held_ns > MOST_LATE * (self._last_ns - self._first_ns):
             return first
         return replace(first, tpot_us=median_low(each_ns) / tokens_a_part / 1_000)
 

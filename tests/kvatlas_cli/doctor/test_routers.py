@@ -56,6 +56,10 @@ async def test_a_router_with_one_tenant_says_so(installation: Installation) -> N
     assert open_.level is Level.INFO and open_.line.startswith("router open: one tenant")
     assert "--clients-file" in open_.advice
     assert proving.level is Level.OK and "router proving: each request proves its tenant" in proving.line
+    condition = RouterCondition(sent_us=now_us(), proves_tenants=True, limits_shared=False)
+    await write_answer_report(installation.store, "alone", POOL, AnswerReport(condition=condition))
+    (alone,) = await installation.findings("routers.limits")
+    assert alone.level is Level.WARNING and "router alone: the store takes no part" in alone.line
 
 
 async def test_counts_of_routers_are_bounded_and_expire(fresh_store: str) -> None:
