@@ -9,8 +9,8 @@ class RouterCondition(WireRecord):
     the store's help; `no_workers`: requests for which none was found; `requests`: those that ended, of them `refused` (no
     engine took them), and `gone` (the client gave up first). `descriptors`: open files and connections, of at most
     `most_descriptors`; 0: not known. `proves_tenants`: does each request prove its tenant there, or do all count as one? None:
-    it serves its own program alone, or is older than this field. `limits_shared`: do clients' limits a minute hold for all routers
-    of the fleet, as the store takes part? None: no client has limits there."""
+    it serves its own program alone, or is older than this field. `limits_shared`: do clients' limits a minute hold for all
+    routers of the fleet, as the store takes part? None: no client has limits there."""
 
     sent_us: Count
     choices: Count = 0
