@@ -154,6 +154,8 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         borders.exchange.start()
         stack.push_async_callback(borders.exchange.stop)
         parts.client.condition.proves_tenants = borders.proof is not None
+        if borders.proof is not None:
+            parts.client.condition.limits_shared = lambda: borders.exchange.is_shared
         stack.enter_context(export_metrics("tenancy", borders.counters))
         route_api = RouteApi(held, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed)
         await parts.warm_up()

@@ -13,8 +13,10 @@ class RouterCondition(WireRecord):
 
     `descriptors`: open files and connections, of at most `most_descriptors`; 0: unknown. `proves_tenants`: True if each
     request proves its tenant there, False if all count as one tenant's; None: the router serves its own program alone, or
-    is older than this field. `store_us`: the shortest of its last round trips to the store in microseconds; 0: unknown.
-    `store_is_far`: the store is so far away that a choice waits for the index alone, and is booked after the answer.
+    is older than this field. `limits_shared`: True if clients' limits per minute hold for all routers of the fleet, because
+    the store takes part; None: no client has limits there. `store_us`: the shortest of its last round trips to the store in
+    microseconds; 0: unknown. `store_is_far`: the store is so far away that a choice waits for the index alone, and is booked
+    after the answer.
     """
 
     sent_us: Count
@@ -30,3 +32,4 @@ class RouterCondition(WireRecord):
     proves_tenants: bool | None = None
     store_us: Count = 0
     store_is_far: bool = False
+    limits_shared: bool | None = None

@@ -106,6 +106,10 @@ def judge_conditions(conditions: Mapping[str, RouterCondition]) -> Iterator[Find
 def _judge_proof(where: str, one: RouterCondition) -> Iterator[Finding]:
     if one.proves_tenants is None:
         return
+    if one.limits_shared is False:
+        line = f"{where}: the store takes no part in clients' limits a minute: each router counts them by itself"
+        advice = "see routers.store and the router's log; write the store's users again after an upgrade (kvatlas auth redis)"
+        yield Finding("routers.limits", Level.WARNING, line, advice)
     if one.proves_tenants:
         yield Finding("routers.proof", Level.OK, f"{where}: each request proves its tenant")
         return

@@ -214,9 +214,9 @@ class AnswerRelay:
         describe_first_token(opened.answer.span, ttft_s)
         if stream.error is None:
             await _report(choice.first_token())
-        await self._send_events(request, stream, opened.passed)
+        await self._send_events(request, opened.answer, stream, opened.passed)
         async for chunk in opened.chunks:
-            await self._send_events(request, stream, self._read(opened.answer, stream, chunk))
+            await self._send_events(request, opened.answer, stream, self._read(opened.answer, stream, chunk))
         await request.send({"type": "http.response.body", "body": stream.end()})
         if stream.error is not None:
             raise EngineFailed(stream.error)
@@ -228,12 +228,16 @@ class AnswerRelay:
         answer.clock.part(stream.parts - before)
         return passed
 
-    async def _send_events(self, request: ClientRequest, stream: EventStream, passed: bytes) -> None:
+    async def _send_events(
+        self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, passed: bytes
+    ) -> None:
         request.sent_events, request.in_event = stream.events, stream.in_event
         if stream.done:
             request.complete = True  # clients leave as soon as they have the event that ends it
         if passed:
+            began_ns = time.perf_counter_ns()
             await request.send_part(passed)
+            answer.clock.hold(time.perf_counter_ns() - began_ns)
 
     def _hides_usage(self, request: ClientRequest) -> bool:
         text = request.text

@@ -20,7 +20,7 @@ class RequestEnds(NamedTuple):
 
 
 class ConditionMeter:
-    """Reads the condition. `ends` and `proves_tenants` are set by a server built on this library."""
+    """Reads the condition. `ends`, `proves_tenants` and `limits_shared` are set by a server built on this library."""
 
     def __init__(self, counters: RouterCounters, distance: StoreDistance, deadline_ms: float | None) -> None:
         """`deadline_ms`: how long a decision may wait for the store at least."""
@@ -30,6 +30,7 @@ class ConditionMeter:
         self._recent = RecentCounts()
         self.ends: Callable[[], RequestEnds] = RequestEnds
         self.proves_tenants: bool | None = None
+        self.limits_shared: Callable[[], bool | None] = lambda: None
 
     def read(self) -> RouterCondition:
         """The current condition."""
@@ -49,5 +50,6 @@ class ConditionMeter:
             descriptors=descriptors.open,
             most_descriptors=max(0, descriptors.most),
             proves_tenants=self.proves_tenants,
+            limits_shared=self.limits_shared(),
             **{name: max(0, value) for name, value in self._recent.grown(since_start).items()},
         )

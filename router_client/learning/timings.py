@@ -72,6 +72,7 @@ class AnswerClock:
     _parts: int = field(default=0, init=False)
     _parts_after_first: int = field(default=0, init=False)
     _gaps: list[tuple[int, int]] = field(default_factory=list, init=False)
+    _held_ns: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._sent_ns = self.now_ns()
@@ -95,6 +96,10 @@ class AnswerClock:
                 self._gaps.append((now - self._last_ns, parts))
         self._last_ns = now
 
+    def hold(self, ns: int) -> None:
+        """For so long the answer's receiver took nothing: the engine may have had to wait, or its parts did."""
+        self._held_ns += ns
+
     @property
     def ttft_us(self) -> float | None:
         """From the request to its first part, as seen here."""
@@ -110,7 +115,7 @@ class AnswerClock:
 
         The time from token to token is the median over the parts, divided by the tokens per part. It is missing with fewer
         than LEAST_GAPS, or if parts have more tokens than an engine makes at a time, because their number is then not
-        credible. Times that the event loop was too late to measure are left out.
+        credible. Times that the event loop was too late to measure, or that the answer's receiver made longer, are left out.
         """
         if self._first_ns is None or output_tokens < 2 or not self._gaps:
             # one part of several tokens: we can't tell when the first of them was there
@@ -123,6 +128,8 @@ class AnswerClock:
         if len(each_ns) < LEAST_GAPS or tokens_a_part > MOST_TOKENS_A_PART:
             return first
         if not self._is_measured(self._first_ns, self._last_ns):
+            return first
+        if self._held_ns > MOST_LATE * (self._last_ns - self._first_ns):
             return first
         return replace(first, tpot_us=median_low(each_ns) / tokens_a_part / 1_000)
 

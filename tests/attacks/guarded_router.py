@@ -84,6 +84,17 @@ class Process:
 
     url: str
     control: str
+    running: asyncio.subprocess.Process
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def log(self) -> list[str]:
+        """Its lines from the last that was read to its end, which this call brings."""
+        self.running.kill()
+        assert self.running.stderr is not None
+        return (await self.running.stderr.read()).decode(errors="replace").split("\n")
 
 
 @asynccontextmanager
@@ -98,7 +109,7 @@ async def router_process(redis_url: str, *flags: str, host: str = "127.0.0.1") -
         said = await line_with("router at", process.stderr)
         url = next(word for word in said.split() if word.startswith(("http://", "https://"))).rstrip(";")
         url = url.replace("0.0.0.0", "127.0.0.1")
-        yield Process(url, control or url)
+        yield Process(url, control or url, process)
     finally:
         if process.returncode is None:
             process.kill()

@@ -57,6 +57,10 @@ async def test_a_router_with_one_tenant_says_so(installation: Installation) -> N
     assert open_.level is Level.INFO and open_.line.startswith("router open: one tenant")
     assert "--clients-file" in open_.advice
     assert proving.level is Level.OK and "router proving: each request proves its tenant" in proving.line
+    condition = RouterCondition(sent_us=now_us(), proves_tenants=True, limits_shared=False)
+    await write_answer_report(installation.store, "alone", POOL, AnswerReport(condition=condition))
+    (alone,) = await installation.findings("routers.limits")
+    assert alone.level is Level.WARNING and "router alone: the store takes no part" in alone.line
 
 
 async def test_a_router_that_is_far_from_the_store_says_what_that_costs(installation: Installation) -> None:

@@ -1,5 +1,7 @@
 """Times measured of an answer."""
 
+import pytest
+
 from router_client import AnswerClock, Timings
 
 
@@ -65,3 +67,16 @@ def test_a_time_in_which_the_loop_was_late_is_left_out() -> None:
     assert timings(LateLoop(60, by_ms=3)) == Timings(50_000, 8_000)
     assert timings(LateLoop(60, by_ms=5)) == Timings(50_000)
     assert timings(LateLoop(95, by_ms=50)) == Timings(50_000, 8_000)
+
+
+@pytest.mark.parametrize(("held_ns", "is_measured"), [(500_000, True), (5_000_000, False)])
+def test_a_receiver_that_takes_nothing_says_nothing_of_the_engine(held_ns: int, is_measured: bool) -> None:
+    now = [0]
+    clock = AnswerClock(lambda: now[0])
+    for _ in range(6):
+        now[0] += 10_000_000
+        clock.part()
+        clock.hold(held_ns)
+    timings = clock.timings(6)
+    assert timings.ttft_us == 10_000
+    assert (timings.tpot_us is not None) == is_measured

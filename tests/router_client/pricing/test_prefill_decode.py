@@ -17,6 +17,7 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.reservations import Ask, MemoryReservations, RedisReservations, Reservations, WorkerReport
+from kvatlas.reservations.protocol import MOST_OFFERS
 from kvatlas.store.connection import Store, connected_store
 from router_client import (
     Advice,
@@ -310,6 +311,15 @@ async def test_bookings_of_pairs_are_seen_by_all(reservations: Reservations) -> 
     chosen = [await clients[n % 2].reserve_pd(Prompt.of_tokens(SCOPE, [n] * 8_000)) for n in range(4)]
     assert sorted(pair.prefill.worker_id for pair in chosen if pair.prefill) == ["p", "p", "q", "q"]
     assert sorted(pair.worker_id for pair in chosen) == ["d", "d", "e", "e"]
+
+
+async def test_of_more_workers_than_one_ask_may_name_the_cheapest_are_asked_about(reservations: Reservations) -> None:
+    records = pool(*(one for n in range(110) for one in (prefill(f"p{n}"), decode(f"d{n}", load=QUEUED))))
+    client = await router(records, reservations)
+    pair = await client.reserve_pd(PROMPT)
+    assert pair.prefill is not None and pair.mode == "cost"
+    ranking = await (await router(pool(*(worker(f"w{n}", load={}) for n in range(300))), reservations)).rank(PROMPT)
+    assert len(ranking.results) == MOST_OFFERS
 
 
 async def test_a_store_that_hangs_delays_no_pair() -> None:
