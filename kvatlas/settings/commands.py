@@ -167,8 +167,8 @@ class DoctorSettings(ScopeSettings, EngineAccessSettings):
     )
     expected: Path | None = Field(
         default=None,
-        description="File with the ids of all workers that should be there, a line each, or with what `kubectl get pods -o name` "
-        "prints; - for stdin. Default: those of the last hour.",
+        description="File with the ids of all workers that should be there, a line each, or with what `kubectl get pods -o "
+        "name` prints; - for stdin. Default: those of the last hour.",
     )
     expected_selector: Text | None = Field(
         default=None,
