@@ -146,9 +146,7 @@ def _wrong_clock(part: str, ready: str, by: str) -> Made:
     @asynccontextmanager
     async def clock_is_wrong(fleet: Fleet) -> AsyncIterator[None]:
         preload = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
-        await fleet.replace(
-            part, ready, LD_PRELOAD=str(preload), FAKETIME=by, FAKETIME_DONT_FAKE_MONOTONIC="1", FAKETIME_NO_CACHE="1"
-        )
+        await fleet.replace(part, ready, LD_PRELOAD=str(preload), FAKETIME=by, FAKETIME_DONT_FAKE_MONOTONIC="1")
         yield
         await fleet.replace(part, ready, LD_PRELOAD="")
 
