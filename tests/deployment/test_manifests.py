@@ -268,6 +268,15 @@ def test_what_is_scraped_is_served() -> None:
         assert {end["port"] for end in monitor["podMetricsEndpoints"]} <= ports
 
 
+def test_kserves_pods_get_the_same_sidecar_as_deployments() -> None:
+    (service,) = kustomized(ROOT / "k8s/engines/kserve")
+    ((_, patched),) = pods(kustomized(ROOT / "k8s/engines/vllm"))
+    predictor = service["spec"]["predictor"]
+    (sidecar,), (usual,) = predictor["initContainers"], patched["initContainers"]
+    assert {**sidecar, "args": ()} == {**usual, "args": ()} and predictor["volumes"] == patched["volumes"]
+    assert service["metadata"]["labels"]["kvatlas/publisher"] == "true"
+
+
 def test_the_image_runs_the_installed_command() -> None:
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
