@@ -13,8 +13,8 @@ from kvatlas.errors import KvatlasError
 from kvatlas.fleet.identities import load_identities
 from kvatlas.settings import DoctorSettings
 from kvatlas_cli.doctor import Finding, Level, examine, follow_request, read_request
+from kvatlas_cli.doctor.expected_workers import list_expected, read_expected
 from kvatlas_cli.doctor.heartbeats import Told
-from kvatlas_cli.expected_workers import list_expected, read_expected
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import count_text, line_width, print_json, print_notice, wrap
 from kvatlas_cli.runner import run_query

@@ -8,8 +8,8 @@ import pytest
 from kvatlas.errors import KvatlasError, SettingsError
 from kvatlas.fleet_store.departures import Departure
 from kvatlas_cli.doctor import Level
+from kvatlas_cli.doctor.expected_workers import list_expected, read_expected
 from kvatlas_cli.doctor.workers import judge_missing
-from kvatlas_cli.expected_workers import list_expected, read_expected
 from tests.kvatlas_cli.test_collector import pod_object
 from tests.router.gateway.kubernetes import namespace_of
 
