@@ -139,6 +139,12 @@ def rank_worker_id(instance_id: str, dp_rank: int) -> str:
     return check_worker_id(f"{instance_id}-dp{dp_rank}")
 
 
+def instance_of(worker_id: str) -> str:
+    """The instance of a worker that is a data-parallel rank of one; the worker's own id otherwise."""
+    instance, dp, rank = worker_id.rpartition("-dp")
+    return instance if dp and rank.isdecimal() else worker_id
+
+
 def shard_of(partition: int, shards: int) -> int:
     """The shard of the index that holds a partition's workers."""
     return partition % shards

@@ -118,7 +118,7 @@ class Collector:
 
     async def _discover(self, pod: "Pod") -> list[PublishSettings]:
         url = f"http://{f'[{pod.address}]' if ':' in pod.address else pod.address}:{self._settings.engine_port}"
-        flags = {"engine_url": url, "advertise_url": url, "worker_id": pod.name.replace(".", "_")}
+        flags = {"engine_url": url, "advertise_url": url, "worker_id": worker_id_of_pod(pod.name)}
         if pod.node:
             flags["locality_domain"] = pod.node
         found = await discover_sidecars(flags, self._servers, self._state_dir, self._settings.engine_access)
@@ -133,6 +133,11 @@ class Pod:
     address: str
     node: str = ""
     ends: bool = False
+
+
+def worker_id_of_pod(name: str) -> str:
+    """As the collector, and the sidecars of the manifests, name the worker of a pod."""
+    return name.replace(".", "_")
 
 
 def read_pod(found: object) -> Pod | None:

@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator
 
-from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.errors import SettingsError
 from kvatlas.fleet.fleet_identity import FleetId
-from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope, check_chain, check_worker_id
+from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope, check_chain
 from kvatlas.redaction import redact_url
 from kvatlas.settings.engine import EngineAccessSettings
 from kvatlas.settings.field_types import CommaList, Name, NatsUrl, PartitionCount, Port, RedisUrl
@@ -29,7 +29,7 @@ from kvatlas.settings.process import (
     variable_of,
 )
 from kvatlas.settings.publisher import fleet_id_field
-from kvatlas.validation import DEFAULT_DECODE_TOKENS, OutputTokens, Positive
+from kvatlas.validation import DEFAULT_DECODE_TOKENS, OutputTokens, Positive, Text
 
 
 class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
@@ -167,26 +167,15 @@ class DoctorSettings(ScopeSettings, EngineAccessSettings):
     )
     expected: Path | None = Field(
         default=None,
-        description="File with the ids of all workers that should be there, a line each; default: those of the "
-        "last hour.",
+        description="File with the ids of all workers that should be there, a line each, or with what `kubectl get pods -o "
+        "name` prints; - for stdin. Default: those of the last hour.",
+    )
+    expected_selector: Text | None = Field(
+        default=None,
+        description="Labels of the engines' pods in this pod's namespace, as kubectl's --selector takes them: each should be a "
+        "worker. Needs a service account that may list pods, as the collector's.",
     )
     strict: bool = Field(default=False, description="Exit with 1 for warnings too.")
-
-    @property
-    def expected_workers(self) -> tuple[str, ...]:
-        """The ids in the file. Raises SettingsError for a file that can't be read, or a line that is not a worker id."""
-        if self.expected is None:
-            return ()
-        try:
-            lines = [line.strip() for line in self.expected.read_text().splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(
-                f"--expected {self.expected}: {getattr(error, 'strerror', '') or 'not a text'}"
-            ) from None
-        try:
-            return tuple(check_worker_id(line) for line in lines if line and not line.startswith("#"))
-        except InvalidValue as error:
-            raise SettingsError(f"--expected {self.expected}: {error}") from None
 
 
 class TopSettings(QuerySettings):

@@ -9,9 +9,11 @@ from typing import Annotated
 
 import typer
 
+from kvatlas.errors import KvatlasError
 from kvatlas.fleet.identities import load_identities
 from kvatlas.settings import DoctorSettings
 from kvatlas_cli.doctor import Finding, Level, examine, follow_request, read_request
+from kvatlas_cli.doctor.expected_workers import list_expected, read_expected
 from kvatlas_cli.doctor.heartbeats import Told
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import count_text, line_width, print_json, print_notice, wrap
@@ -45,6 +47,10 @@ def doctor(settings: DoctorSettings, request: RequestFlag = None, as_json: JsonF
 
 async def _examine(settings: DoctorSettings, found: list[Finding]) -> None:
     identities = load_identities(settings.identities, "--identities") if settings.identities else None
+    expected = {} if settings.expected is None else read_expected(settings.expected)
+    unlisted: list[Finding] = []
+    if settings.expected_selector is not None:
+        expected |= await _list_pods(settings.expected_selector, unlisted)
     with _progress() as on_step:
         found += await examine(
             settings.nats,
@@ -52,11 +58,25 @@ async def _examine(settings: DoctorSettings, found: list[Finding]) -> None:
             identities=identities,
             listen_s=settings.listen_s,
             status_urls=settings.status_urls,
-            expected=settings.expected_workers,
+            expected=expected,
             wait=settings.wait,
             on_wait=print_notice,
             on_step=on_step,
         )
+    found += unlisted
+
+
+async def _list_pods(selector: str, found: list[Finding]) -> dict[str, str]:
+    """Raises SettingsError outside a pod. Pods that can't be listed are a finding."""
+    from kvatlas_router.gateway.kubernetes_api import open_kubernetes_api  # needs the extra
+
+    async with open_kubernetes_api() as api:
+        try:
+            return await list_expected(api, selector)
+        except KvatlasError as error:
+            advice = "its service account needs the verb list on pods, as the collector's has"
+            found.append(Finding("workers.missing", Level.WARNING, f"pods with {selector} not listed: {error}", advice))
+            return {}
 
 
 async def _follow(settings: DoctorSettings, source: str, found: list[Finding]) -> None:

@@ -58,6 +58,6 @@ def indexers_ahead(
 def _text(us: int) -> str:
     """`+90.0 s`, `-2.0 h`, `+1.0 d`."""
     for unit, size in (("d", 86_400e6), ("h", 3_600e6)):
-        if abs(us) >= size:
+        if abs(us) >= 0.99 * size:
             return f"{us / size:+.1f} {unit}"
     return f"{us / 1e6:+.1f} s"

@@ -36,6 +36,8 @@ from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 LONGEST_S = 9.0
 """The examination takes no longer, whatever hangs, unless it waits for servers."""
+MOST_CALLS = 60
+"""Of the store, one after the other."""
 SETTLE_S = 6.0
 """Longest wait for what settles by itself while a fleet is rolled: another indexer takes a partition over in 5 s."""
 _POLL_S = 0.2
@@ -60,7 +62,7 @@ class _Order(NamedTuple):
     wait: bool
     on_wait: Told | None
     on_step: Told
-    expected: Sequence[str] = ()
+    expected: Mapping[str, str] = {}
 
 
 class _Bus(NamedTuple):
@@ -107,19 +109,20 @@ async def examine(
     listen_s: float,
     settle_s: float = SETTLE_S,
     status_urls: Sequence[str] = (),
-    expected: Sequence[str] = (),
+    expected: Mapping[str, str] | None = None,
     wait: bool = False,
     on_wait: Told | None = None,
     on_step: Told = lambda _: None,
 ) -> list[Finding]:
     """Run every check that is possible. The first findings say whether requests are served; the store's come next.
 
-    `status_urls`: publishers' status pages. `expected`: workers that should be there. Without `wait` a server that does not
-    answer is a finding, and all is done in LONGEST_S, or `listen_s` if that is longer. It waits for `listen_s` of heartbeats,
-    and up to `settle_s` for what may settle by itself.
+    `status_urls`: publishers' status pages. `expected`: workers that should be there, each with what is known of it. Without
+    `wait` a server that does not answer is a finding, and all is done in LONGEST_S, or `listen_s` if that is longer, and
+    MOST_CALLS round trips more if the store is far away. It waits for `listen_s` of heartbeats, and up to `settle_s` for what
+    may settle by itself.
     """
     ends_s = time.monotonic() + max(LONGEST_S, listen_s)
-    order = _Order(identities, listen_s, settle_s, ends_s, wait, on_wait, on_step, expected)
+    order = _Order(identities, listen_s, settle_s, ends_s, wait, on_wait, on_step, expected or {})
     found: list[Finding] = []
     nats = NatsAccess(nats) if isinstance(nats, str) else nats
     on_step(f"connecting to {nats.name}")
@@ -133,7 +136,7 @@ async def examine(
         found += judge_certificates("this command", own_certificates(nats, redis))
         of_store: list[Finding] = []
         with anyio.move_on_after(None if wait else max(1.0, order.ends_s - time.monotonic())) as limit:
-            await _examine_store(redis, of_store, bus, order)
+            await _examine_store(redis, of_store, bus, order, limit)
         if limit.cancelled_caught:
             line = "the store answers too slowly: not everything was examined"
             of_store.append(Finding("store.reachable", Level.ERROR, line, "see its load, and SLOWLOG GET"))
@@ -201,7 +204,9 @@ async def _listen(client: Client, name: str, found: list[Finding], order: _Order
     return _Bus(client, name, listener, info, answers, fleet, listener.drop_other_fleets(fleet))
 
 
-async def _examine_store(redis: RedisAccess | str, found: list[Finding], bus: _Bus | None, order: _Order) -> None:
+async def _examine_store(
+    redis: RedisAccess | str, found: list[Finding], bus: _Bus | None, order: _Order, limit: anyio.CancelScope
+) -> None:
     order.on_step("reading the store")
     try:
         store = await open_store(redis, wait=order.wait, on_wait=order.on_wait)
@@ -210,7 +215,9 @@ async def _examine_store(redis: RedisAccess | str, found: list[Finding], bus: _B
         return
     try:
         found.append(Finding("store.reachable", Level.OK, f"{store.name} answers"))
-        found.append(store_checks.judge_distance(await store_facts.measure_round_trip(store)))
+        round_trip_ms = await store_facts.measure_round_trip(store)
+        found.append(store_checks.judge_distance(round_trip_ms))
+        limit.deadline += MOST_CALLS * round_trip_ms / 1e3
         servers = await store_facts.read_servers(store)
         found += store_checks.judge_servers(servers, store_checks.own_libraries())
         layout_finding, layout = await store_checks.examine_layout(store)

@@ -7,6 +7,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas.fleet.identities import Identities, TenantRefused
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Heartbeat, Liveness
 from kvatlas.fleet_store.departures import Departure
+from kvatlas.identity import instance_of
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.reservations.protocol import STALE_US
 from kvatlas.version import own_version
@@ -50,14 +51,16 @@ def judge_workers(
 
 
 def judge_missing(
-    fleet: Collection[str], departures: Mapping[str, Departure], expected: Collection[str], store_us: int
+    fleet: Collection[str], departures: Mapping[str, Departure], expected: Mapping[str, str], store_us: int
 ) -> Iterator[Finding]:
-    """Workers that are not in the fleet: those that were retired within the hour, and those that are `expected`."""
+    """Workers that are not in the fleet: those that were retired within the hour, and those that are `expected`, each with
+    what is known of it."""
     check = "workers.missing"
     gone = {id: one for id, one in departures.items() if id not in fleet}
     silent = [id for id, one in gone.items() if not one.drained]
     drained = [id for id in gone if id not in silent and id not in expected]
-    never = [id for id in expected if id not in fleet and id not in silent]
+    there = {*fleet, *silent, *(instance_of(id) for id in (*fleet, *silent))}
+    never = [f"{id} ({why})" if why else id for id, why in expected.items() if id not in there]
     if silent:
         since_s = (store_us - max(gone[id].at_us for id in silent)) / 1e6
         models = join_names({gone[id].model_id for id in silent})
@@ -70,7 +73,7 @@ def judge_missing(
         yield Finding(check, Level.ERROR, line, "start `kvatlas publish` there again; after an hour they are forgotten")
     if never:
         line = f"expected workers that are not there: {join_names(never)}"
-        yield Finding(check, Level.ERROR, line, "start their engines and `kvatlas publish`, or change --expected")
+        yield Finding(check, Level.ERROR, line, "start their engines and `kvatlas publish`, or change what is expected")
     if drained:
         line = f"workers that drained and left within the last hour: {join_names(drained)}"
         yield Finding(check, Level.INFO, line, "nothing, if they were taken away on purpose")

@@ -97,9 +97,9 @@ class Decider:
         """
         call_store = self._booker.may_call_store()
         # nothing waits for a booking in a store that is far away, or that has failed and is tried again
-        behind = call_store and (self.store_is_far or self._booker.is_trying)
-        if self._booker.is_trying:
-            call_store = False
+        trying = book and self._booker.is_trying
+        behind = call_store and (self.store_is_far or trying)
+        call_store &= not trying
         deadline = self._start_deadline()
         case = await self._read_case(prompt, avoid, deadline, call_store=call_store)
         call_store &= not behind
@@ -122,7 +122,7 @@ class Decider:
         if not self._settings.booking.reservations:
             evaluation = evaluate_without_bookings(ask, case.pool, listed)
             return self._choose(case, listed, evaluation.by_offer, evaluation.chosen)
-        failure = "reservations: no answer lately" if self._booker.is_trying else ""
+        failure = "reservations: no answer lately" if not behind or trying else ""
         if call_store:
             call = self._choose_in_store(case, listed, ask, deadline, book=book)
             choice, failure = await self._booker.try_store(call, deadline)

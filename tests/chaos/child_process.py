@@ -55,7 +55,7 @@ class ChildProcess:
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             command = [sys.executable, "-m", "kvatlas_cli.main", *self.arguments]
-            variables = {**environment(**self.variables), "PYTHONPATH": str(self.tree)}
+            variables = environment(**{"PYTHONPATH": str(self.tree), **self.variables})
             self._popen = spawn_child(command, cwd=self.tree, env=variables, stdout=log, stderr=log)
 
     async def ready(self) -> None:

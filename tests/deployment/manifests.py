@@ -13,11 +13,15 @@ from tests.deployment.secrets import secrets
 from tests.deployment.tools import ROOT, kustomized
 
 OVERLAYS = [ROOT / "k8s" / name for name in ("base", "development")]
+KSERVE = ROOT / "k8s/engines/kserve"
+"""Its controller makes the pods."""
 ENGINES = sorted(
-    path.parent for path in (ROOT / "k8s/engines").rglob("kustomization.yaml") if path.parent.name != "sidecar"
+    path.parent
+    for path in (ROOT / "k8s/engines").rglob("kustomization.yaml")
+    if path.parent.name != "sidecar" and path.parent != KSERVE
 )
 GATEWAYS = sorted(path.parent for path in (ROOT / "k8s/gateway").rglob("kustomization.yaml"))
-KUSTOMIZATIONS = [*OVERLAYS, *ENGINES, *GATEWAYS]
+KUSTOMIZATIONS = [*OVERLAYS, *ENGINES, KSERVE, *GATEWAYS]
 """All that can be applied; the others are their parts."""
 
 Object = Mapping[str, Any]

@@ -64,6 +64,9 @@ def validate(document: Object) -> None:
     if model := CUSTOM.get(document["kind"]):
         read = model.model_validate(document).model_dump(mode="json", by_alias=True, exclude_unset=True)
         assert read == document, "fields that the resource does not have"
+    elif document["kind"] == "InferenceService":  # its predictor is a pod's spec, and some fields more
+        spec = {name: value for name, value in document["spec"]["predictor"].items() if name != "minReplicas"}
+        validate({"apiVersion": "v1", "kind": "Pod", "metadata": document["metadata"], "spec": spec})
     else:
         kubernetes_validate.validate(dict(document), kubernetes_validate.latest_version(), strict=True)
 

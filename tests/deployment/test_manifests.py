@@ -26,6 +26,7 @@ from kvatlas_router.gateway.server import LIVENESS, READINESS
 from kvatlas_simulator.settings import EngineSettings
 from tests.deployment.manifests import (
     ENGINES,
+    KSERVE,
     KUSTOMIZATIONS,
     Deployed,
     Object,
@@ -167,7 +168,9 @@ def test_a_sidecar_listens_where_its_engine_speaks(one: Deployed, monkeypatch: p
         assert endpoint is not None and re.search(rf"tcp://(\*|127\.0\.0\.1):{urlsplit(endpoint).port}\b", words)
     assert settings.engine_url is not None
     assert re.search(rf"--port[= ]{urlsplit(settings.engine_url).port}\b", words)
-    assert re.search(rf"(--model=|--model-path=|serve |^){re.escape(settings.model_id)}( |$)", words)
+    assert re.search(
+        rf"(--model=|--served-model-name=|--model-path=|serve |^){re.escape(settings.model_id)}( |$)", words
+    )
     assert (settings.dp_size or 1) == int((re.findall(r"--data-parallel-size=(\d+)", words) or ["1"])[0])
     assert settings.worker_id == "llama-3_1-8b-7d9c5b6f4-x2x7k"
     assert settings.advertise_url is not None
@@ -266,6 +269,15 @@ def test_what_is_scraped_is_served() -> None:
         assert selected(monitor["selector"], engine["spec"]["template"]["metadata"]["labels"])
         ports = {port.get("name") for container in containers(pod) for port in container.get("ports", ())}
         assert {end["port"] for end in monitor["podMetricsEndpoints"]} <= ports
+
+
+def test_kserves_pods_get_the_same_sidecar_as_deployments() -> None:
+    (service,) = kustomized(KSERVE)
+    ((_, patched),) = pods(kustomized(ROOT / "k8s/engines/vllm"))
+    predictor = service["spec"]["predictor"]
+    (sidecar,), (usual,) = predictor["initContainers"], patched["initContainers"]
+    assert {**sidecar, "args": ()} == {**usual, "args": ()} and predictor["volumes"] == patched["volumes"]
+    assert service["metadata"]["labels"]["kvatlas/publisher"] == "true"
 
 
 def test_the_image_runs_the_installed_command() -> None:

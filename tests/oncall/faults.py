@@ -13,7 +13,10 @@ from redis.asyncio import Redis
 from kvatlas.embedded import valkey_server
 from kvatlas.embedded.free_port import free_port
 from tests.chaos.child_process import ChildProcess
+from tests.end_to_end.processes import ROOT
 from tests.oncall.fleet import MODEL, PATIENT_MS, Fleet, child, engine, sidecar
+
+SHIFTED_CLOCK = Path(__file__).parent / "shifted_clock"
 
 Made = Callable[[Fleet], AbstractAsyncContextManager[None]]
 
@@ -142,15 +145,13 @@ async def sidecar_stands_still(fleet: Fleet) -> AsyncIterator[None]:
     fleet.sidecars[0].resume()
 
 
-def _wrong_clock(part: str, ready: str, by: str) -> Made:
+def _wrong_clock(part: str, ready: str, by_s: int) -> Made:
     @asynccontextmanager
     async def clock_is_wrong(fleet: Fleet) -> AsyncIterator[None]:
-        preload = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
-        await fleet.replace(
-            part, ready, LD_PRELOAD=str(preload), FAKETIME=by, FAKETIME_DONT_FAKE_MONOTONIC="1", FAKETIME_NO_CACHE="1"
-        )
+        path = f"{SHIFTED_CLOCK}:{ROOT}"
+        await fleet.replace(part, ready, PYTHONPATH=path, ONCALL_CLOCK_SHIFT_S=str(by_s))
         yield
-        await fleet.replace(part, ready, LD_PRELOAD="")
+        await fleet.replace(part, ready, PYTHONPATH=str(ROOT))
 
     return clock_is_wrong
 
@@ -325,9 +326,11 @@ FAULTS: Mapping[str, Fault] = {
         also=frozenset({"workers.load", "routers.answers"}),
         also_alerts=frozenset({"KvatlasPartitionsWithoutOwner", "KvatlasNoIndexer"}),
     ),
-    "clock_of_the_indexer": Fault(_wrong_clock("indexer", "is ready", "-2h"), "? Yes, by 2 of 2", {"clocks": "-2.0 h"}),
+    "clock_of_the_indexer": Fault(
+        _wrong_clock("indexer", "is ready", -2 * 3_600), "? Yes, by 2 of 2", {"clocks": "-2.0 h"}
+    ),
     "clock_of_the_router": Fault(
-        _wrong_clock("router", "router at", "+1d"), "? Yes, by 2 of 2", {"clocks": "+1.0 d"}, loses=True
+        _wrong_clock("router", "router at", 86_400), "? Yes, by 2 of 2", {"clocks": "+1.0 d"}, loses=True
     ),
     # ten more
     "engine_is_killed": Fault(
