@@ -16,6 +16,7 @@ from kvatlas_router.proxy.request_reading import open_request_reading
 from kvatlas_router.proxy.route_body import RouteBodyReader
 from kvatlas_router.queries.api import QueryApi
 from kvatlas_router.queries.application import IndexApplication
+from kvatlas_router.queries.changes.follow import ChangeStreams
 from kvatlas_router.queries.holders import HolderQueries
 from kvatlas_router.tenancy.proof import Proof
 from kvatlas_router.tokens.prompt_reader import PromptSettings
@@ -73,10 +74,13 @@ async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tupl
         reading = await stack.enter_async_context(open_request_reading(settings, is_loopback(settings.host), prompts))
         holders = HolderQueries(reading.lookups, reading.fleet)
         stack.push_async_callback(holders.close)
+        changes = ChangeStreams(reading.store, settings.nats)
+        stack.push_async_callback(changes.close)
         api = QueryApi(
             RouteBodyReader(reading.reader, reading.catalogue),
             reading.catalogue,
             holders,
+            changes,
             salt_is_tenant=settings.salt_is_tenant,
         )
         stack.enter_context(export_metrics("tenancy", borders.counters))
