@@ -10,9 +10,9 @@ from kvatlas.bus.partition_batch import Position
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
-from kvatlas_router.proxy.catalogue import Catalogue
-from kvatlas_router.proxy.request_reader import UnknownModel
-from kvatlas_router.proxy.route_body import RouteBodyReader
+from kvatlas_router.prompts.catalogue import Catalogue
+from kvatlas_router.prompts.request_reader import UnknownModel
+from kvatlas_router.prompts.route_body import RouteBodyReader
 from kvatlas_router.queries.answers import dynamo_answer, mooncake_answer, own_answer
 from kvatlas_router.queries.changes.change import Change, View
 from kvatlas_router.queries.changes.follow import ChangeStreams

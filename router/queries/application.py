@@ -29,9 +29,9 @@ from kvatlas.runtime.metrics_page import METRICS_ROUTE
 from kvatlas.store.deadline import STORE_FAILURES
 from kvatlas.version import own_version
 from kvatlas_router.client_borders import ClientBorders, caller_of
-from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.prompts.catalogue import Catalogue
+from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.json_body import read_object
-from kvatlas_router.proxy.request_reader import UnknownModel
 from kvatlas_router.queries.api import QueryApi
 from kvatlas_router.queries.changes.change import Change, position_text, read_position
 from kvatlas_router.queries.changes.follow import PositionLost
