@@ -4,6 +4,8 @@ Both stand on the library `router_client`, which overlaps, prices, books and lea
 
     proxy/            requests over HTTP: parse, route, send to an engine, relay the answer
     gateway/          the same decisions over gRPC, for Envoy and the Gateway API's inference extension
+    queries/          the index for other people's routers: questions, and changes as they come
+    prompts/          from requests to prompts in their scopes, and where these are looked up
     tokens/           from text to token ids
     admission/        a queue for requests that no worker has room for
     answers/          server-sent events, and errors in answers, read on their way

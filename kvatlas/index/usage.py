@@ -27,5 +27,5 @@ def sum_use(amounts: Iterable[tuple[bytes, Tier, float]], scopes: Mapping[bytes,
     for scope_id, tier, amount in amounts:
         place = scopes.get(scope_id), tier
         found[place] = found.get(place, 0.0) + amount
-    rows = [ResidentUse(scope, tier, amount) for (scope, tier), amount in found.items() if amount]
+    rows = [ResidentUse(scope, tier, amount) for (scope, tier), amount in found.items()]
     return sorted(rows, key=lambda row: (str(row.scope or ""), row.tier))

@@ -8,7 +8,7 @@
     engine.py       API keys of engines, and the authorities of their certificates
     http.py         limits, certificate and tokens of an HTTP server
     clients.py      clients of several tenants, and the port for operators
-    reading.py      how prompts are read and looked up
+    lookup.py       how prompts are read and looked up
     index_server.py, indexer.py, publisher.py, proxy.py, gateway.py
 
 The command line makes its flags from these classes (`kvatlas_cli.flags`), so the three spellings can't drift apart.

@@ -6,11 +6,11 @@ from pydantic import Field
 
 from kvatlas.settings.clients import ClientSettings
 from kvatlas.settings.field_types import Port
+from kvatlas.settings.lookup import LookupSettings
 from kvatlas.settings.process import COMMON, HelpGroups
-from kvatlas.settings.reading import ReadingSettings
 
 
-class IndexServerSettings(ReadingSettings, ClientSettings):
+class IndexServerSettings(LookupSettings, ClientSettings):
     """One replica of the index server."""
 
     help_groups: ClassVar[HelpGroups] = {

@@ -8,8 +8,8 @@ from pydantic import Field
 from kvatlas.addresses import is_loopback
 from kvatlas.settings.clients import ClientSettings
 from kvatlas.settings.field_types import CommaList, Labels, Name, PathList, Port
+from kvatlas.settings.lookup import LookupSettings
 from kvatlas.settings.process import COMMON, HelpGroups
-from kvatlas.settings.reading import ReadingSettings
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, Count, OutputTokens, Positive
 
 SESSION_HEADERS = (
@@ -23,7 +23,7 @@ SESSION_HEADERS = (
 """vLLM's own, Claude Code's, Codex' (the second from older versions), OpenCode's."""
 
 
-class RoutingSettings(ReadingSettings):
+class RoutingSettings(LookupSettings):
     """How a process that gets requests reads and routes them."""
 
     help_groups: ClassVar[HelpGroups] = {

@@ -1,6 +1,6 @@
-"""`kvatlas router`: an OpenAI-compatible proxy in front of the fleet's engines."""
+"""`kvatlas router`: an OpenAI-compatible proxy in front of the fleet's engines. `kvatlas index-server`: for other routers."""
 
-from kvatlas.settings import ProxySettings
+from kvatlas.settings import IndexServerSettings, ProxySettings
 from kvatlas_cli.flags import with_settings
 from kvatlas_cli.output import print_notice
 from kvatlas_cli.process_group import run_process_group
@@ -27,3 +27,17 @@ def router(settings: ProxySettings) -> None:
 def print_router_ready(url: str) -> None:
     """Print the router's address."""
     print_notice(f"router at {url}; OpenAI API under {url}/v1")
+
+
+@with_settings(IndexServerSettings)
+def index_server(settings: IndexServerSettings) -> None:
+    """Answer other routers' questions who holds a prompt, over HTTP and gRPC. It changes nothing."""
+    from kvatlas_router.queries.service import run_index_server  # needs the extra
+
+    run_service(
+        "index-server", settings, run_index_server(settings, ready=_print_index_server_ready), metrics_page=True
+    )
+
+
+def _print_index_server_ready(url: str, grpc_port: int | None) -> None:
+    print_notice(f"index server at {url}" + ("" if grpc_port is None else f", gRPC on port {grpc_port}"))

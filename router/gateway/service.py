@@ -23,7 +23,7 @@ from kvatlas_router.gateway.pool_pods import KubernetesPool, PodList, PoolPods
 from kvatlas_router.gateway.processor import Processor, ProcessorSettings
 from kvatlas_router.gateway.sender import SenderTrust
 from kvatlas_router.gateway.server import Addresses, GatewayServer
-from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.proxy.request_router import build_admission, open_request_router
 from router_client.client import RouterClient
 from router_client.learning.condition import RequestEnds

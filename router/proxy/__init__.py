@@ -8,8 +8,6 @@
     json_body.py        a JSON body as engines read it
     form_body.py        the model that a form names
     large_body.py       the model of a body that is too large to be decoded
-    request_reader.py   from a body to a prompt in its scope
-    catalogue.py        which models the fleet serves, under which names, on which workers
     exchange.py         one request: its prompt, a booked worker; another worker while nothing was sent to the client yet
     answer_relay.py     one try on one worker: the request sent, its answer passed on
     predicted_try.py    what a try is expected to take

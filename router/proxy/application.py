@@ -36,13 +36,13 @@ from kvatlas_router.client_borders import ClientBorders, caller_of
 from kvatlas_router.engine_objects.object_use import OBJECT_ROUTES
 from kvatlas_router.held_bookings import HeldBookings, TooManyHeld
 from kvatlas_router.outliers.avoidance import EnginesRest
+from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.engine_call import INFERENCE, read_call
 from kvatlas_router.proxy.exchange import Exchange
 from kvatlas_router.proxy.headers import DECISION_HEADER, plain_json_type
 from kvatlas_router.proxy.json_body import UnreadableBody, read_object
-from kvatlas_router.proxy.request_reader import UnknownModel
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.proxy.request_trace import describe_answer, request_span
 from kvatlas_router.proxy.route_api import RouteApi

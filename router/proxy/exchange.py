@@ -27,13 +27,13 @@ from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUn
 from kvatlas_router.fetching import let_fetch
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.prompts.catalogue import Catalogue
+from kvatlas_router.prompts.request_reader import RequestReader, UnknownModel
 from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, OpenedAnswer
-from kvatlas_router.proxy.catalogue import Catalogue
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.engine_call import INFERENCE
 from kvatlas_router.proxy.headers import decision_header
-from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
 from kvatlas_router.proxy.request_trace import describe_answer, describe_try, request_span
 from kvatlas_router.tenancy.limits import OverLimit
 from kvatlas_router.tokens.prompt_reader import RequestPrompt

@@ -29,9 +29,9 @@ from kvatlas_router.outliers.avoidance import Avoidance
 from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.progress.engine_progress import Probe
 from kvatlas_router.progress.monitor import ProgressMonitor
-from kvatlas_router.proxy.catalogue import Catalogue
-from kvatlas_router.proxy.request_reader import RequestReader
-from kvatlas_router.proxy.request_reading import open_request_reading
+from kvatlas_router.prompts.catalogue import Catalogue
+from kvatlas_router.prompts.request_reader import RequestReader
+from kvatlas_router.prompts.request_source import open_request_source
 from kvatlas_router.tokens.counters import TokenCounters
 from kvatlas_router.tokens.prompt_reader import PromptSettings
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
@@ -104,7 +104,7 @@ async def open_request_router(
     session_headers = tuple(name.lower() for name in settings.session_headers)
     prompts = PromptSettings(settings.output_tokens, settings.salt_is_tenant, slo, session_headers)
     async with AsyncExitStack() as stack:
-        reading = await stack.enter_async_context(open_request_reading(settings, near, prompts, credentials_to))
+        reading = await stack.enter_async_context(open_request_source(settings, near, prompts, credentials_to))
         store, catalogue = reading.store, reading.catalogue
         client = await stack.enter_async_context(_build_client(settings, store, reading.lookups))
         stack.enter_context(export_metrics("router", client.counters))

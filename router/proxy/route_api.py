@@ -11,10 +11,10 @@ from kvatlas_router.fetching import fetch_fields, let_fetch
 from kvatlas_router.held_bookings import BookingId, HeldBookings
 from kvatlas_router.outliers.avoidance import Avoidance
 from kvatlas_router.outliers.monitor import OutlierMonitor
-from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.prompts.catalogue import Catalogue
+from kvatlas_router.prompts.request_reader import RequestReader
+from kvatlas_router.prompts.route_body import RouteBodyReader
 from kvatlas_router.proxy.counters import ProxyCounters
-from kvatlas_router.proxy.request_reader import RequestReader
-from kvatlas_router.proxy.route_body import RouteBodyReader
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import TextRequest

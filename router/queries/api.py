@@ -1,17 +1,21 @@
 """Answers questions of one caller: JSON objects in, JSON objects out."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from kvatlas.bus.partition_batch import Position
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
-from kvatlas_router.proxy.catalogue import Catalogue
-from kvatlas_router.proxy.request_reader import UnknownModel
-from kvatlas_router.proxy.route_body import RouteBodyReader
+from kvatlas_router.prompts.catalogue import Catalogue
+from kvatlas_router.prompts.request_reader import UnknownModel
+from kvatlas_router.prompts.route_body import RouteBodyReader
 from kvatlas_router.queries.answers import dynamo_answer, mooncake_answer, own_answer
+from kvatlas_router.queries.changes.change import Change, View
+from kvatlas_router.queries.changes.follow import ChangeStreams
 from kvatlas_router.queries.holders import HolderQueries, Match
 from kvatlas_router.queries.question import ANY_TENANT, Form, Question, read_question
 from kvatlas_router.tenancy.caller import Caller
@@ -26,11 +30,18 @@ class QueryApi:
     """`salt_is_tenant`: a question's cache salt is a part of its tenant, and in no hash."""
 
     def __init__(
-        self, bodies: RouteBodyReader, catalogue: Catalogue, holders: HolderQueries, *, salt_is_tenant: bool
+        self,
+        bodies: RouteBodyReader,
+        catalogue: Catalogue,
+        holders: HolderQueries,
+        changes: ChangeStreams,
+        *,
+        salt_is_tenant: bool,
     ) -> None:
         self._bodies = bodies
         self._catalogue = catalogue
         self._holders = holders
+        self._changes = changes
         self._salt_is_tenant = salt_is_tenant
 
     async def query(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
@@ -105,6 +116,19 @@ class QueryApi:
             and model in (None, record.endpoint.model_id)
             and caller.may_use(record.endpoint.model_id)
         ]
+
+    async def follow(self, caller: Caller, after: Position | None) -> AsyncGenerator[Change | None, None]:
+        """See `ChangeStreams.follow`."""
+        tenant_id = caller.tenant_id or self._catalogue.tenant_id
+        await self._catalogue.records()
+
+        def sees(worker_id: str) -> bool:
+            record = self._catalogue.known_records.get(worker_id)
+            return record is None or record.may_see(tenant_id)
+
+        async with aclosing(self._changes.follow(View(tenant_id, caller.may_use, sees), after)) as changes:
+            async for change in changes:
+                yield change
 
     async def _answer(self, question: Question, caller: Caller) -> Mapping[str, Any]:
         matches = await self._holders.find(await self.prompt_of(question, caller))

@@ -2,6 +2,7 @@
 
 /query, /query_by_hash        in the forms of Mooncake's conductor and of Dynamo's indexer
 /kvatlas/overlap              by text, token ids or hashes, with what each engine would reuse
+/kvatlas/changes              what is held now and what changes, as server-sent events; resumed by position
 /workers                      as Dynamo's indexer lists them
 /health, /ready, /version     for probes
 
@@ -10,25 +11,30 @@ X-KVAtlas-Tenant, and /metrics, /status.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.runtime.certificate_files import certificates_in_use
 from kvatlas.runtime.metrics_page import METRICS_ROUTE
+from kvatlas.store.deadline import STORE_FAILURES
 from kvatlas.version import own_version
 from kvatlas_router.client_borders import ClientBorders, caller_of
-from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.prompts.catalogue import Catalogue
+from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.json_body import read_object
-from kvatlas_router.proxy.request_reader import UnknownModel
 from kvatlas_router.queries.api import QueryApi
+from kvatlas_router.queries.changes.change import Change, position_text, read_position
+from kvatlas_router.queries.changes.follow import PositionLost
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.limits import ClientLimits
 from kvatlas_router.tenancy.refusals import ForeignTenant
@@ -79,11 +85,18 @@ class IndexApplication:
             found = await api.workers(request.query_params.get("model_name"), who(request))
             return JSONResponse(list(found))
 
+        async def changes(request: Request) -> Response:
+            given = request.headers.get("last-event-id") or request.query_params.get("after") or ""
+            found = api.follow(who(request), read_position(given) if given else None)
+            first = await anext(found)  # raises what is wrong before the answer has a status
+            return StreamingResponse(_as_events(first, found), media_type="text/event-stream")
+
         return [
             Route("/query", _with_errors(_posted(api.query, who)), methods=["POST"]),
             Route("/query_by_hash", _with_errors(_posted(api.query_by_hash, who)), methods=["POST"]),
             Route("/kvatlas/overlap", _with_errors(_posted(api.overlap, who)), methods=["POST"]),
             Route("/workers", _with_errors(workers), methods=["GET"]),
+            Route("/kvatlas/changes", _with_errors(changes), methods=["GET"]),
             *(Route(path, _refuse_change, methods=["POST"]) for path in CHANGING),
         ]
 
@@ -104,6 +117,22 @@ class IndexApplication:
         replica = self._lookups.status() if isinstance(self._lookups, ReportsStatus) else None
         tenancy = self._borders.status(self._catalogue.tenant_id)
         return JSONResponse({"replica": replica, "certificates": certificates_in_use(), "tenancy": tenancy})
+
+
+async def _as_events(first: Change | None, rest: AsyncGenerator[Change | None, None]) -> AsyncIterator[bytes]:
+    """Server-sent events; a comment where nothing happens, so that a lost client is noticed."""
+    async with aclosing(rest):
+        yield _event(first)
+        with suppress(KvatlasError, *STORE_FAILURES):  # the client comes again, with its position
+            async for change in rest:
+                yield _event(change)
+
+
+def _event(change: Change | None) -> bytes:
+    if change is None:
+        return b":\n\n"
+    id = "" if change.position is None else f"id: {position_text(change.position)}\n"
+    return f"{id}event: {change.kind}\ndata: {json.dumps(change.data)}\n\n".encode()
 
 
 def _posted(answer: Answer, who: WhoAsks) -> Callable[[Request], Awaitable[Response]]:
@@ -132,7 +161,9 @@ def _with_errors(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[
             return _error(403, str(error))
         except UnknownModel as error:
             return _error(404, str(error))
-        except Unreachable as error:
+        except PositionLost as error:
+            return _error(410, str(error))
+        except KvatlasError as error:
             return _error(503, str(error))
 
     return handled

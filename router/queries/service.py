@@ -12,10 +12,11 @@ from kvatlas.runtime.http_server import listen, serve
 from kvatlas.settings import IndexServerSettings
 from kvatlas.telemetry import export_metrics
 from kvatlas_router.client_borders import ClientBorders
-from kvatlas_router.proxy.request_reading import open_request_reading
-from kvatlas_router.proxy.route_body import RouteBodyReader
+from kvatlas_router.prompts.request_source import open_request_source
+from kvatlas_router.prompts.route_body import RouteBodyReader
 from kvatlas_router.queries.api import QueryApi
 from kvatlas_router.queries.application import IndexApplication
+from kvatlas_router.queries.changes.follow import ChangeStreams
 from kvatlas_router.queries.holders import HolderQueries
 from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
 from kvatlas_router.tenancy.proof import Proof
@@ -65,13 +66,16 @@ async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tupl
     prompts = PromptSettings(salt_is_tenant=settings.salt_is_tenant)
     stack = AsyncExitStack()
     try:
-        reading = await stack.enter_async_context(open_request_reading(settings, is_loopback(settings.host), prompts))
+        reading = await stack.enter_async_context(open_request_source(settings, is_loopback(settings.host), prompts))
         holders = HolderQueries(reading.lookups, reading.fleet)
         stack.push_async_callback(holders.close)
+        changes = ChangeStreams(reading.store, settings.nats)
+        stack.push_async_callback(changes.close)
         api = QueryApi(
             RouteBodyReader(reading.reader, reading.catalogue),
             reading.catalogue,
             holders,
+            changes,
             salt_is_tenant=settings.salt_is_tenant,
         )
         borders = ClientBorders(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -29,7 +30,7 @@ class AnswerUsage:
         self._report = report
         self._used: dict[User, AnswerUse] = {}
         self._waiting: deque[tuple[int, str, dict[User, AnswerUse]]] = deque()
-        self._number = 0
+        self._number = time.time_ns() // 1_000  # above those of a router of the same name before
         self._task = BackgroundTask(self._run, "kvatlas router usage")
 
     def count(self, user: User, use: AnswerUse) -> None:

@@ -34,6 +34,8 @@ EXPECTED_COMMANDS = {
     "rates",
     "layout",
     "audit",
+    "index-server",
+    "usage",
     "auth",
     "doctor",
     "overlap",

@@ -7,11 +7,16 @@
 --      3 most users; what further ones use is counted under ''
 --      4 user, answers, prompt tokens, cached tokens, us saved; and so on
 -- returns 1; 0 if it was added before
+local MOST_ROUTERS = 4096
+
 register('kvatlas_pool_used', function(keys, args)
   local usage, reports, router = keys[1], keys[2], args[1]
   local number, most = integer(args[2], 0), integer(args[3], 0)
   if number <= (tonumber(redis.call('HGET', reports, router)) or -1) then
     return 0
+  end
+  if redis.call('HLEN', reports) >= MOST_ROUTERS then -- each start of a router has a name of its own
+    redis.call('UNLINK', reports)
   end
   redis.call('HSET', reports, router, string.format('%d', number))
   local users = redis.call('HLEN', usage)

@@ -1,8 +1,10 @@
 """The gRPC server: our own service, and SGLang's KV indexer as its gateway asks it. Callers prove themselves as over HTTP."""
 
 import asyncio
+import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,11 +12,14 @@ import grpc
 
 from kvatlas.blocks.external_chain import MAX_HASH, external_chain, hash_text
 from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes, unpack_hashes
-from kvatlas.errors import InvalidValue, SettingsError, Unreachable
+from kvatlas.errors import InvalidValue, KvatlasError, SettingsError, Unreachable
 from kvatlas.identity import OWN_CHAIN
-from kvatlas_router.proxy.request_reader import UnknownModel
+from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.queries.api import MOST_MATCHES, QueryApi
-from kvatlas_router.queries.grpc_api.index_pb2 import Holder, OverlapRequest, OverlapResponse, Run
+from kvatlas_router.queries.changes.change import position_text, read_position
+from kvatlas_router.queries.changes.follow import PositionLost
+from kvatlas_router.queries.grpc_api.index_pb2 import Change as GrpcChange
+from kvatlas_router.queries.grpc_api.index_pb2 import FollowRequest, Holder, OverlapRequest, OverlapResponse, Run
 from kvatlas_router.queries.grpc_api.kv_indexer_pb2 import (
     ExternalKvPrefixMatch,
     MatchExternalKvPrefixRequest,
@@ -63,12 +68,15 @@ class GrpcServer:
         self._proof = proof
         self._address = address
         self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", MOST_MESSAGE_BYTES)])
-        own = {
+        own: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Overlap": grpc.unary_unary_rpc_method_handler(
                 self._answering(self._overlap), OverlapRequest.FromString, OverlapResponse.SerializeToString
-            )
+            ),
+            "Follow": grpc.unary_stream_rpc_method_handler(
+                self._follow, FollowRequest.FromString, GrpcChange.SerializeToString
+            ),
         }
-        sglang = {
+        sglang: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "MatchExternalKvPrefix": grpc.unary_unary_rpc_method_handler(
                 self._answering(self._match),
                 MatchExternalKvPrefixRequest.FromString,
@@ -157,6 +165,21 @@ class GrpcServer:
             for match in matches[:MOST_MATCHES]
         ]
         return OverlapResponse(holders=holders)
+
+    async def _follow(self, request: FollowRequest, context: Context) -> AsyncIterator[GrpcChange]:
+        """As `/kvatlas/changes`; gRPC itself notices a lost client, and waits for a slow one."""
+        try:
+            after = read_position(request.position) if request.position else None
+            async with aclosing(self._api.follow(await self._caller(context), after)) as changes:
+                async for change in changes:
+                    if change is not None:
+                        position = "" if change.position is None else position_text(change.position)
+                        yield GrpcChange(position=position, kind=change.kind, data=json.dumps(change.data))
+        except PositionLost as error:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
+        except KvatlasError as error:
+            code = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), _STATUS[Unreachable])
+            await context.abort(code, str(error))
 
     async def _match(
         self, request: MatchExternalKvPrefixRequest, caller: Caller, context: Context

@@ -68,7 +68,7 @@ async def test_no_request_is_lost_while_the_store_is_away() -> None:
 async def test_no_request_waits_for_a_store_that_hangs(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas_router.proxy.catalogue.FLEET_AGE_S", 0.001)  # each request finds the records too old
+    monkeypatch.setattr("kvatlas_router.prompts.catalogue.FLEET_AGE_S", 0.001)  # each request finds the records too old
     address = urlsplit(valkey_url)
     assert address.port is not None
     async with AsyncExitStack() as stack:

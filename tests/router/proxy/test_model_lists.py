@@ -34,7 +34,7 @@ async def test_a_request_for_an_adapter_goes_only_to_workers_that_have_it(store:
 async def test_adapters_are_noticed_when_they_come_and_go(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas_router.proxy.catalogue.LIST_AGE_S", 0.05)
+    monkeypatch.setattr("kvatlas_router.prompts.catalogue.LIST_AGE_S", 0.05)
     assert model_lists.LIST_AGE_S > 1
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(store, {}))

@@ -7,7 +7,8 @@ import pytest
 
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
-from tests.router.queries.servers import record, running_index_server, write
+from tests.router.proxy.engines import record
+from tests.router.queries.servers import running_index_server, write
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
-from tests.router.proxy.engines import BLOCK_SIZE, MODEL
-from tests.router.queries.servers import TOKENS, hold, rank, record, running_index_server, write
+from tests.router.proxy.engines import BLOCK_SIZE, MODEL, record
+from tests.router.queries.servers import TOKENS, hold, rank, running_index_server, write
 
 pytestmark = pytest.mark.anyio
 

@@ -1,5 +1,6 @@
 """A tenant's questions are answered from its own blocks alone, and operators name the tenant that they ask for."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -10,8 +11,8 @@ from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
 from kvatlas_router.tenancy.proof import hash_of
-from tests.router.proxy.engines import BLOCK_SIZE, MODEL
-from tests.router.queries.servers import TOKENS, hold, record, running_index_server, write
+from tests.router.proxy.engines import BLOCK_SIZE, MODEL, record
+from tests.router.queries.servers import TOKENS, hold, running_index_server, write
 from tests.router.tokens.small_model import save_simulators
 
 pytestmark = pytest.mark.anyio
@@ -19,9 +20,11 @@ pytestmark = pytest.mark.anyio
 QUESTION = {"model": MODEL, "block_size": BLOCK_SIZE, "token_ids": TOKENS}
 
 
-async def holders(client: httpx.AsyncClient, question: dict[str, object] = QUESTION, **headers: str) -> dict[str, int]:
+async def holders(
+    client: httpx.AsyncClient, headers: Mapping[str, str], question: Mapping[str, object] = QUESTION
+) -> dict[str, int]:
     """Tokens by instance, under the tenant's name in the question."""
-    answer = await client.post("/query", json=question, headers=headers)
+    answer = await client.post("/query", json=question, headers=dict(headers))
     assert answer.status_code == 200, answer.text
     (found,) = answer.json().values()
     return {instance: one["longest_matched"] for instance, one in found.items()}
@@ -46,8 +49,8 @@ async def test_each_sees_its_own_blocks_and_the_workers_that_it_may_use(
     given = {"clients_file": clients, "control_port": control, "control_token_file": tokens}
     async with running_index_server(valkey_url, **given) as (client, _):
         acme = {"Authorization": "Bearer key-a"}
-        assert await holders(client, **acme) == {"a": 16}
-        assert await holders(client, {**QUESTION, "tenant_id": "acme"}, **acme) == {"a": 16}
+        assert await holders(client, acme) == {"a": 16}
+        assert await holders(client, acme, {**QUESTION, "tenant_id": "acme"}) == {"a": 16}
         foreign = await client.post("/query", json={**QUESTION, "tenant_id": "globex"}, headers=acme)
         assert foreign.status_code == 403
         assert (await client.post("/query", json=QUESTION)).status_code == 401
@@ -59,10 +62,10 @@ async def test_each_sees_its_own_blocks_and_the_workers_that_it_may_use(
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{control}") as operators:
             assert (await operators.post("/query", json=QUESTION)).status_code == 401
             allowed = {"Authorization": "Bearer operator"}
-            assert await holders(operators, **allowed, **{"X-KVAtlas-Tenant": "globex"}) == {
+            assert await holders(operators, {**allowed, "X-KVAtlas-Tenant": "globex"}) == {
                 "b": 8,
             }
-            assert await holders(operators, **allowed) == {}
+            assert await holders(operators, allowed) == {}
             status = (await operators.get("/status", headers=allowed)).json()
             assert status["tenancy"]["foreign"] == 0 and status["tenancy"]["unproven"] >= 2
 
@@ -72,9 +75,10 @@ async def test_text_is_asked_with_the_models_own_tokenizer(store: Store, valkey_
     index = await open_redis_index(store, writer=True)
     await write(store, record("w", "http://w:8000"))
     async with running_index_server(valkey_url, tokenizer=str(tmp_path), tokenizer_deadline_ms=60_000) as (client, _):
-        question = {"model": MODEL, "prompt": "who holds what, and since when? " * 4}
+        text = "who holds what, and since when? " * 4
+        question = {"model": MODEL, "prompt": text}
         empty = (await client.post("/kvatlas/overlap", json=question)).json()
         assert empty["prompt_tokens"] >= 4 * BLOCK_SIZE and not empty["workers"]
-        await hold(index, "w", list(question["prompt"].encode()))  # its tokenizer has one a byte
+        await hold(index, "w", list(text.encode()))  # its tokenizer has one a byte
         found = (await client.post("/kvatlas/overlap", json=question)).json()
         assert found["workers"][0]["resident_tokens"] > 0

@@ -18,8 +18,8 @@ from kvatlas_router.queries.grpc_api.index_pb2 import OverlapRequest, OverlapRes
 from kvatlas_router.queries.grpc_api.kv_indexer_pb2 import MatchExternalKvPrefixResponse
 from kvatlas_router.queries.grpc_api.server import SERVICE, SGLANG_SERVICE
 from kvatlas_router.tenancy.proof import hash_of
-from tests.router.proxy.engines import BLOCK_SIZE, MODEL
-from tests.router.queries.servers import TOKENS, hold, rank, record, running_index_server, write
+from tests.router.proxy.engines import BLOCK_SIZE, MODEL, record
+from tests.router.queries.servers import TOKENS, hold, rank, running_index_server, write
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +47,7 @@ def as_numbers(hashes: Sequence[int]) -> bytes:
 async def match(port: int | None, request: bytes, **metadata: str) -> list[tuple[str, int]]:
     """(worker's address, blocks), as SGLang's gateway gets them."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call = channel.unary_unary(
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, MatchExternalKvPrefixResponse] = channel.unary_unary(
             f"/{SGLANG_SERVICE}/MatchExternalKvPrefix",
             request_serializer=None,
             response_deserializer=MatchExternalKvPrefixResponse.FromString,
@@ -61,7 +61,7 @@ async def match(port: int | None, request: bytes, **metadata: str) -> list[tuple
 async def overlap(port: int | None, request: OverlapRequest, **metadata: str) -> list[tuple[str, int, int]]:
     """(instance, resident tokens, usable tokens)"""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call = channel.unary_unary(
+        call: grpc.aio.UnaryUnaryMultiCallable[OverlapRequest, OverlapResponse] = channel.unary_unary(
             f"/{SERVICE}/Overlap",
             request_serializer=OverlapRequest.SerializeToString,
             response_deserializer=OverlapResponse.FromString,

@@ -13,11 +13,11 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.local_copy.settings import ReplicaSettings
 from kvatlas.index.redis.answering_index import AnsweringIndex, open_answering_index
-from kvatlas.settings.reading import ReadingSettings
+from kvatlas.settings.lookup import LookupSettings
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import export_metrics
-from kvatlas_router.proxy.catalogue import Catalogue
-from kvatlas_router.proxy.request_reader import RequestReader
+from kvatlas_router.prompts.catalogue import Catalogue
+from kvatlas_router.prompts.request_reader import RequestReader
 from kvatlas_router.tokens.budget import BudgetedTokenizer, TokenizerBudget
 from kvatlas_router.tokens.counters import TokenCounters
 from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
@@ -36,7 +36,7 @@ _log = logging.getLogger("kvatlas_router.proxy")
 
 
 @dataclass(frozen=True, slots=True)
-class RequestReading:
+class RequestSource:
     """`reader` makes prompts of requests in scopes that `catalogue` knows; `lookups` finds them: the store's `index`, or a copy
     of it in this process. `short_calls`: to engines, for what takes them no time. `addresses`: where engines may be. `fleet`:
     what the store says of workers."""
@@ -53,9 +53,9 @@ class RequestReading:
 
 
 @asynccontextmanager
-async def open_request_reading(
-    settings: ReadingSettings, near: bool, prompts: PromptSettings, credentials_to: tuple[str, ...] = ()
-) -> AsyncIterator[RequestReading]:
+async def open_request_source(
+    settings: LookupSettings, near: bool, prompts: PromptSettings, credentials_to: tuple[str, ...] = ()
+) -> AsyncIterator[RequestSource]:
     """Connected, with the tokenizer's counters exported. `near`: does the process listen on loopback, so that engines may be
     there too? `credentials_to`: see `AddressPolicy`.
 
@@ -81,24 +81,24 @@ async def open_request_reading(
         index = await open_answering_index(store, wait=settings.wait, on_wait=_log_wait)
         lookups = await stack.enter_async_context(open_overlap_index(store, index, _replica_settings(settings)))
         stack.enter_context(export_metrics("tokens", tokens))
-        yield RequestReading(store, reader, catalogue, tokens, short_calls, addresses, fleet, index, lookups)
+        yield RequestSource(store, reader, catalogue, tokens, short_calls, addresses, fleet, index, lookups)
 
 
-def _address_policy(settings: ReadingSettings, credentials_to: tuple[str, ...], near: bool) -> AddressPolicy:
+def _address_policy(settings: LookupSettings, credentials_to: tuple[str, ...], near: bool) -> AddressPolicy:
     try:
         return AddressPolicy(settings.engine_addresses, credentials_to, near=near, access=settings.engine_access)
     except InvalidValue as error:
         raise SettingsError(f"--engine-addresses or --credentials-to: {error}") from error
 
 
-def _replica_settings(settings: ReadingSettings) -> ReplicaSettings | None:
+def _replica_settings(settings: LookupSettings) -> ReplicaSettings | None:
     if not settings.replica:
         return None
     return ReplicaSettings(settings.nats, max_bytes=settings.replica_memory_mib << 20)
 
 
 async def _open_tokenizer(
-    settings: ReadingSettings,
+    settings: LookupSettings,
     stack: AsyncExitStack,
     catalogue: Catalogue,
     client: EngineClient,

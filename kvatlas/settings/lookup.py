@@ -15,7 +15,7 @@ MOST_TOKENIZER_DEADLINE_MS = 1_000.0
 """In a burst all prompts are late together; to wait longer than this costs a client more than a miss."""
 
 
-class ReadingSettings(EngineAccessSettings, Settings):
+class LookupSettings(EngineAccessSettings, Settings):
     """How a request's prompt is read, and where it is looked up."""
 
     tokenizer: Name = Field(

@@ -7,7 +7,7 @@ import pytest
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind, FleetRecord
-from kvatlas_router.proxy.catalogue import FLEET_AGE_S, Catalogue
+from kvatlas_router.prompts.catalogue import FLEET_AGE_S, Catalogue
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, SCOPE, record
 from tests.router.upstream.nearby_engines import engine_client

@@ -12,7 +12,7 @@ from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import count_text, print_json, print_table
 from kvatlas_cli.runner import run_query
 from kvatlas_cli.store_connection import connect_store, open_index
-from kvatlas_cli.usage_rows import UsageRow, join_rows, to_csv, to_prometheus
+from kvatlas_cli.usage.rows import UsageRow, join_rows, to_csv, to_prometheus
 
 GIB = 1 << 30
 HOUR_S = 3_600

@@ -6,8 +6,8 @@ from typing import Any
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope
 from kvatlas.request import Fallbacks, RequestHints
-from kvatlas_router.proxy.catalogue import Catalogue
-from kvatlas_router.proxy.request_reader import RequestReader, UnknownModel
+from kvatlas_router.prompts.catalogue import Catalogue
+from kvatlas_router.prompts.request_reader import RequestReader, UnknownModel
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import Api, TextRequest

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.identity import Scope
-from kvatlas_router.proxy.catalogue import Catalogue
+from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tokens.budget import BudgetedTokenizer
 from kvatlas_router.tokens.prompt_reader import PromptReader, PromptSettings, RequestPrompt

@@ -148,6 +148,11 @@ class Catalogue:
         """Every worker of the fleet by id, as lately read: the same object until they are read again."""
         return await self._read_records()
 
+    @property
+    def known_records(self) -> Mapping[str, FleetRecord]:
+        """As last read, without a wait; see `records`."""
+        return self._last.records
+
     async def routable(self) -> int:
         """How many workers may get requests now, as far as known."""
         try:

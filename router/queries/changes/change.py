@@ -1,0 +1,164 @@
+"""Workers' messages as changes that one tenant may see.
+
+A copy keeps for each worker an incarnation, its blocks, and during a snapshot of the worker a second set beside them:
+
+    snapshot  blocks that a worker has now; `aside`: they belong to the second set
+    begin     the second set begins, empty
+    stored    blocks come, to the second set if there is one
+    removed   blocks go, likewise
+    cleared   all blocks of that set go
+    end       the second set replaces the first
+    gone      the worker has nothing any more, until its next begin
+    live      the snapshot is over; changes follow
+
+Whatever is of a lower incarnation than the worker's is dropped; a higher one begins with a begin. Changes may come twice, with
+all that followed them: each says what holds from then on. An end without a second set changes nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvatlas.blocks.external_chain import hash_text
+from kvatlas.blocks.hashing import unpack_hashes
+from kvatlas.blocks.tiers import Tier
+from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import Position
+from kvatlas.errors import InvalidValue
+from kvatlas.fleet.tenants import PART_MARK
+from kvatlas.identity import Scope
+
+_PLAIN = {wire.BEGIN: "begin", wire.END: "end", wire.CLEARED: "cleared"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`position` None: within a snapshot, which can't be resumed."""
+
+    kind: str
+    data: Mapping[str, Any]
+    position: Position | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What one caller may see. `sees`: a worker; `may_use`: a model."""
+
+    tenant_id: str
+    may_use: Callable[[str], bool] = lambda _: True
+    sees: Callable[[str], bool] = lambda _: True
+
+    def includes(self, scope: Scope) -> bool:
+        """Its own blocks, and those of its cache salts."""
+        is_own = scope.tenant_id == self.tenant_id or scope.tenant_id.startswith(self.tenant_id + PART_MARK)
+        return is_own and self.may_use(scope.adapter_id or scope.model_id)
+
+
+@dataclass(slots=True)
+class _Worker:
+    """`seq` None: not known yet. `shown`: the caller knows of it. `aside`: a snapshot of it has begun and is not over."""
+
+    incarnation: int
+    seq: int | None = None
+    shown: bool = False
+    aside: bool = False
+    doubted: bool = False
+
+
+@dataclass(slots=True)
+class ChangeReader:
+    """Reads the stream's messages in order for one caller; those that the index does not apply are no changes."""
+
+    view: View
+    _workers: dict[str, _Worker] = field(default_factory=dict)
+
+    def know(self, worker_id: str, incarnation: int, *, aside: bool) -> None:
+        """A worker as the store has it before the first message."""
+        self._workers[worker_id] = _Worker(incarnation, shown=aside, aside=aside)
+
+    def show(self, worker_id: str) -> None:
+        """The caller knows of this worker from now on."""
+        self._workers[worker_id].shown = True
+
+    def read(self, raw: wire.RawMessage) -> list[dict[str, Any]]:
+        """The message's changes, each with its `kind`."""
+        worker_id, incarnation, seq = raw[wire.WORKER_ID], raw[wire.INCARNATION], raw[wire.SEQ]
+        events = raw[wire.EVENTS]
+        if not self.view.sees(worker_id):
+            return []
+        worker = self._workers.get(worker_id)
+        if worker is None or incarnation > worker.incarnation:
+            begins = bool(events) and events[0][wire.CODE] == wire.BEGIN and seq == 0
+            if worker is not None and not begins:
+                return self._doubt(worker)
+            worker = self._workers[worker_id] = _Worker(incarnation, shown=worker is not None and worker.shown)
+        elif incarnation < worker.incarnation or (worker.seq is not None and seq <= worker.seq):
+            return []
+        elif worker.doubted or (worker.seq is not None and seq != worker.seq + 1):
+            return self._doubt(worker)
+        worker.seq = seq
+        scopes = {id: wire.scope_use(id, entry).scope for id, entry in raw[wire.SCOPES].items()}
+        return [change for event in events for change in self._of_event(worker, event, scopes, raw[wire.SCOPES])]
+
+    def gone(self, worker_id: str, incarnation: int) -> bool:
+        """The index has closed this incarnation. Is that news to the caller?"""
+        worker = self._workers.get(worker_id)
+        if not self.view.sees(worker_id) or (worker is not None and worker.incarnation > incarnation):
+            return False
+        is_news = worker is None or not worker.doubted
+        self._workers[worker_id] = _Worker(incarnation, doubted=True)
+        return is_news
+
+    def _doubt(self, worker: _Worker) -> list[dict[str, Any]]:
+        """A message is missing: the index asks the worker for a snapshot too, and a copy has nothing of it until then."""
+        is_news = not worker.doubted
+        worker.doubted = True
+        return [{"kind": "gone"}] if is_news and worker.shown else []
+
+    def _of_event(
+        self, worker: _Worker, event: list[Any], scopes: Mapping[bytes, Scope], entries: Mapping[bytes, list[Any]]
+    ) -> list[dict[str, Any]]:
+        code = event[wire.CODE]
+        if code in _PLAIN:
+            if code != wire.CLEARED:
+                worker.aside = code == wire.BEGIN
+            return [{"kind": _PLAIN[code]}] if worker.shown else []
+        if code not in (wire.STORED, wire.CHUNK, wire.REMOVED) or not self.view.includes(scopes[event[wire.SCOPE_ID]]):
+            return []
+        missed = [{"kind": "begin"}] if worker.aside and not worker.shown else []
+        worker.shown = True
+        entry = entries[event[wire.SCOPE_ID]]
+        return [
+            *missed,
+            {
+                "kind": "removed" if code == wire.REMOVED else "stored",
+                **scope_fields(scopes[event[wire.SCOPE_ID]], entry[wire.BLOCK_SIZE], entry[wire.BLOCK_BYTES]),
+                "tier": Tier(event[wire.TIER]).label,
+                "hashes": [hash_text(one) for one in unpack_hashes(event[wire.HASHES])],
+            },
+        ]
+
+
+def scope_fields(scope: Scope, block_size: int, block_bytes: int) -> dict[str, Any]:
+    """What a change says of its blocks."""
+    return {
+        "model_id": scope.model_id,
+        "tokenizer_id": scope.tokenizer_id,
+        "adapter_id": scope.adapter_id,
+        "tenant_id": scope.tenant_id,
+        "chain": scope.chain,
+        "block_size": block_size,
+        "block_bytes": block_bytes,
+    }
+
+
+def position_text(position: Position) -> str:
+    return f"{position.creation_us}-{position.seq}"
+
+
+def read_position(text: str) -> Position:
+    """Raises InvalidValue."""
+    creation, _, seq = text.partition("-")
+    if not (creation.isdecimal() and seq.isdecimal() and len(text) <= 64):
+        raise InvalidValue(f"position {text!r:.80}; expected the id of a change")
+    return Position(int(creation), int(seq))
