@@ -17,9 +17,9 @@ from kvatlas.identity import Scope
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
+from kvatlas_router.disaggregation.kv_sources import fetch_fields, let_fetch
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
-from kvatlas_router.fetching import fetch_fields, let_fetch
 from kvatlas_router.gateway.addresses import Candidates, WorkerAddresses
 from kvatlas_router.gateway.asked_request import AdministrationPath, AskedRequest
 from kvatlas_router.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings

@@ -10,7 +10,7 @@ from kvatlas.identity import Scope
 from kvatlas.request import Fallbacks, RequestHints
 from kvatlas_router.admission.admission import RequestShed
 from kvatlas_router.disaggregation.bootstrap import DEFAULT_PORT
-from kvatlas_router.fetching import fetch_fields, let_fetch
+from kvatlas_router.disaggregation.kv_sources import fetch_fields, let_fetch
 from kvatlas_router.held_bookings import BookingId, HeldBookings
 from kvatlas_router.outliers.avoidance import Avoidance
 from kvatlas_router.outliers.monitor import OutlierMonitor

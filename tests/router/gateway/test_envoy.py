@@ -408,4 +408,4 @@ async def test_the_worker_to_fetch_from_is_told_to_the_sidecar_or_to_the_engine(
                     assert headers[header] == full.removeprefix("http://") and named is None
                 else:
                     assert "x-kv-cache-source-host-port" not in headers
-                    assert named["remote_port"] == envoy.ports.engines[1]
+                    assert named is not None and named["remote_port"] == envoy.ports.engines[1]
