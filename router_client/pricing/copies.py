@@ -146,12 +146,12 @@ def _meeting_points(worker: EngineEndpoint) -> list[Hashable]:
 
 
 @lru_cache(maxsize=16_384)
-def fetchable_prefix(held: HeldPrefix, tiers: Sequence[Tier]) -> HeldPrefix:
-    """The part of a held prefix that is in these tiers, from its start on without a gap. If that is less than its marks need,
-    it is nothing: up to where others would let an engine resume is not known."""
+def fetchable_prefix(held: HeldPrefix, labels: Sequence[str]) -> HeldPrefix:
+    """The part of a held prefix that is in tiers with these labels, from its start on without a gap. If that is less than its
+    marks need, it is nothing: up to where others would let an engine resume is not known."""
     runs: list[Run] = []
     for run in held.runs:
-        found = tuple(tier for tier in run.tiers if tier in tiers)
+        found = tuple(tier for tier in run.tiers if tier.label in labels)
         if not found:
             break
         runs.append(Run(run.tokens, found))

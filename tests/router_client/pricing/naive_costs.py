@@ -195,7 +195,7 @@ def sources(
 
 def fetched(source: EngineEndpoint, held: Sequence[Tier]) -> Sequence[Tier]:
     """What of it others can fetch: up to the first token that is in none of the source's tiers for that."""
-    return list(takewhile(lambda tier: tier in source.kv_tiers, held))
+    return list(takewhile(lambda tier: tier.label in source.kv_tiers, held))
 
 
 def cut(tiers: Sequence[Tier], holder: EngineEndpoint, reader: EngineEndpoint) -> list[Part]:
