@@ -20,7 +20,7 @@ from router_client.pricing.quotes import Quote, Surcharge
 from router_client.prompt import Prompt
 
 DISPLACED = TermKind("displaced", "tokens")
-DISPLACED_FACTOR = float(__import__("os").environ.get("DF") or 0.3)
+DISPLACED_FACTOR = 0.3
 """What a further copy costs later requests, in times of what computing it would take: it takes the room of other blocks."""
 NOT_FETCHED = TermKind("not_fetched", "tokens")
 
