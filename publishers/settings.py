@@ -173,6 +173,11 @@ class PublisherSettings(BaseModel):
             token_bytes=self.token_bytes,
         )
 
+    @property
+    def _fetchable_tiers(self) -> tuple[str, ...]:
+        """Labels of the tiers that others fetch from."""
+        return () if self.kv_connector is None else tuple(tier.label for tier in self.kv_tiers or FETCHED_TIERS)
+
     def endpoint(
         self, block_size: int | None, block_bytes: int, reuse: ReuseOfGroups, chain: str | None = None
     ) -> EngineEndpoint:
@@ -192,7 +197,7 @@ class PublisherSettings(BaseModel):
             transfer_groups=self.transfer_groups,
             kv_connector=self.kv_connector,
             kv_port=self.kv_port,
-            kv_tiers=() if self.kv_connector is None else self.kv_tiers or FETCHED_TIERS,
+            kv_tiers=self._fetchable_tiers,
             dp_rank=self.dp_rank,
             block_size=block_size,
             block_bytes=block_bytes,

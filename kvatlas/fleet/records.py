@@ -1,6 +1,6 @@
 """Fleet records: a worker's description, its state and its load. Border types, checked by pydantic."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self
 
@@ -9,15 +9,12 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     ValidationError,
 )
 
 from kvatlas.addresses import check_origin
-from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.tenants import include
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, check_worker_id, pool_id
@@ -41,19 +38,6 @@ from kvatlas.validation import (
     Url,
     describe_mistake,
 )
-
-
-def _parse_tiers(value: Any) -> Any:
-    return (
-        [parse_tier(one) if isinstance(one, str) else one for one in value]
-        if isinstance(value, (list, tuple))
-        else value
-    )
-
-
-def _tier_labels(tiers: Iterable[Tier]) -> list[str]:
-    return [tier.label for tier in tiers]
-
 
 WorkerId = Annotated[str, AfterValidator(check_worker_id)]
 MAX_DIAGNOSIS_TEXT = 512
@@ -144,7 +128,7 @@ class EngineEndpoint(WireRecord):
     its blocks' keys are of (`kvatlas.identity.Scope.chain`). `salt_is_tenant`: its blocks are of the tenants that requests'
     cache salts name, besides `tenant_id`; None: a publisher of a version before does not say. `kv_connector`: how its engine
     fetches KV from others (None: it can't, or that is unknown); others with this connector fetch from it at `kv_port` of its
-    host (None: they can't), what it holds in `kv_tiers`.
+    host (None: they can't), what it holds in `kv_tiers` (labels of tiers; unknown ones are ignored).
     """
 
     id: WorkerId
@@ -177,9 +161,7 @@ class EngineEndpoint(WireRecord):
     read_us_per_mib: Count | None = None
     kv_connector: KvConnector | None = None
     kv_port: BootstrapPort | None = None
-    kv_tiers: Annotated[tuple[Tier, ...], BeforeValidator(_parse_tiers), PlainSerializer(_tier_labels)] = Field(
-        default=(), max_length=len(Tier)
-    )
+    kv_tiers: tuple[Text, ...] = Field(default=(), max_length=MAX_ITEMS)
 
     @property
     def is_store(self) -> bool:

@@ -287,6 +287,8 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         for flag, given in (("--kv-port", self.kv_port), ("--kv-tiers", self.kv_tiers)):
             if given and self.kv_connector is None:
                 raise SettingsError(f"{flag} is given without --kv-connector; expected the connector of that port")
+        if self.kv_connector is KvConnector.P2P and self.engine not in (EngineKind.VLLM, EngineKind.MOCK):
+            raise SettingsError(f"--kv-connector is p2p, but --engine is {self.engine.value}; expected --engine vllm")
 
     def _check_open(self) -> None:
         """Check that batches come from a socket, from standard input, or to the status page."""

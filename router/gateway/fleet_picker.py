@@ -17,9 +17,9 @@ from kvatlas.identity import Scope
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
+from kvatlas_router.disaggregation.kv_sources import fetch_fields, fetch_of, let_fetch
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
-from kvatlas_router.fetching import fetch_fields, let_fetch
 from kvatlas_router.gateway.addresses import Candidates, WorkerAddresses
 from kvatlas_router.gateway.asked_request import AdministrationPath, AskedRequest
 from kvatlas_router.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
@@ -246,7 +246,7 @@ class FleetPicker:
         if text is not None:
             hides_usage = may_hide_usage and self._settings.ask_usage and text.streamed and not text.wants_usage
             fields = dict(usage_fields(text)) if hides_usage else {}
-            if not self._names_source(choice):
+            if self._told_source(choice) is None:
                 fields |= fetch_fields(choice, text.body)
         changed = asked.changed
         if text is not None and fields:
@@ -301,23 +301,20 @@ class FleetPicker:
 
     def _headers(self, choice: Booked) -> Mapping[str, str]:
         """For the engine, or its sidecar, which lets the prefill worker compute the prompt."""
-        if isinstance(choice, PairChoice):
-            if choice.prefill is None:
-                return choice.headers
-            return {
-                **choice.headers,
-                self._settings.prefill_header: self._addresses.endpoints[choice.prefill.worker_id],
-            }
-        if choice.fetch is None or not self._names_source(choice):
-            return choice.headers
-        return {**choice.headers, self._settings.kv_source_header: self._addresses.endpoints[choice.fetch.source.id]}
+        headers, endpoints = dict(choice.headers), self._addresses.endpoints
+        if isinstance(choice, PairChoice) and choice.prefill is not None:
+            headers[self._settings.prefill_header] = endpoints[choice.prefill.worker_id]
+        if (source := self._told_source(choice)) is not None:
+            headers[self._settings.kv_source_header] = endpoints[source]
+        return headers
 
-    def _names_source(self, choice: Booked) -> bool:
-        """Does a header tell the engine's sidecar whom to fetch from?"""
-        fetch = None if isinstance(choice, PairChoice) else choice.fetch
-        if fetch is None or fetch.source.kv_connector is not KvConnector.P2P:
-            return False
-        return bool(self._settings.kv_source_header) and fetch.source.id in self._addresses.endpoints
+    def _told_source(self, choice: Booked) -> str | None:
+        """The worker to fetch KV from, if the engine's sidecar is told of it in a header; None: the body names it, if there is
+        one."""
+        fetch = fetch_of(choice)
+        if not self._settings.kv_source_header or fetch is None or fetch.source.kv_connector is not KvConnector.P2P:
+            return None
+        return fetch.source.id if fetch.source.id in self._addresses.endpoints else None
 
     async def _book_served(self, prompt: Prompt, served: str) -> BookedPrompt | None:
         self._counters.served_elsewhere += 1
@@ -343,7 +340,10 @@ class FleetPicker:
                 read = await self._parts.reader.read(call.text, request_id, asked.caller)
         except (UnknownModel, InvalidValue):
             return self._guess(asked, workers)
-        read = let_fetch(self._parts.reader.with_session(read, head.first), call.text)
+        read = self._parts.reader.with_session(read, head.first)
+        # a body goes to the decode worker: only a header tells its sidecar what the prefill worker is to fetch
+        if self._settings.kv_source_header or not self._settings.prefill_header:
+            read = let_fetch(read, call.text)
         return _Read(read, call.text)
 
     def _guess(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:

@@ -12,10 +12,10 @@ from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.telemetry import sampled_context
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_stream import EventStream
+from kvatlas_router.disaggregation.kv_sources import fetch_fields
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import send_to_pair
 from kvatlas_router.engine_objects.object_holders import ObjectHolders
-from kvatlas_router.fetching import fetch_fields
 from kvatlas_router.progress.monitor import ProgressMonitor
 from kvatlas_router.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind

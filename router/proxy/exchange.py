@@ -21,10 +21,10 @@ from kvatlas.telemetry import sampled_context, step_span
 from kvatlas.telemetry.duration_series import OTHER, Durations
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
+from kvatlas_router.disaggregation.kv_sources import let_fetch
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import PrefillFailed, as_failure
 from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown, only_for
-from kvatlas_router.fetching import let_fetch
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.prompts.catalogue import Catalogue

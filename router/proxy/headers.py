@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvatlas_router.disaggregation.kv_sources import fetch_of
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from router_client.decision.request_hints import HINT_HEADERS
@@ -91,7 +92,7 @@ def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tup
     parts = [f'"{choice.worker_id}"', f"cached={choice.predicted_cached_tokens}"]
     if prefill is not None:
         parts.append(f'prefill="{prefill.worker_id}"')
-    if (fetch := (prefill or decider).fetch) is not None:
+    if (fetch := fetch_of(choice)) is not None:
         parts.append(f'source="{fetch.source.id}";fetched={fetch.tokens}')
     if choice.unconfirmed_tokens:
         parts.append(f"unconfirmed={choice.unconfirmed_tokens}")

@@ -7,7 +7,7 @@ from typing import Any
 from kvatlas.errors import InvalidValue
 from kvatlas_router.admission.admission import RequestShed
 from kvatlas_router.disaggregation.bootstrap import DEFAULT_PORT
-from kvatlas_router.fetching import fetch_fields, let_fetch
+from kvatlas_router.disaggregation.kv_sources import fetch_of, let_fetch
 from kvatlas_router.held_bookings import BookingId, HeldBookings
 from kvatlas_router.outliers.avoidance import Avoidance
 from kvatlas_router.outliers.monitor import OutlierMonitor
@@ -143,11 +143,14 @@ def _choice_json(
 
 def _fetch_json(choice: Choice | PairChoice, text: TextRequest | None) -> dict[str, Any] | None:
     """What the worker that computes the prompt is to fetch: from whom, and the fields of the request that say so."""
-    computing = (choice.prefill or choice.decode) if isinstance(choice, PairChoice) else choice
-    if computing.fetch is None:
+    fetch = fetch_of(choice)
+    if fetch is None:
         return None
-    fields = fetch_fields(choice, {} if text is None else text.body)
-    return {"source": computing.fetch.source.id, "tokens": computing.fetch.tokens, "fields": fields}
+    return {
+        "source": fetch.source.id,
+        "tokens": fetch.tokens,
+        "fields": fetch.fields({} if text is None else text.body),
+    }
 
 
 def _prefill_json(pair: PairChoice) -> dict[str, Any] | None:

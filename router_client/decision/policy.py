@@ -14,7 +14,8 @@ from router_client.decision.shadow_policy import Policy, RoundRobin
 from router_client.pricing.look_alikes import LookAlikeQuotes, quote_look_alikes
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairQuotes, quote_pairs
-from router_client.pricing.quotes import Quote, quote_candidates, rendezvous_weight
+from router_client.pricing.quote_desk import quote_candidates
+from router_client.pricing.quotes import Quote, rendezvous_weight
 from router_client.pricing.ranking import Criteria
 from router_client.pricing.surcharges import add_session_surcharge, add_surcharges, session_worker
 from router_client.prompt import Prompt, Strategy

@@ -17,10 +17,10 @@ from xxhash import xxh3_64_intdigest
 from kvatlas.request import SelectionResult
 from router_client.learning.usage import Usage
 
-FADING = 0.9
-"""What a fetch counts for less with each later one: about the last ten matter."""
-PRIOR_FETCHES = 2.0
-"""A pool begins as if so many fetches had arrived whole."""
+FADING = 0.95
+"""What a fetch counts for less with each later one: about the last twenty matter."""
+PRIOR_FETCHES = 0.5
+"""A pool begins as if so much of a fetch had arrived whole."""
 RECOVERS_S = 60.0
 """What is known loses two thirds of its weight in this time, whatever happens."""
 

@@ -10,28 +10,19 @@ ones share the load by how many fetches are open at each.
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Piece, ReadRate, TermKind
 from kvatlas.fleet.records import EngineEndpoint, KvConnector
 from router_client.pricing.overlap import HeldPrefix, Run
 from router_client.pricing.pool import Pool, meeting_form
+from router_client.pricing.quotes import Quote, Surcharge
 from router_client.prompt import Prompt
 
-if TYPE_CHECKING:
-    from router_client.pricing.quotes import Quote
-
+DISPLACED = TermKind("displaced", "tokens")
+DISPLACED_FACTOR = 0.3
+"""What a further copy costs later requests, in times of what computing it would take: it takes the room of other blocks."""
 NOT_FETCHED = TermKind("not_fetched", "tokens")
-
-
-class Surcharge(NamedTuple):
-    """An addition to a worker's cost: by the router's policy (`router_client.pricing.surcharges`), or NOT_FETCHED: what it
-    costs that not all that is to be fetched arrives."""
-
-    kind: TermKind
-    us: int
-    amount: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +56,7 @@ class CopySources:
                 if prefix.copied_tokens:
                     self._add(_Copy(source, prefix))
 
-    def add_best(self, quote: "Quote") -> "Quote":
+    def add_best(self, quote: Quote) -> Quote:
         """The quote with the copy to read: that of a shared store, unless one on another worker makes it cheaper."""
         reader = quote.candidate.endpoint
         best = self._read_store(quote, reader) if self._stores and reader.stores else quote
@@ -103,7 +94,7 @@ class CopySources:
                     seen.add(copy.source.id)
                     yield copy
 
-    def _read(self, quote: "Quote", source: EngineEndpoint, prefix: HeldPrefix) -> "Quote | None":
+    def _read(self, quote: Quote, source: EngineEndpoint, prefix: HeldPrefix) -> Quote | None:
         """The quote with what the source holds beyond the worker's own; None if that is nothing."""
         for_kind, reader = quote.for_kind, quote.candidate.endpoint
         reach = for_kind.usable_tokens(prefix)
@@ -117,16 +108,19 @@ class CopySources:
         read = quote._replace(
             base_us=base_us, work_us=work_us, transfers=transfers, source=source.id, reads_store=source.is_store
         )
-        if source.is_store or self._share >= 1:
-            return read
-        tokens = sum(piece.tokens for piece in transfers)
-        computed_us = quote.base_us - for_kind.price_pieces([*own, Piece(tokens, 0, Tier.HBM)])[0]
-        lost = Surcharge(
-            NOT_FETCHED, round((1 - self._share) * max(0.0, computed_us)), round((1 - self._share) * tokens)
-        )
-        return read._replace(surcharges=(lost,), surcharge_us=lost.us)
+        return read if source.is_store else self._with_surcharges(read, quote.base_us, own)
 
-    def _read_store(self, quote: "Quote", reader: EngineEndpoint) -> "Quote":
+    def _with_surcharges(self, read: Quote, otherwise_us: float, own: Sequence[Piece]) -> Quote:
+        """`otherwise_us`: what the request would cost there if it computed what it fetches; `own`: reads of its own blocks."""
+        tokens = read.transferred_tokens
+        at_hand_us, _ = read.for_kind.price_pieces([*own, Piece(tokens, 0, Tier.HBM)])
+        computing_us = max(0.0, otherwise_us - at_hand_us)
+        added = [Surcharge(DISPLACED, round(DISPLACED_FACTOR * computing_us), tokens)]
+        if (lost := 1 - self._share) > 0:
+            added.append(Surcharge(NOT_FETCHED, round(lost * computing_us), round(lost * tokens)))
+        return read._replace(surcharges=tuple(added), surcharge_us=sum(one.us for one in added))
+
+    def _read_store(self, quote: Quote, reader: EngineEndpoint) -> Quote:
         """The quote with what the deepest of the reader's shared stores holds beyond its own; of equally deep ones the one that
         is read fastest.
 
@@ -152,12 +146,12 @@ def _meeting_points(worker: EngineEndpoint) -> list[Hashable]:
 
 
 @lru_cache(maxsize=16_384)
-def fetchable_prefix(held: HeldPrefix, tiers: Sequence[Tier]) -> HeldPrefix:
-    """The part of a held prefix that is in these tiers, from its start on without a gap. If that is less than its marks need,
-    it is nothing: up to where others would let an engine resume is not known."""
+def fetchable_prefix(held: HeldPrefix, labels: Sequence[str]) -> HeldPrefix:
+    """The part of a held prefix that is in tiers with these labels, from its start on without a gap. If that is less than its
+    marks need, it is nothing: up to where others would let an engine resume is not known."""
     runs: list[Run] = []
     for run in held.runs:
-        found = tuple(tier for tier in run.tiers if tier in tiers)
+        found = tuple(tier for tier in run.tiers if tier.label in labels)
         if not found:
             break
         runs.append(Run(run.tokens, found))

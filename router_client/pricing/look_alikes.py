@@ -14,7 +14,8 @@ from kvatlas.reservations import Evaluation, OfferEvaluation
 from kvatlas.reservations.protocol import MOST_OFFERS
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix
 from router_client.pricing.pool import Candidate, Group, Pool
-from router_client.pricing.quotes import Quote, QuoteDesk
+from router_client.pricing.quote_desk import QuoteDesk
+from router_client.pricing.quotes import Quote
 from router_client.prompt import Prompt
 
 LEAST_CANDIDATES = 17

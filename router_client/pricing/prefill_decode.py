@@ -18,10 +18,10 @@ from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Ask, Evaluation, Offer, OfferEvaluation, PairLayout
 from kvatlas.reservations.protocol import MOST_OFFERS
-from kvatlas.reservations.room_and_slo import Limit
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Candidate, Pool, serves_whole
-from router_client.pricing.quotes import Quote, cheapest, quote_candidates, shortlist
+from router_client.pricing.quote_desk import quote_candidates
+from router_client.pricing.quotes import Quote, cheapest, shortlist
 from router_client.pricing.ranking import Criteria, RankedResults
 from router_client.pricing.transfer_protocol import TransferProtocol
 from router_client.prompt import Prompt
@@ -107,15 +107,9 @@ class PairQuotes:
         first, end = len(self.prefills), len(self.prefills) + len(self.decodes)
         decodes = [_decode_offer(*one) for one in zip(ask.offers[first:end], self.decodes, strict=True)]
         offers = [*ask.offers[:first], *decodes, *ask.offers[end:]]
-        limits = ask.limits
-        if limits is not None:
-            each = list(limits.of_offers)
-            for i, quote in enumerate(self.decodes, start=first):
-                each[i] = _limit_after_transfer(each[i], quote.transferred_tokens)
-            limits = replace(limits, of_offers=each)
         transfers = [[-1.0 if us is None else us for us in prices] for prices in self.prices_us]
         pairing = PairLayout(len(self.prefills), len(self.decodes), self.groups, transfers)
-        return replace(ask, offers=offers, limits=limits, pair_layout=pairing)
+        return replace(ask, offers=offers, pair_layout=pairing)
 
 
 def quote_pairs(
@@ -276,8 +270,3 @@ def _decode_offer(offer: Offer, quote: Quote) -> Offer:
     """An offer for only the answer: no prompt is computed, and the cost of the answer without load is the pair's price."""
     kind = offer.kind._replace(chain=None, prices=offer.kind.prices._replace(queued_us=0.0))
     return offer._replace(kind=kind, base_us=float(quote.surcharge_us), work_us=0.0)
-
-
-def _limit_after_transfer(limit: Limit, transferred_tokens: int) -> Limit:
-    """The room that is left once the KV has arrived."""
-    return limit._replace(kv_tokens=max(1, limit.kv_tokens - transferred_tokens)) if limit.kv_tokens else limit

@@ -8,7 +8,7 @@ Every choice prices every candidate, so common parts are computed once per reque
 kind, and in it the savings for a held prefix of a given length.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import NamedTuple
@@ -16,14 +16,22 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, ReadRate
+from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, ReadRate, TermKind
 from kvatlas.fleet.records import Role
 from kvatlas.reservations.evaluation import worth_us
 from kvatlas.reservations.protocol import MOST_OFFERS
-from router_client.pricing.copies import CopySources, Surcharge
-from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, Run
-from router_client.pricing.pool import Candidate, Pool
+from router_client.pricing.overlap import HeldPrefix, Run
+from router_client.pricing.pool import Candidate
 from router_client.prompt import Prompt
+
+
+class Surcharge(NamedTuple):
+    """An addition to a worker's cost: by the router's policy (`router_client.pricing.surcharges`), or NOT_FETCHED: what it
+    costs that not all that is to be fetched arrives."""
+
+    kind: TermKind
+    us: int
+    amount: int
 
 
 class PrefixPrice(NamedTuple):
@@ -185,44 +193,6 @@ class Quote(NamedTuple):
 def rendezvous_weight(fingerprint: bytes, worker_id: str) -> int:
     """A worker's weight for a prompt; the highest wins if costs tie. So equal prompts meet, and different ones spread."""
     return xxh3_64_intdigest(worker_id.encode() + b"\x00" + fingerprint)
-
-
-def quote_candidates(
-    prompt: Prompt,
-    pool: Pool,
-    held: Mapping[str, HeldPrefix],
-    *,
-    fingerprint: bytes = b"",
-    candidates: Sequence[Candidate] | None = None,
-) -> list[Quote]:
-    """A quote for every candidate (`candidates` absent: the pool's), in tie-breaking order."""
-    desk = QuoteDesk(prompt, pool, held)
-    return desk.quote_all(pool.candidates if candidates is None else candidates, fingerprint)
-
-
-class QuoteDesk:
-    """Quotes workers of a pool for one prompt; computes their common parts once."""
-
-    def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
-        self._prompt = prompt
-        self._profile = pool.profile
-        self._held = held
-        self._sources = CopySources(prompt, pool, held) if pool.sources or pool.stores else None
-        self._kinds: dict[int, KindQuote] = {}
-
-    def quote(self, candidate: Candidate, prefix: HeldPrefix) -> Quote:
-        """The quote for a candidate that holds this prefix."""
-        for_kind = self._kinds.get(candidate.kind)
-        if for_kind is None:
-            for_kind = self._kinds[candidate.kind] = KindQuote.of(self._prompt, candidate, self._profile)
-        quote = Quote(candidate, for_kind, prefix, *for_kind.price_prefix(prefix))
-        return quote if self._sources is None else self._sources.add_best(quote)
-
-    def quote_all(self, candidates: Sequence[Candidate], fingerprint: bytes) -> list[Quote]:
-        """Quotes in tie-breaking order."""
-        weights = [rendezvous_weight(fingerprint, candidate.id) for candidate in candidates]
-        order = sorted(range(len(candidates)), key=weights.__getitem__, reverse=True)
-        return [self.quote(candidates[i], self._held.get(candidates[i].id, NOTHING_HELD)) for i in order]
 
 
 def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tier]]:

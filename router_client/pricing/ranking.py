@@ -15,7 +15,8 @@ from kvatlas.reservations.evaluation import interference_us, left_us, worth_us
 from kvatlas.reservations.room_and_slo import NO_ROOM, Over, level
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
-from router_client.pricing.quotes import Quote, quote_candidates
+from router_client.pricing.quote_desk import quote_candidates
+from router_client.pricing.quotes import Quote
 from router_client.pricing.usable_end import describe_bound, why_not_found
 from router_client.prompt import Prompt
 

@@ -17,7 +17,7 @@ def build_limits(
 
     If the profile predicts no time, the SLO is not checked.
     """
-    each = [quote.candidate.limit for quote in quotes] if settings.room else [UNKNOWN_LIMIT] * len(quotes)
+    each = [_limit_after_transfer(quote) for quote in quotes] if settings.room else [UNKNOWN_LIMIT] * len(quotes)
     predicts_time = any(quote.for_kind.cold_cost.ttft_us is not None for quote in (*quotes[:1], *look_alikes[:1]))
     if settings.slo is SloMode.TOLD or not predicts_time:
         if (look_alikes and settings.room) or each.count(UNKNOWN_LIMIT) < len(each):
@@ -32,6 +32,12 @@ def build_limits(
         settings.slo is SloMode.FILTER,
         not settings.room,
     )
+
+
+def _limit_after_transfer(quote: Quote) -> Limit:
+    """The worker's, less the room that what it reads from elsewhere takes."""
+    limit, tokens = quote.candidate.limit, quote.transferred_tokens
+    return limit._replace(kv_tokens=max(1, limit.kv_tokens - tokens)) if tokens and limit.kv_tokens else limit
 
 
 def decode_us(prompt: Prompt, quote: Quote) -> float:

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from math import log
 
 from kvatlas.cost.protocol import TermKind
-from router_client.pricing.copies import Surcharge
-from router_client.pricing.quotes import Quote, rendezvous_weight
+from router_client.pricing.quotes import Quote, Surcharge, rendezvous_weight
 
 SESSION = TermKind("session", "sessions elsewhere")
 SOFTENING = TermKind("softening", "hundredths drawn")

@@ -24,7 +24,7 @@ BLOCK_BYTES = 1 << 20
 PEER: Mapping[str, Any] = {
     "kv_connector": KvConnector.P2P,
     "kv_port": 5710,
-    "kv_tiers": tuple(Tier),
+    "kv_tiers": tuple(tier.label for tier in Tier),
     "base_url": "http://10.0.0.1:8000",
 }
 """A worker from which others can fetch all that it holds, and that can fetch from them."""

@@ -44,7 +44,7 @@ _FETCH_BY = frozenset({KvConnector.P2P})
 _PEER: Mapping[str, Any] = {
     "kv_connector": KvConnector.P2P,
     "kv_port": 1,
-    "kv_tiers": (Tier.HBM, Tier.CPU_DRAM),
+    "kv_tiers": (Tier.HBM.label, Tier.CPU_DRAM.label),
     "base_url": "http://10.0.0.1",
 }
 

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from kvatlas.blocks.tiers import Tier
 from kvatlas.fleet.records import FleetRecord, KvConnector, Role
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store
@@ -24,7 +23,7 @@ HELD = 600
 BODY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
 BUSY = {"queued_prefill_tokens": 200_000}
 ENGINE: dict[str, Any] = {"kv_connector": "p2p", "seed": 7, "num_gpu_blocks": 512}
-P2P = {"kv_connector": KvConnector.P2P, "kv_tiers": (Tier.HBM,)}
+P2P = {"kv_connector": KvConnector.P2P, "kv_tiers": ("hbm",)}
 running_quiet_proxy = partial(running_proxy, tokenizer="none", learn=False, access_log=False)
 
 

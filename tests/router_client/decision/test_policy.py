@@ -32,7 +32,7 @@ from router_client import (
     StaticFleet,
 )
 from router_client.pricing.pool import Pool
-from router_client.pricing.quotes import quote_candidates
+from router_client.pricing.quote_desk import quote_candidates
 from router_client.pricing.ranking import rank
 from router_client.pricing.slo import advise
 from router_client.pricing.surcharges import add_surcharges, session_worker

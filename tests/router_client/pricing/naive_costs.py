@@ -3,6 +3,7 @@ worker tried as a source. Nothing of `kvatlas.cost`, `kvatlas.blocks.reuse` or t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, takewhile
 from math import ceil
 
@@ -16,6 +17,7 @@ SET_UP_AND_MIB = {
     Tier.LOCAL_SSD: (200, 200),
     Tier.OBJECT_STORE: (20_000, 1_250),
 }
+DISPLACED = 0.3
 A_MIB = {Tier.REMOTE_HBM: 20, Tier.CPU_DRAM: 55, Tier.LOCAL_SSD: 280, Tier.OBJECT_STORE: 1_800}
 
 
@@ -79,14 +81,17 @@ def scores(
         busy = (reported[id] or mean) + (booked or {}).get(id, Busy())
         usable = reused(me, len(mine), input_tokens)
         own = cut(mine[:usable], me, me)
-        ways = [read_of_stores(workers, held, me, own, input_tokens, cost=lambda p: cost(p, input_tokens, 0, Busy()))]
+        alone = partial(cost, input_tokens=input_tokens, output_tokens=0, busy=Busy())
+        ways: list[tuple[Sequence[Part], int]] = [(read_of_stores(workers, held, me, own, input_tokens, cost=alone), 0)]
         for source in sources(workers, held, me, len(mine)):
             theirs = fetched(workers[source].endpoint, held[source])
             reach = reused(me, len(theirs), input_tokens)
             if reach > usable:
-                ways.append([*own, *cut(theirs[usable:reach], workers[source].endpoint, me)])
-        best = min(ways, key=lambda parts: cost(parts, input_tokens, output_tokens, busy))
-        found[id] = cost(best, input_tokens, output_tokens, busy)
+                computing = alone(own) - alone([*own, Part(reach - usable, 0, Tier.HBM, own=True, near=True)])
+                parts = [*own, *cut(theirs[usable:reach], workers[source].endpoint, me)]
+                ways.append((parts, round(DISPLACED * max(0, computing))))
+        best, displaced = min(ways, key=lambda way: cost(way[0], input_tokens, output_tokens, busy) + way[1])
+        found[id] = cost(best, input_tokens, output_tokens, busy) + displaced
         if profile == "engine" and me.role is not Role.PREFILL:  # every running request waits for this prompt
             found[id] += round(interference * cost(best, input_tokens, 0, Busy()) * busy.running)
     return found
@@ -190,7 +195,7 @@ def sources(
 
 def fetched(source: EngineEndpoint, held: Sequence[Tier]) -> Sequence[Tier]:
     """What of it others can fetch: up to the first token that is in none of the source's tiers for that."""
-    return list(takewhile(lambda tier: tier in source.kv_tiers, held))
+    return list(takewhile(lambda tier: tier.label in source.kv_tiers, held))
 
 
 def cut(tiers: Sequence[Tier], holder: EngineEndpoint, reader: EngineEndpoint) -> list[Part]:

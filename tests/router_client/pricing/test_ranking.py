@@ -73,7 +73,7 @@ def fleets(draw: st.DrawFn) -> tuple[dict[str, FleetRecord], dict[str, HeldPrefi
             liveness=draw(st.sampled_from([Liveness.ALIVE, Liveness.ALIVE, Liveness.LOST])),
             locality_domain=draw(st.sampled_from(["", "a", "b"])),
             transfer_groups=draw(st.sampled_from([(), ("g",), ("g", "h"), ("h",)])),
-            **{**PEER, **draw(st.sampled_from([{}, {}, {"kv_tiers": (Tier.CPU_DRAM,)}, {"kv_connector": None}]))},
+            **{**PEER, **draw(st.sampled_from([{}, {}, {"kv_tiers": ("cpu_dram",)}, {"kv_connector": None}]))},
             block_size=size,
             load=draw(
                 st.none()
@@ -166,7 +166,7 @@ CAN_NOT: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another connector": (dict(PEER), {**PEER, "kv_connector": "kvcr"}),
     "no port": (dict(PEER), {**PEER, "kv_port": None}),
     "no tier": (dict(PEER), {**PEER, "kv_tiers": ()}),
-    "another tier": (dict(PEER), {**PEER, "kv_tiers": (Tier.CPU_DRAM,)}),
+    "another tier": (dict(PEER), {**PEER, "kv_tiers": ("cpu_dram",)}),
     "a public address": (dict(PEER), {**PEER, "base_url": "http://8.8.8.8:8000"}),
     "a name that nobody vouches for": (dict(PEER), {**PEER, "base_url": "http://engine:8000"}),
     "another machine's loopback": (dict(PEER), {**PEER, "base_url": "http://127.0.0.1:8000"}),
@@ -258,7 +258,7 @@ def test_an_engine_that_finds_its_source_itself_reads_it_whatever_that_costs() -
 
 
 def test_only_what_lies_in_the_sources_fetchable_tiers_is_fetched() -> None:
-    only_dram = {**PEER, "kv_tiers": (Tier.CPU_DRAM,)}
+    only_dram = {**PEER, "kv_tiers": ("cpu_dram",)}
     workers = pool(worker("w1", **only_dram), worker("w2", state=EngineState.DRAINING, **only_dram))
     prefix = HeldPrefix.of(
         (Run(3_200, (Tier.HBM, Tier.CPU_DRAM)), Run(3_200, (Tier.HBM,)), Run(1_600, (Tier.CPU_DRAM,)))
@@ -270,7 +270,7 @@ def test_only_what_lies_in_the_sources_fetchable_tiers_is_fetched() -> None:
 
 
 def test_what_marks_need_beyond_the_fetchable_tiers_makes_a_copy_worthless() -> None:
-    fields = {**PEER, "marks": True, "kv_tiers": (Tier.CPU_DRAM,)}
+    fields = {**PEER, "marks": True, "kv_tiers": ("cpu_dram",)}
     workers = pool(worker("w1", **fields), worker("w2", state=EngineState.DRAINING, **fields))
     runs = (Run(3_200, (Tier.HBM, Tier.CPU_DRAM)), Run(3_200, (Tier.HBM,)))
     for reach, fetched in ((4_800, 0), (3_200, 3_200)):

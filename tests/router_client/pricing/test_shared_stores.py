@@ -16,7 +16,7 @@ from router_client import Prompt, RouterClient, RouterSettings, StaticFleet
 from router_client.pricing.look_alikes import LEAST_CANDIDATES, quote_look_alikes
 from router_client.pricing.overlap import HeldPrefix, Run
 from router_client.pricing.pool import Pool
-from router_client.pricing.quotes import quote_candidates
+from router_client.pricing.quote_desk import quote_candidates
 from router_client.pricing.ranking import rank
 from tests.router_client.pools import FETCH_BY, PEER, SCOPE, hold, pool, worker
 

@@ -12,6 +12,7 @@ from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import TextRequest
 from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.fetch_fields import Fetch
 
 CARRIED_OUT = frozenset({KvConnector.P2P})
 """Connectors whose sources these routers name to engines."""
@@ -27,5 +28,10 @@ def let_fetch(read: RequestPrompt, text: TextRequest | None) -> RequestPrompt:
 
 def fetch_fields(choice: Booked, body: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the body says to the worker that computes the prompt, if that is to fetch KV; new for each try."""
-    computing = (choice.prefill or choice.decode) if isinstance(choice, PairChoice) else choice
-    return {} if computing.fetch is None else computing.fetch.fields(body)
+    fetch = fetch_of(choice)
+    return {} if fetch is None else fetch.fields(body)
+
+
+def fetch_of(choice: Booked) -> Fetch | None:
+    """What the worker that computes the prompt is to fetch."""
+    return ((choice.prefill or choice.decode) if isinstance(choice, PairChoice) else choice).fetch
