@@ -27,6 +27,10 @@ _ADMINISTRATION = re.compile(
 """Paths of engines for those that run them: never passed on, whatever routes a gateway has."""
 
 
+_BEFORE_JSON = b" \t\r\n\x00\xef\xbb\xbf\xff\xfe"
+"""Spaces and marks of encodings."""
+
+
 class AdministrationPath(InvalidValue):
     """It is for those that run the engines."""
 
@@ -89,8 +93,9 @@ class AskedRequest:
 
 
 async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
-    """What a path that is none of engines' gets is not theirs to read: it passes as it is."""
-    if _ADMINISTRATION.fullmatch(head.path) or "//" in head.path or "/.." in head.path or "/./" in head.path:
+    """A body that no engine would read as JSON passes as it is on a path that is none of theirs."""
+    parts = head.path.split("/")[1:]
+    if _ADMINISTRATION.fullmatch(head.path) or "" in parts[:-1] or {".", ".."} & set(parts):
         raise AdministrationPath(f"{head.path[:200]} is not passed on to engines")
     kind = head.first(b"content-type") or ""
     try:
@@ -100,13 +105,18 @@ async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
             )
         return await read_call(head.method, head.path, head.query, kind, body or b"")
     except UnreadableBody:
-        if head.path in INFERENCE and body:
+        if body and (head.path in INFERENCE or _may_be_json(kind, body)):
             raise
         return EngineCall(None, body or b"", len(body or b""))
     except NotForClients:
         raise
     except InvalidValue:  # it has no prompt: the engine says so to the client
         return await read_call(head.method, "", head.query, kind, body or b"")
+
+
+def _may_be_json(kind: str, body: bytes) -> bool:
+    """Might an engine read it as JSON, whatever it is called?"""
+    return not kind or "json" in kind.lower() or body[:64].lstrip(_BEFORE_JSON)[:1] in (b"{", b"[")
 
 
 def _model_of(call: EngineCall) -> str:
