@@ -194,6 +194,10 @@ ERROR = {"error": {"message": "EngineCore died", "type": "InternalServerError", 
         (event({"error": {"message": "too long", "type": "BadRequestError", "code": 400}}), 400),
         (event({"object": "error", "message": "no", "type": "BadRequestError", "code": "400"}), 400),
         (event({"type": "response.failed", "response": {"error": {"code": "server_error", "message": "x"}}}), 502),
+        (
+            event({"text": "", "meta_info": {"finish_reason": {"type": "abort", "message": "x", "status_code": 503}}}),
+            503,
+        ),
     ],
 )
 def test_an_error_is_no_answer(text: bytes, status: int) -> None:
@@ -213,6 +217,8 @@ def test_an_error_before_the_first_content_passes_only_if_nothing_is_held() -> N
         {"choices": [{"delta": {"content": '{"error": {"message": "an example"}}'}}]},
         {"type": "response.in_progress", "response": {"error": None}},
         {"choices": [{"delta": {"content": "a"}, "error": None}], "error": None},
+        {"text": "a", "meta_info": {"finish_reason": {"type": "abort", "message": "the client left"}}},
+        {"text": "abort", "meta_info": {"finish_reason": "abort"}},
     ],
 )
 def test_a_text_about_an_error_is_none(body: object) -> None:
