@@ -25,10 +25,8 @@ _ADMINISTRATION = re.compile(
     r"begin_.*|end_.*|weights?_.*|fault_tolerance|register_.*|send_.*|pd_role_switch|.*transfer_engine_info)(?:/.*)?"
 )
 """Paths of engines for those that run them: never passed on, whatever routes a gateway has."""
-
-
-_BEFORE_JSON = b" \t\r\n\x00\xef\xbb\xbf\xff\xfe"
-"""Spaces and marks of encodings."""
+_MAY_BE_JSON = re.compile(rb"[ \t\r\n\x00\xef\xbb\xbf\xff\xfe]*[{\[]")
+"""An object or a list that an engine might read, whatever its type says, behind spaces and marks of encodings."""
 
 
 class AdministrationPath(InvalidValue):
@@ -105,18 +103,13 @@ async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
             )
         return await read_call(head.method, head.path, head.query, kind, body or b"")
     except UnreadableBody:
-        if body and (head.path in INFERENCE or _may_be_json(kind, body)):
+        if body and (head.path in INFERENCE or _MAY_BE_JSON.match(body)):
             raise
         return EngineCall(None, body or b"", len(body or b""))
     except NotForClients:
         raise
     except InvalidValue:  # it has no prompt: the engine says so to the client
         return await read_call(head.method, "", head.query, kind, body or b"")
-
-
-def _may_be_json(kind: str, body: bytes) -> bool:
-    """Might an engine read it as JSON, whatever it is called?"""
-    return not kind or "json" in kind.lower() or body[:64].lstrip(_BEFORE_JSON)[:1] in (b"{", b"[")
 
 
 def _model_of(call: EngineCall) -> str:
