@@ -87,7 +87,7 @@ class GatewaySettings(RoutingSettings):
         default=1_000.0, gt=0, description="Milliseconds for a decision; then the answer is 503."
     )
     max_body_mib: int = Field(
-        default=64, ge=1, le=1024, description="MiB of a body that a decision reads; a longer one is routed by load."
+        default=64, ge=1, le=1024, description="MiB that a body may have; a longer one is refused."
     )
     drain_s: int = Field(
         default=5,

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-_MARKS = (b'"error"', b'"response.failed"')
-"""One of them is in every error of JSON; inside a text of an answer its quotes would be escaped."""
+_ERROR = b'"error"'
+_MARKS = (b'"response.failed"', b'"abort"')
+"""One of these is in every error of JSON; inside a text of an answer its quotes would be escaped."""
 _NULL = re.compile(rb'"error"\s*:\s*null')
 
 _STATUS_OF_TYPE = {
@@ -50,9 +51,7 @@ class EngineError:
     @classmethod
     def of_body(cls, body: bytes) -> Self | None:
         """From a JSON text; None if it is not JSON, or no error."""
-        if not any(mark in body for mark in _MARKS):
-            return None
-        if body.count(_MARKS[0]) == len(_NULL.findall(body)) and _MARKS[1] not in body:
+        if body.count(_ERROR) == len(_NULL.findall(body)) and not any(mark in body for mark in _MARKS):
             return None
         try:
             decoded = json.loads(body)
@@ -72,9 +71,20 @@ def _error_in(decoded: Mapping[str, Any]) -> Any:
     """The error object or text of an answer; None for one that has none."""
     if decoded.get("type") == "response.failed" and isinstance(response := decoded.get("response"), Mapping):
         return response.get("error") or {"message": "the response failed"}
+    if (aborted := _abort_in(decoded)) is not None:
+        return aborted
     if error := decoded.get("error"):
         return error if isinstance(error, (Mapping, str)) else None
     return decoded if "error" in (decoded.get("object"), decoded.get("type")) else None
+
+
+def _abort_in(decoded: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """SGLang's own `/generate` ends a stream so if the engine fails; without a status the client has ended it."""
+    meta = decoded.get("meta_info")
+    reason = meta.get("finish_reason") if isinstance(meta, Mapping) else None
+    if isinstance(reason, Mapping) and reason.get("type") == "abort" and isinstance(reason.get("status_code"), int):
+        return reason
+    return None
 
 
 def _status_of(fields: Mapping[str, Any]) -> int:

@@ -31,6 +31,8 @@ _PREAMBLE = (
 _LAST = "done|message_stop|response.(completed|incomplete|failed|cancelled)"
 _CHOICES = re.compile(rb'"choices"\s*:')
 _A_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\]\s]')
+_SAYS_NOTHING = frozenset({"index", "role", "delta"})
+"""Members of a choice that are there before any token."""
 _PING = re.compile(rb'\s*\{\s*"type"\s*:\s*"ping"\s*\}\s*')
 _NULL = (b'"usage":null', b'"usage": null')
 
@@ -189,8 +191,8 @@ class EventStream:
             self.done = self.begun = True
         elif _is_of(_PREAMBLE_TYPE, _PREAMBLE_MEMBER, event.type, data):
             self.response_id = self.response_id or response_id(data)
-        elif not _CHOICES.search(head):
-            self.begun = True
+        elif not self.begun:
+            self.begun = not _CHOICES.search(head) or _says_something(data)
         if event.cut or b'"usage"' not in data or any(null in data for null in _NULL):
             return False
         answer = _decode(data)
@@ -202,6 +204,21 @@ class EventStream:
 
 def _is_content(type: str, text: bytes) -> bool:
     return _CONTENT.search(text) is not None and not _is_of(_PREAMBLE_TYPE, _PREAMBLE_MEMBER, type, text)
+
+
+def _says_something(data: bytes) -> bool:
+    """Has any choice more than a role? Engines and models have fields of their own for what they say."""
+    answer = _decode(data)
+    if not isinstance(answer, dict) or not isinstance(choices := answer.get("choices") or [], list):
+        return True  # what can't be read is not held back
+    for choice in choices:
+        if not isinstance(choice, dict):
+            return True
+        delta = choice.get("delta")
+        said = {**choice, **(delta if isinstance(delta, dict) else {})}
+        if any(value for name, value in said.items() if name not in _SAYS_NOTHING):
+            return True
+    return False
 
 
 def _is_of(types: re.Pattern[str], member: re.Pattern[bytes], type: str, data: bytes) -> bool:

@@ -98,7 +98,7 @@ def _ids_in_parts(value: Any, nested: int = _MOST_NESTED) -> Iterator[str]:
     for one in value if isinstance(value, list) else (value,):
         if not isinstance(one, dict):
             continue
-        if one.get("type") in _IN_PARTS:
+        if isinstance(kind := one.get("type"), str) and kind in _IN_PARTS:
             yield from _ids_of(one)
             for field in _UNDER_PARTS:
                 yield from _ids_of(one.get(field))

@@ -25,6 +25,8 @@ _ADMINISTRATION = re.compile(
     r"begin_.*|end_.*|weights?_.*|fault_tolerance|register_.*|send_.*|pd_role_switch|.*transfer_engine_info)(?:/.*)?"
 )
 """Paths of engines for those that run them: never passed on, whatever routes a gateway has."""
+_MAY_BE_JSON = re.compile(rb"[ \t\r\n\x00\xef\xbb\xbf\xff\xfe]*[{\[]")
+"""An object or a list that an engine might read, whatever its type says, behind spaces and marks of encodings."""
 
 
 class AdministrationPath(InvalidValue):
@@ -89,8 +91,9 @@ class AskedRequest:
 
 
 async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
-    """What a path that is none of engines' gets is not theirs to read: it passes as it is."""
-    if _ADMINISTRATION.fullmatch(head.path) or "//" in head.path or "/.." in head.path or "/./" in head.path:
+    """A body that no engine would read as JSON passes as it is on a path that is none of theirs."""
+    parts = head.path.split("/")[1:]
+    if _ADMINISTRATION.fullmatch(head.path) or "" in parts[:-1] or {".", ".."} & set(parts):
         raise AdministrationPath(f"{head.path[:200]} is not passed on to engines")
     kind = head.first(b"content-type") or ""
     try:
@@ -100,7 +103,7 @@ async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
             )
         return await read_call(head.method, head.path, head.query, kind, body or b"")
     except UnreadableBody:
-        if head.path in INFERENCE and body:
+        if body and (head.path in INFERENCE or _MAY_BE_JSON.match(body)):
             raise
         return EngineCall(None, body or b"", len(body or b""))
     except NotForClients:

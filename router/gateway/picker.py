@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+from urllib.parse import unquote
 
 from google.protobuf.struct_pb2 import Struct
 
@@ -40,8 +41,8 @@ class RequestHead:
 
     @property
     def path(self) -> str:
-        """Without the query."""
-        return (self.first(b":path") or "").partition("?")[0]
+        """Without the query, and decoded, as engines read it."""
+        return unquote((self.first(b":path") or "").partition("?")[0])
 
     @property
     def query(self) -> bytes:

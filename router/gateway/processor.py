@@ -146,7 +146,7 @@ class _Stream:
         may_change = self._settings.response_mode is ResponseMode.WHOLE and self._state.can_change_answer
         try:
             async with asyncio.timeout(self._settings.deadline_s):
-                picked = await self._picker.pick(head, ask.body, may_hide_usage=may_change)
+                picked = await self._pick(ask, head, may_change=may_change)
         except TimeoutError:
             self._counters.late += 1
             picked = Refusal(ErrorKind.UNAVAILABLE, f"no decision within {self._settings.deadline_s * 1_000:g} ms")
@@ -174,6 +174,15 @@ class _Stream:
             picked.text, hides_usage=picked.hides_usage, renaming=renaming, objects=picked.objects
         )
         return True
+
+    async def _pick(self, ask: AskDestination, head: RequestHead, *, may_change: bool) -> PickedRequest | Refusal:
+        if ask.too_long:
+            self._counters.refused += 1
+            most = self._settings.most_body_bytes
+            return Refusal(
+                ErrorKind.TOO_LONG, f"the body has more than {most} bytes; expected fewer (--max-body-mib)", None
+            )
+        return await self._picker.pick(head, ask.body, may_hide_usage=may_change)
 
     def _restrict(self, head: RequestHead) -> RequestHead:
         """The conformance suite's header stands above the gateway's subset."""

@@ -227,7 +227,8 @@ class _ForEngines:
             return
         except ClientDisconnect:
             return
-        for_engine = EngineRequest(scope["method"], scope["raw_path"].decode("ascii"), query, call.body)
+        sent_path = path if path in INFERENCE else scope["raw_path"].decode("ascii")
+        for_engine = EngineRequest(scope["method"], sent_path, query, call.body)
         headers = plain_json_type(scope["headers"])
         asked = ClientRequest(call.text, call.model, call.letters, for_engine, headers, receive, send)
         asked.permit, asked.priority = permit_of(scope), caller.priority

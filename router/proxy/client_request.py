@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+from urllib.parse import unquote
 
 from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.types import Message, Receive, Send
@@ -88,7 +89,8 @@ class ClientRequest:
 
     def __post_init__(self) -> None:
         sent = self.for_engine
-        self.objects = ObjectUse.of(sent.method, sent.path, sent.body, None if self.text is None else self.text.body)
+        decoded = None if self.text is None else self.text.body
+        self.objects = ObjectUse.of(sent.method, unquote(sent.path), sent.body, decoded)
 
     @property
     def caller(self) -> Caller:

@@ -60,11 +60,12 @@ class OutOfOrder(InvalidValue):
 class AskDestination:
     """The request's destination is needed: next is `forward`, or the stream ends with a refusal.
 
-    `body` None: it was not waited for.
+    `body` None: it was not waited for. `too_long`: so the request is refused: an engine would read what nothing here has read.
     """
 
     head: RequestHead
     body: bytes | None
+    too_long: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class _Phase(Enum):
 
 @dataclass(slots=True)
 class StreamState:
-    """`wants_body`: does the decision read the body of this request? `most_body_bytes`: a longer one is not waited for.
+    """`wants_body`: does the decision read the body of this request? `most_body_bytes`: a longer one is too long.
     `response_mode`: as configured. `request_mode`, `answer_mode`: how the gateway sends bodies."""
 
     wants_body: Callable[[RequestHead], bool]
@@ -204,7 +205,7 @@ class StreamState:
         self._kept_bytes += len(part.body)
         self._kept_ends = part.end_of_stream
         if self._kept_bytes > self.most_body_bytes:
-            return AskDestination(self._head, None)
+            return AskDestination(self._head, None, too_long=True)
         if self._kept_ends or self.request_mode == BUFFERED:
             return AskDestination(self._head, b"".join(self._kept))
         return iter(())

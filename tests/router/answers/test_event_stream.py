@@ -70,6 +70,35 @@ def test_any_bytes_pass_unchanged(text: bytes, places: list[int], hold: bool) ->
     assert b"".join([*(stream.feed(part) for part in cut(text, places)), stream.end()]) == text
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"index": 0, "delta": {"role": "assistant", "content": "", "tool_calls": None}, "finish_reason": None},
+        {"index": 1, "text": "", "logprobs": None},
+    ],
+)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"delta": {"audio": {"data": "YQ=="}}},
+        {"delta": {"images": [{}]}},
+        {"finish_reason": "length"},
+        {"stop_reason": 7},
+    ],
+)
+def test_an_answer_begins_with_whatever_a_choice_has_besides_its_role(
+    choice: dict[str, object], more: dict[str, object]
+) -> None:
+    stream = EventStream(hide_usage=True, hold=True)
+    assert stream.feed(event({"choices": [choice]})) == b"" and not stream.begun
+    assert stream.feed(event({"choices": [{**choice, **more}]})) and stream.begun
+
+
+@pytest.mark.parametrize("text", [b'{"choices": 7}', b'{"choices": ["a"]}', b'{"choices": [}', b'[{"choices": []}]'])
+def test_what_can_not_be_read_is_not_held_back(text: bytes) -> None:
+    assert EventStream(hide_usage=False, hold=True).feed(b"data: " + text + b"\n\n")
+
+
 @pytest.mark.parametrize("hide", [False, True])
 def test_what_is_no_event_is_not_held_back(hide: bool) -> None:
     stream = EventStream(hide_usage=hide, hold=True)
@@ -165,6 +194,10 @@ ERROR = {"error": {"message": "EngineCore died", "type": "InternalServerError", 
         (event({"error": {"message": "too long", "type": "BadRequestError", "code": 400}}), 400),
         (event({"object": "error", "message": "no", "type": "BadRequestError", "code": "400"}), 400),
         (event({"type": "response.failed", "response": {"error": {"code": "server_error", "message": "x"}}}), 502),
+        (
+            event({"text": "", "meta_info": {"finish_reason": {"type": "abort", "message": "x", "status_code": 503}}}),
+            503,
+        ),
     ],
 )
 def test_an_error_is_no_answer(text: bytes, status: int) -> None:
@@ -184,6 +217,8 @@ def test_an_error_before_the_first_content_passes_only_if_nothing_is_held() -> N
         {"choices": [{"delta": {"content": '{"error": {"message": "an example"}}'}}]},
         {"type": "response.in_progress", "response": {"error": None}},
         {"choices": [{"delta": {"content": "a"}, "error": None}], "error": None},
+        {"text": "a", "meta_info": {"finish_reason": {"type": "abort", "message": "the client left"}}},
+        {"text": "abort", "meta_info": {"finish_reason": "abort"}},
     ],
 )
 def test_a_text_about_an_error_is_none(body: object) -> None:

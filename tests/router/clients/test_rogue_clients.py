@@ -146,10 +146,10 @@ async def test_what_no_engine_serves_is_refused_and_no_name_writes_a_second_line
                 {**ASK, "model": forged},
                 {**ASK, "user": forged, "cache_salt": forged, "prompt_cache_key": forged},
             ):
-                answer = await client.post(
+                named = await client.post(
                     CHAT, json=body, headers={"x-session-id": 'a\t;"b', "x-request-id": "r" * 5_000}
                 )
-                assert "\n" not in answer.headers.get("x-kvatlas-decision", "")
+                assert "\n" not in named.headers.get("x-kvatlas-decision", "")
             assert (await client.post("/v1/%0aerror%20x/" + "y" * 5_000, json=ASK)).status_code == 404
             assert (await client.request("X" * 500, CHAT)).status_code == 405
         log = await router.stop()

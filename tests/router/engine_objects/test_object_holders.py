@@ -75,7 +75,7 @@ async def test_a_streamed_response_is_found_again(store: Store, valkey_url: str)
         running_proxy(valkey_url) as client,
     ):
         worker = decision(await ask(client, stream=True))[0]
-        answer = await client.delete("/v1/responses/r1")
+        answer = await client.delete("/v1/respons%65s/%721")
         assert (answer.status_code, answer.json()["engine"], decision(answer)[0]) == (200, worker, worker)
 
 

@@ -51,8 +51,9 @@ def test_an_object_is_found_wherever_a_request_names_it(where: str) -> None:
         {"type": "tool_use", "name": "read", "input": {"type": "file", "file_id": "f1", "file": {"file_id": "f1"}}},
         {"type": "text", "text": '{"type": "file", "file_id": "f1"}'},
         {"type": "file", "file": {"file_id": {"type": "string"}, "file_data": "YQ=="}},
+        {"type": ["file"], "file_id": "f1", "content": {"type": {"file_id": "f1"}}},
     ],
-    ids=["call", "text", "schema"],
+    ids=["call", "text", "schema", "no type"],
 )
 def test_a_clients_own_words_are_no_objects(part: dict[str, Any]) -> None:
     tool = {"name": "read", "input_schema": {"properties": {"file_id": {"type": "string"}}}}

@@ -317,6 +317,14 @@ async def test_nobody_and_too_much_are_answered_by_the_picker(
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "its label zone is absent; expected 1" in refused.json()["error"]["message"]
         assert picker.counters.refused == 1
+    async with running_picker(valkey_url, port=envoy.ports.picker, max_body_mib=1) as picker:
+        for listener in ("whole", "buffered"):
+            refused = await gateway[listener].post("/v1/completions", json={**ASK, "user": "x" * (1 << 20)})
+            assert refused.status_code == 413, listener
+        for path in ("/sleep", "/%73leep", "/v1/%2e%2e/sleep"):
+            refused = await gateway["whole"].post(path, json={})
+            assert refused.status_code == 404 and "not passed on" in refused.json()["error"]["message"]
+        assert not picker.counters.by_load
 
 
 async def test_the_ranks_of_one_engine_share_an_endpoint_and_get_their_header(
