@@ -351,8 +351,9 @@ class IndexMetrics:
 class IndexWork:
     """What this process did since it opened the index; reading it asks no store.
 
-    `puts`, `removes`: residencies, one for each (block, tier). `prefix_scans`: overlaps and children looked up.
-    `bytes_written`: keys and values of block entries sent to the store.
+    `puts`, `removes`: residencies, one for each (block, tier). `prefix_scans`: overlaps and children looked up. A clear changes
+    none of them. `bytes_written`: by a memory index 0; by one in a file what the file system was given; by one in a store the
+    keys and values of block entries that its server wrote.
     """
 
     puts: int

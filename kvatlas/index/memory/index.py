@@ -78,7 +78,14 @@ class MemoryIndex(DirectWrites):
         return len(unheld)
 
     async def clear(self) -> None:
+        before = self._shards
         self._shards = [MemoryShard(side_index=self._side_index) for _ in range(self.shards)]
+        self._keep_counts(before)
+
+    def _keep_counts(self, before: Sequence[MemoryShard]) -> None:
+        """What was done before a clear stays done."""
+        for shard, cleared in zip(self._shards, before, strict=True):
+            shard.counts = cleared.counts
 
     async def sweep(self, shard: int, budget_blocks: int) -> int:
         return self._shards[shard].table.sweep(budget_blocks)
@@ -185,7 +192,7 @@ class MemoryIndex(DirectWrites):
             puts=sum(count.stored for count in counts),
             removes=sum(count.removed for count in counts),
             prefix_scans=self._prefix_scans,
-            bytes_written=sum(count.bytes_written for count in counts),
+            bytes_written=0,
         )
 
     async def resident_blocks(self) -> Sequence[ResidentBlocks]:

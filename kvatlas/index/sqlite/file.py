@@ -4,6 +4,7 @@ The write-ahead log makes each transaction whole or absent, whatever ends the pr
 only, so a machine that loses power may lose the last transactions; positions go back with them, as in a store that did.
 """
 
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,11 @@ class _Statements:
 
 _SAY = {table: _Statements.of(table, keys, others) for table, (keys, others) in _TABLES.items()}
 
+CHECKPOINT_BYTES = 4 << 20
+"""A log of this size is copied into the database."""
+_LOG_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
+"""Of SQLite's write-ahead log, and of each page in it; that begins with the page's number, in 4 bytes."""
+
 Row = tuple[Any, ...]
 T = TypeVar("T")
 _REPLACE = "delete it: publishers' snapshots fill a new one"
@@ -92,6 +98,10 @@ class IndexFile:
         """Opens the file, or makes it. Raises UnsuitableStore (no file of ours, damaged, or open elsewhere) and
         LayoutMismatch."""
         self.path = path
+        self.bytes_written = 0
+        """Given to the file system since the file was opened: the log, and the pages copied from it into the database."""
+        self._log = Path(f"{path}-wal")
+        self._log_bytes = 0
         with self._opening():
             self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
             try:
@@ -127,6 +137,7 @@ class IndexFile:
                     self._connection.executemany(_SAY[table].insert, rows)
                 for table, keys in changes.deleted.items():
                     self._connection.executemany(_SAY[table].delete, keys)
+            self._follow_log()
         except sqlite3.Error as error:
             raise Unreachable(f"index file {self.path}: can't be written ({error}); changes wait in memory") from error
 
@@ -136,11 +147,33 @@ class IndexFile:
             with self._transaction():
                 for table in _TABLES.keys() - {"layout"}:
                     self._connection.execute(_SAY[table].empty)
+            self._follow_log()
         except sqlite3.Error as error:
             raise Unreachable(f"index file {self.path}: can't be emptied ({error})") from error
 
     def close(self) -> None:
         self._connection.close()
+
+    def _follow_log(self) -> None:
+        """Count what the log has grown by, and copy a long one into the database."""
+        try:
+            log_bytes = self._log.stat().st_size
+            self.bytes_written += log_bytes - self._log_bytes
+            self._log_bytes = log_bytes
+            if log_bytes >= CHECKPOINT_BYTES:
+                pages = self._count_logged_pages()
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self.bytes_written += pages * self._page_bytes
+                self._log_bytes = self._log.stat().st_size
+        except OSError as error:
+            raise Unreachable(f"index file {self.path}: its log can't be read ({error})") from error
+
+    def _count_logged_pages(self) -> int:
+        """Different pages in the log."""
+        frame_bytes = _FRAME_HEADER_BYTES + self._page_bytes
+        with self._log.open("rb") as log:
+            starts = range(_LOG_HEADER_BYTES, self._log_bytes, frame_bytes)
+            return len({os.pread(log.fileno(), 4, start) for start in starts})
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -171,6 +204,8 @@ class IndexFile:
         execute("PRAGMA locking_mode = EXCLUSIVE")
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = NORMAL")
+        execute("PRAGMA wal_autocheckpoint = 0")  # `_follow_log` does it
+        [self._page_bytes] = execute("PRAGMA page_size").fetchone()
         [application] = execute("PRAGMA application_id").fetchone()
         [version] = execute("PRAGMA user_version").fetchone()
         [tables] = execute("SELECT count(*) FROM sqlite_schema").fetchone()
