@@ -91,12 +91,16 @@ class Changes:
         return bool(self.set or self.deleted)
 
 
+class DamagedFile(UnsuitableStore):
+    """What is in the file can't be read: it is damaged, or another program's."""
+
+
 class IndexFile:
     """One process at a time has it open. Calls may come from any thread, one after the other."""
 
     def __init__(self, path: Path, partitions: int | None, shards: int | None) -> None:
-        """Opens the file, or makes it. Raises UnsuitableStore (no file of ours, damaged, or open elsewhere) and
-        LayoutMismatch."""
+        """Opens the file, or makes it. Raises DamagedFile (no file of ours, or damaged), UnsuitableStore (open elsewhere, or it
+        can't be opened), and LayoutMismatch."""
         self.path = path
         self.bytes_written = 0
         """Given to the file system since the file was opened: the log, and the pages copied from it into the database."""
@@ -112,7 +116,7 @@ class IndexFile:
                 raise
 
     def rows(self, table: str) -> Iterator[Row]:
-        """Every row, with the fields in the order of the table's. Raises UnsuitableStore for a damaged file."""
+        """Every row, with the fields in the order of the table's. Raises DamagedFile."""
         with self._opening():
             yield from self._connection.execute(_SAY[table].select)
 
@@ -123,11 +127,11 @@ class IndexFile:
                 yield row[1:]
 
     def read(self, what: str, unpack: Callable[..., T], *fields: Any) -> T:
-        """What `unpack` makes of a row's fields. Raises UnsuitableStore if they can't be read."""
+        """What `unpack` makes of a row's fields. Raises DamagedFile if they can't be read."""
         try:
             return unpack(*fields)
         except (*DATA_ERRORS, KvatlasError, msgpack.UnpackException) as error:
-            raise UnsuitableStore(f"index file {self.path}: a {what} can't be read ({error}); {_REPLACE}") from error
+            raise DamagedFile(f"index file {self.path}: a {what} can't be read ({error}); {_REPLACE}") from error
 
     def write(self, changes: Changes) -> None:
         """All of it in one transaction. Raises Unreachable; nothing is written then."""
@@ -195,6 +199,7 @@ class IndexFile:
                 line = "another process has it open; stop that one, or choose another file"
             elif error.sqlite_errorcode in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
                 line = f"it is no index file, or damaged ({error}); {_REPLACE}"
+                raise DamagedFile(f"index file {self.path}: {line}") from error
             else:
                 line = f"it can't be opened ({error})"
             raise UnsuitableStore(f"index file {self.path}: {line}") from error
@@ -202,23 +207,23 @@ class IndexFile:
     def _prepare(self) -> None:
         execute = self._connection.execute
         execute("PRAGMA locking_mode = EXCLUSIVE")
+        [application] = execute("PRAGMA application_id").fetchone()
+        [version] = execute("PRAGMA user_version").fetchone()
+        [tables] = execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if tables and application != APPLICATION_ID:
+            raise DamagedFile(f"index file {self.path}: another program's database; choose another file")
+        if tables and version != VERSION:
+            raise LayoutMismatch(f"index file {self.path}: version {version}; this kvatlas expects {VERSION}")
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = NORMAL")
         execute("PRAGMA wal_autocheckpoint = 0")  # `_follow_log` does it
         [self._page_bytes] = execute("PRAGMA page_size").fetchone()
-        [application] = execute("PRAGMA application_id").fetchone()
-        [version] = execute("PRAGMA user_version").fetchone()
-        [tables] = execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if not tables:
             with self._transaction():
                 for statements in _SAY.values():
                     execute(statements.create)
                 execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 execute(f"PRAGMA user_version = {VERSION}")
-        elif application != APPLICATION_ID:
-            raise UnsuitableStore(f"index file {self.path}: another program's database; choose another file")
-        elif version != VERSION:
-            raise LayoutMismatch(f"index file {self.path}: version {version}; this kvatlas expects {VERSION}")
 
     def _layout(self, partitions: int | None, shards: int | None) -> tuple[int, int]:
         wanted = partitions or DEFAULT_PARTITIONS, shards or DEFAULT_SHARDS

@@ -45,9 +45,9 @@ class SqliteIndex(MemoryIndex):
     name = "sqlite"
     persistent = True
 
-    def __init__(self, file: IndexFile) -> None:
-        """Reads the whole file; `open_sqlite_index` does it in a thread. Raises UnsuitableStore."""
-        super().__init__(file.partitions, file.shards)
+    def __init__(self, file: IndexFile, *, side_index: bool = True) -> None:
+        """Reads the whole file; `open_sqlite_index` does it in a thread. Raises DamagedFile."""
+        super().__init__(file.partitions, file.shards, side_index=side_index)
         self._file = file
         self._writing = asyncio.Lock()
         self._make_shards()
@@ -58,7 +58,7 @@ class SqliteIndex(MemoryIndex):
             shard.load(file)
 
     def _make_shards(self) -> None:
-        self._tracked_shards = [SqliteShard(number) for number in range(self.shards)]
+        self._tracked_shards = [SqliteShard(number, side_index=self._side_index) for number in range(self.shards)]
         self._tracked_scopes: TrackedDict[bytes, Scope] = TrackedDict()
         self._shards, self._scopes = list(self._tracked_shards), self._tracked_scopes
 
@@ -127,20 +127,24 @@ class SqliteIndex(MemoryIndex):
     async def _write_changes(self, shards: Sequence[SqliteShard]) -> None:
         """Write what changed until now; nothing if an earlier transaction took it along."""
         async with self._writing:
-            tracked = [self._tracked_scopes.changed, *(one for shard in shards for one in shard.changed)]
-            with keep_on_error(tracked):
-                changes = Changes()
-                for scope_id in self._tracked_scopes.changed:
-                    scope = self._scopes.get(scope_id)
-                    changes.put("scopes", (scope_id,), None if scope is None else (scope.canonical,))
-                for shard in shards:
-                    shard.describe(changes)
-                for one in tracked:
-                    one.clear()
-                if changes:
-                    await finish_in_thread(self._file.write, changes)
+            await self._write_changes_alone(shards)
+
+    async def _write_changes_alone(self, shards: Sequence[SqliteShard]) -> None:
+        """The same, for who is `_writing`."""
+        tracked = [self._tracked_scopes.changed, *(one for shard in shards for one in shard.changed)]
+        with keep_on_error(tracked):
+            changes = Changes()
+            for scope_id in self._tracked_scopes.changed:
+                scope = self._scopes.get(scope_id)
+                changes.put("scopes", (scope_id,), None if scope is None else (scope.canonical,))
             for shard in shards:
-                shard.confirm()
+                shard.describe(changes)
+            for one in tracked:
+                one.clear()
+            if changes:
+                await finish_in_thread(self._file.write, changes)
+        for shard in shards:
+            shard.confirm()
 
     async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
         await super()._pin(worker_id, scope_id, tier, hashes, pinned=pinned)
