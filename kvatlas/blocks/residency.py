@@ -6,7 +6,7 @@ from functools import lru_cache, reduce
 from operator import add
 from struct import unpack
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import Scope
@@ -58,6 +58,11 @@ class Residency:
     bytes: int = 0
     pinned: bool = False
     resumable: bool | None = None
+
+    @classmethod
+    def hbm(cls, worker_id: str, scope: Scope, sequence_hash: int, bytes: int = 0) -> Self:
+        """In the device's memory, not pinned."""
+        return cls(scope, sequence_hash, worker_id, Tier.HBM, bytes)
 
 
 def residency_order(residency: Residency) -> tuple[int, str, Tier]:

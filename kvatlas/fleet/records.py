@@ -9,6 +9,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 
 from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
+from kvatlas.fleet.capacity import UNKNOWN, Capacity
 from kvatlas.fleet.tenants import include
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, check_worker_id, pool_id
 from kvatlas.incarnation import check_incarnation
@@ -156,6 +157,15 @@ class EngineEndpoint(WireRecord):
     def pool_id(self) -> str:
         return pool_id(self.model_id, self.tokenizer_id)
 
+    def worker_state(self, capacity: Capacity = UNKNOWN) -> "WorkerState":
+        """The worker without load; `capacity`: such as a profile's (`kvatlas.fleet.capacity`)."""
+        return WorkerState(
+            id=self.id,
+            locality_domain=self.locality_domain,
+            hbm_capacity_bytes=capacity.hbm_bytes,
+            cpu_capacity_bytes=capacity.cpu_bytes,
+        )
+
 
 class _Load(WireRecord):
     """A load whose fields nobody knows would count as idle: whoever makes one may name known fields alone."""
@@ -200,6 +210,17 @@ class WorkerState(_Load):
     sampled_us: Count = 0
     computed: Count = 0
 
+    def with_load(self, queued_prefill_tokens: int, running_decodes: int) -> Self:
+        """The same worker with this load. Raises InvalidValue."""
+        try:
+            return self.model_validate(
+                {**dict(self), "queued_prefill_tokens": queued_prefill_tokens, "running_decodes": running_decodes}
+            )
+        except ValidationError as error:
+            raise InvalidValue(
+                describe_mistake(f"load field {error.errors()[0]['loc'][0]}", error.errors()[0])
+            ) from error
+
 
 _STATE_FIELDS = frozenset(WorkerState.model_fields) - {
     "id",
@@ -217,10 +238,17 @@ _METRIC_NAMES = frozenset(
 
 
 def read_load(told: Mapping[str, Any], worker_id: str, sampled_us: int, locality_domain: str = "") -> WorkerState:
-    """A load as an engine tells it: fields of `ForwardPassMetrics`, by either name, and of `WorkerState`, side by side.
+    """A load as an engine tells it: fields of `ForwardPassMetrics`, by either name, and of `WorkerState`, side by side. It may be
+    a whole state: its `id` is then the worker's; its `locality_domain` counts if there is no other.
 
-    Raises InvalidValue, naming the field, for a value out of bounds and for a name that is none of theirs.
+    Raises InvalidValue, naming the field, for a value out of bounds, for a name that is none of theirs, and for the state of
+    another worker.
     """
+    told = dict(told)
+    if (named := told.pop("id", worker_id)) != worker_id:
+        raise InvalidValue(f"load field id is {named!r:.80}; expected {worker_id}")
+    locality_domain = locality_domain or told.pop("locality_domain", "")
+    told.pop("locality_domain", None)
     state = {name: value for name, value in told.items() if name in _STATE_FIELDS}
     metrics = {name: value for name, value in told.items() if name not in _STATE_FIELDS}
     try:

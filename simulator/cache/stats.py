@@ -1,6 +1,6 @@
 """The cache's counters, how full it is, and what its maintenance calls did."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvatlas_simulator.cache.pressure import MemoryPressure
 
@@ -35,6 +35,10 @@ class CacheStats:
     """Free blocks outside the longest run of adjacent ones, of all free blocks."""
     memory_bytes: int
     """In use: bytes of the GPU blocks that sequences hold."""
+    total_memory_bytes: int
+    """Of all GPU blocks, in use or not."""
+    reserved_memory_bytes: int
+    """Of the GPU blocks that memory is reserved for (`PoolSettings`)."""
     cached_blocks: int
     """GPU blocks with a hash, held or not."""
     cached_prefixes: int
@@ -61,6 +65,8 @@ class GarbageCollection:
     """Of these blocks."""
     prefixes: int
     """By how many the cached prefixes became fewer."""
+    time_ms: float = field(default=0.0, compare=False)
+    """How long it took, in milliseconds of real time."""
 
 
 @dataclass(frozen=True, slots=True)
