@@ -1,5 +1,5 @@
 """`/kvatlas/route` and `/kvatlas/done`: the proxy's choice for routers in other languages, which send the request
-themselves."""
+themselves; `/kvatlas/select`: the same by the router protocol's names, with nothing booked."""
 
 import asyncio
 from collections.abc import Mapping
@@ -20,6 +20,7 @@ from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_router.upstream.status import Verdict, judge
+from router_client.client import RouterClient
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 from router_client.prefill_decode_result import PairChoice
@@ -38,6 +39,7 @@ class RouteApi:
     def __init__(
         self,
         held: HeldBookings,
+        client: RouterClient,
         reader: RequestReader,
         catalogue: Catalogue,
         outliers: OutlierMonitor,
@@ -47,6 +49,7 @@ class RouteApi:
     ) -> None:
         """`shed`: refuse a request if that is the advice."""
         self._held = held
+        self._client = client
         self._reader = reader
         self._catalogue = catalogue
         self._outliers = outliers
@@ -80,6 +83,29 @@ class RouteApi:
             raise RequestShed(choice.retry_after_s)
         self._outliers.record_sent(read.prompt.scope.pool_id, choice.worker_id)
         return _choice_json(held_id, choice, read)
+
+    async def select(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
+        """Choose a worker for the router protocol's request: `tokens`, and whatever else hints may have, such as `model_id`.
+
+        The answer is its selection result. `worker_id` is a number if the worker's id is one, as there, else text. Nothing is
+        booked, since that protocol does not say when a request ends. Raises as `route` does.
+        """
+        if "tokens" not in body:
+            raise InvalidValue("tokens is missing; expected a list of token ids")
+        tokens = body.pop("tokens")
+        try:
+            read = await self._read({**body, "token_ids": tokens}, caller)
+        except InvalidValue as error:
+            raise InvalidValue(str(error).replace("token_ids", "tokens")) from error
+        choice = await self._avoidance.choose(
+            read.prompt, frozenset(), lambda avoided: self._client.reserve(read.prompt, avoid=avoided, dry_run=True)
+        )
+        chosen = next((one for one in choice.ranking if one.worker_id == choice.worker_id), None)
+        return {
+            "worker_id": _number_or_text(choice.worker_id),
+            "required_blocks": chosen.required_blocks if chosen is not None else 0,
+            "overlap_blocks": chosen.overlap_blocks if chosen is not None else 0,
+        }
 
     async def done(self, body: dict[str, Any], _: Caller) -> Mapping[str, Any]:
         """`id`: from `/kvatlas/route`. `phase`: `first_token` or `done` (default). `usage`: from the engine's answer.
@@ -125,11 +151,11 @@ class RouteApi:
         for api, name in ((Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt")):
             if name in body:
                 return await self._reader.read(TextRequest.of(api, self._salted(body, caller)), None, caller)
-        hashes = body.get("block_hashes")
-        if isinstance(hashes, list) and len(hashes) > MAX_HASHES:
-            raise InvalidValue(
-                f"block_hashes has {len(hashes)} hashes; expected at most {MAX_HASHES}, those of the first blocks"
-            )
+        for name in ("block_hashes", "blocks"):
+            if isinstance(hashes := body.get(name), list) and len(hashes) > MAX_HASHES:
+                raise InvalidValue(
+                    f"{name} has {len(hashes)} hashes; expected at most {MAX_HASHES}, those of the first blocks"
+                )
         # in a thread, which lets others go on every 5 ms
         hints = await asyncio.to_thread(RequestHints.parse, body)
         scope = await self._catalogue.scope_of(hints.model_id, caller.tenant_id)
@@ -150,6 +176,12 @@ class RouteApi:
             return body
         own = body.get("cache_salt")
         return {**body, "cache_salt": caller.salted(own if isinstance(own, str) and own else None)}
+
+
+def _number_or_text(worker_id: str) -> int | str:
+    """A worker's id as a number of 64 bits, if it is written as one."""
+    is_number = worker_id.isdecimal() and str(int(worker_id)) == worker_id and int(worker_id) < 1 << 63
+    return int(worker_id) if is_number else worker_id
 
 
 def _fallbacks(hints: RequestHints, scope: Scope | None, tenant_id: str) -> Fallbacks:
