@@ -22,6 +22,7 @@ COMMANDS = {
     "export": "kvatlas_cli.commands.export:export",
     "locate": "kvatlas_cli.commands.locate:locate",
     "children": "kvatlas_cli.commands.locate:children",
+    "remove": "kvatlas_cli.commands.locate:remove",
     "workers": "kvatlas_cli.commands.workers:workers",
     "rates": "kvatlas_cli.commands.rates:rates",
     "layout": "kvatlas_cli.layouts:layout",
@@ -47,7 +48,9 @@ SUMMARIES = {
     "simulate-engine": "Run a simulated engine: a real paged KV cache behind vLLM's HTTP and event sockets, without a model.",
     "export": "Print every residency as one JSON line, with the hash as 16 hex digits (JSON numbers don't carry 64 bits).",
     "locate": "Show who holds one block: worker, tier, bytes, flags, and when the worker was last heard.",
-    "children": "Show who holds the blocks that follow one. It needs the side index (`kvatlas indexer --side-index`).",
+    "children": "Show who holds the blocks that follow one; without HASH, first blocks. It needs the side index "
+    "(`--side-index`).",
+    "remove": "Take one block of a worker out of the index, by its publisher; it is back when the engine stores it again.",
     "workers": "List the workers: engine, state, blocks held, load, incarnation, age of the last heartbeat.",
     "rates": "Show each worker's learned rates for the cost profile `engine`; the defaults if none are learned yet.",
     "layout": "List the store's layouts, switch to one that is filled beside the present one, or delete one.",
