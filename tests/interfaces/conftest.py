@@ -1,5 +1,5 @@
 """The router's interface is tested on the same store as the library that it stands on."""
 
-from tests.router_client.conftest import indexes, store
+from tests.router_client.conftest import store
 
-__all__ = ["indexes", "store"]
+__all__ = ["store"]
