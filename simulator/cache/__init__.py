@@ -11,8 +11,10 @@ alone; docs/cache-manager.md explains them.
 """
 
 from kvatlas_simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority
-from kvatlas_simulator.cache.block_allocator import BlockAllocator
 from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
+from kvatlas_simulator.cache.block_ids.block_allocator import BlockAllocator
+from kvatlas_simulator.cache.block_ids.paged_cache import PagedCache, PagedCacheStats
+from kvatlas_simulator.cache.block_pool import PoolSettings
 from kvatlas_simulator.cache.block_table import BlockTable
 from kvatlas_simulator.cache.cache_config import CacheConfig
 from kvatlas_simulator.cache.devices import DeviceCaches, SequenceMove
@@ -30,8 +32,6 @@ from kvatlas_simulator.cache.eviction import BlockUse, BuiltInPolicy, EvictionKe
 from kvatlas_simulator.cache.geometry import DataType, KVGeometry
 from kvatlas_simulator.cache.kv_cache import KVCache
 from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
-from kvatlas_simulator.cache.paged_cache import PagedCache, PagedCacheStats
-from kvatlas_simulator.cache.pool_settings import PoolSettings
 from kvatlas_simulator.cache.prefix_cache import PrefixSettings
 from kvatlas_simulator.cache.pressure import MemoryPressure, PressureThresholds
 from kvatlas_simulator.cache.sequence_blocks import PrefixMatch

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 from kvatlas.errors import InvalidValue
+from kvatlas_simulator.cache.block_pool import PoolSettings
 from kvatlas_simulator.cache.devices import DeviceCaches
 from kvatlas_simulator.cache.geometry import KVGeometry
 from kvatlas_simulator.cache.kv_cache import KVCache
-from kvatlas_simulator.cache.pool_settings import PoolSettings
 from kvatlas_simulator.cache.prefix_cache import PrefixSettings
 from kvatlas_simulator.cache.pressure import PressureThresholds
 

@@ -18,7 +18,7 @@ from itertools import takewhile
 from kvatlas.errors import InvalidValue
 from kvatlas_simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority
 from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
-from kvatlas_simulator.cache.block_pool import BlockPool
+from kvatlas_simulator.cache.block_pool import BlockPool, PoolSettings
 from kvatlas_simulator.cache.block_table import BlockTable, count_blocks
 from kvatlas_simulator.cache.cpu_tier import CpuTier
 from kvatlas_simulator.cache.errors import (
@@ -32,7 +32,6 @@ from kvatlas_simulator.cache.errors import (
 from kvatlas_simulator.cache.eviction import BuiltInPolicy, EvictionPolicy
 from kvatlas_simulator.cache.geometry import KVGeometry
 from kvatlas_simulator.cache.kv_events import KVEvent
-from kvatlas_simulator.cache.pool_settings import PoolSettings
 from kvatlas_simulator.cache.prefix_cache import PrefixCache, PrefixSettings
 from kvatlas_simulator.cache.prefix_tree import PrefixNode
 from kvatlas_simulator.cache.pressure import MemoryPressure, PressureThresholds

@@ -146,7 +146,7 @@ def test_allocations_are_counted() -> None:
     assert (one.stats.allocations, one.stats.deallocations, one.utilisation) == (2, 2, 0)
 
 
-@pytest.mark.parametrize("wrong", [{"block_size": 0}, {"num_blocks": 0}])
-def test_an_impossible_cache_is_refused(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize(("blocks", "size"), [(10, 0), (0, 16)])
+def test_an_impossible_cache_is_refused(blocks: int, size: int) -> None:
     with pytest.raises(InvalidValue):
-        PagedCache(**{"num_blocks": 10, "block_size": 16, **wrong})
+        PagedCache(num_blocks=blocks, block_size=size)

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from kvatlas.errors import InvalidValue
-from kvatlas_simulator.cache.block_pool import BlockPool
+from kvatlas_simulator.cache.block_pool import BlockPool, PoolSettings
 from kvatlas_simulator.cache.errors import InsufficientBlocks
-from kvatlas_simulator.cache.pool_settings import PoolSettings
 
 
 class BlockAllocator:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvatlas.errors import InvalidValue
-from kvatlas_simulator.cache.block_allocator import BlockAllocator
+from kvatlas_simulator.cache.block_ids.block_allocator import BlockAllocator
 from kvatlas_simulator.cache.block_table import count_blocks
 from kvatlas_simulator.cache.errors import InsufficientBlocks, SequenceId, SequenceNotFound
 from kvatlas_simulator.cache.eviction import BlockUse, BuiltInPolicy, EvictionPolicy
