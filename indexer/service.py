@@ -83,7 +83,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
                     from kvatlas_indexer.status_page.application import application
 
                     replica.status_url = listener.url
-                    group.start_soon(serve, application(replica, index, FleetStore(store)), listener)
+                    group.start_soon(serve, application(replica, index, FleetStore(store), calls), listener)
                 group.start_soon(guard.run)
                 group.start_soon(gauges.sample, replica, index, store)
                 libraries = [INDEX_LIBRARY, FLEET_LIBRARY, POOL_LIBRARY]

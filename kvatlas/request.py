@@ -61,15 +61,27 @@ class Slo(BaseModel):
 DEFAULT_SLO = Slo()
 
 
+class BlockHint(BaseModel):
+    """One block of a prompt, with a size of its own: `token_count` tokens, and `bytes` of KV cache (None: as the request
+    says of all)."""
+
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
+
+    block_hash: BlockHash
+    token_count: Positive
+    bytes: Count | None = None
+
+
 class RequestHints(BaseModel):
     """A caller's description of a request, as JSON or keyword arguments; only the prompt is required.
 
-    A prompt is given as `token_ids`, or as precomputed `block_hashes` of blocks of `block_tokens` tokens each: 64-bit
-    integers, or text. `chain`: the kind of these hashes, sequence hashes (`own`) or an engine's own hashes
-    (`external:<name>`); by default `own` if all can be, else `external:default`. Unknown fields are `ignored_fields`.
-    `token_count` is the prompt's length if the hashes leave out its partial last block. `labels`, `allow` and `deny`
-    restrict the workers that may get it. `cache_reading`: the request's limits on reading the engine's prefix cache
-    (`skip`, `prompt_logprobs`, `logprob_start_len`). `media`: images among the `token_ids` (`id`, `offset`, `length`).
+    A prompt is given as `token_ids`; as precomputed `block_hashes` of blocks of `block_tokens` tokens each, 64-bit integers
+    or text; or as `blocks`, with such hashes and a size each, of which only the last one may have fewer tokens. `chain`: the
+    kind of these hashes, sequence hashes (`own`) or an engine's own hashes (`external:<name>`); by default `own` if all can
+    be, else `external:default`. Unknown fields are `ignored_fields`. `token_count` is the prompt's length if the hashes leave
+    out its partial last block. `labels`, `allow` and `deny` restrict the workers that may get it. `cache_reading`: the
+    request's limits on reading the engine's prefix cache (`skip`, `prompt_logprobs`, `logprob_start_len`). `media`: images
+    among the `token_ids` (`id`, `offset`, `length`).
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())
@@ -81,6 +93,7 @@ class RequestHints(BaseModel):
     tenant_id: str | None = None
     session_id: Annotated[str, Field(min_length=1)] | None = None
     block_hashes: tuple[BlockHash, ...] | None = None
+    blocks: tuple[BlockHint, ...] | None = None
     chain: Annotated[str, AfterValidator(check_chain)] | None = None
     token_ids: tuple[TokenId, ...] | None = None
     token_count: Count | None = None
@@ -129,7 +142,7 @@ class RequestHints(BaseModel):
         )
 
     def to_blocks(self, fallbacks: Fallbacks) -> tuple[BlockKey, ...]:
-        """Keys of the prompt's full blocks.
+        """Keys of the prompt's full blocks, and of the last one of `blocks`.
 
         The prefix_hash of a key is the previous block's hash; for the first block it is the session id, or "root". Raises
         InvalidValue if the prompt is given twice or not at all, or if no model is named.
@@ -139,7 +152,8 @@ class RequestHints(BaseModel):
         keys: list[BlockKey] = []
         prefix = self.session_id or ROOT
         for index, block_hash in enumerate(self._hashes(size)):
-            keys.append(BlockKey(scope, prefix, block_hash, index, size))
+            tokens = size if self.blocks is None else self.blocks[index].token_count
+            keys.append(BlockKey(scope, prefix, block_hash, index, tokens))
             prefix = block_hash
         return tuple(keys)
 
@@ -165,11 +179,14 @@ class RequestHints(BaseModel):
             raise InvalidValue(
                 f"{self._what} has chain {self.chain}, and token_ids; expected block_hashes of that chain"
             )
-        if (self.block_hashes is None) == (self.token_ids is None):
-            given = "both" if self.token_ids is not None else "neither"
-            raise InvalidValue(f"{self._what} gives {given} of token_ids and block_hashes; expected one")
+        given = [name for name in ("token_ids", "block_hashes", "blocks") if getattr(self, name) is not None]
+        if len(given) != 1:
+            several = f"both {' and '.join(given)}" if given else "neither of token_ids, block_hashes and blocks"
+            raise InvalidValue(f"{self._what} gives {several}; expected one of them")
         if self.block_hashes is not None:
             return self.block_hashes
+        if self.blocks is not None:
+            return [one.block_hash for one in self.blocks]
         assert self.token_ids is not None
         keys = media_keys(self.media, size, len(self.token_ids) // size) if self.media else None
         return [hash_text(value) for value in unpack_hashes(extend_chain(self.token_ids, size, None, keys))]

@@ -17,10 +17,10 @@ from nats.aio.client import Client
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.control import ControlOp, ControlReply
+from kvatlas.bus.control_requests import ask_publishers
 from kvatlas.bus.subjects import partition_of
 from kvatlas.identity import Scope, shard_of
 from kvatlas.index.protocol import RecountResult, ResidencyIndex, WorkerRecord
-from kvatlas_cli.control_requests import ask_publishers
 
 POLL_S = 0.05
 ROUNDS = 4

@@ -13,12 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from kvatlas.embedded.child_process import child_command
 from kvatlas.errors import KvatlasError, SettingsError
 from kvatlas.runtime.backoff import Backoff
+from kvatlas.settings import RoutingSettings
 
 PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_PORT"
 LONG_LIFE_S = 60.0
 """A process that ends after at least this long is restarted at once."""
 
 _log = logging.getLogger("kvatlas_cli")
+
+
+def replica_flags(settings: RoutingSettings, number: int) -> list[str]:
+    """A file for the index's replica is one process' own: it has the process' number behind its name."""
+    return [] if settings.replica_file is None else ["--replica-file", f"{settings.replica_file}.{number}"]
 
 
 async def run_process_group(

@@ -4,34 +4,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from kvatlas.block_lookup.fields import residency_fields
 from kvatlas.blocks.external_chain import hash_text
 from kvatlas.blocks.residency import Residency
-from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.store.connection import Store
 from kvatlas_cli.output import age_text, count_text, print_json, print_table
-
-HASH_DIGITS = 16
-
-
-def read_hash(text: str) -> int:
-    """The number in 16 hex digits. Raises InvalidValue."""
-    if len(text) != HASH_DIGITS or not all(digit in "0123456789abcdefABCDEF" for digit in text):
-        raise InvalidValue(f"sequence hash {text!r:.80}; expected 16 hex digits, as `kvatlas export` prints them")
-    return int(text, 16)
-
-
-def scope_fields(scope: Scope) -> dict[str, str | None]:
-    """A scope's fields as JSON types."""
-    return {
-        "model_id": scope.model_id,
-        "tokenizer_id": scope.tokenizer_id,
-        "adapter_id": scope.adapter_id,
-        "tenant_id": scope.tenant_id,
-        "chain": scope.chain,
-    }
 
 
 class ResidencyPrinter:
@@ -51,14 +31,8 @@ class ResidencyPrinter:
         are None for a worker that the fleet does not have."""
         age_us = self._age_us(residency.worker_id)
         return {
-            "worker": residency.worker_id,
+            **residency_fields(residency),
             "kind": self._kind(residency.worker_id),
-            **scope_fields(residency.scope),
-            "tier": residency.tier.label,
-            "sequence_hash": hash_text(residency.sequence_hash),
-            "bytes": residency.bytes,
-            "pinned": residency.pinned,
-            "resumable": residency.resumable,
             "age_ms": None if age_us is None else age_us // 1_000,
         }
 

@@ -1,4 +1,4 @@
-"""Answers requests on a publisher's control subject: for a snapshot, its status, its digest (thin)."""
+"""Answers requests on a publisher's control subject: for a snapshot, its status, its digest, single blocks (thin)."""
 
 from collections.abc import Callable, Mapping
 from time import time_ns
@@ -19,7 +19,9 @@ from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.diagnoses import Diagnoses
+from kvatlas_publishers.engine_events import EngineBatch, EngineDropped
 from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.named_blocks import blocks_named, engine_hashes_of, names_of
 from kvatlas_publishers.stream.changelog import Changelog
 
 MAX_SCOPES = 1_000
@@ -117,6 +119,30 @@ class ControlResponder:
                 scopes = digests_by_scope(changelog.ledger)
                 words, marks = changelog.ledger.digest.words, marks_of(changelog.ledger)
                 return self._make_reply(digest=words, marks=marks, scopes=scopes, status=status)
+            case ControlOp.BLOCKS:
+                if request.engine_hash is None:
+                    return self._make_reply(ok=False, note="no engine_hash; expected the hash of the blocks")
+                self._checkpoint()
+                return self._make_reply(blocks=blocks_named(self._changelog.ledger.lineage, request.engine_hash))
+            case ControlOp.DROP:
+                return self._drop(request)
+
+    def _drop(self, request: ControlRequest) -> ControlReply:
+        """As if the engine had said that the blocks are gone; it says so itself when it stores them again."""
+        if (request.engine_hash is None) == (request.block is None):
+            return self._make_reply(ok=False, note="expected either the engine_hash of blocks or a block")
+        self._checkpoint()
+        lineage = self._changelog.ledger.lineage
+        if request.block is not None:
+            blocks, names = [request.block], names_of(lineage, request.block)
+        else:
+            assert request.engine_hash is not None
+            blocks = blocks_named(lineage, request.engine_hash)
+            names = [name for name in engine_hashes_of(request.engine_hash) if lineage.stretches_named(name)]
+        if names:
+            self._changelog.record(EngineBatch([EngineDropped(names, None)], 0.0))
+            self._checkpoint()
+        return self._make_reply(blocks=blocks if names else [])
 
     def _is_partition_of(self, partitions: int) -> bool:
         """Does a fleet with so many partitions (0: not told) read the worker's messages where they are published?"""

@@ -116,7 +116,7 @@ class OpenHeader:
     """What a batch of the open event forms says besides its events.
 
     `event_ids`: the number of each event, with its bytes, if the form numbers events. `load`: as `read_load` of
-    `kvatlas.fleet.records` takes it. `shutdown`: the engine is about to stop.
+    `kvatlas.fleet.reported_load` takes it. `shutdown`: the engine is about to stop.
     """
 
     engine_id: str | None = None

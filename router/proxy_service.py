@@ -157,7 +157,9 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         if borders.proof is not None:
             parts.client.condition.limits_shared = lambda: borders.exchange.is_shared
         stack.enter_context(export_metrics("tenancy", borders.counters))
-        route_api = RouteApi(held, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed)
+        route_api = RouteApi(
+            held, parts.client, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed
+        )
         await parts.warm_up()
         pairs = PairBooker(parts.client, parts.catalogue.records, apart=settings.disaggregate)
         page = router_page(parts, exchange, PromptProbe(parts, pairs))

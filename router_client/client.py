@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from opentelemetry.trace import Span
 
-from kvatlas.blocks.residency import Residency
+from kvatlas.blocks.block_names import said_sequence_hash
+from kvatlas.blocks.residency import BlockKey, Residency
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.errors import NotSupported
 from kvatlas.fleet.records import FleetRecord
@@ -231,15 +232,16 @@ class RouterClient:
         rates."""
         return self._learner.learned(scope.pool_id)
 
-    async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
-        """Every residency of one block, by worker and tier. Raises Unreachable; NotSupported if the client's index answers
-        overlaps only."""
-        return await self._block_index().locate(scope, sequence_hash)
+    async def locate(self, scope: Scope, block: int | BlockKey) -> Sequence[Residency]:
+        """Every residency of one block, by worker and tier: by its sequence hash, or by a key that says it
+        (`kvatlas.blocks.block_names`; `kvatlas.block_lookup` knows engines' own hashes, too). Raises Unreachable; InvalidValue
+        for a key that does not say one; NotSupported if the client's index answers overlaps only."""
+        return await self._block_index().locate(scope, said_sequence_hash(block))
 
-    async def children(self, scope: Scope, prefix_hash: int | None = None) -> Sequence[Residency]:
-        """Every residency of the blocks that follow `prefix_hash` (None: of first blocks), by hash, worker and tier. Raises
-        Unreachable; NotSupported without a side index (`kvatlas indexer --side-index`)."""
-        return await self._block_index().children(scope, prefix_hash)
+    async def children(self, scope: Scope, prefix: int | BlockKey | None = None) -> Sequence[Residency]:
+        """Every residency of the blocks that follow this one (None: of first blocks), by hash, worker and tier. Raises as
+        `locate` does, and NotSupported without a side index (`kvatlas indexer --side-index`)."""
+        return await self._block_index().children(scope, None if prefix is None else said_sequence_hash(prefix))
 
     async def overlap(self, request: Request) -> PromptOverlap:
         """The resident and usable blocks and tokens of the prompt on each worker of the pool, by tier."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate
 from typing import Self
 
 from kvatlas.blocks.external_chain import external_chain, is_hash_text
@@ -55,9 +56,10 @@ class Prompt:
     each) have one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids only, has
     one entry per block, so it fits workers of one block size. `media`, for token ids only: images and other items among
     them, for any block size. `block_bytes`: KV bytes of `block_size` tokens, for workers whose fleet record does not say; 0
-    for unknown. `memory`: keeps the hash chains of token ids for the next turn of a conversation; absent: the router
-    client's own. `session_id`: requests of one session keep their worker, if the router's settings say so. `select`: which
-    workers may get it. `reading`: the request's limits on reading the engine's prefix cache.
+    for unknown; `byte_ends`, if blocks differ: the bytes up to each block's end. `memory`: keeps the hash chains of token ids
+    for the next turn of a conversation; absent: the router client's own. `session_id`: requests of one session keep their
+    worker, if the router's settings say so. `select`: which workers may get it. `reading`: the request's limits on reading
+    the engine's prefix cache.
 
     `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
     like, within these limits. `fetch_by`: connectors of engines to which its sender passes `Choice.fetch` on; a worker with one
@@ -85,6 +87,7 @@ class Prompt:
     notes: tuple[str, ...] = ()
     fetch_by: frozenset[KvConnector] = frozenset()
     program: str = ""
+    byte_ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:
@@ -180,6 +183,8 @@ class Prompt:
         if hints.token_ids is not None and hints.block_hashes is None and scope.chain == OWN_CHAIN:
             tokens = hints.token_ids
             prompt = cls(scope, len(tokens), tokens, None, size, None, output, block_bytes, hints.slo, hints.request_id)
+        elif hints.blocks:
+            prompt = cls._of_blocks(hints, known, block_bytes)
         else:
             prompt = cls.of_shape(hints.to_shape(known), block_size=size, block_bytes=block_bytes)
         narrows = hints.labels or hints.allow is not None or hints.deny
@@ -216,6 +221,39 @@ class Prompt:
             slo=shape.slo,
             id=shape.id,
         )
+
+    @classmethod
+    def _of_blocks(cls, hints: RequestHints, known: Fallbacks, block_bytes: int) -> Self:
+        """Of hints with a size for each block: a shorter last one is the prompt's tail, which no engine keeps for others."""
+        shape, blocks = hints.to_shape(known), hints.blocks or ()
+        size = blocks[0].token_count
+        odd = next((at for at, one in enumerate(blocks) if one.token_count != size), None)
+        if odd is not None and (odd < len(blocks) - 1 or blocks[odd].token_count > size):
+            raise InvalidValue(
+                f"request field blocks.{odd}.token_count is {blocks[odd].token_count}; expected {size}, as of the "
+                "first block, or fewer in the last one"
+            )
+        full = shape.blocks if odd is None else shape.blocks[:-1]
+        tail = 0 if odd is None else blocks[odd].token_count
+        prompt = cls.of_shape(
+            replace(shape, blocks=full, tail_tokens=shape.tail_tokens + tail), block_bytes=block_bytes
+        )
+        sizes = [block_bytes if one.bytes is None else one.bytes for one in blocks[: len(full)]]
+        return prompt if set(sizes) == {block_bytes} else replace(prompt, byte_ends=(*accumulate(sizes),))
+
+    def kv_bytes(self, first: int, end: int, block_size: int) -> int:
+        """KV bytes of tokens `first` up to `end`, rounded up, by what the request says; 0 for unknown. `block_size`: of
+        `block_bytes`, if the prompt has none."""
+        size = self.block_size or block_size
+        if not self.byte_ends:
+            return -(-(end - first) * self.block_bytes // size)
+        return self._bytes_before(end, size) - self._bytes_before(first, size)
+
+    def _bytes_before(self, tokens: int, size: int) -> int:
+        """Behind the last block as many a token as in that."""
+        ends = (0, *self.byte_ends)
+        at = min(tokens // size, len(ends) - 2)
+        return ends[at] + -(-(tokens - at * size) * (ends[at + 1] - ends[at]) // size)
 
     def of_tenant(self, tenant_id: str) -> Self:
         """The same prompt in another tenant's scope. Raises InvalidValue for an invalid name."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from kvatlas.blocks.residency import Residency
+from kvatlas.blocks.residency import BlockKey, Residency
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
@@ -196,13 +196,13 @@ class SyncRouterClient:
         """See `RouterClient.rates`."""
         return self._client.rates(scope)
 
-    def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
+    def locate(self, scope: Scope, block: int | BlockKey) -> Sequence[Residency]:
         """See `RouterClient.locate`."""
-        return self._thread.run(self._client.locate, scope, sequence_hash)
+        return self._thread.run(self._client.locate, scope, block)
 
-    def children(self, scope: Scope, prefix_hash: int | None = None) -> Sequence[Residency]:
+    def children(self, scope: Scope, prefix: int | BlockKey | None = None) -> Sequence[Residency]:
         """See `RouterClient.children`."""
-        return self._thread.run(self._client.children, scope, prefix_hash)
+        return self._thread.run(self._client.children, scope, prefix)
 
     def overlap(self, request: Request) -> PromptOverlap:
         """The resident and usable blocks and tokens of the prompt on each worker of the pool, by tier."""

@@ -1,23 +1,27 @@
-"""The status page: `/` for people; `/healthz`, `/readyz`, `/status` (JSON), `/metrics` (Prometheus) for probes and scripts."""
+"""The status page: `/` for people; `/healthz`, `/readyz`, `/status` (JSON), `/metrics` (Prometheus) for probes and scripts;
+`/blocks` for questions about single blocks."""
 
 from dataclasses import asdict
 from typing import Any
 
+from nats.aio.client import Client
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from kvatlas.block_lookup.lookup import BlockLookup
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.runtime.certificate_files import certificates_in_use
 from kvatlas.runtime.metrics_page import METRICS_ROUTE
 from kvatlas_indexer.indexer_process import Replica
+from kvatlas_indexer.status_page.blocks import block_routes
 from kvatlas_indexer.status_page.sections import status_page
 
 
-def application(replica: Replica, index: ResidencyIndex, fleet: FleetStore) -> Starlette:
-    """`index`, `fleet`: the stores that the replica writes."""
+def application(replica: Replica, index: ResidencyIndex, fleet: FleetStore, calls: Client) -> Starlette:
+    """`index`, `fleet`: what the replica writes; `calls`: of NATS, for requests to publishers."""
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -37,6 +41,7 @@ def application(replica: Replica, index: ResidencyIndex, fleet: FleetStore) -> S
             Route("/readyz", readyz),
             Route("/status", status),
             METRICS_ROUTE,
+            *block_routes(BlockLookup(index, fleet, calls)),
         ]
     )
 

@@ -6,7 +6,7 @@ from functools import lru_cache, reduce
 from operator import add
 from struct import unpack
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import Scope
@@ -58,6 +58,11 @@ class Residency:
     bytes: int = 0
     pinned: bool = False
     resumable: bool | None = None
+
+    @classmethod
+    def hbm(cls, worker_id: str, scope: Scope, sequence_hash: int, bytes: int = 0) -> Self:
+        """In the device's memory, not pinned."""
+        return cls(scope, sequence_hash, worker_id, Tier.HBM, bytes)
 
 
 def residency_order(residency: Residency) -> tuple[int, str, Tier]:
@@ -352,8 +357,9 @@ class IndexMetrics:
 class IndexWork:
     """Work that this process has done since it opened the index; reading it does not contact the store.
 
-    `puts`, `removes`: residencies, one for each (block, tier). `prefix_scans`: lookups of overlaps and of children.
-    `bytes_written`: keys and values of block entries sent to the store.
+    `puts`, `removes`: residencies, one for each (block, tier). `prefix_scans`: overlaps and children looked up. A clear changes
+    none of them. `bytes_written`: by a memory index 0; by one in a file what the file system was given; by one in a store the
+    keys and values of block entries that its server wrote.
     """
 
     puts: int

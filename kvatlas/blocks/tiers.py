@@ -28,6 +28,7 @@ TIER_MASK = (1 << len(Tier)) - 1
 
 _ALIASES: dict[str, Tier] = {
     **{tier.label: tier for tier in Tier},
+    **{tier.label.replace("_", ""): tier for tier in Tier},  # RemoteHbm, CpuDram: names of an enumeration's variants
     **dict.fromkeys(("gpu", "gpu_memory", "vram"), Tier.HBM),
     **dict.fromkeys(("remote_gpu", "remote_gpu_memory"), Tier.REMOTE_HBM),
     **dict.fromkeys(("cpu", "dram", "host", "host_memory", "cpu_pinned"), Tier.CPU_DRAM),

@@ -1,4 +1,4 @@
-"""Requests between indexers and publishers over core NATS: snapshots, status, digests, and grants."""
+"""Requests to publishers and indexers over core NATS: snapshots, status, digests, blocks by name, and grants."""
 
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
@@ -9,6 +9,8 @@ from kvatlas.fleet.records import WireRecord, WorkerId
 from kvatlas.identity import OWN_CHAIN, Scope, check_chain
 from kvatlas.validation import AckedSeq, Count, Incarnation, Name
 
+SequenceHash = Annotated[int, Field(ge=0, lt=1 << 64)]
+MAX_HASH_TEXT = 512
 DigestWords = Annotated[list[Count], Field(max_length=64)]
 
 UNGRANTED_SNAPSHOT_BYTES = 64 * 1024
@@ -22,41 +24,68 @@ class ControlOp(StrEnum):
     SNAPSHOT = "snapshot"
     STATUS = "status"
     DIGEST = "digest"
+    BLOCKS = "blocks"
+    DROP = "drop"
 
 
-class ControlRequest(WireRecord):
-    """A request on `kvatlas.control.<worker>`.
-
-    For a snapshot, `above` is the incarnation that the requester doubts: a publisher already above it ignores the request,
-    any other starts a new incarnation above it. `partitions`: partition count of the requester's layout; 0: not given.
-    """
-
-    op: ControlOp
-    above: Incarnation = 0
-    partitions: Count = 0
-
-
-class ScopeDigest(WireRecord):
-    """The digest of what a worker holds in one scope, as `Digest.words`."""
+class ScopeFields(WireRecord):
+    """An identity scope as a record has it."""
 
     model_id: Name
     tokenizer_id: Name
     adapter_id: Name | None = None
     tenant_id: Name
     chain: Annotated[str, AfterValidator(check_chain)] = OWN_CHAIN
-    digest: DigestWords
+
+    @classmethod
+    def fields_of(cls, scope: Scope) -> dict[str, Any]:
+        """What a record of this scope is made with."""
+        names = ("model_id", "tokenizer_id", "adapter_id", "tenant_id", "chain")
+        return {name: getattr(scope, name) for name in names}
 
     @property
     def scope(self) -> Scope:
         return Scope(self.model_id, self.tokenizer_id, self.adapter_id, self.tenant_id, self.chain)
 
 
+class NamedBlock(ScopeFields):
+    """A block that an engine hash stands for, and the block before it; None before a first one."""
+
+    sequence_hash: SequenceHash
+    parent: SequenceHash | None = None
+
+
+class ControlRequest(WireRecord):
+    """A request on `kvatlas.control.<worker>`.
+
+    For a snapshot, `above` is the incarnation that the requester doubts: a publisher already above it ignores the request,
+    any other starts a new incarnation above it. `partitions`: those of the requester's layout; 0: not told.
+
+    `engine_hash` asks for the blocks that it stands for; to drop blocks it is of those to drop, or `block` is the one. What is
+    dropped counts as removed by the engine.
+    """
+
+    op: ControlOp
+    above: Incarnation = 0
+    partitions: Count = 0
+    engine_hash: Annotated[str, Field(min_length=1, max_length=MAX_HASH_TEXT)] | None = None
+    block: NamedBlock | None = None
+
+
+class ScopeDigest(ScopeFields):
+    """The digest of what a worker holds in one scope, as `Digest.words`."""
+
+    digest: DigestWords
+
+
 class ControlReply(WireRecord):
     """A publisher's reply; `note` says why it is not `ok`. `status` answers a status request.
 
-    A digest request is answered with `digest` (`Digest.words`), with `scopes`, the same by scope (None: too many scopes),
-    and with `marks` (`MarkDigest.words`, for a worker with marks). They are as of `status["told_seq"]`, a checkpoint that
-    the publisher sends to the stream for the requester.
+    A digest request is answered with `digest` (`Digest.words`), with `scopes`, the same by scope (None: too many scopes), and
+    with `marks` (`MarkDigest.words` of a worker with marks), as of `status["told_seq"]`, a checkpoint that the publisher sends
+    to the stream for the requester.
+
+    A request for blocks, or to drop some, is answered with `blocks`: those that it is of.
     """
 
     max_bytes: ClassVar[int] = 4 << 20
@@ -69,6 +98,7 @@ class ControlReply(WireRecord):
     digest: DigestWords | None = None
     marks: DigestWords = Field(default_factory=list)
     scopes: list[ScopeDigest] | None = None
+    blocks: list[NamedBlock] | None = None
     status: dict[str, Any] | None = None
 
 

@@ -1,6 +1,5 @@
 """Fleet records: a worker's description, its state and its load. Border types, checked by pydantic."""
 
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self
 
@@ -16,6 +15,7 @@ from pydantic import (
 
 from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
+from kvatlas.fleet.capacity import UNKNOWN, Capacity
 from kvatlas.fleet.tenants import include
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, check_worker_id, pool_id
 from kvatlas.incarnation import check_incarnation
@@ -188,6 +188,15 @@ class EngineEndpoint(WireRecord):
             return False
         return self.kv_connector is KvConnector.LMCACHE or self.kv_port is not None
 
+    def worker_state(self, capacity: Capacity = UNKNOWN) -> "WorkerState":
+        """The worker without load; `capacity`: such as a profile's (`kvatlas.fleet.capacity`)."""
+        return WorkerState(
+            id=self.id,
+            locality_domain=self.locality_domain,
+            hbm_capacity_bytes=capacity.hbm_bytes,
+            cpu_capacity_bytes=capacity.cpu_bytes,
+        )
+
 
 class _Load(WireRecord):
     """A load. Unknown fields are refused when one is created, because misspelled ones would count as idle."""
@@ -232,47 +241,16 @@ class WorkerState(_Load):
     sampled_us: Count = 0
     computed: Count = 0
 
-
-_STATE_FIELDS = frozenset(WorkerState.model_fields) - {
-    "id",
-    "locality_domain",
-    "forward_pass",
-    "sampled_us",
-    "computed",
-}
-_METRIC_NAMES = frozenset(
-    str(name)
-    for field in ForwardPassMetrics.model_fields.values()
-    if isinstance(field.validation_alias, AliasChoices)
-    for name in field.validation_alias.choices
-)
-
-
-def read_load(told: Mapping[str, Any], worker_id: str, sampled_us: int, locality_domain: str = "") -> WorkerState:
-    """A load as an engine reports it: fields of `ForwardPassMetrics`, by either name, and of `WorkerState`, side by side.
-
-    Raises InvalidValue, naming the field, for a value out of bounds or an unknown name.
-    """
-    state = {name: value for name, value in told.items() if name in _STATE_FIELDS}
-    metrics = {name: value for name, value in told.items() if name not in _STATE_FIELDS}
-    try:
-        forward = ForwardPassMetrics.model_validate(metrics, strict=True)
-        return WorkerState.model_validate(
-            {
-                **state,
-                "id": worker_id,
-                "locality_domain": locality_domain,
-                "forward_pass": forward,
-                "sampled_us": sampled_us,
-            }
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = f"load field {first['loc'][0] if first['loc'] else ''}"
-        if first["type"] != "extra_forbidden":
-            raise InvalidValue(describe_mistake(where, first)) from error
-        known = ", ".join(sorted(_STATE_FIELDS | _METRIC_NAMES))
-        raise InvalidValue(f"{where} is unknown, or given under both of its names; expected {known}") from error
+    def with_load(self, queued_prefill_tokens: int, running_decodes: int) -> Self:
+        """The same worker with this load. Raises InvalidValue."""
+        try:
+            return self.model_validate(
+                {**dict(self), "queued_prefill_tokens": queued_prefill_tokens, "running_decodes": running_decodes}
+            )
+        except ValidationError as error:
+            raise InvalidValue(
+                describe_mistake(f"load field {error.errors()[0]['loc'][0]}", error.errors()[0])
+            ) from error
 
 
 LEFT_OUT = "left_out"

@@ -51,6 +51,11 @@ class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
         default=None, description="Port of the embedded Valkey; 0: any free port. Default: 6379 with --router, else 0."
     )
     status_port: Port | None = Field(default=None, description="Port of the indexer's status page; default: no page.")
+    side_index: bool | None = Field(
+        default=None,
+        description="Store each block's parent too, for `kvatlas children`; default: as the store was laid out, off in an "
+        "empty one.",
+    )
 
     @classmethod
     def load(cls, **flags: Any) -> Self:

@@ -16,7 +16,7 @@ class IndexServerSettings(LookupSettings, ClientSettings):
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url host port tokenizer replica",
         "Requests": "tokenizer_deadline_ms tenant_id salt_is_tenant",
-        "Index": "read_replicas replica_memory_mib",
+        "Index": "read_replicas replica_memory_mib replica_file",
         "Engines": "engine_addresses",
         "Clients": "clients_file grpc_port",
     }

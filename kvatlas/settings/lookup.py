@@ -1,6 +1,7 @@
 """Settings of every process that finds the prompts of requests in the index: routers, the index server."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from pydantic import Field
 
@@ -39,6 +40,10 @@ class LookupSettings(EngineAccessSettings, Settings):
     )
     replica_memory_mib: Positive = Field(
         default=1_024, description="MiB that the copy may take, as estimated; beyond that the store answers."
+    )
+    replica_file: Path | None = Field(
+        default=None,
+        description="File that keeps the copy, so that it is warm after a restart; one for each process. Default: none.",
     )
     engine_addresses: CommaList = Field(
         default=(),

@@ -30,7 +30,7 @@ class RoutingSettings(LookupSettings):
         "Requests": "tokenizer tokenizer_deadline_ms tenant_id salt_is_tenant output_tokens ask_usage decision_header",
         "Choice of a worker": "cost_profile rates_file learn marks follow session_ms session_headers temperature select_labels "
         "allow_workers deny_workers engine_addresses",
-        "Index": "decision_deadline_ms read_replicas replica replica_memory_mib",
+        "Index": "decision_deadline_ms read_replicas replica replica_memory_mib replica_file",
         "SLO and queue": "slo slo_ttft_ms slo_tpot_ms shed queue_requests queue_tokens queue_wait_s tenant_header "
         "priority_header",
     }

@@ -592,7 +592,8 @@ GATEWAY_LOAD = {**_single(GATEWAY_IN_FLIGHT, "in_flight"), **_single(GATEWAY_WAI
 COPY_ANSWERS = _counter(
     "index_replica.answers", "{lookup}", "Lookups of a router with a replica of the index, by who answered and why"
 )
-COPIES = _counter("index_replica.copies", "{copy}", "Copies of the index made, and given up")
+COPIES = _counter("index_replica.copies", "{copy}", "Copies of the index made, resumed from the file, and given up")
+COPY_SAVES = _counter("index_replica.saves", "{save}", "Times the copy was written to its file, by outcome")
 COPY_CHECKS = _counter("index_replica.checks", "{worker}", "Workers whose digests were compared with the store's")
 COPY_MESSAGES = _counter(
     "index_replica.messages", "{message}", "Messages read from the stream, those refused among them"
@@ -613,7 +614,8 @@ INDEX_REPLICA = {
         while_stale="store_while_stale",
         while_large="store_while_too_large",
     ),
-    **_by(COPIES, "change", loads="made", losses="given_up"),
+    **_by(COPIES, "change", loads="made", resumed="resumed", losses="given_up"),
+    **_by(COPY_SAVES, "outcome", saves="written", save_failures="failed"),
     **_by(COPY_CHECKS, "outcome", verified="compared", mismatches="different"),
     **_by(COPY_MESSAGES, "kind", messages_read="read", refused="refused"),
 }

@@ -1,11 +1,12 @@
 """`kvatlas epp`: an endpoint picker, for gateways on Kubernetes."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvatlas.settings import GatewaySettings
 from kvatlas_cli.flags import with_settings
 from kvatlas_cli.output import print_notice
-from kvatlas_cli.process_group import run_process_group
+from kvatlas_cli.process_group import replica_flags, run_process_group
 from kvatlas_cli.runner import run_service
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ def epp(settings: GatewaySettings) -> None:
         run_service("epp", settings, run_endpoint_picker(settings, ready=_ready))
     else:
         shared = {"--port": settings.port, "--health-port": settings.health_port}
-        run_service("epp", settings, run_process_group(settings.processes, settings.host, shared))
+        flags = partial(replica_flags, settings)
+        run_service("epp", settings, run_process_group(settings.processes, settings.host, shared, flags))
 
 
 def _ready(running: "RunningPicker") -> None:

@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
+from kvatlas.block_lookup.fields import scope_fields
 from kvatlas.blocks.residency import ResidentBlocks
 from kvatlas.errors import SettingsError
 from kvatlas.settings import QuerySettings
 from kvatlas_cli.flags import with_settings
-from kvatlas_cli.residency_output import ResidencyPrinter, scope_fields
+from kvatlas_cli.residency_output import ResidencyPrinter
 from kvatlas_cli.runner import run_query
 from kvatlas_cli.store_connection import check_worker_known, connect_store, open_index
 

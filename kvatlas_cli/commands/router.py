@@ -3,7 +3,7 @@
 from kvatlas.settings import IndexServerSettings, ProxySettings
 from kvatlas_cli.flags import with_settings
 from kvatlas_cli.output import print_notice
-from kvatlas_cli.process_group import run_process_group
+from kvatlas_cli.process_group import replica_flags, run_process_group
 from kvatlas_cli.runner import run_service
 
 
@@ -18,7 +18,8 @@ def router(settings: ProxySettings) -> None:
 
     def flags(number: int) -> list[str]:
         """The port for operators counts up: what it shows is one process' own."""
-        return ["--control-port", str(settings.control_at + number if settings.control_at else 0)]
+        port = settings.control_at + number if settings.control_at else 0
+        return ["--control-port", str(port), *replica_flags(settings, number)]
 
     shared = {"--port": settings.port}
     run_service("router", settings, run_process_group(settings.processes, settings.host, shared, flags))

@@ -155,7 +155,9 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
             for one in await discover_sidecars(flags, publisher, state_dir, settings.engine_access)
         ]
         page = {name: getattr(settings, name) for name in HttpSettings.model_fields}
-        indexer_settings = IndexerSettings.load(**{**servers, **page}, status_port=settings.status_port)
+        indexer_settings = IndexerSettings.load(
+            **{**servers, **page}, status_port=settings.status_port, side_index=settings.side_index
+        )
         ready = anyio.Event()
 
         def on_ready(indexer: "Replica") -> None:

@@ -13,10 +13,10 @@ from nats.aio.subscription import Subscription
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.control import ControlOp
+from kvatlas.bus.control_requests import ask_publishers
 from kvatlas.bus.subjects import ALL_ALIVE
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import Heartbeat
-from kvatlas_cli.control_requests import ask_publishers
 
 STATUS_S = 1.0
 

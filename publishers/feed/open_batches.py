@@ -20,7 +20,7 @@ from typing import Any
 
 from kvatlas.blocks.external_chain import MAX_HASH
 from kvatlas.errors import InvalidValue
-from kvatlas.fleet.records import read_load
+from kvatlas.fleet.reported_load import read_load
 from kvatlas.identity import EXTERNAL_PREFIX, OWN_CHAIN
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.engine_events import EngineBatch, EngineEvent, EngineStored, OpenHeader

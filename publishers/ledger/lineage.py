@@ -300,6 +300,16 @@ class Lineage:
             self.cut(stretch, stretch.names.index(name) + 1)
         return stretch
 
+    def stretches_named(self, name: EngineHash) -> list[Stretch]:
+        """The stretches with the blocks that a hash stands for, in whatever namespaces."""
+        known = self.known.get(name)
+        return [] if known is None else [known, *self._others.get(name, ())]
+
+    def names_of(self, block: Stretch) -> list[EngineHash]:
+        """The hashes that stand for a block that is not plain. A walk over all."""
+        others = [name for name, blocks in self._others.items() if any(one is block for one in blocks)]
+        return [*(name for name, one in self.known.items() if one is block), *others]
+
     def find(self, name: EngineHash, event: EngineStored) -> Stretch | None:
         """The stretch with the block that the event means by `name`, its parent's or one of its own; None if it is not known in
         the event's namespace."""

@@ -93,8 +93,10 @@ def _address_policy(settings: LookupSettings, credentials_to: tuple[str, ...], n
 
 def _replica_settings(settings: LookupSettings) -> ReplicaSettings | None:
     if not settings.replica:
+        if settings.replica_file is not None:
+            raise SettingsError(f"--replica-file is {settings.replica_file}; expected --replica with it")
         return None
-    return ReplicaSettings(settings.nats, max_bytes=settings.replica_memory_mib << 20)
+    return ReplicaSettings(settings.nats, max_bytes=settings.replica_memory_mib << 20, file=settings.replica_file)
 
 
 async def _open_tokenizer(

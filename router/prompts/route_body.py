@@ -34,11 +34,11 @@ class RouteBodyReader:
             if name in body:
                 text = TextRequest.of(api, self._salted(body, caller))
                 return await self._reader.read(text, None, caller), text
-        hashes = body.get("block_hashes")
-        if isinstance(hashes, list) and len(hashes) > MAX_HASHES:
-            raise InvalidValue(
-                f"block_hashes has {len(hashes)} hashes; expected at most {MAX_HASHES}, those of the first blocks"
-            )
+        for name in ("block_hashes", "blocks"):
+            if isinstance(hashes := body.get(name), list) and len(hashes) > MAX_HASHES:
+                raise InvalidValue(
+                    f"{name} has {len(hashes)} hashes; expected at most {MAX_HASHES}, those of the first blocks"
+                )
         # in a thread, which lets others go on every 5 ms
         hints = await asyncio.to_thread(RequestHints.parse, body)
         scope = await self._catalogue.scope_of(hints.model_id, caller.tenant_id)

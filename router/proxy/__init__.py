@@ -3,7 +3,7 @@
     ../proxy_service.py  the process: settings, connections, server, and how it drains
     request_router.py   the parts that route requests, for this and other servers
     application.py      its paths
-    route_api.py        `/kvatlas/route` and `/kvatlas/done` over `kvatlas_router.held_bookings`
+    route_api.py        `/kvatlas/route`, `select` and `done` over `kvatlas_router.held_bookings`
     engine_call.py      from any request to the model that it names
     json_body.py        a JSON body as engines read it
     form_body.py        the model that a form names

@@ -6,6 +6,7 @@
 Those for operators, on a port of their own unless all is on loopback:
 
 /kvatlas/route, /kvatlas/done         the same choice for routers in other languages
+/kvatlas/select                       the same by the router protocol's names, booked nowhere
 /kvatlas/requests                     answered requests as they come, for `kvatlas record` (--record)
 /metrics                              for Prometheus
 /status                               counters and findings as JSON
@@ -112,6 +113,7 @@ class ProxyApplication:
         for_engines = _ForEngines(exchange, borders)
         for_operators = [
             Route("/kvatlas/route", _with_json_errors(route_api.route, borders), methods=["POST"]),
+            Route("/kvatlas/select", _with_json_errors(route_api.select, borders), methods=["POST"]),
             Route("/kvatlas/done", _with_json_errors(route_api.done, borders), methods=["POST"]),
             *([Route("/kvatlas/requests", self._requests)] if feed is not None else []),
             METRICS_ROUTE,

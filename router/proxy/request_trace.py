@@ -16,7 +16,7 @@ from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
 from router_client.learning.usage import Usage
 from router_client.results import Choice
 
-_OWN = {"/v1/models", "/kvatlas/route", "/kvatlas/done"}
+_OWN = {"/v1/models", "/kvatlas/route", "/kvatlas/select", "/kvatlas/done"}
 _PROPAGATOR = TraceContextTextMapPropagator()
 _NAMES = (b"traceparent", b"tracestate")
 _OPERATIONS = {

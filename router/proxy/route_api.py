@@ -1,5 +1,5 @@
 """`/kvatlas/route` and `/kvatlas/done`: the proxy's choice for routers in other languages, which send the request
-themselves."""
+themselves; `/kvatlas/select`: the same by the router protocol's names, with nothing booked."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +19,7 @@ from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.status import Verdict, judge
+from router_client.client import RouterClient
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 from router_client.prefill_decode_result import PairChoice
@@ -33,6 +34,7 @@ class RouteApi:
     def __init__(
         self,
         held: HeldBookings,
+        client: RouterClient,
         reader: RequestReader,
         catalogue: Catalogue,
         outliers: OutlierMonitor,
@@ -42,6 +44,7 @@ class RouteApi:
     ) -> None:
         """`shed`: refuse a request if that is the advice."""
         self._held = held
+        self._client = client
         self._bodies = RouteBodyReader(reader, catalogue)
         self._outliers = outliers
         self._avoidance = Avoidance(outliers, catalogue.workers_of)
@@ -81,6 +84,29 @@ class RouteApi:
         self._outliers.record_sent(read.prompt.scope.pool_id, choice.worker_id)
         return _choice_json(held_id, choice, read, text)
 
+    async def select(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
+        """Choose a worker for the router protocol's request: `tokens`, and whatever else hints may have, such as `model_id`.
+
+        The answer is its selection result. `worker_id` is a number if the worker's id is one, as there, else text. Nothing is
+        booked, since that protocol does not say when a request ends. Raises as `route` does.
+        """
+        if "tokens" not in body:
+            raise InvalidValue("tokens is missing; expected a list of token ids")
+        tokens = body.pop("tokens")
+        try:
+            read, _ = await self._bodies.read({**body, "token_ids": tokens}, caller)
+        except InvalidValue as error:
+            raise InvalidValue(str(error).replace("token_ids", "tokens")) from error
+        choice = await self._avoidance.choose(
+            read.prompt, frozenset(), lambda avoided: self._client.reserve(read.prompt, avoid=avoided, dry_run=True)
+        )
+        chosen = next((one for one in choice.ranking if one.worker_id == choice.worker_id), None)
+        return {
+            "worker_id": _number_or_text(choice.worker_id),
+            "required_blocks": chosen.required_blocks if chosen is not None else 0,
+            "overlap_blocks": chosen.overlap_blocks if chosen is not None else 0,
+        }
+
     async def done(self, body: dict[str, Any], _: Caller) -> Mapping[str, Any]:
         """`id`: from `/kvatlas/route`. `phase`: `first_token` or `done` (default). `usage`: from the engine's answer.
         `status`: the answer's HTTP status, 200 by default; 0 without an answer. `failed`: true if the request failed in
@@ -117,6 +143,12 @@ class RouteApi:
             self._outliers.record_bad(booking.pool_id, booking.worker_id, why, unreachable=not status)
         else:
             self._outliers.record_unknown(booking.pool_id, booking.worker_id)
+
+
+def _number_or_text(worker_id: str) -> int | str:
+    """A worker's id as a number of 64 bits, if it is written as one."""
+    is_number = worker_id.isdecimal() and str(int(worker_id)) == worker_id and int(worker_id) < 1 << 63
+    return int(worker_id) if is_number else worker_id
 
 
 def _choice_json(

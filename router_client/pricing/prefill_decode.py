@@ -253,7 +253,9 @@ def _decode_quote(quote: Quote, near: bool) -> Quote:
     for_kind, usable = quote.for_kind, quote.usable_tokens
     own = for_kind.pieces(quote.held.runs, 0, usable)
     rest = for_kind.prompt.input_tokens - usable
-    transfers = [Piece(rest, for_kind.kv_bytes(rest), Tier.HBM, own=False, same_domain=near)] if rest else []
+    transfers = (
+        [Piece(rest, for_kind.kv_bytes(usable, usable + rest), Tier.HBM, own=False, same_domain=near)] if rest else []
+    )
     base_us, work_us = for_kind.price_pieces([*own, *transfers])
     return quote._replace(
         base_us=base_us,

@@ -129,17 +129,19 @@ class KindQuote:
         rate: ReadRate | None = None,
     ) -> list[Piece]:
         """The pieces to read of these runs from token `start` up to token `end`, one for each run."""
-        return [
-            Piece(tokens, self.kv_bytes(tokens), tier, own, same_domain, rate)
-            for tokens, tier in _clip_runs(runs, start, end)
-        ]
+        pieces = []
+        for tokens, tier in _clip_runs(runs, start, end):
+            pieces.append(Piece(tokens, self.kv_bytes(start, start + tokens), tier, own, same_domain, rate))
+            start += tokens
+        return pieces
 
-    def kv_bytes(self, tokens: int) -> int:
-        """KV bytes of a prompt's tokens, rounded up, by the fleet record or else by the request; 0 if unknown."""
+    def kv_bytes(self, first: int, end: int) -> int:
+        """KV bytes of the prompt's tokens `first` up to `end`, rounded up, by the fleet record or else by the request; 0 if
+        unknown."""
         block_bytes = self.example.endpoint.block_bytes
         if block_bytes:
-            return -(-tokens * block_bytes // self.block_tokens)
-        return -(-tokens * self.prompt.block_bytes // (self.prompt.block_size or self.block_tokens))
+            return -(-(end - first) * block_bytes // self.block_tokens)
+        return self.prompt.kv_bytes(first, end, self.block_tokens)
 
 
 class Quote(NamedTuple):

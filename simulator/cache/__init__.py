@@ -6,12 +6,17 @@
     handle.stats(), cache.stats()
     cache.free("a")
 
-`KVCache` is the cache manager of one device, `DeviceCaches` that of several; docs/cache-manager.md explains both.
+`KVCache` is the cache manager of one device, `DeviceCaches` that of several, `PagedCache` a lenient one that knows block ids
+alone; docs/cache-manager.md explains them.
 """
 
 from kvatlas_simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority
 from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
+from kvatlas_simulator.cache.block_ids.block_allocator import BlockAllocator
+from kvatlas_simulator.cache.block_ids.paged_cache import PagedCache, PagedCacheStats
+from kvatlas_simulator.cache.block_pool import PoolSettings
 from kvatlas_simulator.cache.block_table import BlockTable
+from kvatlas_simulator.cache.cache_config import CacheConfig
 from kvatlas_simulator.cache.devices import DeviceCaches, SequenceMove
 from kvatlas_simulator.cache.errors import (
     CacheError,
@@ -20,6 +25,7 @@ from kvatlas_simulator.cache.errors import (
     SequenceId,
     SequenceNotFound,
     SequenceSwappedOut,
+    SequenceTooLong,
     UnknownDevice,
 )
 from kvatlas_simulator.cache.eviction import BlockUse, BuiltInPolicy, EvictionKey, EvictionPolicy
@@ -33,12 +39,14 @@ from kvatlas_simulator.cache.stats import CacheStats, Defragmentation, GarbageCo
 
 __all__ = [
     "AllocationRequest",
+    "BlockAllocator",
     "BlockHasher",
     "BlockRemoved",
     "BlockTable",
     "BlockUse",
     "BlocksStored",
     "BuiltInPolicy",
+    "CacheConfig",
     "CacheError",
     "CacheHandle",
     "CacheStats",
@@ -57,6 +65,9 @@ __all__ = [
     "Medium",
     "MemoryPressure",
     "Namespace",
+    "PagedCache",
+    "PagedCacheStats",
+    "PoolSettings",
     "PrefixMatch",
     "PrefixSettings",
     "PressureThresholds",
@@ -67,5 +78,6 @@ __all__ = [
     "SequenceMove",
     "SequenceNotFound",
     "SequenceSwappedOut",
+    "SequenceTooLong",
     "UnknownDevice",
 ]

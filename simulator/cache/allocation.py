@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
+from kvatlas.errors import InvalidValue
 from kvatlas_simulator.cache.block_hash import Namespace
 from kvatlas_simulator.cache.block_table import BlockTable
 from kvatlas_simulator.cache.errors import SequenceId
@@ -28,11 +29,21 @@ class AllocationRequest:
     namespace: Namespace = field(default_factory=Namespace)
     priority: Priority = Priority.NORMAL
     first_chunk: int | None = None
-    """Tokens after the cached prefix to write at once; None: the whole prompt. `extend` writes the rest."""
+    """Tokens after the cached prefix that are written at once; None: the whole prompt. `extend` writes the rest."""
+    max_tokens: int | None = None
+    """The longest that the sequence may get, prompt included; None: as long as there is room. Nothing is set apart for it."""
+    device: str | None = None
+    """Where `DeviceCaches` should put it, if there is room; a cache of one device does not look at it."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < len(self.token_ids):
+            raise InvalidValue(
+                f"sequence {self.sequence_id}: max_tokens is {self.max_tokens}; its prompt has {len(self.token_ids)}"
+            )
 
     def estimated_bytes(self, geometry: KVGeometry) -> int:
-        """Bytes of the whole prompt's KV if none of it is shared."""
-        return geometry.bytes_of(len(self.token_ids))
+        """Bytes of KV at its longest, or else of the whole prompt, if nothing of it is shared."""
+        return geometry.bytes_of(len(self.token_ids) if self.max_tokens is None else self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,28 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from kvatlas.errors import InvalidValue
 from kvatlas_simulator.cache.prefix_tree import PrefixNode
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """The default is what engines do: all of it at the start, and kept. It is accounted for, nothing else depends on it."""
+
+    initial_blocks: int | None = None
+    """Reserved at the start, at most all; None: all. More are reserved as they are needed."""
+    pooling: bool = True
+    """The memory of free blocks stays reserved; off: beyond the initial ones it is given back."""
+
+    def __post_init__(self) -> None:
+        if self.initial_blocks is not None and self.initial_blocks < 0:
+            raise InvalidValue(f"initial_blocks is {self.initial_blocks}; expected at least 0")
+
+    def initial(self, num_blocks: int) -> int:
+        """How many of a cache's blocks are reserved at the start."""
+        return num_blocks if self.initial_blocks is None else min(self.initial_blocks, num_blocks)
 
 
 class Block:
@@ -22,9 +42,16 @@ class Block:
 
 
 class BlockPool:
-    """Hands out blocks. A block is free (in the free list), referenced, or cached without a reference."""
+    """Hands out blocks. A block is free (in the free list), referenced, or cached without a reference.
 
-    def __init__(self, num_blocks: int) -> None:
+    Memory is reserved for `initial_blocks` (None: all) from the start, and for more when they are needed. With `pooling` a free
+    block's memory stays reserved for the next one; without it is given back.
+    """
+
+    def __init__(self, num_blocks: int, initial_blocks: int | None = None, *, pooling: bool = True) -> None:
+        self._initial_blocks = num_blocks if initial_blocks is None else initial_blocks
+        self._pooling = pooling
+        self._most_blocks = 0
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = deque(range(num_blocks))
         self._referenced_blocks = 0
@@ -60,10 +87,17 @@ class BlockPool:
         """How many blocks no sequence holds: free ones, and cached ones that can be evicted."""
         return len(self._blocks) - self._referenced_blocks
 
+    @property
+    def reserved_blocks(self) -> int:
+        """How many blocks memory is reserved for."""
+        used = self._most_blocks if self._pooling else len(self._blocks) - len(self._free)
+        return max(self._initial_blocks, used)
+
     def take_free(self) -> Block:
         """Take the next free block, empty and unreferenced. Raises IndexError if all are taken."""
         block = self._blocks[self._free.popleft()]
         self.allocations += 1
+        self._most_blocks = max(self._most_blocks, len(self._blocks) - len(self._free))
         return block
 
     def give_back(self, block: Block) -> None:

@@ -47,6 +47,16 @@ class BlockTable:
         """Slots without a token in its blocks."""
         return len(self.block_ids) * self.block_size - self._length
 
+    @property
+    def has_free_space(self) -> bool:
+        """Is there a block without any token? `free_tokens` counts the slots of a partial last block, too."""
+        return self.blocks_needed(self._length) < len(self.block_ids)
+
+    @property
+    def logical_to_physical(self) -> dict[int, int]:
+        """The physical block of each logical one: the sequence's blocks, counted from 0."""
+        return dict(enumerate(self.block_ids))
+
     def blocks_needed(self, length: int) -> int:
         """How many blocks a sequence of `length` tokens has in total."""
         return count_blocks(length, self.block_size)

@@ -67,15 +67,16 @@ class DeviceCaches:
         return any(cache.can_allocate(request) for cache in self._caches.values())
 
     def allocate(self, request: AllocationRequest, *, preferred: Sequence[str] = ()) -> CacheHandle:
-        """Begin a sequence on the first preferred device with enough blocks, otherwise on the one with the most blocks
-        left.
+        """Begin a sequence on the request's device, else on the first preferred one with enough blocks, else on the one with
+        most left after it.
 
         Raises InsufficientBlocks if no device has enough (with the numbers of the one that lacks fewest), SequenceExists,
         and UnknownDevice.
         """
         if any(request.sequence_id in cache for cache in self._caches.values()):
             raise SequenceExists(request.sequence_id)
-        wanted = [self.cache(device) for device in preferred]
+        own = () if request.device is None else (request.device,)
+        wanted = [self.cache(device) for device in (*own, *preferred)]
         for cache in wanted:
             if cache.can_allocate(request):
                 return cache.allocate(request)

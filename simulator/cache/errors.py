@@ -4,6 +4,7 @@ CacheError (KvatlasError)
  |- SequenceNotFound      sequence 999 not found
  |- SequenceExists        sequence 7 exists already
  |- SequenceSwappedOut    sequence 7 is swapped out; swap it in first
+ |- SequenceTooLong       sequence 7 would have 120 tokens; its max_tokens is 100
  |- UnknownDevice         device gpu:9 not found; expected one of gpu:0, gpu:1
  `- InsufficientBlocks    insufficient blocks: need 5, have 3
 """
@@ -41,6 +42,14 @@ class SequenceSwappedOut(CacheError):
 
     def __init__(self, sequence_id: SequenceId) -> None:
         super().__init__(f"sequence {sequence_id} is swapped out; swap it in first")
+        self.sequence_id = sequence_id
+
+
+class SequenceTooLong(CacheError):
+    """The sequence may not get so long."""
+
+    def __init__(self, sequence_id: SequenceId, tokens: int, max_tokens: int) -> None:
+        super().__init__(f"sequence {sequence_id} would have {tokens} tokens; its max_tokens is {max_tokens}")
         self.sequence_id = sequence_id
 
 

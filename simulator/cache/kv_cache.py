@@ -18,7 +18,7 @@ from itertools import takewhile
 from kvatlas.errors import InvalidValue
 from kvatlas_simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority
 from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
-from kvatlas_simulator.cache.block_pool import BlockPool
+from kvatlas_simulator.cache.block_pool import BlockPool, PoolSettings
 from kvatlas_simulator.cache.block_table import BlockTable, count_blocks
 from kvatlas_simulator.cache.cpu_tier import CpuTier
 from kvatlas_simulator.cache.errors import (
@@ -27,6 +27,7 @@ from kvatlas_simulator.cache.errors import (
     SequenceId,
     SequenceNotFound,
     SequenceSwappedOut,
+    SequenceTooLong,
 )
 from kvatlas_simulator.cache.eviction import BuiltInPolicy, EvictionPolicy
 from kvatlas_simulator.cache.geometry import KVGeometry
@@ -67,8 +68,9 @@ class KVCache:
         on_pressure: Callable[[MemoryPressure, MemoryPressure], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         report_hits: bool = False,
+        pool: PoolSettings | None = None,
     ) -> None:
-        """`hasher`: names blocks in events; default: seeded with 0.
+        """`hasher`: names blocks in events; default: seeded with 0. `pool`: when memory is reserved; default: all at once.
 
         `on_pressure`: called with the old and the new level, at the end of the call that changed it; it may call the cache,
         and its exceptions reach that call's caller. `clock`: seconds, for last access and the time to live. `report_hits`:
@@ -85,7 +87,8 @@ class KVCache:
         self._thresholds = thresholds or PressureThresholds()
         self._on_pressure = on_pressure
         self._clock = clock
-        self._pool = BlockPool(num_blocks)
+        pool = pool or PoolSettings()
+        self._pool = BlockPool(num_blocks, pool.initial(num_blocks), pooling=pool.pooling)
         self._prefix_cache = PrefixCache(
             self._pool,
             CpuTier(num_cpu_blocks, eviction),
@@ -95,7 +98,7 @@ class KVCache:
             clock=clock,
             report_hits=report_hits,
         )
-        self._blocks = SequenceBlocks(self._pool, self._prefix_cache, prefixes, block_size)
+        self._blocks = SequenceBlocks(self._pool, self._prefix_cache, block_size)
         self._sequences: dict[SequenceId, LiveSequence] = {}
         self._reported_pressure = MemoryPressure.LOW
         self._hits = self._misses = self._failures = 0
@@ -161,6 +164,8 @@ class KVCache:
             fragmentation=self._blocks.fragmentation(self._sequences.values()),
             free_fragmentation=self._pool.free_fragmentation(),
             memory_bytes=self._pool.referenced_blocks * self.block_bytes,
+            total_memory_bytes=len(self._pool) * self.block_bytes,
+            reserved_memory_bytes=self._pool.reserved_blocks * self.block_bytes,
             cached_blocks=cached.cached_blocks,
             cached_prefixes=cached.cached_prefixes,
             cpu_blocks=cached.cpu_blocks,
@@ -201,6 +206,7 @@ class KVCache:
         chunk = _first_chunk(request, match)
         self._check_available(self._blocks.required(match, len(chunk)))
         sequence = LiveSequence(request.namespace, request.priority, self._clock(), BlockTable(self.block_size))
+        sequence.max_tokens = request.max_tokens
         self._sequences[request.sequence_id] = sequence
         if count_lookup:
             self._hits += len(match.nodes)
@@ -214,8 +220,11 @@ class KVCache:
         return self._blocks.growth(self._on_gpu(sequence_id), tokens) <= self._pool.available_blocks
 
     def extend(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
-        """Append computed tokens; full blocks are cached at once. Raises InsufficientBlocks."""
+        """Append computed tokens; full blocks are cached at once. Raises InsufficientBlocks, and SequenceTooLong."""
         sequence = self._on_gpu(sequence_id)
+        length = sequence.table.length + len(token_ids)
+        if sequence.max_tokens is not None and length > sequence.max_tokens:
+            raise SequenceTooLong(sequence_id, length, sequence.max_tokens)
         growth = self._blocks.growth(sequence, len(token_ids))
         self._check_available(growth)
         sequence.last_access = self._clock()
@@ -246,7 +255,7 @@ class KVCache:
         table, nodes = self._blocks.share(source, count)
         kept_priority = source.priority if priority is None else priority
         self._sequences[new_sequence_id] = LiveSequence(
-            source.namespace, kept_priority, source.last_access, table, nodes
+            source.namespace, kept_priority, source.last_access, table, nodes, max_tokens=source.max_tokens
         )
         return CacheHandle(new_sequence_id, self)
 
@@ -353,7 +362,10 @@ class KVCache:
     def request_of(self, sequence_id: SequenceId) -> AllocationRequest:
         """A request that would allocate the sequence as it is now, in this or another cache."""
         sequence = self._on_gpu(sequence_id)
-        return AllocationRequest(sequence_id, self._blocks.read(sequence), sequence.namespace, sequence.priority)
+        tokens = self._blocks.read(sequence)
+        return AllocationRequest(
+            sequence_id, tokens, sequence.namespace, sequence.priority, max_tokens=sequence.max_tokens
+        )
 
     def gc(self, *, keep_blocks: int | None = None) -> GarbageCollection:
         """Drop expired prefixes, then evict until at most `keep_blocks` cached blocks are left that no sequence holds.
@@ -362,13 +374,20 @@ class KVCache:
         """
         if keep_blocks is not None and keep_blocks < 0:
             raise InvalidValue(f"keep_blocks is {keep_blocks}; expected at least 0")
-        cached = self._prefix_cache
+        began_s, cached = time.perf_counter(), self._prefix_cache
         blocks, prefixes = self._pool.free_blocks, cached.cached_prefixes
         cached.drop_expired()
         if keep_blocks is not None:
             cached.evict_down_to(keep_blocks)
         freed = self._pool.free_blocks - blocks
-        return GarbageCollection(freed, freed * self.block_bytes, prefixes - cached.cached_prefixes)
+        time_ms = (time.perf_counter() - began_s) * 1e3
+        return GarbageCollection(freed, freed * self.block_bytes, prefixes - cached.cached_prefixes, time_ms)
+
+    def set_prefixes(self, prefixes: PrefixSettings) -> None:
+        """Cache prefixes by these settings from now on. What is cached stays: it is found again once `sharing` is on again.
+        Blocks of live sequences that became full meanwhile are cached when the sequence is extended."""
+        self._prefix_cache.settings = prefixes
+        self._prefix_cache.limit_prefixes()
 
     def defragment(self) -> Defragmentation:
         """Move blocks so that all free ones are adjacent. Sequences keep their content in new physical blocks."""

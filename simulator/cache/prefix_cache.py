@@ -61,7 +61,7 @@ class PrefixCache:
         self._pool = pool
         self._cpu_tier = cpu_tier
         self._policy = policy
-        self._settings = settings
+        self.settings = settings
         self._clock = clock
         self._report_hits = report_hits
         self._tree = PrefixTree(hasher)
@@ -177,8 +177,8 @@ class PrefixCache:
             self._cpu_tier.update_candidate(node)
 
     def limit_prefixes(self) -> None:
-        """Drop prefixes down to the limit in the settings. Each dropped one costs a walk over all prefixes."""
-        limit = self._settings.max_prefixes
+        """Drop prefixes until they are as many as the settings allow. Costs a walk over all prefixes for each one dropped."""
+        limit = self.settings.max_prefixes
         while limit is not None and len(self._tree.leaves) > limit:
             droppable = [leaf for leaf in self._tree.leaves if self._removable(leaf)]
             if not droppable:
@@ -367,11 +367,11 @@ class PrefixCache:
         return any(self._pool[block_id].references for block_id in node.gpu_block_ids)
 
     def _touch(self, node: PrefixNode) -> None:
-        if self._settings.ttl_s is not None:
+        if self.settings.ttl_s is not None:
             node.used_at = self._clock()
 
     def _expired(self, node: PrefixNode) -> bool:
-        ttl_s = self._settings.ttl_s
+        ttl_s = self.settings.ttl_s
         return ttl_s is not None and not self._held(node) and self._clock() - node.used_at >= ttl_s
 
     def _drop_cpu_copy(self, node: PrefixNode) -> None:

@@ -11,7 +11,7 @@ from kvatlas_simulator.cache.allocation import Priority
 from kvatlas_simulator.cache.block_hash import Namespace
 from kvatlas_simulator.cache.block_pool import BlockPool
 from kvatlas_simulator.cache.block_table import BlockTable, count_blocks
-from kvatlas_simulator.cache.prefix_cache import PrefixCache, PrefixSettings
+from kvatlas_simulator.cache.prefix_cache import PrefixCache
 from kvatlas_simulator.cache.prefix_tree import PrefixNode
 
 
@@ -40,15 +40,15 @@ class LiveSequence:
     hash collision."""
     swapped_tokens: list[int] | None = None
     """Its content while it is swapped out."""
+    max_tokens: int | None = None
 
 
 class SequenceBlocks:
     """Moves blocks between the pool, the prefix cache and block tables."""
 
-    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache, settings: PrefixSettings, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache, block_size: int) -> None:
         self._pool = pool
         self._prefix_cache = prefix_cache
-        self._settings = settings
         self._block_size = block_size
         self.copies = 0
         """Blocks copied on write."""
@@ -57,7 +57,7 @@ class SequenceBlocks:
         self, token_ids: Sequence[int], namespace: Namespace, lookup_blocks: int, known: Iterable[PrefixNode] = ()
     ) -> PrefixMatch:
         """The longest cached prefix of at most `lookup_blocks` blocks; `known` are nodes that an earlier match found."""
-        if not self._settings.sharing:
+        if not self._prefix_cache.settings.sharing:
             return PrefixMatch(len(token_ids), namespace, (), 0, 0)
         size = self._block_size
         # a pruned node has no copy, even if its block was cached again since, because that is another node
@@ -69,7 +69,7 @@ class SequenceBlocks:
                 break
             nodes.append(node)
             parent = node
-        if len(nodes) * size < self._settings.min_tokens:
+        if len(nodes) * size < self._prefix_cache.settings.min_tokens:
             nodes = []
         return PrefixMatch(len(token_ids), namespace, tuple(nodes), len(nodes) * size, lookup_blocks)
 
@@ -160,7 +160,7 @@ class SequenceBlocks:
     def _cache_full_blocks(self, sequence: LiveSequence) -> None:
         """Cache the newly full blocks. After a hash collision the rest of the sequence stays uncached."""
         length = sequence.table.length
-        if not self._settings.sharing or length < self._settings.min_tokens:
+        if not self._prefix_cache.settings.sharing or length < self._prefix_cache.settings.min_tokens:
             return
         full_ids = sequence.table.block_ids[len(sequence.nodes) : length // self._block_size]
         parent = sequence.nodes[-1] if sequence.nodes else None

@@ -1,6 +1,6 @@
 """The cache's counters, how full it is, and the results of its maintenance calls."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvatlas_simulator.cache.pressure import MemoryPressure
 
@@ -35,6 +35,10 @@ class CacheStats:
     """Share of the free blocks outside the longest run of adjacent ones."""
     memory_bytes: int
     """In use: bytes of the GPU blocks that sequences hold."""
+    total_memory_bytes: int
+    """Of all GPU blocks, in use or not."""
+    reserved_memory_bytes: int
+    """Of the GPU blocks that memory is reserved for (`PoolSettings`)."""
     cached_blocks: int
     """GPU blocks with a hash, held or not."""
     cached_prefixes: int
@@ -60,7 +64,9 @@ class GarbageCollection:
     memory_bytes: int
     """The size of these blocks."""
     prefixes: int
-    """How many fewer prefixes are cached."""
+    """By how many the cached prefixes became fewer."""
+    time_ms: float = field(default=0.0, compare=False)
+    """How long it took, in milliseconds of real time."""
 
 
 @dataclass(frozen=True, slots=True)

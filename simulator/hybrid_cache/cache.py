@@ -110,6 +110,7 @@ class HybridCache:
     def stats(self) -> CacheStats:
         """Counters, and current gauges."""
         referenced = len(self._pool) - self._pool.available_blocks
+        block_bytes = KVGeometry().bytes_of(self.block_size)
         return CacheStats(
             allocations=self._pool.allocations,
             deallocations=self._pool.allocations - referenced - self._pool.cached_blocks,
@@ -125,7 +126,9 @@ class HybridCache:
             pressure=self.pressure,
             fragmentation=0.0,
             free_fragmentation=0.0,
-            memory_bytes=referenced * KVGeometry().bytes_of(self.block_size),
+            memory_bytes=referenced * block_bytes,
+            total_memory_bytes=len(self._pool) * block_bytes,
+            reserved_memory_bytes=len(self._pool) * block_bytes,
             cached_blocks=self._pool.cached_blocks,
             cached_prefixes=0,
             cpu_blocks=0,

@@ -75,7 +75,7 @@ def listens_at(settings: ProcessSettings) -> tuple[str, int | None, set[str]]:
 
     match settings:
         case IndexerSettings():
-            pages = indexer_status.application(None, None, None)  # type: ignore[arg-type]
+            pages = indexer_status.application(None, None, None, None)  # type: ignore[arg-type]
             return settings.status_host, settings.status_port, {route.path for route in pages.routes}  # type: ignore[attr-defined]
         case PublishSettings():
             pages = publisher_status.application([], 1)

@@ -165,6 +165,7 @@ async def http_bodies(targets: Targets, rng: Random) -> int:
     hints = {"model_id": MODEL, "token_ids": [1] * 64, "expected_output_tokens": 10, "prompt": "x", "model": MODEL}
     requests = [
         ("POST", "/kvatlas/route"),
+        ("POST", "/kvatlas/select"),
         ("POST", "/kvatlas/done"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),

@@ -20,6 +20,7 @@ EXPECTED_COMMANDS = {
     "demo",
     "replay",
     "record",
+    "remove",
     "calibrate",
     "indexer",
     "publish",

@@ -8,8 +8,9 @@ class ReplicaCounters:
     """Plain integers since the copy was opened.
 
     `answered`: lookups that the copy answered. `while_loading`, `while_stale`, `while_large`: lookups that the store
-    answered, because the copy was loading, was older than allowed, or would be too large. `loads`: copies made; `losses`:
-    copies given up. `verified`: workers whose digests were compared with the store's, `mismatches`: those that differed.
+    answered, because the copy was loading, was older than allowed, or would be too large. `loads`: copies made; `resumed`:
+    copies that went on from the file; `losses`: copies given up. `saves`: of the copy to the file; `save_failures`: those
+    that failed. `verified`: workers whose digests were compared with the store's, `mismatches`: those that differed.
     `messages_read`: from the stream; `refused`: messages that must not be applied (the indexer keeps them as dead letters).
     """
 
@@ -18,7 +19,10 @@ class ReplicaCounters:
     while_stale: int = 0
     while_large: int = 0
     loads: int = 0
+    resumed: int = 0
     losses: int = 0
+    saves: int = 0
+    save_failures: int = 0
     verified: int = 0
     mismatches: int = 0
     messages_read: int = 0

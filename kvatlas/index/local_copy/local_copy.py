@@ -25,6 +25,7 @@ from kvatlas.bus.connection import connect_nats
 from kvatlas.errors import DATA_ERRORS, KvatlasError, NoIndexYet
 from kvatlas.identity import Scope
 from kvatlas.index.local_copy.comparison import ShardComparison
+from kvatlas.index.local_copy.copy_file import CopyFile
 from kvatlas.index.local_copy.counters import ReplicaCounters
 from kvatlas.index.local_copy.digest_check import differing_workers
 from kvatlas.index.local_copy.settings import ReplicaSettings
@@ -82,6 +83,7 @@ class IndexReplica:
         self._store = store
         self._index = index
         self._settings = settings
+        self._file = CopyFile(settings.file, self.counters)
         self._functions = IndexFunctions(store)
         self._copy: MemoryIndex | None = None
         self._feed: StreamFeed | None = None
@@ -205,51 +207,74 @@ class IndexReplica:
         log.warning("replica: %s; the store answers overlaps", line)
 
     async def _keep_copy(self, client: Client) -> str:
-        """Make a copy and keep it until it is in doubt; return why."""
+        """Have a copy and keep it until it is in doubt; returns why."""
         layout = await self._read_layout()
+        async with self._file.open(layout) as copy:
+            try:
+                why = await self._follow(client, layout, copy)
+            except (TooLarge, *DATA_ERRORS):
+                await self._file.forget(copy)
+                raise
+            if self._task.running:
+                await self._file.forget(copy)
+            return why
+
+    async def _follow(self, client: Client, layout: Layout, copy: MemoryIndex) -> str:
         readers = [ShardReader(self._store, ShardKeys(k, layout.number)) for k in range(layout.shards)]
-        copy = MemoryIndex(layout.partitions, layout.shards, side_index=False)
-
-        def check_size(coming: int = 0) -> None:
-            if (size := _estimate_bytes(copy) + BLOCK_BYTES * coming) > self._settings.max_bytes:
-                raise TooLarge(
-                    f"a copy takes {size >> 20} MiB or more; at most {self._settings.max_bytes >> 20} are allowed"
-                )
-
-        position = await start_position(client, readers, layout)
-        for k, reader in enumerate(readers):
-            await copy_shard(reader, copy.shard_at(k), check_size)
-        check_size()
+        position = await self._file.resume(copy, client)
+        if position is None:
+            position = await start_position(client, readers, layout)
+            for k, reader in enumerate(readers):
+                await copy_shard(reader, copy.shard_at(k), lambda coming: self._check_size(copy, coming))
+        self._check_size(copy)
         self._too_large = False
         probe_s = self._settings.max_stale_ms / 1e3 / PROBES_A_BOUND
         admission = Admission(None, layout.partitions, publishers=layout.publishers)
         self._feed = feed = StreamFeed(client, copy, admission, position, self.counters, probe_s=probe_s)
         feeding, sweeping = asyncio.create_task(feed.run()), asyncio.create_task(_sweep(copy))
         try:
-            await self._wait_until_current(feed, feeding, probe_s)
-            for worker in (one for k in range(copy.shards) for one in copy.shard_at(k).workers.values()):
-                worker.bad = False  # a checkpoint among the messages may have met a copy of later blocks
-            comparisons = [ShardComparison(copy.shard_at(k)) for k in range(copy.shards)]
-            if (why := await self._differs(layout, readers, comparisons, VERIFY_FIRST)) is None:
-                await self._wait_until_current(
-                    feed, feeding, probe_s
-                )  # by then, workers that were behind must have caught up
-                why = await self._differs(layout, readers, comparisons, VERIFY_WORKERS)
-            while why is None and not feeding.done() and self._task.running:
-                if self._copy is None:
-                    self._copy = copy
-                    self.counters.loads += 1
-                    log.info("replica: answering overlaps, from %d blocks", self.blocks)
-                await asyncio.wait([feeding], timeout=CHECK_S)
-                check_size()
-                why = await self._differs(layout, readers, comparisons, VERIFY_WORKERS)
-            if why is None and feeding.done():
-                await feeding  # raises what ended it
-            return why or "the stream's reader ended"
+            return await self._keep_current(layout, readers, copy, feed, feeding)
         finally:
             for task in (feeding, sweeping):
                 task.cancel()
             await asyncio.gather(feeding, sweeping, return_exceptions=True)
+            if not self._task.running:
+                await self._file.save(copy, feed)
+
+    async def _keep_current(
+        self,
+        layout: Layout,
+        readers: Sequence[ShardReader],
+        copy: MemoryIndex,
+        feed: StreamFeed,
+        feeding: "asyncio.Task[None]",
+    ) -> str:
+        probe_s = self._settings.max_stale_ms / 1e3 / PROBES_A_BOUND
+        await self._wait_until_current(feed, feeding, probe_s)
+        for worker in (one for k in range(copy.shards) for one in copy.shard_at(k).workers.values()):
+            worker.bad = False  # a checkpoint among the messages that were applied to a copy of later blocks
+        comparisons = [ShardComparison(copy.shard_at(k)) for k in range(copy.shards)]
+        if (why := await self._differs(layout, readers, comparisons, VERIFY_FIRST)) is None:
+            await self._wait_until_current(feed, feeding, probe_s)  # what was behind must have come by then
+            why = await self._differs(layout, readers, comparisons, VERIFY_WORKERS)
+        while why is None and not feeding.done() and self._task.running:
+            if self._copy is None:
+                self._copy = copy
+                resumed = self._file.is_resumed(copy)
+                self.counters.resumed += resumed
+                self.counters.loads += not resumed
+                log.info("replica: answering overlaps, from %d blocks", self.blocks)
+            await self._file.save(copy, feed)
+            await asyncio.wait([feeding], timeout=CHECK_S)
+            self._check_size(copy)
+            why = await self._differs(layout, readers, comparisons, VERIFY_WORKERS)
+        if why is None and feeding.done():
+            await feeding  # raises what ended it
+        return why or "the stream's reader ended"
+
+    def _check_size(self, copy: MemoryIndex, coming: int = 0) -> None:
+        if (size := _estimate_bytes(copy) + BLOCK_BYTES * coming) > self._settings.max_bytes:
+            raise TooLarge(f"a copy takes {size >> 20} MiB or more; allowed are {self._settings.max_bytes >> 20}")
 
     async def _wait_until_current(self, feed: StreamFeed, feeding: "asyncio.Task[None]", pause_s: float) -> None:
         """Wait until everything that is in the stream now is applied, or the reading has ended."""

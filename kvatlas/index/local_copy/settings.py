@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 
 from kvatlas.bus.access import NatsAccess
 from kvatlas.errors import InvalidValue
@@ -15,12 +16,13 @@ class ReplicaSettings:
     """A copy of the index in this process, fed from `nats` (an access, or the URL alone).
 
     `max_stale_ms`: the store answers while the copy may be older than this. `max_bytes`: the store answers if the copy
-    would take more memory than this, as estimated from its blocks.
+    would take more memory than this, as estimated from its blocks. `file`: keeps the copy over restarts; None: nothing does.
     """
 
     nats: NatsAccess | str
     max_stale_ms: float = MAX_STALE_MS
     max_bytes: int = MAX_BYTES
+    file: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.max_stale_ms < inf:

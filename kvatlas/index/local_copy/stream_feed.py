@@ -56,7 +56,8 @@ class StreamFeed:
         """Everything in the stream at this time of the monotonic clock is applied."""
         self._client = client
         self._index = index
-        self._position = start
+        self.position = start
+        """Of the last message applied."""
         self._counters = counters
         self._probe_s = probe_s
         self._admission = admission
@@ -78,7 +79,7 @@ class StreamFeed:
             if monotonic() - began_s > LONGEST_PAUSE_S:
                 backoff.reset()
             pause_s = backoff.next_s()
-            log.info("replica: reading again from position %d in %g s (%s)", self._position.seq, pause_s, why)
+            log.info("replica: reading again from position %d in %g s (%s)", self.position.seq, pause_s, why)
             await anyio.sleep(pause_s)
 
     async def _read(self) -> str:
@@ -88,7 +89,7 @@ class StreamFeed:
         def make(pending: int) -> PullConsumer:
             return PullConsumer(
                 name,
-                self._position,
+                self.position,
                 pending,
                 partition=EVERY_PARTITION,
                 client=self._client,
@@ -97,7 +98,7 @@ class StreamFeed:
                 counters=self._counters,
             )
 
-        async with open_pull_consumer(self._client, name, [ALL_EVENTS], self._position, make) as consumer:
+        async with open_pull_consumer(self._client, name, [ALL_EVENTS], self.position, make) as consumer:
             self._goals.clear()
             errors: list[BaseException] = []
             tasks = [asyncio.create_task(work, name=name) for work in (self._apply(consumer), self._probe(consumer))]
@@ -137,7 +138,7 @@ class StreamFeed:
                 await self._fold(part.batch.messages)
                 queue.record_applied(part.batch)
                 assert part.batch.position is not None
-                self._position = part.batch.position
+                self.position = part.batch.position
                 self._settle(queue)
                 await asyncio.sleep(0)  # let requests run between two slices
 

@@ -219,7 +219,6 @@ class BlockTable:
                 continue
             changed = _keys_of(keys, olds, old)
             blocks.update(dict.fromkeys(changed, new))
-            counts.bytes_written += len(changed) * (HASH_BYTES + len(new))
             self._count(holder, scope_id, tier, changed)
             counts.stored += len(changed)
 
@@ -235,7 +234,6 @@ class BlockTable:
             changed = _keys_of(keys, olds, old)
             if new:
                 blocks.update(dict.fromkeys(changed, new))
-                counts.bytes_written += len(changed) * (HASH_BYTES + len(new))
             else:
                 for key in changed:
                     self._replace(scope_id, key, new)

@@ -89,7 +89,14 @@ class MemoryIndex(DirectWrites):
         return len(unheld)
 
     async def clear(self) -> None:
+        before = self._shards
         self._shards = [MemoryShard(side_index=self._side_index, clock=self._clock) for _ in range(self.shards)]
+        self._keep_counts(before)
+
+    def _keep_counts(self, before: Sequence[MemoryShard]) -> None:
+        """Keep the counters of work done before a clear."""
+        for shard, cleared in zip(self._shards, before, strict=True):
+            shard.counts = cleared.counts
 
     async def sweep(self, shard: int, budget_blocks: int) -> int:
         return self._shards[shard].table.sweep(budget_blocks)
@@ -196,7 +203,7 @@ class MemoryIndex(DirectWrites):
             puts=sum(count.stored for count in counts),
             removes=sum(count.removed for count in counts),
             prefix_scans=self._prefix_scans,
-            bytes_written=sum(count.bytes_written for count in counts),
+            bytes_written=0,
         )
 
     async def resident_blocks(self) -> Sequence[ResidentBlocks]:

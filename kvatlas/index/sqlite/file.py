@@ -5,6 +5,7 @@ checkpoints, so a machine that loses power may lose the last transactions. Posit
 lost writes.
 """
 
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +64,11 @@ class _Statements:
 
 _SAY = {table: _Statements.of(table, keys, others) for table, (keys, others) in _TABLES.items()}
 
+CHECKPOINT_BYTES = 4 << 20
+"""A log of this size is copied into the database."""
+_LOG_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
+"""Of SQLite's write-ahead log, and of each page in it; that begins with the page's number, in 4 bytes."""
+
 Row = tuple[Any, ...]
 T = TypeVar("T")
 _REPLACE = "delete it; publishers' snapshots fill a new one"
@@ -86,12 +92,21 @@ class Changes:
         return bool(self.set or self.deleted)
 
 
+class DamagedFile(UnsuitableStore):
+    """What is in the file can't be read: it is damaged, or another program's."""
+
+
 class IndexFile:
     """One process at a time has it open. Calls may come from any thread, one after the other."""
 
     def __init__(self, path: Path, partitions: int | None, shards: int | None) -> None:
-        """Open or create the file. Raises UnsuitableStore (not our file, damaged, or open elsewhere) and LayoutMismatch."""
+        """Opens the file, or makes it. Raises DamagedFile (no file of ours, or damaged), UnsuitableStore (open elsewhere, or it
+        can't be opened), and LayoutMismatch."""
         self.path = path
+        self.bytes_written = 0
+        """Given to the file system since the file was opened: the log, and the pages copied from it into the database."""
+        self._log = Path(f"{path}-wal")
+        self._log_bytes = 0
         with self._opening():
             self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
             try:
@@ -102,7 +117,7 @@ class IndexFile:
                 raise
 
     def rows(self, table: str) -> Iterator[Row]:
-        """Every row, with the fields in the table's order. Raises UnsuitableStore for a damaged file."""
+        """Every row, with the fields in the order of the table's. Raises DamagedFile."""
         with self._opening():
             yield from self._connection.execute(_SAY[table].select)
 
@@ -113,11 +128,11 @@ class IndexFile:
                 yield row[1:]
 
     def read(self, what: str, unpack: Callable[..., T], *fields: Any) -> T:
-        """Unpack a row's fields. Raises UnsuitableStore if they can't be read."""
+        """What `unpack` makes of a row's fields. Raises DamagedFile if they can't be read."""
         try:
             return unpack(*fields)
         except (*DATA_ERRORS, KvatlasError, msgpack.UnpackException) as error:
-            raise UnsuitableStore(f"index file {self.path}: a {what} can't be read ({error}); {_REPLACE}") from error
+            raise DamagedFile(f"index file {self.path}: a {what} can't be read ({error}); {_REPLACE}") from error
 
     def write(self, changes: Changes) -> None:
         """Write all changes in one transaction. Raises Unreachable if nothing was written."""
@@ -127,6 +142,7 @@ class IndexFile:
                     self._connection.executemany(_SAY[table].insert, rows)
                 for table, keys in changes.deleted.items():
                     self._connection.executemany(_SAY[table].delete, keys)
+            self._follow_log()
         except sqlite3.Error as error:
             raise Unreachable(f"index file {self.path}: can't be written ({error}); changes wait in memory") from error
 
@@ -136,11 +152,33 @@ class IndexFile:
             with self._transaction():
                 for table in _TABLES.keys() - {"layout"}:
                     self._connection.execute(_SAY[table].empty)
+            self._follow_log()
         except sqlite3.Error as error:
             raise Unreachable(f"index file {self.path}: can't be emptied ({error})") from error
 
     def close(self) -> None:
         self._connection.close()
+
+    def _follow_log(self) -> None:
+        """Count what the log has grown by, and copy a long one into the database."""
+        try:
+            log_bytes = self._log.stat().st_size
+            self.bytes_written += log_bytes - self._log_bytes
+            self._log_bytes = log_bytes
+            if log_bytes >= CHECKPOINT_BYTES:
+                pages = self._count_logged_pages()
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self.bytes_written += pages * self._page_bytes
+                self._log_bytes = self._log.stat().st_size
+        except OSError as error:
+            raise Unreachable(f"index file {self.path}: its log can't be read ({error})") from error
+
+    def _count_logged_pages(self) -> int:
+        """Different pages in the log."""
+        frame_bytes = _FRAME_HEADER_BYTES + self._page_bytes
+        with self._log.open("rb") as log:
+            starts = range(_LOG_HEADER_BYTES, self._log_bytes, frame_bytes)
+            return len({os.pread(log.fileno(), 4, start) for start in starts})
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -161,7 +199,8 @@ class IndexFile:
             if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
                 line = "another process has it open; stop that one, or choose another file"
             elif error.sqlite_errorcode in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-                line = f"it is not an index file, or damaged ({error}); {_REPLACE}"
+                line = f"it is no index file, or damaged ({error}); {_REPLACE}"
+                raise DamagedFile(f"index file {self.path}: {line}") from error
             else:
                 line = f"it can't be opened ({error})"
             raise UnsuitableStore(f"index file {self.path}: {line}") from error
@@ -169,21 +208,23 @@ class IndexFile:
     def _prepare(self) -> None:
         execute = self._connection.execute
         execute("PRAGMA locking_mode = EXCLUSIVE")
-        execute("PRAGMA journal_mode = WAL")
-        execute("PRAGMA synchronous = NORMAL")
         [application] = execute("PRAGMA application_id").fetchone()
         [version] = execute("PRAGMA user_version").fetchone()
         [tables] = execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if tables and application != APPLICATION_ID:
+            raise DamagedFile(f"index file {self.path}: another program's database; choose another file")
+        if tables and version != VERSION:
+            raise LayoutMismatch(f"index file {self.path}: version {version}; this kvatlas expects {VERSION}")
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = NORMAL")
+        execute("PRAGMA wal_autocheckpoint = 0")  # `_follow_log` does it
+        [self._page_bytes] = execute("PRAGMA page_size").fetchone()
         if not tables:
             with self._transaction():
                 for statements in _SAY.values():
                     execute(statements.create)
                 execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 execute(f"PRAGMA user_version = {VERSION}")
-        elif application != APPLICATION_ID:
-            raise UnsuitableStore(f"index file {self.path}: another program's database; choose another file")
-        elif version != VERSION:
-            raise LayoutMismatch(f"index file {self.path}: version {version}; this kvatlas expects {VERSION}")
 
     def _layout(self, partitions: int | None, shards: int | None) -> tuple[int, int]:
         wanted = partitions or DEFAULT_PARTITIONS, shards or DEFAULT_SHARDS

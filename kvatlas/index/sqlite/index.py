@@ -1,13 +1,12 @@
 """The residency index of one process, kept in a file: for a router that restarts warm without a server."""
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
-import anyio
-import anyio.to_thread
-
+from kvatlas.blocks.residency import IndexWork
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.bus.subjects import partition_of
@@ -17,6 +16,7 @@ from kvatlas.index.protocol import ApplyResult, ScrubResult
 from kvatlas.index.sqlite.changes import TrackedDict, keep_on_error
 from kvatlas.index.sqlite.file import Changes, IndexFile
 from kvatlas.index.sqlite.shard import SqliteShard
+from kvatlas.runtime.threads import finish_in_thread
 
 
 @asynccontextmanager
@@ -28,12 +28,11 @@ async def open_sqlite_index(
     Partitions and shards are the file's, or 64 and 1. Raises UnsuitableStore for a file that is not ours, is damaged, or is
     open in another process, and LayoutMismatch for another version or other partitions and shards.
     """
-    file = await anyio.to_thread.run_sync(IndexFile, Path(path), partitions, shards)
+    file = await finish_in_thread(IndexFile, Path(path), partitions, shards)
     try:
-        yield await anyio.to_thread.run_sync(SqliteIndex, file)
+        yield await finish_in_thread(SqliteIndex, file)
     finally:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(file.close)
+        await finish_in_thread(file.close)
 
 
 class SqliteIndex(MemoryIndex):
@@ -47,11 +46,11 @@ class SqliteIndex(MemoryIndex):
     name = "sqlite"
     persistent = True
 
-    def __init__(self, file: IndexFile) -> None:
-        """Reads the whole file, so `open_sqlite_index` calls it in a thread. Raises UnsuitableStore."""
-        super().__init__(file.partitions, file.shards)
+    def __init__(self, file: IndexFile, *, side_index: bool = True) -> None:
+        """Reads the whole file; `open_sqlite_index` does it in a thread. Raises DamagedFile."""
+        super().__init__(file.partitions, file.shards, side_index=side_index)
         self._file = file
-        self._writing = anyio.Lock()
+        self._writing = asyncio.Lock()
         self._make_shards()
         self._tracked_scopes.update(
             {scope_id: file.read("scope", scope_from_canonical, text) for scope_id, text in file.rows("scopes")}
@@ -60,7 +59,7 @@ class SqliteIndex(MemoryIndex):
             shard.load(file)
 
     def _make_shards(self) -> None:
-        self._tracked_shards = [SqliteShard(number) for number in range(self.shards)]
+        self._tracked_shards = [SqliteShard(number, side_index=self._side_index) for number in range(self.shards)]
         self._tracked_scopes: TrackedDict[bytes, Scope] = TrackedDict()
         self._shards, self._scopes = list(self._tracked_shards), self._tracked_scopes
 
@@ -106,8 +105,14 @@ class SqliteIndex(MemoryIndex):
 
     async def clear(self) -> None:
         async with self._writing:
-            await anyio.to_thread.run_sync(self._file.clear)
+            await finish_in_thread(self._file.clear)
+            before = self._shards
             self._make_shards()
+            self._keep_counts(before)
+
+    @property
+    def work(self) -> IndexWork:
+        return replace(super().work, bytes_written=self._file.bytes_written)
 
     # ------------------------------------------------------------ the file
 
@@ -123,20 +128,24 @@ class SqliteIndex(MemoryIndex):
     async def _write_changes(self, shards: Sequence[SqliteShard]) -> None:
         """Write everything that changed; nothing is left if an earlier transaction included it."""
         async with self._writing:
-            tracked = [self._tracked_scopes.changed, *(one for shard in shards for one in shard.changed)]
-            with keep_on_error(tracked):
-                changes = Changes()
-                for scope_id in self._tracked_scopes.changed:
-                    scope = self._scopes.get(scope_id)
-                    changes.put("scopes", (scope_id,), None if scope is None else (scope.canonical,))
-                for shard in shards:
-                    shard.describe(changes)
-                for one in tracked:
-                    one.clear()
-                if changes:
-                    await anyio.to_thread.run_sync(partial(self._file.write, changes))
+            await self._write_changes_alone(shards)
+
+    async def _write_changes_alone(self, shards: Sequence[SqliteShard]) -> None:
+        """The same, for who is `_writing`."""
+        tracked = [self._tracked_scopes.changed, *(one for shard in shards for one in shard.changed)]
+        with keep_on_error(tracked):
+            changes = Changes()
+            for scope_id in self._tracked_scopes.changed:
+                scope = self._scopes.get(scope_id)
+                changes.put("scopes", (scope_id,), None if scope is None else (scope.canonical,))
             for shard in shards:
-                shard.confirm()
+                shard.describe(changes)
+            for one in tracked:
+                one.clear()
+            if changes:
+                await finish_in_thread(self._file.write, changes)
+        for shard in shards:
+            shard.confirm()
 
     async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
         await super()._pin(worker_id, scope_id, tier, hashes, pinned=pinned)

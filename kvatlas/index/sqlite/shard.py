@@ -1,5 +1,6 @@
 """One shard of a SqliteIndex: the memory index's shard, which describes its changes as rows."""
 
+from itertools import islice
 from typing import Any
 
 import msgpack
@@ -20,10 +21,12 @@ LOADING, ACTIVE, RETIRED = "l", "a", "r"
 class SqliteShard(MemoryShard):
     """`changed_workers`: workers whose records, or whose holders' digests, changed."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__()
+    def __init__(self, number: int, *, side_index: bool = True) -> None:
+        super().__init__(side_index=side_index)
         self.number = number
-        self.changed_workers: dict[str, None] = {}
+        workers: TrackedDict[str, Record] = TrackedDict()
+        self.workers = workers
+        self.changed_workers = workers.changed
         table = self.table
         self._blocks, self._parents = table.blocks, table.parents = ValuesByScope(), ValuesByScope()
         self._marks, self._heads = table.marks.marks, table.marks.heads = ValuesByScope(), ValuesByScope()
@@ -43,18 +46,24 @@ class SqliteShard(MemoryShard):
         numbers = (self._holders, self._active, self._retired, self._positions, self._pins)
         return [*(one.changed for one in values), *(one.changed for one in numbers), self.changed_workers]
 
+    @property
+    def changed_values(self) -> list[dict[tuple[bytes, bytes], None]]:
+        """Those of `changed` that may be many."""
+        return [one.changed for one in (self._blocks, self._parents, self._marks, self._heads)]
+
     # ------------------------------------------------------------ to the file
 
-    def describe(self, changes: Changes) -> None:
-        """Add the rows of everything that changed."""
+    def describe_values(self, changes: Changes, most: int | None = None) -> None:
+        """Add the rows of changed values, of each kind the first `most` of them (None: all)."""
+        linked = self._parents.changed
         for name, table, changed in (
-            ("blocks", self._blocks, self._blocks.changed | self._parents.changed),
+            ("blocks", self._blocks, linked | self._blocks.changed if linked else self._blocks.changed),
             ("marks", self._marks, self._marks.changed),
             ("heads", self._heads, self._heads.changed),
         ):
             ids = self._row_ids[name]
             ids.gone.clear()
-            for scope_id, key in changed:
+            for scope_id, key in islice(changed, most):
                 value = table.get(scope_id, {}).get(key)
                 if value is None:
                     if (gone := ids.of_gone(scope_id, key)) is not None:
@@ -62,6 +71,10 @@ class SqliteShard(MemoryShard):
                     continue
                 parent = (self._parents.get(scope_id, {}).get(key),) if table is self._blocks else ()
                 changes.put(name, (self.number, ids.of_value(scope_id, key)), (scope_id, key, value, *parent))
+
+    def describe(self, changes: Changes) -> None:
+        """Add the rows of all that changed."""
+        self.describe_values(changes)
         for partition in self._positions.changed:
             position = self._positions.get(partition)
             row = None if position is None else (position.creation_us, position.seq)
@@ -70,7 +83,8 @@ class SqliteShard(MemoryShard):
             tiers = self._pins.get(place)
             changes.put("pinned", (self.number, *place), None if tiers is None else (tiers,))
         numbers = {*self._holders.changed, *self._active.changed, *self._retired.changed}
-        for worker_id in self.changed_workers:
+        owners = {self._holders[number].worker_id for number in numbers if number in self._holders}
+        for worker_id in self.changed_workers.keys() | (owners & self.workers.keys()):
             record = self.workers.get(worker_id)
             changes.put("workers", (self.number, worker_id), None if record is None else (_pack_record(record),))
             numbers |= {record.active, record.loading} - {-1} if record is not None else set()
@@ -106,10 +120,11 @@ class SqliteShard(MemoryShard):
     # ------------------------------------------------------------ from the file
 
     def load(self, file: IndexFile) -> None:
-        """Load the file's rows of this shard. Raises UnsuitableStore for an unreadable row."""
+        """Take in the file's rows of this shard. Raises DamagedFile for one that can't be read."""
+        known: dict[bytes, bytes] = {}  # equal values are one object
         for id, scope_id, key, value, parent in file.shard_rows("blocks", self.number):
             self._row_ids["blocks"].load(id, scope_id, key)
-            self._blocks.load(scope_id, key, value)
+            self._blocks.load(scope_id, key, known.setdefault(value, value))
             if parent is not None:
                 self._parents.load(scope_id, key, parent)
                 self.table.children.setdefault(scope_id, {}).setdefault(parent, []).append(key)

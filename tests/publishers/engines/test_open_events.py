@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from kvatlas.blocks.hashing import local_hash
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import EngineEventError
-from kvatlas.fleet.records import EngineKind, ForwardPassMetrics, read_load
+from kvatlas.fleet.records import EngineKind, ForwardPassMetrics
+from kvatlas.fleet.reported_load import read_load
 from kvatlas.request import RequestHints
 from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineDropped, EngineRemoved, EngineStored
 from kvatlas_publishers.engines import decode_batch

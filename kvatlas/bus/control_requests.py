@@ -15,12 +15,12 @@ ANSWER_S = 2.0
 
 
 async def ask_publishers(
-    client: Client, worker_ids: Iterable[str], op: ControlOp, answer_s: float = ANSWER_S
+    client: Client, worker_ids: Iterable[str], request: ControlOp | ControlRequest, answer_s: float = ANSWER_S
 ) -> dict[str, ControlReply]:
     """The replies by worker; workers that don't answer in time, or answer for another worker, are missing."""
     replies: dict[str, ControlReply] = {}
     limit = anyio.CapacityLimiter(AT_ONCE)
-    payload = ControlRequest(op=op).pack()
+    payload = (request if isinstance(request, ControlRequest) else ControlRequest(op=request)).pack()
 
     async def ask(worker_id: str) -> None:
         async with limit:

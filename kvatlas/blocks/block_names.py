@@ -1,0 +1,71 @@
+"""How a caller may name a block: by its sequence hash, by its key, or by an engine's own hash."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvatlas.blocks.external_chain import ROOT, external_chain, is_hash_text
+from kvatlas.blocks.residency import BlockKey
+from kvatlas.errors import InvalidValue
+from kvatlas.identity import OWN_CHAIN, Scope
+
+
+@dataclass(frozen=True, slots=True)
+class NameInEngine:
+    """An engine's own hash of a block, as people write it: decimal, hex digits, or text."""
+
+    text: str
+
+
+BlockName: TypeAlias = int | BlockKey | NameInEngine
+"""An integer is a sequence hash."""
+
+
+def sequence_hash_of(key: BlockKey) -> int | None:
+    """The sequence hash of a key's block, if the key says it: in the own chain it is the block hash, and of an engine's chain a
+    first block has one by its name alone. Raises InvalidValue for a block hash that can't be of the own chain."""
+    if key.scope.chain == OWN_CHAIN:
+        return read_sequence_hash(key.block_hash)
+    if key.block_index:
+        return None
+    return int.from_bytes(external_chain([key.block_hash], key.prefix_hash), "little")
+
+
+def needs_publishers(name: BlockName | None) -> bool:
+    """Do only publishers know which block is meant?"""
+    return isinstance(name, NameInEngine) or (isinstance(name, BlockKey) and sequence_hash_of(name) is None)
+
+
+def said_sequence_hash(block: int | BlockKey) -> int:
+    """The same, of either. Raises InvalidValue for a key that does not say it."""
+    value = block if isinstance(block, int) else sequence_hash_of(block)
+    if value is None:
+        assert isinstance(block, BlockKey)
+        raise InvalidValue(
+            f"block {block.block_hash!r:.80} behind {block.prefix_hash!r:.80}: only publishers know which it is"
+        )
+    return value
+
+
+def read_block_name(
+    scope: Scope, block_hash: str | None, prefix: str | None, engine_hash: str | None
+) -> BlockName | None:
+    """A block as commands and queries name it: its hash, and with `prefix` its key; or an engine's own hash. None: not at all.
+    Raises InvalidValue for both."""
+    if engine_hash is not None:
+        if block_hash is not None or prefix is not None:
+            raise InvalidValue("a block is named by an engine's hash and by another; expected one of the two")
+        return NameInEngine(engine_hash)
+    if block_hash is None:
+        if prefix is not None:
+            raise InvalidValue(f"prefix {prefix!r:.80} without the hash of a block; expected both")
+        return None
+    if prefix is not None:
+        return BlockKey(scope, prefix, block_hash, int(prefix != ROOT), 0)
+    return read_sequence_hash(block_hash)
+
+
+def read_sequence_hash(text: str) -> int:
+    """The number in 16 hex digits. Raises InvalidValue."""
+    if not is_hash_text(text):
+        raise InvalidValue(f"sequence hash {text!r:.80}; expected 16 hex digits, as `kvatlas export` prints them")
+    return int(text, 16)

@@ -1,0 +1,131 @@
+"""The file that keeps a router's copy of the index: opened, resumed, written and given up.
+
+A copy never waits for its file to be of use: one that can't be a copy is renamed, one that can't be opened is left alone, one
+that the stream has left behind is emptied. Each is said in a line, and the copy is made of the store as without a file.
+"""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from nats.aio.client import Client
+
+from kvatlas.bus.partition_batch import Position
+from kvatlas.bus.stream import stream_info
+from kvatlas.errors import LayoutMismatch, Unreachable, UnsuitableStore
+from kvatlas.index.local_copy.counters import ReplicaCounters
+from kvatlas.index.local_copy.kept_copy import KeptCopy
+from kvatlas.index.local_copy.stream_feed import StreamFeed
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.redis.layout import Layout
+from kvatlas.index.sqlite.file import DamagedFile, IndexFile
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.runtime.threads import finish_in_thread
+
+REFUSED_SUFFIX = ".refused"
+_PARTS = ("-wal", "-shm", "")
+"""Ends of the names of a database's files."""
+
+log = logging.getLogger("kvatlas.replica")
+_rare_log = RateLimitedLog(log)
+
+
+class CopyFile:
+    """One replica's file, or none (`path` None): then copies are a MemoryIndex, and kept nowhere."""
+
+    def __init__(self, path: Path | None, counters: ReplicaCounters) -> None:
+        self._path = path
+        self._counters = counters
+
+    @asynccontextmanager
+    async def open(self, layout: Layout) -> AsyncIterator[MemoryIndex]:
+        """What the file has for a store of this layout, or an empty copy."""
+        opened = None
+        if self._path is not None:
+            try:
+                opened = await finish_in_thread(_open, self._path, layout)
+            except UnsuitableStore as error:
+                _rare_log.report("open", f"replica: {error}; the copy is kept in no file")
+        if opened is None:
+            yield MemoryIndex(layout.partitions, layout.shards, side_index=False)
+            return
+        file, copy = opened
+        try:
+            yield copy
+        finally:
+            await finish_in_thread(file.close)
+
+    async def resume(self, copy: MemoryIndex, client: Client) -> Position | None:
+        """The position after which a copy from the file needs the stream's messages. None, and it is empty, if the stream does
+        not have what it missed. Raises KvatlasError, and nats errors."""
+        if not isinstance(copy, KeptCopy):
+            return None
+        position, stream = copy.kept_position, await stream_info(client)
+        if position is None:
+            why = "" if await copy.is_empty() else "it has no whole copy"
+        elif position.creation_us != stream.creation_us:
+            why = "it is of another stream"
+        elif not stream.first_seq <= position.seq + 1 <= stream.last_seq + 1:
+            why = f"the stream begins at {stream.first_seq} and ends at {stream.last_seq}, the copy at {position.seq}"
+        else:
+            copy.resumed = True
+            log.info("replica: going on from %s, at position %d", self._path, position.seq)
+            return position
+        if why:
+            log.warning("replica: %s is of no use (%s): it is written anew", self._path, why)
+        await copy.clear()
+        return None
+
+    @staticmethod
+    def is_resumed(copy: MemoryIndex) -> bool:
+        """Does the copy go on from the file?"""
+        return isinstance(copy, KeptCopy) and copy.resumed
+
+    async def save(self, copy: MemoryIndex, feed: StreamFeed) -> None:
+        """Write what has changed since the last time."""
+        if not isinstance(copy, KeptCopy):
+            return
+        try:
+            await copy.save(lambda: feed.position)
+        except Unreachable as error:
+            self._counters.save_failures += 1
+            _rare_log.report("save", f"replica: {error}")
+        else:
+            self._counters.saves += 1
+
+    @staticmethod
+    async def forget(copy: MemoryIndex) -> None:
+        """The copy was wrong, and is not to be resumed."""
+        if not isinstance(copy, KeptCopy):
+            return
+        try:
+            await copy.clear()
+        except Unreachable as error:
+            log.warning("replica: %s", error)
+
+
+def _open(path: Path, layout: Layout) -> tuple[IndexFile, KeptCopy]:
+    """Raises UnsuitableStore for a file that can't be opened, or is open in another process."""
+    try:
+        return _read(path, layout)
+    except (DamagedFile, LayoutMismatch) as error:
+        refused = path.with_name(path.name + REFUSED_SUFFIX)
+        what = str(error).rpartition("; ")[0] if isinstance(error, DamagedFile) else str(error)  # without the cure
+        log.warning("replica: %s; renamed to %s, and another is begun", what, refused)
+        try:
+            for end in _PARTS:
+                if (part := Path(f"{path}{end}")).exists():
+                    part.replace(f"{refused}{end}")
+        except OSError as failure:
+            raise UnsuitableStore(f"index file {path}: it can't be renamed ({failure})") from error
+    return _read(path, layout)
+
+
+def _read(path: Path, layout: Layout) -> tuple[IndexFile, KeptCopy]:
+    file = IndexFile(path, layout.partitions, layout.shards)
+    try:
+        return file, KeptCopy(file)
+    except BaseException:
+        file.close()
+        raise

@@ -1,0 +1,69 @@
+"""A router's copy of the index that is kept in a file, so that it is warm after a restart.
+
+It answers and changes in memory, as any copy. What changed is written now and then, behind everything else: one transaction
+makes the file the copy as it was after one message of the stream, whose position is in it too. A copy that goes on from the
+file reads the stream from there. More changes than one transaction should have, as when a copy is made, are written in parts;
+until the last one the file has no position, and counts for nothing.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from kvatlas.bus.partition_batch import Position
+from kvatlas.bus.queue import EVERY_PARTITION
+from kvatlas.index.sqlite.file import Changes, IndexFile
+from kvatlas.index.sqlite.index import SqliteIndex
+from kvatlas.runtime.threads import finish_in_thread
+
+VALUES_A_PART = 2_000
+"""Changed values of each kind and shard that are described before other tasks have their turn: a few milliseconds."""
+
+
+class KeptCopy(SqliteIndex):
+    """Changes return at once; `save` writes them."""
+
+    def __init__(self, file: IndexFile) -> None:
+        """Reads the whole file. Raises DamagedFile."""
+        super().__init__(file, side_index=False)
+        self.resumed = False
+        """Does it go on from what the file had?"""
+
+    @property
+    def kept_position(self) -> Position | None:
+        """After which the file's copy needs the stream's messages; None if it has no whole copy."""
+        return self._tracked_shards[0].positions.get(EVERY_PARTITION)
+
+    async def save(self, position: Callable[[], Position]) -> None:
+        """Make the file this copy. `position`: where the stream is that the copy has now. Raises Unreachable; what is missing
+        is written the next time."""
+        async with self._writing:
+            while any(len(one) > VALUES_A_PART for shard in self._tracked_shards for one in shard.changed_values):
+                await self._write_part()
+            self._tracked_shards[0].positions[EVERY_PARTITION] = position()
+            await self._write_changes_alone(self._tracked_shards)
+
+    async def _write_part(self) -> None:
+        changes, shards = Changes(), self._tracked_shards
+        changes.put("positions", (0, EVERY_PARTITION), None)
+        for shard in shards:
+            shard.describe_values(changes, VALUES_A_PART)
+        changed = [one for shard in shards for one in shard.changed_values]
+        taken = [dict.fromkeys(islice(one, VALUES_A_PART)) for one in changed]
+        for one, keys in zip(changed, taken, strict=True):
+            for key in keys:
+                del one[key]
+        try:
+            await finish_in_thread(self._file.write, changes)
+        except BaseException:
+            for one, keys in zip(changed, taken, strict=True):
+                one.update(keys)
+            raise
+        for shard in shards:
+            shard.confirm()
+
+    async def _save(self, shard: int, workers: Iterable[str] = ()) -> None:
+        self._tracked_shards[shard].changed_workers.update(dict.fromkeys(workers))
+
+    async def _save_all(self) -> None:
+        for shard in self._tracked_shards:
+            shard.changed_workers.update(dict.fromkeys(shard.workers))

@@ -1,0 +1,69 @@
+"""The blocks that an engine hash stands for, and the engine hashes of a block: for questions about single blocks.
+
+A walk over the ledger, if it is asked by the block. No batch passes here.
+"""
+
+from collections.abc import Sequence
+
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.bus.control import NamedBlock, ScopeFields
+from kvatlas_publishers.engine_events import EngineHash
+from kvatlas_publishers.ledger.block import Stretch
+from kvatlas_publishers.ledger.lineage import Lineage
+
+
+def engine_hashes_of(text: str) -> list[EngineHash]:
+    """What an engine hash as people write it may be: a number of 64 bits (decimal, or 16 hex digits), the bytes that hex digits
+    write, or text."""
+    found: list[EngineHash] = [text.encode()]
+    digits = text.removeprefix("0x").removeprefix("-")
+    if digits.isdecimal() and not text.startswith("0x") and len(digits) <= 20:
+        found.append(int(text) & ((1 << 64) - 1))
+    try:
+        packed = bytes.fromhex(text.removeprefix("0x"))
+    except ValueError:
+        return found
+    return [*found, int.from_bytes(packed, "big") if len(packed) == HASH_BYTES else packed]
+
+
+def blocks_named(lineage: Lineage, text: str) -> list[NamedBlock]:
+    """The blocks that this engine hash stands for, in whatever scopes; empty if it is not known."""
+    found = []
+    for name in engine_hashes_of(text):
+        for stretch in lineage.stretches_named(name):
+            at = stretch.names.index(name) if stretch.plain else 0
+            found.append(_describe(lineage, stretch, at))
+    return found
+
+
+def names_of(lineage: Lineage, block: NamedBlock) -> list[EngineHash]:
+    """The engine hashes that stand for a block."""
+    packed, scope_id = block.sequence_hash.to_bytes(HASH_BYTES, "little"), block.scope.scope_id
+    names: list[EngineHash] = []
+    for namespace in lineage.namespaces.values():
+        if namespace.scope_id != scope_id:
+            continue
+        for stretch in namespace.stretches():
+            at = _place_of(stretch, packed)
+            if at is not None:
+                names += [stretch.names[at]] if stretch.plain else lineage.names_of(stretch)
+    return names
+
+
+def _place_of(stretch: Stretch, packed: bytes) -> int | None:
+    at = stretch.hashes.find(packed)
+    while at >= 0 and at % HASH_BYTES:
+        at = stretch.hashes.find(packed, at + 1)
+    return at // HASH_BYTES if at >= 0 else None
+
+
+def _describe(lineage: Lineage, stretch: Stretch, at: int) -> NamedBlock:
+    hashes: Sequence[bytes] = [
+        stretch.hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES] for place in (at - 1, at) if place >= 0
+    ]
+    before = hashes[0] if at else (stretch.parent.hashes[-HASH_BYTES:] if stretch.parent is not None else None)
+    return NamedBlock(
+        **ScopeFields.fields_of(lineage.uses[stretch.namespace.scope_id].scope),
+        sequence_hash=int.from_bytes(hashes[-1], "little"),
+        parent=None if before is None else int.from_bytes(before, "little"),
+    )

@@ -1,0 +1,5 @@
+"""The router's interface is tested on the same store as the library that it stands on."""
+
+from tests.router_client.conftest import store
+
+__all__ = ["store"]
