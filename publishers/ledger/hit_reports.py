@@ -89,9 +89,7 @@ class HitReports:
                 doubts.pop(name, None)
             return event
         names = [
-            name
-            for name in event.hashes
-            if self._held(event.tier, event.group, name) or not self._take(doubts, name)
+            name for name in event.hashes if self._held(event.tier, event.group, name) or not self._take(doubts, name)
         ]
         return event if len(names) == len(event.hashes) else replace(event, hashes=names)
 
