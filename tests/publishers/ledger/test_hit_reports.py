@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from kvatlas_publishers.ledger.ledger import Ledger
 from tests.publishers.ledger.one_chain import TOKENS, fold, ledger, store
 
 
-def prefix(count: int, names: list[int] | None = None, **fields: object) -> EngineStored:
+def prefix(count: int, names: list[int] | None = None, **fields: Any) -> EngineStored:
     """The first blocks of the chain: hits of a request, or new copies."""
     event = store(list(range(1, count + 1)), maybe_again=True, **fields)
     return event if names is None else replace(event, hashes=names)
@@ -80,8 +81,8 @@ def test_with_too_many_doubts_those_without_a_copy_are_forgotten(monkeypatch: py
 
 def test_of_a_window_only_the_last_reported_block_is_held() -> None:
     one = started()
-    full = {"group": 0, "kind": AttentionKind.FULL}
-    window = {"group": 1, "kind": AttentionKind.SLIDING_WINDOW, "window_tokens": 3}
+    full: dict[str, Any] = {"group": 0, "kind": AttentionKind.FULL}
+    window: dict[str, Any] = {"group": 1, "kind": AttentionKind.SLIDING_WINDOW, "window_tokens": 3}
     last_two = replace(prefix(4, [3, 4], **window), token_ids=TOKENS[:8])
     fold(one, prefix(4, **full), last_two)
     held = set(one.resident())
