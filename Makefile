@@ -79,10 +79,10 @@ lock: .lock/.ready ## write locks/: versions and hashes of all that is installed
 	@touch $@
 
 test: $(READY) ## run all tests, on real servers: three processes for two cores, each with servers of its own
-	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 quick: $(READY) ## run the tests that need no fleet, in under 2 minutes on 2 cores: before a commit; make test has all
-	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile $(QUICK)
+	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder $(QUICK)
 
 chaos: $(READY) ## inject random faults into a running fleet (CHAOS_SECONDS, CHAOS_SEED) and check that the index is exact
 	$(BIN)/python -m tests.chaos

@@ -8,12 +8,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvatlas.embedded.child_process import child_command
 from kvatlas.errors import KvatlasError, SettingsError
 from kvatlas.runtime.backoff import Backoff
-from kvatlas.settings import GatewaySettings
 
 PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_PORT"
 LONG_LIFE_S = 60.0
@@ -22,19 +21,23 @@ LONG_LIFE_S = 60.0
 _log = logging.getLogger("kvatlas_cli")
 
 
-async def run_process_group(settings: GatewaySettings) -> None:
-    """Run this command line again in each of `settings.processes` processes until cancelled, then stop them in order.
+async def run_process_group(
+    processes: int, host: str, shared: Mapping[str, int], flags: Callable[[int], Sequence[str]] = lambda _: ()
+) -> None:
+    """Run this command line again in each of `processes` processes until cancelled, then stop them in order.
 
-    One that crashes is started again. None outlives this one, also if it is killed (Linux). Raises SettingsError for a port
-    that can't be had, and KvatlasError if a process ends with an error of its own, which it has told.
+    `shared`: port flags and their ports, which all of them listen on; 0 takes a free one. `flags`: further ones of each
+    process, by its number from 0. A process that crashes is started again. None outlives this one, even if it is killed
+    (Linux). Raises SettingsError for a port that can't be had, and KvatlasError if a process ends with an error of its own,
+    which it has printed.
     """
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(_reserved(settings.host, port)) for port in (settings.port, settings.health_port)]
         words = [*sys.argv[1:], "--processes", "1", "--share-port"]
-        words += ["--port", str(ports[0]), "--health-port", str(ports[1])]
+        for flag, port in shared.items():
+            words += [flag, str(stack.enter_context(_reserved(host, port)))]
         async with asyncio.TaskGroup() as tasks:
-            for number in range(settings.processes):
-                tasks.create_task(_keep_running(words, _environment(number)))
+            for number in range(processes):
+                tasks.create_task(_keep_running([*words, *flags(number)], _environment(number)))
 
 
 @contextlib.contextmanager

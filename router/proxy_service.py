@@ -7,13 +7,14 @@ what runs may end.
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import replace
 from math import ceil
 
 import anyio
 from anyio.abc import TaskStatus
 
 from kvatlas.addresses import is_loopback
-from kvatlas.runtime.descriptors import FEW, count_descriptors
+from kvatlas.runtime.descriptors import FEW, count_descriptors, most_requests
 from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
@@ -48,14 +49,20 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
     Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
     LayoutMismatch if the store can't be used and `wait` is off.
     """
-    if (descriptors := count_descriptors()).most < FEW:
-        _log.warning(
-            "this process may open only %d file descriptors, and each request needs two: raise the limit "
-            "(ulimit -n, LimitNOFILE=)",
-            descriptors.most,
+    access = settings.http
+    if (most := most_requests()) < access.connections:
+        # clients' connections never take the descriptors that connections to engines need
+        access = replace(access, connections=most)
+        level = logging.WARNING if most * 2 < FEW else logging.INFO
+        _log.log(
+            level,
+            "at most %d connections of clients: this process may open %d file descriptors, and each request needs two; raise "
+            "the limit (ulimit -n, LimitNOFILE=) for more",
+            most,
+            count_descriptors().most,
         )
     with ExitStack() as listeners:
-        listener = listen(settings.host, settings.port, "the router", settings.http)
+        listener = listen(settings.host, settings.port, "the router", access, shared=settings.share_port)
         listeners.callback(listener.close)
         control: Listener | None = None
         if settings.control_is_apart:
@@ -64,6 +71,7 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
             listeners.callback(control.close)
             _log.info("for operators (/kvatlas/*, /status, /metrics, /): %s", control.url)
         async with open_proxy(settings) as application, anyio.create_task_group() as tasks:
+            application.connections = listener.shares
             serving = anyio.CancelScope(shield=True)  # whoever cancels this process: the server ends when it is drained
             watching = anyio.CancelScope(shield=True)  # and after it the one for operators, who see how it drains
 

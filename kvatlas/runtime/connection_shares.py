@@ -12,6 +12,8 @@ RESERVE = 64
 """Connections above the limit that are answered on probes' paths alone."""
 RESERVE_SHARE = 8
 """Of these, for one address."""
+NEARLY_FULL = 0.95
+"""Share of the connections that are in use."""
 
 
 class Closable(Protocol):
@@ -55,6 +57,11 @@ class ConnectionShares(Generic[C]):
             self._add(self._probes, Place.PROBES, connection, key)
             return Place.PROBES
         return Place.NONE
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Is there hardly room for another request? Idle connections make room."""
+        return len(self._full) - len(self._idle) >= NEARLY_FULL * self.most
 
     def close(self, connection: C) -> None:
         """It is closed, or about to be. Closing twice is fine."""

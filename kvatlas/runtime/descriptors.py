@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 FEW = 1024
 """A router needs two for each request, and one for each connection that it keeps."""
+RESERVED = 256
+"""For everything but requests: the store, NATS, probes, operators, files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,12 @@ def raise_limit() -> Descriptors:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return count_descriptors()
+
+
+def most_requests() -> int:
+    """Requests that this process can forward at a time: each needs a connection of its client and one to an engine."""
+    most = count_descriptors().most
+    return max(1, (most - min(RESERVED, most // 4)) // 2)
 
 
 def _probe_free() -> int:

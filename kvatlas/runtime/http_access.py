@@ -27,7 +27,7 @@ class HttpAccess:
     header_s: float = 10.0
     body_s: float = 300.0
     idle_s: int = 620
-    connections: int = 4_096
+    connections: int = 16_384
     address_connections: int | None = None
     cert_file: Path | None = None
     key_file: Path | None = None

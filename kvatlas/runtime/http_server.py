@@ -27,11 +27,12 @@ _log = logging.getLogger("kvatlas.http")
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A bound socket, and who may use what is served on it."""
+    """A bound socket, who may use what is served on it, and the connections to it."""
 
     socket: socket.socket
     access: HttpAccess
     tls: ssl.SSLContext | None
+    shares: ConnectionShares[BoundedProtocol]
 
     @property
     def url(self) -> str:
@@ -45,21 +46,23 @@ class Listener:
         self.socket.close()
 
 
-def listen(host: str, port: int, what: str, access: HttpAccess | None = None) -> Listener:
-    """Bind a socket; port 0 takes a free port. Raises SettingsError, naming `what`, if the address can't be used, and for a
-    certificate that can't be."""
+def listen(host: str, port: int, what: str, access: HttpAccess | None = None, *, shared: bool = False) -> Listener:
+    """Bind a socket; port 0 takes a free port. `shared`: other processes may listen on it too. Raises SettingsError, naming
+    `what`, if the address can't be used, and for a certificate that can't be."""
     access = access or HttpAccess()
     tls = access.tls_context()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind((host, port))
     except OSError as error:
         bound.close()
         raise SettingsError(f"{what} can't listen on {host}:{port}: {error.strerror or error}") from error
     bound.setblocking(False)
-    return Listener(bound, access, tls)
+    return Listener(bound, access, tls, ConnectionShares(access.connections, access.address_share))
 
 
 async def serve(
@@ -74,8 +77,7 @@ async def serve(
     With a grace of 0 uvicorn logs that it cancelled tasks even if there were none.
     """
     access, counters, refusals = listener.access, HttpCounters(), RateLimitedLog(_log)
-    shares: ConnectionShares[BoundedProtocol] = ConnectionShares(access.connections, access.address_share)
-    protocol = partial(BoundedProtocol, access=access, shares=shares, counters=counters, refusals=refusals)
+    protocol = partial(BoundedProtocol, access=access, shares=listener.shares, counters=counters, refusals=refusals)
     config = uvicorn.Config(
         HttpBorder(application, access, counters, refusals),
         http=protocol,  # type: ignore[arg-type]

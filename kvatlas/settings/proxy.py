@@ -173,11 +173,20 @@ class ProxySettings(RoutingSettings, HttpSettings):
         "Engines": "max_attempts disaggregate credentials_to",
         "Clients": "clients_file allow_path request_hints cors_origins held_s held_requests access_log record",
         "Operators": "control_host control_port control_token_file",
-        "HTTP server": "drain_s grace_s",
+        "HTTP server": "processes share_port drain_s grace_s",
     }
 
     host: Name = Field(default="127.0.0.1", description="Address to listen on.")
     port: Port = Field(default=8080, description="Port to listen on; 0: any free port.")
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="Processes that share the port; each has a port for operators of its own, counted up.",
+    )
+    share_port: bool = Field(
+        default=False, description="Let other processes listen on the same port too (SO_REUSEPORT)."
+    )
     control_host: Name = Field(
         default="127.0.0.1",
         description="Address of the port for operators: /kvatlas/*, /status, /metrics, the status page.",

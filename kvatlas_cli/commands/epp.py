@@ -20,7 +20,8 @@ def epp(settings: GatewaySettings) -> None:
     if settings.processes == 1:
         run_service("epp", settings, run_endpoint_picker(settings, ready=_ready))
     else:
-        run_service("epp", settings, run_process_group(settings))
+        shared = {"--port": settings.port, "--health-port": settings.health_port}
+        run_service("epp", settings, run_process_group(settings.processes, settings.host, shared))
 
 
 def _ready(running: "RunningPicker") -> None:

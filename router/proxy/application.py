@@ -14,7 +14,7 @@ Those for operators, on a port of their own unless all is on loopback:
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -54,10 +54,17 @@ from router_client.request_feed import RequestFeed
 _HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
 
 
+class Connections(Protocol):
+    """Of clients. `is_nearly_full`: further ones are about to be refused."""
+
+    @property
+    def is_nearly_full(self) -> bool: ...
+
+
 class ProxyApplication:
     """The routes over the parts of one proxy; `asgi` is the application, `control` the one for operators if that is apart.
-    `draining`: not ready any more, because it is about to
-    stop; requests are answered all the same."""
+    `draining`: not ready any more, because it is about to stop; requests are answered all the same. `connections`: of the
+    server, which is not ready while they are nearly all in use."""
 
     def __init__(
         self,
@@ -78,6 +85,7 @@ class ProxyApplication:
         engines with any method; one that ends with `*` stands for all that begin so. `apart`: what is for operators is served
         by `control` alone. `borders`: what clients have to prove and what they see. `feed`: follows answered requests."""
         self.draining = False
+        self.connections: Connections | None = None
         self._parts = parts
         self._is_warm = False
         self.exchange = exchange
@@ -134,8 +142,10 @@ class ProxyApplication:
         if workers and not self._is_warm:  # they may have come after the start
             self._is_warm = True
             await self._parts.warm_up()
-        ready = workers > 0 and not self.draining
-        return JSONResponse({"workers": workers, "draining": self.draining}, status_code=200 if ready else 503)
+        full = self.connections is not None and self.connections.is_nearly_full
+        ready = workers > 0 and not self.draining and not full
+        state = {"workers": workers, "draining": self.draining, "full": full}
+        return JSONResponse(state, status_code=200 if ready else 503)
 
     async def _version(self, _: Request) -> Response:
         return JSONResponse({"version": own_version(), "server": "kvatlas router"})

@@ -2,7 +2,6 @@
 defaults."""
 
 import asyncio
-import sys
 import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +12,7 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.store.connection import Store
 from kvatlas_router.tenancy.proof import hash_of
-from tests.end_to_end.processes import environment, line_with
+from tests.end_to_end.processes import environment, kvatlas_command, line_with
 from tests.router.proxy.engines import MODEL, Fleet, record, running_fleet
 
 ACMES_PROMPT = list(range(1_000, 1_200))
@@ -91,7 +90,7 @@ class Process:
 async def router_process(redis_url: str, *flags: str, host: str = "127.0.0.1") -> AsyncIterator[Process]:
     words = ["router", "--redis-url", redis_url, "--host", host, "--port", "0", "--tokenizer", "engine", *flags]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment()
+        *kvatlas_command(*words), stderr=asyncio.subprocess.PIPE, env=environment()
     )
     try:
         apart = any(flag in flags for flag in ("--clients-file", "--control-port")) or host != "127.0.0.1"

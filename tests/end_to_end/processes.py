@@ -11,6 +11,8 @@ from pathlib import Path
 
 import anyio
 
+from kvatlas.embedded.child_process import child_command
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -34,6 +36,11 @@ async def check_out(revision: str, folder: Path) -> Path:
     return folder
 
 
+def kvatlas_command(*words: str) -> list[str]:
+    """The command line of `kvatlas WORDS`, as a process that ends with this one, even if this one is killed."""
+    return child_command([sys.executable, "-m", "kvatlas_cli.main", *words])
+
+
 @asynccontextmanager
 async def service(
     *args: str, ready: str, cwd: Path, variables: Mapping[str, str] | None = None, stdin: int | None = None
@@ -41,10 +48,7 @@ async def service(
     """A command that runs until it is stopped, from the moment that a line of its stderr contains `ready`. `variables`: more
     of its environment."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "kvatlas_cli.main",
-        *args,
+        *kvatlas_command(*args),
         stdin=stdin,
         stderr=asyncio.subprocess.PIPE,
         env=environment(**(variables or {})),
@@ -82,10 +86,7 @@ async def line_with(text: str, stream: asyncio.StreamReader | None, deadline_s: 
 async def query(*args: str) -> str:
     """The stdout of a command that exits by itself, with code 0."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "kvatlas_cli.main",
-        *args,
+        *kvatlas_command(*args),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environment(),

@@ -10,6 +10,7 @@ import pytest
 from nats.aio.client import Client
 
 from kvatlas.embedded import EmbeddedServer
+from kvatlas.embedded.child_process import child_command
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
@@ -27,7 +28,7 @@ MESSAGES = 20
 @contextmanager
 def flooding(nats_url: str) -> Iterator[None]:
     """By a process of its own, at its own pace."""
-    command = [sys.executable, "-m", flooder.__name__, nats_url]
+    command = child_command([sys.executable, "-m", flooder.__name__, nats_url])
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "flooding\n"

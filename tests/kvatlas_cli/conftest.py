@@ -26,7 +26,7 @@ from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import connected_store
 from kvatlas_cli import logs, main
 from kvatlas_cli.logs import OWN
-from tests.end_to_end.processes import environment
+from tests.end_to_end.processes import environment, kvatlas_command
 from tests.eventually import until_sync
 
 SCOPE = Scope("m", "m")
@@ -100,7 +100,7 @@ _started: list[subprocess.Popen[str]] = []
 def start_command(*words: str, **variables: str) -> subprocess.Popen[str]:
     """Start a command as a child process. It ends with the test."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvatlas_cli.main", *words],
+        kvatlas_command(*words),
         env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import httpx
 from kvatlas.embedded.free_port import free_port
 from kvatlas.embedded.nats import NatsProcess
 from kvatlas.embedded.valkey import ValkeyProcess
-from tests.end_to_end.processes import environment
+from tests.end_to_end.processes import environment, kvatlas_command
 from tests.eventually import until_sync
 
 SECRET = "s3cr3t-of-a-server"
@@ -37,7 +36,7 @@ def test_processes_show_no_password_of_their_servers(tmp_path: Path) -> None:
                 port = ports[command] = free_port()
                 log = stack.enter_context((tmp_path / command).open("w"))
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "kvatlas_cli.main", command, *words, str(port), "--log-level", "debug"],
+                    kvatlas_command(command, *words, str(port), "--log-level", "debug"),
                     env=variables,
                     stdout=log,
                     stderr=log,

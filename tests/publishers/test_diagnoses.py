@@ -222,7 +222,7 @@ def one_batch(*events: dict[str, Any]) -> bytes:
         ({"parent_block_hash": 999}, "unknown_parent", "the block before them is not known"),
         ({"parent_block_hash": 0}, "zero_parent", "the block before them is named 0"),
         ({"token_ids": [1 << 40] * 16}, "unindexable", "their token ids are above 32 bits"),
-        ({"lora_id": 7}, "adapter_unnamed", "adapters that the engine tells by id alone"),
+        ({"lora_id": 7}, "adapter_unnamed", "adapters that the engine reports by id only"),
         ({"medium": "cpu"}, "removal_untold", "no event says when they are gone"),
         ({"block_size": "x"}, "unreadable_events", "events can't be read; the last: BlockStored with block_size"),
     ],

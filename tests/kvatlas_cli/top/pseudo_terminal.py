@@ -6,11 +6,10 @@ import os
 import pty
 import struct
 import subprocess
-import sys
 import termios
 from collections.abc import Iterator
 
-from tests.end_to_end.processes import environment
+from tests.end_to_end.processes import environment, kvatlas_command
 from tests.eventually import until
 
 TERMINAL = 80, 24
@@ -54,8 +53,7 @@ def kvatlas_in_terminal(*words: str) -> Iterator[PseudoTerminal]:
     columns, lines = TERMINAL
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     os.set_blocking(ours, False)
-    command = [sys.executable, "-m", "kvatlas_cli.main", *words]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
+    process = subprocess.Popen(kvatlas_command(*words), stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
     try:
         yield PseudoTerminal(ours)
         os.write(ours, b"qq")

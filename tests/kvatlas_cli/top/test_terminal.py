@@ -6,14 +6,13 @@ import os
 import pty
 import struct
 import subprocess
-import sys
 import termios
 from collections.abc import Iterator
 
 import pytest
 
 from kvatlas.embedded import ServerProcess
-from tests.end_to_end.processes import environment
+from tests.end_to_end.processes import environment, kvatlas_command
 from tests.eventually import until_sync
 from tests.kvatlas_cli.conftest import Cli
 
@@ -34,10 +33,8 @@ def test_a_terminal_shows_the_fleet_takes_keys_and_is_left_as_it_was(
 ) -> None:
     ours, theirs = terminal
     before = termios.tcgetattr(theirs)
-    command = [sys.executable, "-m", "kvatlas_cli.main", "top", "--nats-url", nats_server.url]
-    process = subprocess.Popen(
-        [*command, "--redis-url", fleet_store_url], stdin=theirs, stdout=theirs, stderr=theirs, env=environment()
-    )
+    command = kvatlas_command("top", "--nats-url", nats_server.url, "--redis-url", fleet_store_url)
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
     shown = ""
 
     def shows(text: str) -> bool:

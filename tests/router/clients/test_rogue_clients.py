@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ import httpx
 import pytest
 
 from kvatlas.store.connection import Store
-from tests.end_to_end.processes import environment, line_with
+from tests.end_to_end.processes import environment, kvatlas_command, line_with
 from tests.router.proxy.engines import MODEL, running_fleet
 
 pytestmark = pytest.mark.anyio
@@ -53,7 +52,7 @@ async def running_router(redis_url: str, *flags: str) -> AsyncIterator[Router]:
     """With a port for operators."""
     words = ["router", "--redis-url", redis_url, "--port", "0", "--control-port", "0", "--tokenizer", "none", *flags]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment()
+        *kvatlas_command(*words), stderr=asyncio.subprocess.PIPE, env=environment()
     )
     try:
         control = (await line_with("for operators", process.stderr)).split()[-1]

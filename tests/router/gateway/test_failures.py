@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvatlas.store.connection import Store
 from kvatlas_router.gateway.service import run_endpoint_picker
-from tests.end_to_end.processes import environment, line_with
+from tests.end_to_end.processes import environment, kvatlas_command, line_with
 from tests.eventually import until
 from tests.router.gateway.echo_engine import echo_engine
 from tests.router.gateway.envoy import EnvoyProcess
@@ -88,7 +87,7 @@ async def picker_process(valkey_url: str, port: int) -> AsyncIterator[asyncio.su
     words = ["epp", "--redis-url", valkey_url, "--port", str(port), "--health-port", "0", "--plaintext"]
     words += ["--processes", "2", "--tokenizer", "none"]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment()
+        *kvatlas_command(*words), stderr=asyncio.subprocess.PIPE, env=environment()
     )
     try:
         for _ in range(2):

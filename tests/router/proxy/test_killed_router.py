@@ -2,7 +2,6 @@
 
 import asyncio
 import struct
-import sys
 
 import httpx
 import pytest
@@ -11,7 +10,7 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import pool_id
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
-from tests.end_to_end.processes import environment, line_with
+from tests.end_to_end.processes import environment, kvatlas_command, line_with
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, running_fleet
 from tests.router.proxy.test_proxy import PROMPT, requests_are
@@ -26,7 +25,7 @@ async def test_a_killed_router_frees_its_bookings(store: Store, valkey_url: str)
     async with running_fleet(store, {"w1": SLOW}) as fleet:
         words = ["router", "--redis-url", valkey_url, "--port", "0", "--tokenizer", "none"]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment()
+            *kvatlas_command(*words), stderr=asyncio.subprocess.PIPE, env=environment()
         )
         try:
             said = await line_with("router at", process.stderr)

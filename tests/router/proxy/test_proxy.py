@@ -271,7 +271,7 @@ async def test_a_proxy_warms_up_before_it_is_ready_also_for_workers_that_come_la
 async def test_probes_say_if_the_proxy_is_alive_and_ready(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
         assert (await client.get("/health")).status_code == 200
-        assert (await client.get("/readyz")).json() == {"workers": 1, "draining": False}
+        assert (await client.get("/readyz")).json() == {"workers": 1, "draining": False, "full": False}
     await store.client.flushall()
     async with running_fleet(store, {}), running_proxy(valkey_url) as client:
         assert (await client.get("/health")).status_code == 200
