@@ -49,7 +49,8 @@ class EngineStored:
     event does not tell them. `untold_keys`: what the engine keeps blocks apart by and its events don't say, for people; empty
     if nothing. `located` False: from its hashes and parents can't be known where in a prompt the blocks are. `removes_held`:
     the form is one of versions that may announce the removal of blocks that they still hold. `chunk_removal_told` False:
-    it is not known whether the removal of blocks larger than the engine's is reported.
+    it is not known whether the removal of blocks larger than the engine's is reported. `maybe_again`: it may report blocks
+    that are held already, instead of new copies.
     """
 
     hashes: Sequence[EngineHash]
@@ -76,6 +77,7 @@ class EngineStored:
     located: bool = True
     removes_held: bool = False
     chunk_removal_told: bool = True
+    maybe_again: bool = False
 
     @property
     def chain(self) -> str:
@@ -108,7 +110,12 @@ class EngineCleared:
     tiers: Sequence[Tier] = PROCESS_TIERS
 
 
-EngineEvent = EngineStored | EngineRemoved | EngineDropped | EngineCleared
+@dataclass(frozen=True, slots=True)
+class EngineStarted:
+    """The engine's process begins: its own memory holds nothing yet."""
+
+
+EngineEvent = EngineStarted | EngineStored | EngineRemoved | EngineDropped | EngineCleared
 
 
 @dataclass(frozen=True, slots=True)

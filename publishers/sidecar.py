@@ -40,6 +40,7 @@ SAVE_SHARE = 200
 CLOSE_S = 3.0
 LOOK_S = 1.0
 """Between two looks whether an engine without a connection lists other sockets."""
+_LIST_SOCKETS = (EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG)
 
 log = logging.getLogger("kvatlas.publisher")
 
@@ -164,7 +165,8 @@ class EngineSidecar:
         self._saved_at = 0
         self._saved: SavedState | None = None
         self._feed: Feed | None = None
-        self._engine_url = settings.engine_url if settings.engine in (EngineKind.VLLM, EngineKind.MOCK) else None
+        self._engine_kind = settings.engine
+        self._engine_url = settings.engine_url if settings.engine in _LIST_SOCKETS else None
         self._lmcache_endpoint = settings.lmcache_endpoint
         self._lmcache_model = settings.lmcache_model or settings.model_id
         self._lmcache: LMCacheSubscription | None = None
@@ -255,7 +257,7 @@ class EngineSidecar:
         while True:
             await anyio.sleep(LOOK_S)
             if feed.is_away and publisher.engine.poller is not None and publisher.engine.state is EngineState.UP:
-                listed = await listed_source(url, self._feed_settings.rank)
+                listed = await listed_source(url, self._feed_settings.rank, self._engine_kind)
                 if listed is not None:
                     feed.move(listed.endpoint, listed.replay_endpoint)
 

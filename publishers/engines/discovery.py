@@ -112,20 +112,23 @@ async def discover(
     return offer
 
 
-async def listed_source(url: str, rank: int | None) -> EventSource | None:
-    """Where a vLLM engine says that the events of a rank (None: its only one) are now; None if it does not say."""
+async def listed_source(url: str, rank: int | None, kind: EngineKind) -> EventSource | None:
+    """Where an engine says that the events of a rank (None: its only one) are now; None if it does not say."""
+    host = urlsplit(url).hostname or ""
     async with httpx.AsyncClient(base_url=url.rstrip("/"), timeout=ANSWER_S, trust_env=False) as client:
         try:
-            listed = await _get_json(client, "/kv_event_sources")
+            if kind is EngineKind.SGLANG:
+                sources = list(_listed_by_sglang(await _get_sglang_info(client), host).values())
+            else:
+                offer = vllm_offer(await _get_json(client, "/kv_event_sources"), "", "", host)
+                sources = [] if offer.assumed else list(offer.sources)
         except Unreachable:
             return None
-    offer = vllm_offer(listed, "", "", urlsplit(url).hostname or "")
-    if offer.assumed:
-        return None
-    return next((one for one in offer.sources if (one.rank or 0) == (rank or 0)), None)
+    return next((one for one in sources if (one.rank or 0) == (rank or 0)), None)
 
 
 MAX_RANKS = 1_024
+_LIST_PORTS = "give it a fixed port, or start SGLang 0.5.22 or later with --grpc-port too"
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 _REMEDIES = {
     EngineKind.SGLANG: 'to be exact, start it with --kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557"}\'',
@@ -175,18 +178,27 @@ def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> Engi
 
 
 def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOffer:
-    """From SGLang's server info, which holds its command line's arguments."""
+    """From SGLang's server info: its command line's arguments and, from 0.5.22 on with `--grpc-port`, where the sockets of this
+    node's ranks are."""
     try:
         config = json.loads(info.get("kv_events_config") or "{}")
     except (ValueError, TypeError):
         config = {}
     size = info.get("page_size")
     sources: list[EventSource] = []
+    notes: list[str] = []
     dp_size = info.get("dp_size")
     ranks = range(min(dp_size, MAX_RANKS)) if isinstance(dp_size, int) and dp_size > 1 else (None,)
     if isinstance(config, Mapping) and config.get("publisher") == "zmq":
         endpoint, replay = str(config.get("endpoint") or f"tcp://*:{EVENTS_PORT}"), config.get("replay_endpoint")
+        listed = _listed_by_sglang(info, host)
         for rank in ranks:
+            if (known := listed.get(rank or 0)) is not None:
+                sources.append(replace(known, rank=rank))
+                continue
+            if endpoint.endswith(":0"):
+                notes.append(f"it doesn't list the port of its events (rank {rank or 0}); {_LIST_PORTS}")
+                continue
             sources.append(
                 EventSource(
                     shift_port(resolve_endpoint(endpoint, host), rank or 0),
@@ -196,7 +208,6 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
                 )
             )
     eagle = str(info.get("speculative_algorithm") or "").upper() in _EAGLE
-    notes = []
     if info.get("disable_radix_cache"):
         notes.append(f"model {model_id}: the radix cache is off, so its cache is always empty")
     if is_too_old(version := str(info.get("version"))):
@@ -214,6 +225,22 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
         role=role,
         bootstrap_port=port if role is Role.PREFILL and isinstance(port, int) and 0 < port < 65_536 else None,
     )
+
+
+def _listed_by_sglang(info: Mapping[str, Any], host: str) -> Mapping[int, EventSource]:
+    """The sockets that SGLang lists, by rank: those of the ranks on its own node."""
+    listed = info.get("kv_event_sources")
+    found: dict[int, EventSource] = {}
+    for one in listed if isinstance(listed, list) else ():
+        if isinstance(one, Mapping) and isinstance(rank := one.get("dp_rank"), int) and one.get("endpoint"):
+            replay = one.get("replay_endpoint")
+            found[rank] = EventSource(
+                resolve_endpoint(str(one["endpoint"]), host),
+                resolve_endpoint(str(replay), host) if replay else None,
+                str(one.get("topic") or ""),
+                rank,
+            )
+    return found
 
 
 def resolve_endpoint(endpoint: str, host: str) -> str:

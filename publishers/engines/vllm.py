@@ -16,8 +16,7 @@ Decisions that the wire leaves open:
   `reset_prefix_cache` with `reset_connector`): no event says which. So it clears both. Disks and stores keep theirs, as in the
   offloading connector (`TieringOffloadingManager.reset_cache`, 0.33).
 - A request with `kv_cache_report_mode: "full"` (0.26 and later, so maps) has what it finds in the cache reported as stored,
-  exactly as a new copy is. Each counts as a copy: exact without such requests, too much after an eviction with them. Not to
-  count them would claim too little, because requests that skip the cache do compute second copies, as recordings show.
+  exactly as a new copy is, from the prompt's first block on: see `ledger.hit_reports`.
 - `remaining_copy_counts` (proposed for versions after 0.33) says how many copies of each removed block are left: a block is
   held until none is. A version that reports a removal with the last copy only is read with `--set-semantics`.
 - An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
@@ -94,11 +93,18 @@ def decode_batch(payload: bytes) -> EngineBatch:
 
 def decode_simulated_batch(payload: bytes) -> EngineBatch:
     """One of the simulated engine. It reports each block that it drops from the CPU tier: a clear is of the device tier alone.
+    It never reports hits.
 
     Raises EngineEventError, as `decode_batch` does."""
     batch = decode_batch(payload)
-    batch.events = [EngineCleared((Tier.HBM,)) if isinstance(one, EngineCleared) else one for one in batch.events]
+    batch.events = [_as_simulated(one) for one in batch.events]
     return batch
+
+
+def _as_simulated(event: EngineEvent) -> EngineEvent:
+    if isinstance(event, EngineStored):
+        event.maybe_again = False
+    return EngineCleared((Tier.HBM,)) if isinstance(event, EngineCleared) else event
 
 
 def _event(tag: str, fields: wire.Fields) -> EngineEvent:
@@ -142,6 +148,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         offloaded=tier is not Tier.HBM,
         removal_told=_is_removal_told(fields),
         chunk_removal_told=get("medium") != "CPU" or "group_idx" in fields or "locality" in fields,
+        maybe_again=parent is None and tier is Tier.HBM and "type" in fields,
         untold_keys="" if "extra_keys" in fields or "type" in fields else UNTOLD_KEYS,
     )
 

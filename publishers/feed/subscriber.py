@@ -19,7 +19,7 @@ from kvatlas.fleet.records import EngineKind
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.diagnoses import Diagnoses
-from kvatlas_publishers.engine_events import EngineBatch
+from kvatlas_publishers.engine_events import EngineBatch, EngineStarted
 from kvatlas_publishers.engines import decode_batch
 from kvatlas_publishers.engines.decoder_check import diagnose_kind, kind_of_batch
 from kvatlas_publishers.feed.connection_state import FIRST_SILENCE_S, Connection, ConnectionState, Task
@@ -320,6 +320,8 @@ class Feed:
             if batch is None:
                 return
             batch = replace(batch, events=batch.known_events)
+        elif seq == 0:
+            batch = replace(batch, events=[EngineStarted(), *batch.events])
         if self._distrust.is_trusted(now_s):
             self._on_batch(batch)
         else:

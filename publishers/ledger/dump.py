@@ -1,7 +1,7 @@
 """The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
 
     [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting, variants, groups, lookahead
-     tokens, unproven, small blocks, untold keys]
+     tokens, unproven, small blocks, untold keys, reports]
 
 `identity` is what the sequence hashes depend on: a ledger saved under other settings is refused. `namespaces`: [adapter,
 salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root, chain, bytes a block].
@@ -10,7 +10,8 @@ counts]. `shared`: [name, [[position of block, [[position of holding, count]]]]]
 adapter, salt, extra keys, lookahead, local hashes or nil, chain, packed sequence hashes]. `variants`: [hash, the parent's
 hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. `unproven`: see `Residency.unproven`; nil if the
 engine uses keys. `small blocks`: [parts of a block, [[hash, anchor, number]]], see `marks.small_blocks`. `untold keys`: what
-the engine's events don't tell its blocks apart by; absent in states of earlier versions. Usable residency and marks are not
+the engine's events don't tell its blocks apart by; `reports`: see `HitReports.dump`; both absent in states of earlier
+versions. Usable residency and marks are not
 saved: they are computed from the rest.
 """
 
@@ -76,6 +77,7 @@ class SavedLedger:
     parts: int
     small_blocks: list[tuple[EngineHash, EngineHash, int]]
     untold_keys: str
+    reports: list[Any]
 
     def restore(self, lineage: Lineage, residency: Residency, awaiting: AwaitingParent) -> None:
         """Fill the empty parts of a ledger that knows the groups already. Raises InvalidValue, LookupError, TypeError or
@@ -174,6 +176,7 @@ def pack(
     lineage: Lineage,
     residency: Residency,
     awaiting: AwaitingParent,
+    reports: list[Any],
     *,
     uses_keys: bool,
 ) -> bytes:
@@ -250,6 +253,7 @@ def pack(
                 None if uses_keys else list(residency.unproven),
                 [small.parts, [[part, *one] for part, tied in small.tied.items() for one in tied.items()]],
                 groups.untold_keys,
+                reports,
             ]
         )
     )
@@ -264,7 +268,8 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             raise InvalidValue(f"saved ledger of version {version!r:.40}; expected {VERSION}")
         _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = raw
         variants, told, ahead, unproven, (parts, small_blocks), *later = engine
-        (untold_keys,) = later or ("",)
+        untold_keys = later[0] if later else ""
+        reports = later[1] if len(later) > 1 else [False, []]
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(
@@ -307,6 +312,7 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             parts=parts,
             small_blocks=[(part, anchor, number) for part, anchor, number in small_blocks],
             untold_keys=untold_keys,
+            reports=reports,
         )
     except InvalidValue:
         raise

@@ -23,7 +23,7 @@ A block left out is taken in if the engine stores it again in a way that can be 
 In doubt everything here under-reports: a count never exceeds the engine's own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from kvatlas.blocks.digest import Digest
@@ -31,7 +31,15 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
 from kvatlas.events import Cleared, Heads, IndexEvent, Marked, ScopeUse, SnapshotChunk
 from kvatlas.identity import OWN_CHAIN
-from kvatlas_publishers.engine_events import EngineBatch, EngineDropped, EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.engine_events import (
+    EngineBatch,
+    EngineDropped,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStarted,
+    EngineStored,
+)
 from kvatlas_publishers.ledger import dump as ledger_dump
 from kvatlas_publishers.ledger.block import Block
 from kvatlas_publishers.ledger.block_bytes import BlockBytes
@@ -39,6 +47,7 @@ from kvatlas_publishers.ledger.connectors.connector_blocks import ConnectorBlock
 from kvatlas_publishers.ledger.connectors.shared_store_writes import StoreWrites, is_stores
 from kvatlas_publishers.ledger.counters import LedgerCounters
 from kvatlas_publishers.ledger.engine_groups import EngineGroups
+from kvatlas_publishers.ledger.hit_reports import HitReports
 from kvatlas_publishers.ledger.holdings import Holdings
 from kvatlas_publishers.ledger.index_events import IndexEvents
 from kvatlas_publishers.ledger.lineage import Lineage
@@ -86,6 +95,7 @@ class Ledger:
         elif self.settings.has_store:
             self.store_writes = StoreWrites(self.counters)
         self.reuse = self.groups.reuse(None)
+        self._reports = HitReports(self.groups, self._is_resident)
         self._regrouped = False
         self.chain: str | None = None
         """The one that its blocks are of (`kvatlas.identity.Scope.chain`); None until the engine tells blocks."""
@@ -183,7 +193,8 @@ class Ledger:
         residency, writes = self._residency, self.store_writes
         residency.forgotten.drop_unnamed()
         cleared = False
-        for event in batch.events:
+        self._reports.begin_batch()
+        for at, event in enumerate(batch.events):
             if isinstance(event, EngineStored):
                 if event.salt == self.settings.tenant_id and self.settings.salt_is_tenant:
                     event = replace(event, salt=None)  # the tenant of events without a salt
@@ -210,17 +221,25 @@ class Ledger:
                 if writes is not None and is_stores(event):
                     writes.store(event)
                     continue
-                plain = event.removal_told and not event.offloaded
-                for part in (event,) if plain else self._connector.stored(event, self.block_size):
+                if event.removal_told and not event.offloaded:
+                    self._store(batch.events, at, event)
+                    continue
+                for part in self._connector.stored(event, self.block_size):
                     residency.store(part)
             elif isinstance(event, EngineRemoved):
                 if writes is not None and is_stores(event):
                     event = writes.remove(event)
-                residency.remove(event if event.tier is Tier.HBM else self._connector.removed(event))
+                is_device = event.tier is Tier.HBM
+                residency.remove(self._reports.removed(event) if is_device else self._connector.removed(event))
             elif isinstance(event, EngineDropped):
                 residency.drop(event)
+                self._reports.dropped(event)
+            elif isinstance(event, EngineStarted):
+                self._reports.knows_all = True
             else:
                 residency.clear(event)
+                if Tier.HBM in event.tiers:
+                    self._reports.cleared()
                 self._connector.clear(event.tiers)
                 if writes is not None and Tier.OBJECT_STORE in event.tiers:
                     writes.clear()
@@ -235,6 +254,23 @@ class Ledger:
             if residency.forgotten.forget_behind(lost):
                 events += self._settle(cleared=False)
         return events
+
+    def _store(self, events: Sequence[EngineEvent], at: int, event: EngineStored) -> None:
+        """Store the engine's own copies, as far as the batch's event number `at` makes them certain."""
+        residency, reports = self._residency, self._reports
+        if self.settings.set_semantics or event.tier is not Tier.HBM:
+            residency.store(event)
+            return
+        if event.parent is not None:
+            for name in reports.lost_before(event, self.lineage.known.get(event.parent)):
+                residency.hold(name, event.group)
+            residency.store(event)
+        elif event.maybe_again:
+            residency.end_removals()
+            for part in reports.stored(events, at, event):
+                residency.store(part)
+        else:
+            residency.store(event)
 
     def expire(self) -> list[EngineRemoved]:
         """The removals of blocks that have not been stored again since four calls ago, and whose removal nobody tells. They are
@@ -420,6 +456,7 @@ class Ledger:
             self.lineage,
             self._residency,
             self._resolver.awaiting,
+            self._reports.dump(),
             uses_keys=self._resolver.uses_keys,
         )
 
@@ -439,6 +476,7 @@ class Ledger:
             ledger._resolver.uses_keys = saved.unproven is None
             ledger._residency.unproven.update(saved.unproven or ())
             ledger._restore(saved)
+            ledger._reports.restore(saved.reports)
             chains = {one.chain for one in ledger.lineage.namespaces.values()}
             ledger.chain = OWN_CHAIN if OWN_CHAIN in chains else next(iter(chains), None)
             ledger._connector.restore(ledger.resident())

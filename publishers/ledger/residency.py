@@ -294,6 +294,15 @@ class Residency:
                 owner.copies += holding.unit
                 self._lineage.changed.append(owner)
 
+    def hold(self, name: EngineHash, group: int) -> None:
+        """The device tier turns out to have a copy of a known hash, of which none was counted."""
+        self.end_removals()
+        event, holding = EngineStored([name], None, (), 0, group=group), self._by_group[Tier.HBM, group]
+        if holding.indexable:
+            self._store_by_hash(event, holding)
+        else:
+            self.sparse.store(event, holding, counting=True)
+
     def remove(self, event: EngineRemoved) -> None:
         """One copy of each hash is gone, or the last one."""
         hashes, counters = event.hashes, self._counters

@@ -37,6 +37,10 @@ CHECKED = 10
 """Every so many prompts the index walks all blocks, and reports what differs from its probes."""
 
 
+SECOND_COPIES = "skip-reading"
+"""Many of its requests compute again what is held. After the first eviction it is not known that a copy is left."""
+
+
 def prompt_of(ask: Ask, model: str) -> Prompt:
     reading = CacheReading(skip=True) if ask.skip else CacheReading()
     return Prompt.of_tokens(Scope(model, model, ask.adapter), ask.tokens, reading=reading, media=ask.media)
@@ -132,5 +136,7 @@ async def test_over_zmq_nats_and_an_indexer_a_router_finds_usable_what_the_engin
             for one in engines:
                 tasks.start_soon(one.play, router, index)
         for one in engines:
-            assert [usable for usable, _ in one.found] == [hit for _, hit in one.found], one.name
+            less = [usable < hit for usable, hit in one.found]
+            assert all(usable <= hit for usable, hit in one.found), one.name
+            assert sum(less) <= (len(less) // 5 if one.name == SECOND_COPIES else 0), one.name
             assert any(hit for _, hit in one.found)

@@ -3,11 +3,13 @@
 It runs under a Python that has vLLM and needs nothing of this project: `python record.py FOLDER < configs.jsonl`. No model, no
 GPU: requests are admitted, prefilled in chunks, decoded and freed as the scheduler does it, by the KV cache manager alone.
 
-A config: {"name", "groups", "pool", "retention", "eagle", "lookahead", "fork", "asks", "seed"}, and perhaps "images" and "dcp".
+A config: {"name", "groups", "pool", "retention", "eagle", "lookahead", "fork", "asks", "seed"}, and perhaps "images", "dcp"
+and "mixed".
 A group is KIND[:SIZE][@BLOCK][=][!] with the kinds full, mla, swa, chunked and mamba, `=` where each rank of decode context
 parallelism has all of it, and `!` where draft layers are in it. `fork`: null (requests go on where an earlier one ended),
 "anywhere", or "blocks" (they leave it at a block's end). `images`: a few images stand in the prompts, all with the same
-placeholder token. `dcp`: ranks that share each block of full attention.
+placeholder token. `dcp`: ranks that share each block of full attention. `mixed`: some requests have what they find in the
+cache reported (`kv_cache_report_mode: "full"`), some don't read it (`prompt_logprobs`), and the cache is reset now and then.
 """
 
 import base64
@@ -112,13 +114,15 @@ class Engine:
         self.running: list[Request] = []
         self.made = 0
 
-    def admit(self, tokens: list[int], media: list[Media], out: "Recording") -> tuple[Request, int]:
+    def admit(
+        self, tokens: list[int], media: list[Media], out: "Recording", params: SamplingParams
+    ) -> tuple[Request, int]:
         """A new request, and how many of its tokens are reused."""
         self.made += 1
         request = Request(
             f"request-{self.made}",
             tokens,
-            SamplingParams(max_tokens=10_000),
+            params,
             None,
             mm_features=[
                 MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
@@ -171,6 +175,12 @@ class Engine:
         self.manager.free(self.running.pop(0))
         out.batch(self.manager.take_events())
 
+    def reset(self, out: "Recording") -> None:
+        self.free_all_but(0, out)
+        if not self.manager.reset_prefix_cache():
+            raise RuntimeError("blocks are in use")
+        out.batch(self.manager.take_events())
+
     def free_all_but(self, count: int, out: "Recording") -> None:
         while len(self.running) > count:
             self._free_oldest(out)
@@ -190,9 +200,11 @@ class Recording:
             self.lines.append({"batch": base64.b64encode(payload).decode(), "seq": self.seq})
             self.seq += 1
 
-    def ask(self, at: int, like: int | None, first: int, more: list[int], media: list[Media], hit: int) -> None:
+    def ask(
+        self, at: int, like: int | None, first: int, more: list[int], media: list[Media], skip: bool, hit: int
+    ) -> None:
         """A prompt was asked before the batches from line `at` on."""
-        ask: dict[str, Any] = {"like": like, "first": first, "more": more, "adapter": None, "skip": False}
+        ask: dict[str, Any] = {"like": like, "first": first, "more": more, "adapter": None, "skip": skip}
         if media:
             ask["media"] = media
         self.lines.insert(at, {"ask": ask, "hit": hit, "far": 0})
@@ -254,8 +266,20 @@ def record(config: dict[str, Any], folder: Path) -> None:
             media = [one for one in media if one[1] + one[2] <= len(tokens)]
         shared = _common(tokens, asked[like]) if like is not None else 0
         before = len(out.lines)
-        request, hit = engine.admit(tokens, media, out)
-        out.ask(before, like if shared else None, shared, tokens[shared:], media, hit)
+        params = SamplingParams(max_tokens=10_000)
+        if config.get("mixed"):
+            if chance.random() < 0.02:
+                engine.reset(out)
+                before = len(out.lines)
+            mode = chance.choice(("full", "incremental", "skip"))
+            params = SamplingParams(
+                max_tokens=10_000,
+                prompt_logprobs=1 if mode == "skip" else None,
+                extra_args={"kv_cache_report_mode": mode},
+            )
+        request, hit = engine.admit(tokens, media, out, params)
+        skips = request.skip_reading_prefix_cache
+        out.ask(before, like if shared else None, shared, tokens[shared:], media, bool(skips), hit)
         asked.append(tokens)
         output = fresh(1, 120)
         engine.decode(request, output, out)

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from kvatlas.blocks.reuse import CacheReading
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
+from kvatlas_publishers.engine_events import EngineBatch, EngineStarted
 from kvatlas_publishers.settings import PublisherSettings
 from router_client import Prompt
 from tests.end_to_end.socketless_worker import SocketlessWorker
@@ -76,6 +78,18 @@ SHARDED: dict[str, tuple[list[str], int, int, bool]] = {
     "dcp2-draft": (["mla!", "full=!"], 700, 2, True),
 }
 
+# some requests have their hits reported, some don't read the cache: groups, pool, EAGLE, lookahead tokens
+MIXED: dict[str, tuple[list[str], int, bool, int]] = {
+    "mixed": (["full"], 700, False, 0),
+    "mixed-small-pool": (["full"], 420, False, 0),
+    "mixed-swa": (["full", "swa:128"], 900, False, 0),
+    "mixed-mamba": (["full@64", "mamba@64"], 250, False, 0),
+    "mixed-chunked": (["full", "chunked:512"], 1_000, False, 0),
+    "mixed-gemma": (["full@32", "swa:512"], 900, False, 0),
+    "mixed-lookahead": (["full!"], 700, True, 1),
+    "mixed-eagle-swa": (["full!", "swa:128!"], 900, True, 0),
+}
+
 # with images: groups, pool, EAGLE, lookahead tokens
 IMAGES: dict[str, tuple[list[str], int, bool, int]] = {
     "images": (["full"], 900, False, 0),
@@ -92,6 +106,9 @@ def grid() -> Iterator[dict[str, Any]]:
         yield from _configs(model, groups, pool, retentions, eagle=True, lookahead=lookahead)
     for model, (groups, pool, ranks, eagle) in SHARDED.items():
         yield from _configs(model, groups, pool, (0,), eagle=eagle, lookahead=0, dcp=ranks)
+    for model, (groups, pool, eagle, lookahead) in MIXED.items():
+        for retention in (None, 0)[len(groups) == 1 :]:
+            yield from _configs(model, groups, pool, (retention,), eagle=eagle, lookahead=lookahead, mixed=True)
     for model, (groups, pool, eagle, lookahead) in IMAGES.items():
         yield from _configs(model, groups, pool, (0,), eagle=eagle, lookahead=lookahead, images=True)
 
@@ -121,7 +138,7 @@ def _configs(
         }
 
 
-UNDER_REPORTED = ("eagle-larger-full",)
+UNDER_REPORTED = ("eagle-larger-full", "mixed")
 """Models for which a router finds less than the engine: see docs/engines.md."""
 
 CONFIGS = {config["name"]: config for config in grid()}
@@ -145,6 +162,7 @@ async def test_every_prediction_equals_the_managers_hit(recordings: Path, name: 
     model = recording.naive_reuse()
     settings = PublisherSettings(worker_id="w", model_id="hybrid", **recording.settings)
     worker = SocketlessWorker(settings, MemoryIndex())
+    worker.changelog.record(EngineBatch([EngineStarted()]))
     await worker.send()
     wrong = []
     hits = 0
@@ -154,9 +172,10 @@ async def test_every_prediction_equals_the_managers_hit(recordings: Path, name: 
             await worker.take(step.payload)
         elif isinstance(step, Ask):
             naive = step.hit
-            if model.knows_all_hashes:
+            if model.knows_all_hashes and not name.startswith("mixed"):
                 naive = model.reusable(step.tokens, lookahead=recording.lookahead, media=step.media)
-            prompt = Prompt.of_tokens(Scope("hybrid", "hybrid"), step.tokens, media=step.media)
+            reading = CacheReading(skip=step.skip)
+            prompt = Prompt.of_tokens(Scope("hybrid", "hybrid"), step.tokens, reading=reading, media=step.media)
             routed = await worker.usable_tokens(prompt)
             hits += step.hit > 0
             safe = routed < step.hit and name.startswith(UNDER_REPORTED)

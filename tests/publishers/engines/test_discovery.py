@@ -143,6 +143,21 @@ def test_sglang_sources_come_from_its_server_arguments() -> None:
     assert "radix cache is off" in note
 
 
+def test_sglang_ports_of_the_systems_choice_are_the_listed_ones() -> None:
+    config = {"publisher": "zmq", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
+    listed = {
+        "dp_rank": 1,
+        "endpoint": "tcp://127.0.0.1:4711",
+        "replay_endpoint": "tcp://127.0.0.1:4712",
+        "topic": "kv",
+    }
+    info = {"kv_events_config": json.dumps(config), "dp_size": 2, "kv_event_sources": [listed, {"dp_rank": 0}, "?"]}
+    offer = sglang_offer(info, "m", "10.1.1.1")
+    assert offer.sources == [EventSource("tcp://10.1.1.1:4711", "tcp://10.1.1.1:4712", "kv", 1)]
+    (note,) = offer.notes
+    assert "rank 0" in note and "--grpc-port" in note
+
+
 @pytest.mark.parametrize(
     ("mode", "port", "expected"),
     [

@@ -158,11 +158,12 @@ async def test_a_feed_that_stays_away_while_the_engine_is_up_drops_everything_he
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize(("kind", "recorded"), [(EngineKind.VLLM, "vllm-0.33.0"), (EngineKind.SGLANG, "sglang-0.5.23")])
 async def test_an_engine_that_lists_another_port_after_its_restart_is_followed(
-    nats_client: Client, nats_url: str
+    nats_client: Client, nats_url: str, kind: EngineKind, recorded: str
 ) -> None:
-    """As with tcp://*:0 in vLLM."""
-    _, payloads = recording("vllm-0.33.0")
+    """As with tcp://*:0."""
+    _, payloads = recording(recorded)
     with engine_http() as http:
 
         def list_sources(engine: FakeEngine) -> None:
@@ -173,12 +174,13 @@ async def test_an_engine_that_lists_another_port_after_its_restart_is_followed(
                 "replay_endpoint": engine.replay_endpoint,
             }
             http.pages |= {"/health": (200, ""), "/kv_event_sources": (200, json.dumps({"0": source}))}
+            http.pages["/server_info"] = (200, json.dumps({"kv_event_sources": [{"dp_rank": 0, **source}]}))
 
         async with anyio.create_task_group() as tasks:
             async with FakeEngine() as engine:
                 list_sources(engine)
                 started: list[Publisher] = []
-                wanted = settings(engine, nats_url, engine_url=http.url)
+                wanted = settings(engine, nats_url, engine=kind, engine_url=http.url)
                 tasks.start_soon(run_sidecar, wanted, started.extend)
                 await until(lambda: started, what="the sidecar is ready")
                 publisher = started[0]
@@ -188,6 +190,6 @@ async def test_an_engine_that_lists_another_port_after_its_restart_is_followed(
                 list_sources(engine)
                 await engine.subscribed()
                 await engine.send(*payloads[60:120])
-                await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads[60:120]))
+                await assert_published(nats_client, publisher, ledger_of(kind, payloads[60:120]))
                 assert publisher.counters.feed_restarts == 1
             tasks.cancel_scope.cancel()

@@ -14,7 +14,14 @@ from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import Cleared, Heads, IndexEvent, Marked, Removed, SnapshotChunk, Stored, Unmarked
 from kvatlas.identity import Scope
-from kvatlas_publishers.engine_events import EngineBatch, EngineDropped, EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.engine_events import (
+    EngineBatch,
+    EngineCleared,
+    EngineDropped,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+)
 from kvatlas_publishers.ledger.marks.marks import SEGMENT
 from kvatlas_publishers.ledger.resolver import with_root_salt
 from tests.publishers.naive_reuse import Group, allows
@@ -63,7 +70,7 @@ class NaiveLedger:
                 for key in self.counts:
                     if key[0] in event.hashes and event.group in (None, key[2]):
                         self.counts[key] = 0
-            else:
+            elif isinstance(event, EngineCleared):
                 for key in self.counts:
                     if key[1] in event.tiers:
                         self.counts[key] = 0

@@ -1,0 +1,187 @@
+"""Events that store new copies of blocks, or report what a request has found in the cache: which, the wire doesn't say.
+
+vLLM reports the hits of a request with `kv_cache_report_mode: "full"` as if they were stored. Such a report begins at the
+prompt's first block, has an event for each group, and all blocks of full attention in it are held, as is the last one of a
+window or of mamba; earlier ones of these groups may be gone. So events are of new copies if one of them
+
+- has a parent,
+- leaves out blocks (`EngineStored.token_ids` are those of more blocks than it names), or
+- names a block that must be held in a report, and is not. That counts only while every copy is known: since the engine's start
+  or a clear.
+
+Of all others it is certain only that what a report needs is held now. Their copies are **doubtful**: a removal takes a certain
+copy first, so a block is claimed only while a copy is certainly left. What is stored behind a block shows that it is held.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.blocks.tiers import Tier
+from kvatlas_publishers.engine_events import EngineDropped, EngineEvent, EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.ledger.block import Stretch
+from kvatlas_publishers.ledger.engine_groups import EngineGroups
+
+MOST_DOUBTS = 131_072
+"""Doubtful hashes remembered (about 100 bytes each) besides those that are held."""
+
+_LAST_IS_HELD = (AttentionKind.SLIDING_WINDOW, AttentionKind.SLIDING_WINDOW_MLA, AttentionKind.MAMBA)
+
+
+class HitReports:
+    """The doubtful copies in one engine's device tier. `held(tier, group, name)`: is a copy certain?"""
+
+    def __init__(self, groups: EngineGroups, held: Callable[[Tier, int, EngineHash], bool]) -> None:
+        self.knows_all = False
+        """Has every event since the engine held nothing been seen?"""
+        self._groups = groups
+        self._held = held
+        self._doubts: dict[int, dict[EngineHash, int]] = {}
+        """By group: doubtful copies of each hash."""
+        self._run_end = 0
+        self._run_is_new = False
+
+    def begin_batch(self) -> None:
+        """Positions of events count from a batch's beginning."""
+        self._run_end = 0
+
+    def stored(self, events: Sequence[EngineEvent], at: int, event: EngineStored) -> Sequence[EngineStored]:
+        """What `event`, the batch's event number `at`, certainly adds to the copies of its group."""
+        if at >= self._run_end:
+            run = list(_run(events, at))
+            self._run_end = at + len(run)
+            self._run_is_new = any(map(self._is_new, run))
+        if self._run_is_new:
+            return (event,)
+        doubts = self._doubts.setdefault(event.group, {})
+        taken = []
+        for name, needed in zip(event.hashes, self._needed(event), strict=True):
+            taken.append(needed and not self._held(event.tier, event.group, name))
+            if not taken[-1]:
+                doubts[name] = doubts.get(name, 0) + 1
+        if len(doubts) > MOST_DOUBTS:
+            self._trim(event.group)
+        return (event,) if all(taken) else list(self._parts(event, taken))
+
+    def lost_before(self, event: EngineStored, parent: Stretch | None) -> list[EngineHash]:
+        """The blocks before the event's, up to `parent`, of which a doubtful copy must be a real one: certain from now on."""
+        doubts = self._doubts.get(event.group)
+        if not doubts or not self._groups.is_full(event.group):
+            return []
+        found = []
+        while parent is not None and parent.usable <= 0:
+            for name in parent.names:
+                if name in doubts and not self._held(event.tier, event.group, name):
+                    self._take(doubts, name)
+                    found.append(name)
+            parent = parent.parent
+        return found
+
+    def removed(self, event: EngineRemoved) -> EngineRemoved:
+        """The event without the removals that took a doubtful copy."""
+        doubts = self._doubts.get(event.group)
+        if not doubts:
+            return event
+        if event.last:
+            for name in event.hashes:
+                doubts.pop(name, None)
+            return event
+        names = [
+            name for name in event.hashes if self._held(event.tier, event.group, name) or not self._take(doubts, name)
+        ]
+        return event if len(names) == len(event.hashes) else replace(event, hashes=names)
+
+    def dropped(self, event: EngineDropped) -> None:
+        """All copies are gone."""
+        for group, doubts in self._doubts.items():
+            if event.group in (None, group):
+                for name in event.hashes:
+                    doubts.pop(name, None)
+
+    def cleared(self) -> None:
+        """The device tier is empty: every copy is known from now on."""
+        self._doubts.clear()
+        self.knows_all = True
+
+    # ---------------------------------------------------------------- saved state
+
+    def dump(self) -> list[Any]:
+        """For `restore`."""
+        groups = [[group, list(doubts), list(doubts.values())] for group, doubts in self._doubts.items()]
+        return [self.knows_all, groups]
+
+    def restore(self, saved: Sequence[Any]) -> None:
+        """What `dump` returned. Raises TypeError or ValueError for anything else."""
+        self.knows_all, groups = saved
+        self._doubts = {group: dict(zip(names, counts, strict=True)) for group, names, counts in groups}
+
+    # ---------------------------------------------------------------- judgement
+
+    def _is_new(self, event: EngineStored) -> bool:
+        """Is this certainly no report?"""
+        if len(event.token_ids) != event.block_size * len(event.hashes):
+            return True
+        if not self.knows_all:
+            return False
+        doubts: Mapping[EngineHash, int] = self._doubts.get(event.group, {})
+        return any(
+            needed and name not in doubts and not self._held(event.tier, event.group, name)
+            for name, needed in zip(event.hashes, self._needed(event), strict=True)
+        )
+
+    def _needed(self, event: EngineStored) -> Sequence[bool]:
+        """For each of its blocks: must it be held if this is a report?"""
+        count = len(event.hashes)
+        if self._groups.is_full(event.group):
+            return [True] * count
+        told = self._groups.told.get(event.group)
+        return [False] * (count - 1) + [told is not None and told.kind in _LAST_IS_HELD] * min(count, 1)
+
+    def _parts(self, event: EngineStored, taken: Sequence[bool]) -> Iterator[EngineStored]:
+        """The stretches of its blocks that are taken."""
+        hashes, size, full = event.hashes, event.block_size, self._groups.is_full(event.group)
+        first = 0
+        for is_taken, run in groupby(taken):
+            last = first + len(list(run))
+            if is_taken:
+                ahead = event.lookahead
+                if last < len(hashes):
+                    ahead = event.token_ids[last * size : last * size + event.lookahead_tokens]
+                yield replace(
+                    event,
+                    hashes=hashes[first:last],
+                    parent=hashes[first - 1] if first else None,
+                    token_ids=event.token_ids[first * size : last * size] if full else (),
+                    extra_keys=event.extra_keys[first:last] if event.extra_keys and full else None,
+                    salt=None if first else event.salt,
+                    lookahead=ahead,
+                )
+            first = last
+
+    @staticmethod
+    def _take(doubts: dict[EngineHash, int], name: EngineHash) -> bool:
+        """One doubtful copy less, if there is one."""
+        count = doubts.get(name, 0)
+        if count > 1:
+            doubts[name] = count - 1
+        elif count:
+            del doubts[name]
+        return count > 0
+
+    def _trim(self, group: int) -> None:
+        """Forget those of which no copy is certain."""
+        kept = {name: count for name, count in self._doubts[group].items() if self._held(Tier.HBM, group, name)}
+        self._doubts[group] = kept
+        self.knows_all = False
+
+
+def _run(events: Sequence[EngineEvent], at: int) -> Iterator[EngineStored]:
+    """The events from `at` on that can be of one request's step: one for each group, in order."""
+    group = -1
+    for event in events[at:]:
+        if not isinstance(event, EngineStored) or not event.maybe_again or event.group <= group:
+            return
+        group = event.group
+        yield event
