@@ -31,7 +31,7 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import export_metrics, flush_span, inject_headers
 from kvatlas_publishers.block_names import block_names
-from kvatlas_publishers.control import ControlResponder
+from kvatlas_publishers.control_requests.control import ControlResponder
 from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.duplicate_publisher import DuplicatePublisherWatch

@@ -29,13 +29,13 @@ from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
 from kvatlas_publishers.engine_events import EngineHash, EngineStored, LocalHashes
-from kvatlas_publishers.ledger.awaiting_parent import AwaitingParent
 from kvatlas_publishers.ledger.block import Block, Stretch
 from kvatlas_publishers.ledger.engine_groups import EngineGroups, ToldGroup
+from kvatlas_publishers.ledger.engine_hashes.awaiting_parent import AwaitingParent
+from kvatlas_publishers.ledger.engine_hashes.shared_hashes import CertainCopies
 from kvatlas_publishers.ledger.holdings import Holding
 from kvatlas_publishers.ledger.lineage import Lineage, Place
 from kvatlas_publishers.ledger.residency import Residency
-from kvatlas_publishers.ledger.shared_hashes import CertainCopies
 
 VERSION = 7
 

@@ -47,6 +47,7 @@ from kvatlas_publishers.ledger.connectors.connector_blocks import ConnectorBlock
 from kvatlas_publishers.ledger.connectors.shared_store_writes import StoreWrites, is_stores
 from kvatlas_publishers.ledger.counters import LedgerCounters
 from kvatlas_publishers.ledger.engine_groups import EngineGroups
+from kvatlas_publishers.ledger.engine_hashes.resolver import BlockResolver, has_keys
 from kvatlas_publishers.ledger.hit_reports import HitReports
 from kvatlas_publishers.ledger.holdings import Holdings
 from kvatlas_publishers.ledger.index_events import IndexEvents
@@ -55,7 +56,6 @@ from kvatlas_publishers.ledger.marks.mark_events import MarkEvents
 from kvatlas_publishers.ledger.marks.marks import Marks
 from kvatlas_publishers.ledger.prefix_closure import PrefixClosure, UsableChange
 from kvatlas_publishers.ledger.residency import Residency
-from kvatlas_publishers.ledger.resolver import BlockResolver, has_keys
 from kvatlas_publishers.ledger.settings import LedgerSettings
 
 __all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]

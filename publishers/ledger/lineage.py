@@ -21,8 +21,8 @@ from kvatlas.identity import OWN_CHAIN, Scope
 from kvatlas_publishers.engine_events import EngineHash, EngineStored
 from kvatlas_publishers.ledger.block import Block, Namespace, Stretch
 from kvatlas_publishers.ledger.block_bytes import BlockBytes
+from kvatlas_publishers.ledger.engine_hashes.variants import Variants
 from kvatlas_publishers.ledger.settings import LedgerSettings
-from kvatlas_publishers.ledger.variants import Variants
 
 LONG_STRETCH = 128
 """Blocks that a stretch has at most: to take one out, the names behind it are moved."""

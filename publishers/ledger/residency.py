@@ -13,13 +13,13 @@ from kvatlas_publishers.engine_events import EngineCleared, EngineDropped, Engin
 from kvatlas_publishers.ledger.block import COPIES_BITS, Block, Stretch
 from kvatlas_publishers.ledger.counters import LedgerCounters
 from kvatlas_publishers.ledger.engine_groups import EngineGroups
-from kvatlas_publishers.ledger.forgotten_names import ForgottenNames
+from kvatlas_publishers.ledger.engine_hashes.forgotten_names import ForgottenNames
+from kvatlas_publishers.ledger.engine_hashes.resolver import BlockResolver, has_keys
+from kvatlas_publishers.ledger.engine_hashes.shared_hashes import SharedHashes
 from kvatlas_publishers.ledger.holdings import Holding, Holdings
 from kvatlas_publishers.ledger.lineage import Lineage, Place
 from kvatlas_publishers.ledger.marks.sparse_holdings import SparseHoldings
 from kvatlas_publishers.ledger.plain_stretches import PlainStretches
-from kvatlas_publishers.ledger.resolver import BlockResolver, has_keys
-from kvatlas_publishers.ledger.shared_hashes import SharedHashes
 
 
 class Residency:

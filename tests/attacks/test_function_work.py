@@ -1,5 +1,5 @@
 """What the store's functions do at most for one call, whatever the user who calls them brings, and whatever is stored: counted
-in commands, and in the words that these have. `benchmarks/hostile_calls.py` has the calls, and measures their time."""
+in commands, and in the words that these have. `benchmarks/security/hostile_calls.py` has the calls, and measures their time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from benchmarks.hostile_calls import HostileCall, fill_store, hostile_calls
+from benchmarks.security.hostile_calls import HostileCall, fill_store, hostile_calls
 from kvatlas.embedded.valkey import ValkeyProcess
 
 MOST_COMMANDS, MOST_WORDS = 2_000, 8_000

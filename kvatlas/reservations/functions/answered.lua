@@ -10,7 +10,8 @@
 local MOST_ANSWERED, MOST_ANSWER = 256, 16384 -- routers, and bytes of one's report
 
 register('kvatlas_pool_answered', function(keys, args)
-  local answers, router, keep_us, most, report = keys[1], args[1], integer(args[2], 0), integer(args[3], 0, MOST_ANSWERED), args[4]
+  local answers, router, report = keys[1], args[1], args[4]
+  local keep_us, most = integer(args[2], 0), integer(args[3], 0, MOST_ANSWERED)
   local now = now_us()
   redis.call('HSET', answers, router, string.format('%d ', now + keep_us) .. report)
   redis.call('PEXPIRE', answers, string.format('%d', math.ceil(keep_us / 1000)))

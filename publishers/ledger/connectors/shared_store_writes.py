@@ -27,9 +27,9 @@ from kvatlas_publishers.ledger.connectors.shared_store_notice import (
 )
 from kvatlas_publishers.ledger.counters import LedgerCounters
 from kvatlas_publishers.ledger.engine_groups import EngineGroups
+from kvatlas_publishers.ledger.engine_hashes.resolver import BlockResolver, has_keys, with_root_salt
 from kvatlas_publishers.ledger.lineage import Lineage
 from kvatlas_publishers.ledger.residency import Residency
-from kvatlas_publishers.ledger.resolver import BlockResolver, has_keys, with_root_salt
 
 REMEMBERED_BLOCKS = 65_536
 """Blocks of the store that are remembered by their engine hash (about 300 bytes each)."""

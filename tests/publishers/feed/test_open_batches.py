@@ -17,7 +17,7 @@ from kvatlas.blocks.external_chain import external_chain
 from kvatlas.blocks.hashing import extend_chain, local_hash, unpack_hashes
 from kvatlas.errors import EngineEventError
 from kvatlas.fleet.records import EngineKind, EngineState
-from kvatlas_publishers.control import digests_by_scope
+from kvatlas_publishers.control_requests.control import digests_by_scope
 from kvatlas_publishers.feed.open_batches import OpenBatches
 from kvatlas_publishers.publisher import Publisher
 from kvatlas_publishers.settings import PublisherSettings

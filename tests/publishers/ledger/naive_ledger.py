@@ -22,8 +22,8 @@ from kvatlas_publishers.engine_events import (
     EngineRemoved,
     EngineStored,
 )
+from kvatlas_publishers.ledger.engine_hashes.resolver import with_root_salt
 from kvatlas_publishers.ledger.marks.marks import SEGMENT
-from kvatlas_publishers.ledger.resolver import with_root_salt
 from tests.publishers.naive_reuse import Group, allows
 
 Key = tuple[bytes, bytes]

@@ -1,6 +1,6 @@
 """The longest calls of functions that a hostile user of the store can make, with the largest arguments that these take, on a
-store with a large fleet: processor time of the server's main thread. `python -m benchmarks.hostile_calls`; `--binary PROGRAM`:
-another server.
+store with a large fleet: processor time of the server's main thread. `python -m benchmarks.security.hostile_calls`;
+`--binary PROGRAM`: another server.
 
 `tests/attacks/test_function_work.py` counts what the same calls do, and needs no clock.
 """

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, chain_of_local_hashes, extend_chain, lookahead_chain
 from kvatlas.errors import InvalidValue
 from kvatlas_publishers.engine_events import EngineHash, EngineStored
-from kvatlas_publishers.ledger.awaiting_parent import AwaitingParent
 from kvatlas_publishers.ledger.block import Block, Stretch
 from kvatlas_publishers.ledger.counters import LedgerCounters
+from kvatlas_publishers.ledger.engine_hashes.awaiting_parent import AwaitingParent
 from kvatlas_publishers.ledger.lineage import Lineage, Place
 
 

@@ -17,11 +17,11 @@ from kvatlas.errors import DATA_ERRORS
 from kvatlas.events import Marked
 from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas_publishers.control_requests.named_blocks import blocks_named, engine_hashes_of, names_of
 from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engine_events import EngineBatch, EngineDropped
 from kvatlas_publishers.ledger.ledger import Ledger
-from kvatlas_publishers.named_blocks import blocks_named, engine_hashes_of, names_of
 from kvatlas_publishers.stream.changelog import Changelog
 
 MAX_SCOPES = 1_000

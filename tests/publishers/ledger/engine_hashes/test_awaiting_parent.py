@@ -1,6 +1,6 @@
 """Events whose parent is not known yet."""
 
-from kvatlas_publishers.ledger.awaiting_parent import AwaitingParent
+from kvatlas_publishers.ledger.engine_hashes.awaiting_parent import AwaitingParent
 from tests.publishers.ledger.one_chain import fold, held, ledger, store
 
 

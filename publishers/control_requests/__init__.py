@@ -1,0 +1,1 @@
+"""Requests that other processes send to a publisher over NATS."""
