@@ -118,7 +118,7 @@ async def test_an_emptied_store_without_room_for_its_layout_is_an_alarm_and_one_
         await until(lambda: has_applied_all(index, worker), what="all messages are applied")
         await limit_memory(store, 1)
         await store.client.flushall()
-        line = "it is out of memory (maxmemory), and has to be laid out"
+        line = "it is out of memory (maxmemory), so no layout can be created"
         await until(lambda: any(line in one.message for one in caplog.records), what="the line is logged")
         await until(lambda: gauges_of(replica).shards_out_of_memory == 1, what="the alarm")
         await limit_memory(store, 0)
@@ -248,6 +248,6 @@ async def test_an_indexer_waits_for_an_empty_store_to_have_room() -> None:
         lines: list[str] = []
         opening = tasks.create_task(open_redis_index(store, writer=True, wait=True, on_wait=lines.append))
         await until(lambda: lines, what="the line is logged")
-        assert lines[0] == f"{store.name}: it is out of memory (maxmemory), and has to be laid out; retrying in 0.25 s"
+        assert lines[0] == f"{store.name}: it is out of memory (maxmemory), so no layout can be created; retrying in 0.25 s"
         await limit_memory(store, 0)
         assert (await opening).shards == 1
