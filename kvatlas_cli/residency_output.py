@@ -31,8 +31,9 @@ class ResidencyPrinter:
         are None for a worker that the fleet does not have."""
         age_us = self._age_us(residency.worker_id)
         return {
-            **residency_fields(residency),
+            "worker": residency.worker_id,
             "kind": self._kind(residency.worker_id),
+            **residency_fields(residency),
             "age_ms": None if age_us is None else age_us // 1_000,
         }
 

@@ -107,7 +107,7 @@ async def _children(settings: BlockSettings, name: BlockName | None, text: str, 
         async with _lookup(settings, store, publishers=needs_publishers(name)) as lookup:
             found = await lookup.children(settings.scope, name)
         printer = await ResidencyPrinter.of_fleet(store)
-    what = "of first blocks" if name is None else f"of blocks behind {text}"
+    what = "of first blocks" if name is None else f"of blocks that follow {text}"
     printer.print_all(what, settings.scope, found, as_json=as_json)
 
 

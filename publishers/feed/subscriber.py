@@ -320,7 +320,7 @@ class Feed:
             if batch is None:
                 return
             batch = replace(batch, events=batch.known_events)
-        elif seq == 0:
+        elif seq == 0 and batch.header is None:
             batch = replace(batch, events=[EngineStarted(), *batch.events])
         if self._distrust.is_trusted(now_s):
             self._on_batch(batch)

@@ -37,8 +37,9 @@ CHECKED = 10
 """Every so many prompts the index walks all blocks, and reports what differs from its probes."""
 
 
-SECOND_COPIES = "skip-reading"
-"""Many of its requests compute again what is held. After the first eviction it is not known that a copy is left."""
+UNDER_PREDICTED = {"skip-reading": 17}
+"""Prompts of a recording for which less is found than its engine reused. Many requests of this one compute again what is held:
+after an eviction it is not known that a second copy is left (docs/engines.md)."""
 
 
 def prompt_of(ask: Ask, model: str) -> Prompt:
@@ -135,8 +136,8 @@ async def test_over_zmq_nats_and_an_indexer_a_router_finds_usable_what_the_engin
         async with anyio.create_task_group() as tasks:
             for one in engines:
                 tasks.start_soon(one.play, router, index)
-        for one in engines:
-            less = [usable < hit for usable, hit in one.found]
-            assert all(usable <= hit for usable, hit in one.found), one.name
-            assert sum(less) <= (len(less) // 5 if one.name == SECOND_COPIES else 0), one.name
-            assert any(hit for _, hit in one.found)
+    for one in engines:
+        less = [usable < hit for usable, hit in one.found]
+        assert all(usable <= hit for usable, hit in one.found), one.name
+        assert sum(less) <= UNDER_PREDICTED.get(one.name, 0), one.name
+        assert any(hit for _, hit in one.found)

@@ -248,6 +248,9 @@ async def test_an_indexer_waits_for_an_empty_store_to_have_room() -> None:
         lines: list[str] = []
         opening = tasks.create_task(open_redis_index(store, writer=True, wait=True, on_wait=lines.append))
         await until(lambda: lines, what="the line is logged")
-        assert lines[0] == f"{store.name}: it is out of memory (maxmemory), so no layout can be created; retrying in 0.25 s"
+        assert (
+            lines[0]
+            == f"{store.name}: it is out of memory (maxmemory), so no layout can be created; retrying in 0.25 s"
+        )
         await limit_memory(store, 0)
         assert (await opening).shards == 1

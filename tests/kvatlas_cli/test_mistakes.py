@@ -185,7 +185,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             ("up", "--engine", "http://127.0.0.1:1,color=red"),
             2,
             "kvatlas up: --engine has 'color=red'; expected KEY=VALUE with a key of engine, endpoint, replay, worker, "
-            "model, tokenizer, tenant, advertise, role, bootstrap",
+            "model, tokenizer, tenant, advertise, role, bootstrap, connector, kv_port",
         ),
         (
             ("up", "--engine", "http://127.0.0.1:1,engine=lmcache"),

@@ -114,5 +114,5 @@ async def test_a_pair_that_was_called_off_is_not_booked(reservations: Reservatio
 
 async def test_a_pair_needs_two_ids() -> None:
     for prefill_id in (None, id_of(1)):
-        with pytest.raises(InvalidValue, match="id of its own"):
+        with pytest.raises(InvalidValue, match="needs a second id"):
             Booking(id_of(1), "r", 1_000, pair_ask(500.0), LEASE_US, LONGEST_US, prefill_id)

@@ -35,7 +35,8 @@ async def test_a_healthy_installation_has_no_problems(installation: Installation
         code, out = await run_doctor(installation, "--json")
         levels = {one["check"]: one["level"] for one in json.loads(out)}
         assert code == 0 and {check: level for check, level in levels.items() if level != "ok"} == {
-            "store.memory": "info"
+            "store.memory": "info",
+            "routers.proof": "info",
         }
         assert {"workers.heartbeats", "workers.index", "indexers.leases", "routers.answers", "clocks"} <= levels.keys()
 

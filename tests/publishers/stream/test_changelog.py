@@ -182,7 +182,7 @@ def test_incarnations_are_above_the_saved_and_the_requested_one() -> None:
 
 def test_a_request_that_leaves_no_number_is_refused() -> None:
     changelog = new_changelog()
-    with pytest.raises(InvalidValue, match="no number"):
+    with pytest.raises(InvalidValue, match="no 64-bit number"):
         changelog.request_snapshot((1 << 64) - 1)
     changelog.require_incarnation(IncarnationReason.START)
     begin(changelog)

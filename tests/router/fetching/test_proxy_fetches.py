@@ -81,10 +81,10 @@ async def test_a_source_that_died_or_holds_other_blocks_means_computing_and_is_t
 ) -> None:
     """The answers show that nothing arrives; what is expected to arrive later is less."""
     async with peers(store) as fleet, running_quiet_proxy(valkey_url) as client:
+        full = peer("full", fleet.urls["full"], BUSY, kv_port=9)
         fleet.loaded.clear()
-        await FleetStore(store).write(
-            {"free": peer("free", fleet.urls["free"]), "full": peer("full", fleet.urls["full"], BUSY, kv_port=9)}
-        )
+        fleet.loaded["full"] = full  # it stays busy
+        await FleetStore(store).write({"free": peer("free", fleet.urls["free"]), "full": full})
         answers = []
         for _ in range(3):
             await fleet.clients["free"].post("/reset_prefix_cache")

@@ -35,6 +35,7 @@ from router_client import (
     SloMode,
     StaticFleet,
 )
+from router_client.pricing.copies import DISPLACED_FACTOR
 from tests.eventually import until
 from tests.kvatlas.reservations.asks import offer
 from tests.router_client.pools import BLOCK_BYTES, FETCH_BY, PEER, SCOPE, hold, pool, worker
@@ -190,9 +191,12 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
         assert state is not None
         return Load.of(state, 16)
 
-    def plan(id: str, output: int) -> Plan:
-        """With its own copy, or with that of another worker behind it."""
-        ways = [own(id)]
+    def alone_us(id: str, pieces: list[Piece]) -> int:
+        return profile.price(Plan(id, tokens, 0, pieces)).score_us
+
+    def plan(id: str, output: int) -> tuple[Plan, int]:
+        """With its own copy, or with that of another worker behind it; and what that displaces."""
+        ways = [(own(id), 0)]
         for other, theirs in records.items():
             me, it = records[id].endpoint, theirs.endpoint
             reached = set(me.transfer_groups or ("",)) & set(it.transfer_groups or ("",))
@@ -204,16 +208,19 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
                 and me.block_size == it.block_size
             ):
                 more = max(0, usable(other) - usable(id))
-                ways.append([*own(id), *piece(id, more, own=False, same_domain=near(id, other))])
-        plans = [Plan(id, tokens, output, way) for way in ways]
-        return min(plans, key=lambda one: profile.price(one).score_us)
+                if more:
+                    computing_us = alone_us(id, own(id)) - alone_us(id, [*own(id), *piece(id, more)])
+                    way = [*own(id), *piece(id, more, own=False, same_domain=near(id, other))]
+                    ways.append((way, round(DISPLACED_FACTOR * max(0, computing_us))))
+        plans = [(Plan(id, tokens, output, way), displaced) for way, displaced in ways]
+        return min(plans, key=lambda one: profile.price(one[0]).score_us + one[1])
 
     def whole(id: str, output: int) -> int:
-        mine, load = plan(id, output), reported_load(id)
+        (mine, displaced), load = plan(id, output), reported_load(id)
         alone = profile.price(mine).ttft_us
         assert alone is not None
         waits = 0 if records[id].endpoint.role is Role.PREFILL else 0.1 * alone * load.running_decodes
-        return profile.price(mine._replace(load=load)).score_us + round(waits)
+        return profile.price(mine._replace(load=load)).score_us + displaced + round(waits)
 
     costs = []
     for id, record in records.items():
@@ -223,7 +230,7 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
         able = me.role is Role.BOTH or me.kind is not EngineKind.SGLANG
         if able:
             costs.append(whole(id, 100))
-        if able and plan(id, 100).new_tokens < least:
+        if able and plan(id, 100)[0].new_tokens < least:
             continue
         for other, theirs in records.items():
             it = theirs.endpoint

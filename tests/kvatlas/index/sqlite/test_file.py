@@ -64,7 +64,7 @@ async def test_a_row_that_can_not_be_read_is_named(tmp_path: Path, table: str) -
     with sqlite3.connect(tmp_path / "index") as connection:
         connection.execute(f"UPDATE {table} SET packed = x'c1'")  # noqa: S608
     connection.close()
-    with pytest.raises(UnsuitableStore, match=r"can't be read .*delete it: publishers' snapshots fill a new one"):
+    with pytest.raises(UnsuitableStore, match=r"can't be read .*delete it; publishers' snapshots fill a new one"):
         async with open_sqlite_index(tmp_path / "index"):
             pass
 
