@@ -1,5 +1,5 @@
-"""A request's trace: continues the caller's with a span of the router, and a child span for each try on an engine, whose context
-is passed to that engine."""
+"""A request's trace: continues the caller's with a span of the router, and a child span for each try on an engine, which gets
+that span's context."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -86,7 +86,7 @@ class RouteApi:
         return _choice_json(held_id, choice, read, text)
 
     async def select(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """Choose a worker for the router protocol's request: `tokens`, and any other field of the hints, such as `model_id`.
+        """Choose a worker for the router protocol's request: `tokens`, and any other hint, such as `model_id`.
 
         The answer is the protocol's selection result. `worker_id` is a number, as in the protocol, if the worker's id is one;
         else text. Nothing is booked, since the protocol does not report a request's end. Raises as `route` does.
@@ -111,8 +111,8 @@ class RouteApi:
     async def done(self, body: dict[str, Any], _: Caller) -> Mapping[str, Any]:
         """End a booking, or report its first token.
 
-        `id`: from `/kvatlas/route`. `phase`: `first_token` or `done` (default). `usage`: from the engine's answer. `status`: the
-        answer's HTTP status, 200 by default; 0 without an answer. `failed`: true if the request failed in another way.
+        `id`: from `/kvatlas/route`. `phase`: `first_token` or `done` (default). `usage`: from the engine's answer. `status`:
+        the answer's HTTP status, 200 by default; 0 without an answer. `failed`: true if the request failed in another way.
         `timings`: the measured `ttft_us` and `tpot_us` (the median). Raises InvalidValue, and Unreachable for another router's
         booking.
         """
