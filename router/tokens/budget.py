@@ -60,8 +60,8 @@ class BudgetedTokenizer:
         return found.ids
 
     async def prompt_tokens(self, request: TextRequest) -> PromptTokens:
-        """Any prompt's token ids, as an array of machine words. Raises CannotTokenize, and InvalidValue for an out-of-range token
-        id."""
+        """Any prompt's token ids, as an array of machine words. Raises CannotTokenize, and InvalidValue for an out-of-range
+        token id."""
         if (given := request.token_ids) is not None:
             self.counters.given += 1
             return PromptTokens(_check(given), request.media)

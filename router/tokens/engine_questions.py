@@ -62,7 +62,7 @@ def render_question(request: TextRequest) -> Question | None:
 
 
 def tokenize_question(request: TextRequest) -> Question:
-    """The call to `/tokenize`. Raises CannotTokenize for a request whose tokens it would not give as the engine computes them."""
+    """The call to `/tokenize`. Raises CannotTokenize if its tokens would differ from those that the engine computes."""
     if request.api.is_conversation:
         return _question(request, _chat_fields(as_chat(request)))
     prompt = request.prompt

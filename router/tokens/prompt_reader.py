@@ -18,8 +18,8 @@ MEDIA_TOKENS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class PromptSettings:
-    """`output_tokens`: expected for a request without a limit, until the router has learned better. `salt_is_tenant`: as set for
-    the publishers. `slo`: applies to all requests. `session_headers`: headers that name a session, in lower case; the first
+    """`output_tokens`: expected for a request without a limit, until the router has learned better. `salt_is_tenant`: as set
+    for the publishers. `slo`: applies to all requests. `session_headers`: headers that name a session, in lower case; the first
     present one counts."""
 
     output_tokens: int = 128

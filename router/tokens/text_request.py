@@ -68,9 +68,9 @@ _LISTS = (Api.CHAT, Api.MESSAGES, Api.TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One request. `body` is its unchecked JSON; the properties read what a router needs. `kind` and `model_id`: the kind of its
-    engines and their model, which decide how a conversation is rendered. `tenant_id`: only engines that may see this tenant's
-    prompts may tokenize it; None: not known yet."""
+    """One request. `body` is its unchecked JSON; the properties read what a router needs. `kind` and `model_id`: the kind of
+    its engines and their model, which decide how a conversation is rendered. `tenant_id`: only engines that may see this
+    tenant's prompts may tokenize it; None: not known yet."""
 
     api: Api
     body: Mapping[str, Any]
