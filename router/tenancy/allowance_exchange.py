@@ -128,7 +128,9 @@ class AllowanceExchange:
                 drawn = await self._shared.draw(draws)
         except STORE_FAILURES as error:
             self.is_shared = False
-            self._lines.report("away", f"clients' limits per minute are not shared between routers now: {reason(error)}")
+            self._lines.report(
+                "away", f"clients' limits per minute are not shared between routers now: {reason(error)}"
+            )
             return self._local.draw(draws, self.clock())
         self.is_shared = True
         for one, answer in zip(draws, drawn, strict=True):

@@ -81,7 +81,9 @@ class IssuerKeys:
                 self._source = source
                 self.version += 1
         except (OSError, TimeoutError, aiohttp.ClientError, InvalidValue) as error:
-            self._refusals.report(self._name, f"keys of issuer {self._name} not read ({error}); using the previous ones")
+            self._refusals.report(
+                self._name, f"keys of issuer {self._name} not read ({error}); using the previous ones"
+            )
         self._read_at = self._clock()
 
     async def _fetch(self) -> bytes:

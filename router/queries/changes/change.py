@@ -56,8 +56,8 @@ class View:
 
 @dataclass(slots=True)
 class _Worker:
-    """`seq` None: not known yet. `shown`: the caller knows of it. `aside`: a snapshot of it is under way. `doubted`: the caller
-    was told that it is gone, until its next begin."""
+    """`seq` None: not known yet. `shown`: the caller knows of it. `aside`: a snapshot of it is under way. `doubted`: it is
+    gone for the caller, until a higher incarnation begins."""
 
     incarnation: int
     seq: int | None = None
