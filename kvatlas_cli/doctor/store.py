@@ -32,7 +32,7 @@ def judge_distance(round_trip_ms: float) -> Finding:
     if round_trip_ms < FAR_MS:
         return Finding("store.distance", Level.OK, line)
     line += ": each choice of a router that is as far away waits for one round trip, or is made by load"
-    advice = "run the store beside the routers, or let routers keep their own copy of the index (--replica), which avoids the wait"
+    advice = "run the store beside the routers, or let them keep their own copy of the index (--replica), which avoids the wait"
     return Finding("store.distance", Level.WARNING, line, advice)
 
 

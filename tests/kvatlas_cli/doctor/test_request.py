@@ -82,7 +82,7 @@ def test_text_needs_an_engine_that_tokenizes_it(ask: Ask) -> None:
     done = ask({"model": "m", "prompt": "some text"})
     assert done.code == 1 and "no engine of m answered /tokenize" in done.out
     done = ask({"model": "mm", "prompt": "some text"})
-    assert done.code == 1 and "prompt of tokens that are not known, model mm" in done.out
+    assert done.code == 1 and "prompt of unknown tokens, model mm" in done.out
 
 
 @pytest.mark.anyio
