@@ -35,7 +35,7 @@ from kvatlas_cli.doctor.heartbeats import HeartbeatListener, ReceivedHeartbeat, 
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 LONGEST_S = 9.0
-"""Longest time of an examination, whatever hangs, unless it is told to wait for servers."""
+"""Longest time of an examination, whatever hangs, unless `wait` is set."""
 MOST_CALLS = 60
 """Most sequential calls to the store."""
 SETTLE_S = 6.0

@@ -10,7 +10,7 @@ makes an engine alive in any state, however long one request waits there. Status
 
 - **Allowed silence** (`Bounds`, from predicted times: `expected_times.py`). Silence begins with the last progress, or with the
   first request if the engine was idle. The longest bounds apply, of the requests present then and of those that came before
-  it could be suspected. Later ones, which keep coming until the stall is found, don't extend it. If every waiting answer has
+  it could be suspected. Later ones, which keep coming until the stall is found, don't extend it. If all running answers have
   begun, BEGUN applies.
 - **Clients that left** before the first byte are evidence that the engine had work. LEAST_LEFT of them since the last progress
   make it suspected, which only costs a probe. They never stall it alone: if no request waits, it stalls only when a probe
