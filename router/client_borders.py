@@ -23,9 +23,9 @@ OPERATORS_TENANT = b"x-kvatlas-tenant"
 class ClientBorders:
     """`proof` checks clients against the file of clients; None: all clients are the one tenant. `exchange` shares what clients
     may use in a minute among routers. `salts`: each tenant's requests get their own cache salt (`--salt-is-tenant`).
-    `decisions`: answers have the decision header; None: only answers to keys that may see it, or if callers have no
-    keys, all answers of a router on loopback (`near`). `operators_prove`: operators' calls need a token, so the tenant that they
-    name is trusted."""
+    `decisions`: answers have the decision header; None: only answers to keys that may see it, or if callers have no keys, all
+    answers of a router on loopback (`near`). `operators_prove`: operators' calls need a token, so the tenant that they name is
+    trusted."""
 
     proof: Proof | None = None
     exchange: AllowanceExchange = field(default_factory=AllowanceExchange)

@@ -31,7 +31,7 @@ from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 
 CLOSE_S = 5.0
 READY_RETRY_S = 0.5
-"""llm-d's routing sidecars ask the prefill worker that it names, whoever sent it."""
+"""How soon the fleet is read again until the picker is ready."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 
@@ -121,6 +121,7 @@ def _server(
         settings.pick_deadline_ms / 1_000 + waits_s,
         most_body_bytes,
         settings.conformance,
+        # llm-d's routing sidecars trust a header that names the prefill worker, whichever client sent it
         {*WITHHELD_HEADERS, settings.prefill_header.lower(), settings.kv_source_header.lower()} - {""},
     )
     addresses = Addresses(settings.host, settings.port, settings.health_port, credentials, settings.share_port)
