@@ -4,17 +4,17 @@ Both stand on the library `router_client`, which overlaps, prices, books and lea
 
     proxy/            requests over HTTP: parse, route, send to an engine, relay the answer
     gateway/          the same decisions over gRPC, for Envoy and the Gateway API's inference extension
-    queries/          the index for other people's routers: questions, and changes as they come
-    prompts/          from requests to prompts in their scopes, and where these are looked up
-    tokens/           from text to token ids
+    queries/          the index for other routers: queries, and a stream of changes
+    prompts/          turns requests into prompts in their scopes, and finds the catalogue to look them up in
+    tokens/           turns text into token ids
     admission/        a queue for requests that no worker has room for
     answers/          server-sent events, and errors in answers, read on their way
-    engine_objects/   stored responses, files and the like: which worker keeps them
-    upstream/         connections to engines, and what their answers say
-    progress/         engines that compute nothing though they have work are found, probed and left alone
-    outliers/         workers that fail too often are left alone for a while
+    engine_objects/   which worker keeps stored responses, files and the like
+    upstream/         connections to engines, and how their answers are judged
+    progress/         finds engines that have work but compute nothing, probes and avoids them
+    outliers/         avoids workers that fail too often, for a while
     disaggregation/   a prefill worker and a decode worker for one request
     held_bookings.py  bookings for requests that other programs send
-    litellm/          LiteLLM's Router and proxy choose their deployments by kvatlas
-    status_page/      what `kvatlas router` shows of itself
+    litellm/          lets LiteLLM's Router and proxy choose deployments by kvatlas
+    status_page/      the status page of `kvatlas router`
 """

@@ -1,8 +1,8 @@
-"""Bookings for requests that another program sends: held until it reports their end, or until they are too old.
+"""Bookings for requests that another program sends, held until it reports their end or until they time out.
 
-The id of a booking names its pool, its worker and its reservations in the store. So its end may be reported to any router of
-the pool; only what its answer teaches is left to the router that made it, which lets a booking go when it finds that the store
-has it no more. A booking ends with its router's lease: some seconds after a router was killed, or when it stops.
+A booking's id names its pool, its worker and its reservations in the store, so its end may be reported to any router of the
+pool. Only the router that made a booking learns from its answer. That router drops a booking once it finds that the store no
+longer has it. A booking also ends with its router's lease: when the router stops, or some seconds after it was killed.
 """
 
 import asyncio
@@ -33,21 +33,21 @@ HELD_S = 600.0
 ID_VERSION = 1
 MOST_HELD = 100_000
 MOST_HELD_OF_CLIENT = 2_000
-"""More is what a client forgets to end: an engine runs some hundred requests at a time."""
+"""A client with more has forgotten to end some: an engine runs a few hundred requests at a time."""
 MOST_ENDED = 10_000
 CHECK_S = 15.0
-"""A booking whose end was reported to another router is let go after up to twice this time."""
+"""A booking whose end was reported to another router is dropped within twice this time."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
 
 class TooManyHeld(KvatlasError):
-    """More bookings are held than a router should have."""
+    """The router, or one client, holds too many bookings."""
 
 
 class HeldCounters(Protocol):
-    """`held`: bookings made; `held_done`: their end was reported here; `held_expired`: released because it was reported
-    nowhere."""
+    """`held`: bookings made. `held_done`: bookings whose end was reported here. `held_expired`: bookings released because their
+    end was never reported."""
 
     held: int
     held_done: int
@@ -56,8 +56,8 @@ class HeldCounters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BookingId:
-    """What an id stands for. `pool_id` '': nothing is booked in the store. `reservations`: the answering worker's, then the
-    prefill worker's if that is another one."""
+    """The content of a booking's id. `pool_id` '': nothing is booked in the store. `reservations`: the answering worker's, then
+    that of a separate prefill worker, if any."""
 
     pool_id: str
     worker_id: str
@@ -98,7 +98,7 @@ class _HeldBooking:
 
 
 class HeldBookings:
-    """Enters and leaves each booking in a task of its own; `close` leaves them all."""
+    """Runs a task for each booking, which makes and releases it; `close` releases all."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class HeldBookings:
         self._check = BackgroundTask(self._let_go_of_ended, "check of held bookings")
         self._tasks: dict[asyncio.Task[None], _HeldBooking] = {}
         self._ended: dict[str, None] = {}
-        """The last ids whose end was reported here: the store hears of it a little later."""
+        """The most recent ids whose end was reported here; the store learns of it slightly later."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -130,12 +130,12 @@ class HeldBookings:
     async def book(
         self, prompt: Prompt, avoid: frozenset[str] = frozenset(), *, pd: bool = False, client: str = ""
     ) -> tuple[str, Choice | PairChoice]:
-        """An id to end the booking with, and the worker; `pd`: as by `route_pd`; `client`: who asks. Raises what
-        `RouterClient.route` raises, and TooManyHeld."""
+        """Book a worker. Returns the booking's id, to end it with, and the choice. `pd`: book a pair as `route_pd` does.
+        `client`: the caller, whose bookings are limited. Raises what `RouterClient.route` raises, and TooManyHeld."""
         own = self._of_client[client]
         if len(self._tasks) >= self._most or own >= self._most_of_client:
-            booked = f"{own} requests of this client, of {len(self._tasks)} in all, are booked and not done"
-            raise TooManyHeld(f"{booked}; expected /kvatlas/done for each")
+            booked = f"{own} bookings of this client ({len(self._tasks)} in all) have not ended"
+            raise TooManyHeld(f"{booked}; report each request's end to /kvatlas/done")
         if not self._check.running:
             self._check.start()
         route: AbstractAsyncContextManager[Choice | PairChoice]
@@ -155,7 +155,7 @@ class HeldBookings:
         return str(held.id), choice
 
     async def first_token(self, held_id: str) -> bool:
-        """The request's prefill is over. False for an id that is held nowhere (any more)."""
+        """Record that the request's prefill is over. False if no router holds the id."""
         held = self._held.get(held_id)
         if held is None:
             return await self._report_elsewhere(held_id, None)
@@ -164,7 +164,7 @@ class HeldBookings:
         return True
 
     def end(self, held_id: str, usage: Usage | None, timings: Timings | None = None, *, well: bool) -> bool:
-        """The request is over; `well`: it was answered. False for an id that is not held here (any more).
+        """Record that the request is over; `well`: it was answered. False if this router does not hold the id.
 
         Without `timings` the time from `book` to `first_token` counts as the time to the first token.
         """
@@ -179,7 +179,7 @@ class HeldBookings:
         return True
 
     async def end_elsewhere(self, held_id: str, *, well: bool) -> bool:
-        """End another router's booking. False for an id that is held nowhere (any more). Raises Unreachable."""
+        """End another router's booking. False if no router holds the id. Raises Unreachable."""
         return await self._report_elsewhere(held_id, Outcome.FINISHED if well else Outcome.FAILED)
 
     async def _report_elsewhere(self, held_id: str, outcome: Outcome | None) -> bool:
@@ -233,14 +233,14 @@ class HeldBookings:
                 held.choice.cancel()
 
     async def _let_go_of_ended(self) -> None:
-        """Their end was reported to another router, or their router's lease was over."""
+        """Drop the bookings that the store no longer has: their end was reported to another router, or the lease expired."""
         while self._check.running:
             await asyncio.sleep(self._check_s)
             by_pool: dict[str, dict[bytes, _HeldBooking]] = {}
             for held in self._held.values():
                 if held.checked and held.id is not None and held.id.pool_id:
                     by_pool.setdefault(held.id.pool_id, {})[held.id.reservations[0]] = held
-                held.checked = True  # the next time: an answer that comes soon is not asked for
+                held.checked = True  # look it up only next time: short answers are over by then
             for pool_id, by_id in by_pool.items():
                 try:
                     booked = await self._client.find_booked(pool_id, list(by_id))
@@ -252,8 +252,8 @@ class HeldBookings:
                     by_id[id].over.set()
 
     async def _is_booked(self, id: BookingId) -> bool:
-        """Is it still booked, or was its end reported to another router? True if the store does not say; it is released
-        then."""
+        """Release the booking. True if it was still booked, or if the store can't be reached; False if its end was reported to
+        another router."""
         try:
             return not id.pool_id or await self._report_elsewhere(str(id), Outcome.FAILED)
         except STORE_FAILURES:

@@ -1,7 +1,7 @@
-"""The proxy as a process: the parts that route requests, connections to the engines, a server; until it is cancelled.
+"""The proxy as a process: the parts that route requests, connections to the engines, and a server.
 
-Then it drains: first it is not ready any more, and still takes requests, until load balancers know; then it takes no more, and
-what runs may end.
+When cancelled, it drains. First it reports that it is not ready but still takes requests, until load balancers have noticed.
+Then it takes no more, and running requests may finish.
 """
 
 import logging
@@ -38,22 +38,22 @@ from router_client.learning.condition import RequestEnds
 
 CLOSE_S = 5.0
 ENGINE_TIMEOUT_S = 600.0
-"""An engine counts as gone after so long without a byte: the longest prompts are computed in less."""
+"""An engine counts as gone after this time without a byte. Even the longest prompts take less to compute."""
 CUT_S = 2.0
-"""How long answers that were cut off have to send their errors."""
+"""Time for answers that were cut off to send their errors."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
 
 async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None = None) -> None:
-    """Serve until cancelled, and drain then; `ready` is called once with the base URL, when requests are taken.
+    """Serve until cancelled, then drain. `ready` is called once with the base URL, as soon as requests are accepted.
 
     Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
     LayoutMismatch if the store can't be used and `wait` is off.
     """
     access = settings.http
     if (most := most_requests()) < access.connections:
-        # clients' connections never take the descriptors that connections to engines need
+        # client connections must not use up the descriptors that connections to engines need
         access = replace(access, connections=most)
         level = logging.WARNING if most * 2 < FEW else logging.INFO
         _log.log(
@@ -71,11 +71,11 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
             what = "the router's port for operators (--control-port)"
             control = listen(settings.control_host, settings.control_at, what, settings.control_http)
             listeners.callback(control.close)
-            _log.info("for operators (/kvatlas/*, /status, /metrics, /): %s", control.url)
+            _log.info("operators' port (/kvatlas/*, /status, /metrics, /): %s", control.url)
         async with open_proxy(settings) as application, anyio.create_task_group() as tasks:
             application.connections = listener.shares
-            serving = anyio.CancelScope(shield=True)  # whoever cancels this process: the server ends when it is drained
-            watching = anyio.CancelScope(shield=True)  # and after it the one for operators, who see how it drains
+            serving = anyio.CancelScope(shield=True)  # when this process is cancelled, the server first drains
+            watching = anyio.CancelScope(shield=True)  # the operators' server ends last, to show the draining
 
             async def serve_until_drained(*, task_status: TaskStatus[None]) -> None:
                 grace_s = ceil(settings.grace_s + CUT_S)
@@ -102,7 +102,7 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
 
 
 async def _drain(application: ProxyApplication, settings: ProxySettings, serving: anyio.CancelScope) -> None:
-    """Until nothing runs any more, at most as long as the settings say."""
+    """Wait until no request runs, at most for the time in the settings."""
     with anyio.CancelScope(shield=True):
         application.draining = True
         if settings.drain_s:
@@ -110,7 +110,7 @@ async def _drain(application: ProxyApplication, settings: ProxySettings, serving
             await anyio.sleep(settings.drain_s)
         if application.feed is not None:
             application.feed.close()  # its followers would keep the server waiting
-        serving.cancel()  # the server stops listening, and waits for what runs
+        serving.cancel()  # the server stops listening and waits for running requests
         if running := application.exchange.in_flight:
             _log.info("stopping: %d requests have up to %g s to end", running, settings.grace_s)
         with anyio.move_on_after(settings.grace_s):
@@ -185,9 +185,9 @@ def _borders(settings: ProxySettings, fleet: FleetStore) -> ClientBorders:
     """Raises SettingsError for a file of clients that can't be used."""
     proof = Proof(settings.clients_file) if settings.clients_file is not None else None
     if proof is not None:
-        _log.info("clients prove their tenants: %d clients and issuers in --clients-file", proof.clients.size)
+        _log.info("clients must prove their tenants: %d clients and issuers in --clients-file", proof.clients.size)
     else:
-        _log.info("one tenant, that of --tenant-id: no client proves another one (--clients-file)")
+        _log.info("every client counts as the tenant of --tenant-id; to tell tenants apart, set --clients-file")
         if settings.salt_is_tenant:
             _log.warning(
                 "--salt-is-tenant is set without --clients-file: any client that knows a tenant's cache salt counts as that "

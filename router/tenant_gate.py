@@ -1,6 +1,6 @@
-"""In front of the proxy's application: a request passes if its tenant is proven, and within its client's limits.
+"""The gate before the proxy's application. A request passes if its tenant is proven and its client is within its limits.
 
-What passes has its `Permit` in the scope (`permit_of`), and answers say what is left of the limits (`x-ratelimit-*`).
+Its `Permit` is then in the scope (`permit_of`), and its answer's headers say what is left of the limits (`x-ratelimit-*`).
 """
 
 import logging
@@ -23,7 +23,7 @@ _log = logging.getLogger("kvatlas_router.tenancy")
 
 
 class TenantGate:
-    """An ASGI application in front of another one."""
+    """An ASGI application that wraps another one."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class TenantGate:
         return sent
 
     def _bounded(self, scope: Scope, permit: Permit, receive: Receive) -> Receive:
-        """`receive`, which raises BodyTooLong."""
+        """`receive`, but raising BodyTooLong above the caller's limit."""
         limit = permit.caller.limits.body_bytes
         if limit is None:
             return receive
@@ -95,5 +95,5 @@ class TenantGate:
 
 
 def permit_of(scope: Scope) -> Permit | None:
-    """What the gate gave a request; None: this router has no file of clients."""
+    """The request's permit from the gate; None if this router has no file of clients."""
     return scope.get("kvatlas.permit")

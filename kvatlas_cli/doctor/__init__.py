@@ -1,9 +1,9 @@
 """`kvatlas doctor`: checks the set-up of an installation and that every part of it is alive.
 
-    report.py       a finding: one line, its level, what to do
-    examination.py  runs every check, in order
-    service_answer.py  would a request be served well now, for each model?
-    fleets.py       is the store of the same fleet as the stream?
+    report.py       a finding: its level, one line, and what to do
+    examination.py  runs all checks, in order
+    service_answer.py  checks for each model if a request would be served well now
+    fleets.py       checks that the store and the stream belong to the same fleet
     store_facts.py  reads the store's servers          store.py  judges them
     heartbeats.py   listens to publishers
     stream.py       NATS and the event stream
@@ -11,11 +11,11 @@
     workers.py      fleet records, heartbeats and the index's worker records, compared
     sidecars.py     publishers' status pages
     pools.py        workers of one model, compared
-    routers.py      what routers report: predicted and reported cached tokens, tenants that no worker has
+    routers.py      routers' reports: predicted and actual cached tokens, tenants that no worker has
     clocks.py       clock differences
-    request.py      one prompt, followed from its scope to what each worker holds
+    request.py      follows one prompt from its scope to the blocks that each worker holds
 
-Each reads first and judges afterwards; judging takes values and returns findings.
+Each check reads first and then judges; judging takes values and returns findings.
 """
 
 from kvatlas_cli.doctor.examination import examine

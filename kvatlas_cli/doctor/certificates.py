@@ -1,4 +1,4 @@
-"""Certificates of ours: what is on disk, what is in use, and the days that are left."""
+"""Our own certificates: those on disk, those in use, and the days that they remain valid."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ _CHECK = "certificates"
 
 
 def own_certificates(nats: NatsAccess, redis: RedisAccess | str) -> Sequence[CertificateState]:
-    """That this command shows to the servers."""
+    """The certificates that this command presents to the servers."""
     files: list[tuple[str, Path | None]] = [
         ("NATS", nats.cert_file),
         ("Redis", None if isinstance(redis, str) else redis.cert_file),
@@ -27,7 +27,7 @@ def judge_certificates(where: str, states: Sequence[CertificateState]) -> Iterat
         line = f"{where}, {state.what}: {state.file} is in use, {_left(state.in_use_days)}; on disk {_left(state.on_disk_days)}"
         days = [one for one in (state.in_use_days, state.on_disk_days) if one is not None]
         if state.error:
-            advice = "write a certificate and its key there: they are read again"
+            advice = "put a valid certificate and its key there: they are read again"
             yield Finding(_CHECK, Level.ERROR, f"{line}, which can't be used: {state.error}", advice)
         elif days and min(days) < 0:
             yield Finding(_CHECK, Level.ERROR, line, "renew it: the file is read again, no restart is needed")
@@ -39,5 +39,5 @@ def judge_certificates(where: str, states: Sequence[CertificateState]) -> Iterat
 
 def _left(days: float | None) -> str:
     if days is None:
-        return "its end is not known"
+        return "expiry unknown"
     return f"expired {-days:.0f} days ago" if days < 0 else f"{days:.0f} days left"

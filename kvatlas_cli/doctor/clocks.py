@@ -1,4 +1,4 @@
-"""Clock differences. Nothing that must be exact depends on clocks, but lags and ages are wrong by their difference."""
+"""Clock differences. Nothing that must be exact depends on clocks, but lags and ages are wrong by the difference."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -7,7 +7,7 @@ from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 MAX_SKEW_US = 1_000_000
 WRONG_US = 60_000_000
-"""From here on a clock is simply wrong, and no figure with a time in it means anything."""
+"""Above this difference a clock is plainly wrong, and all figures that depend on it are meaningless."""
 _ADVICE = "synchronise the clocks (NTP); reported lags and ages are wrong by the difference"
 
 
@@ -34,11 +34,11 @@ def judge_clocks(
 def indexers_ahead(
     records: Mapping[str, FleetRecord], heard: Collection[str], owners: Mapping[str, str], now_us: int
 ) -> dict[str, int]:
-    """How far each indexer's clock is ahead of ours (negative: behind), by when it says that it heard live workers. Those that
-    may be right are left out.
+    """How far each indexer's clock is ahead of ours (negative: behind), by the times at which it says it heard live workers.
+    Leaves out clocks that may be right.
 
-    `heard`: those that we hear too, so that their records are written each second by their partition's owner. `owners`: the
-    indexer of each worker; one that is not known is named by nothing.
+    `heard`: workers that we hear too; the owners of their partitions write their records each second. `owners`: each worker's
+    indexer, if known. An unknown indexer is named ''.
     """
     ages: dict[str, list[int]] = {}
     for id, one in records.items():

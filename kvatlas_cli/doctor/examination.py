@@ -1,4 +1,4 @@
-"""The whole examination: checks NATS, the store and the workers, and returns every finding in order."""
+"""The whole examination: checks NATS, the store and the workers, and returns all findings in order."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,25 +35,25 @@ from kvatlas_cli.doctor.heartbeats import HeartbeatListener, ReceivedHeartbeat, 
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 LONGEST_S = 9.0
-"""The examination takes no longer, whatever hangs, unless it waits for servers."""
+"""Longest time of an examination, whatever hangs, unless `wait` is set."""
 MOST_CALLS = 60
-"""Of the store, one after the other."""
+"""Most sequential calls to the store."""
 SETTLE_S = 6.0
-"""Longest wait for what settles by itself while a fleet is rolled: another indexer takes a partition over in 5 s."""
+"""Longest wait for states that settle by themselves during a rolling update. An indexer takes over a partition in 5 s."""
 _POLL_S = 0.2
 START = "indexers.start"
-_RETRIED = "the indexers start by themselves then"
+_RETRIED = "once this is fixed, the indexers start by themselves"
 _CAUSES = (START, "nats.reachable", "store.reachable")
 _FOLLOWS = ("nats.stream", "nats.other", "indexers.members", "indexers.leases", "workers.index", "workers.settings")
-"""What is wrong because no indexer could start."""
+"""Checks that fail because no indexer could start."""
 _WITHOUT_NATS = ("indexers.members", "indexers.leases", "workers.heartbeats")
-"""Indexers keep their leases only while NATS answers them too, and hear no worker without it."""
+"""Checks that fail without NATS: indexers then lose their leases and hear no workers."""
 _MAX_ROUND_TRIP_US = 200_000
 """The store's clock is not compared if reading it took longer."""
 
 
 class _Order(NamedTuple):
-    """How to examine. `ends_s`: by when to be done, on the monotonic clock."""
+    """How to examine. `ends_s`: deadline, on the monotonic clock."""
 
     identities: Identities | None
     listen_s: float
@@ -66,7 +66,7 @@ class _Order(NamedTuple):
 
 
 class _Bus(NamedTuple):
-    """NATS while it is examined. `stream` None: there is no event stream. `answers`: JetStream does."""
+    """NATS during the examination. `stream` None: there is no event stream. `answers`: JetStream answers."""
 
     client: Client
     name: str
@@ -78,7 +78,7 @@ class _Bus(NamedTuple):
 
 
 class _Fleet(NamedTuple):
-    """What the store has of the fleet at one time. `index_records` None: the index can't be read."""
+    """The store's view of the fleet at one time. `index_records` None: the index can't be read."""
 
     members: list[str]
     leases: dict[int, str]
@@ -87,7 +87,7 @@ class _Fleet(NamedTuple):
     behind: set[str]
 
     def unsettled(self, partitions: int, heard: Mapping[str, ReceivedHeartbeat]) -> list[str]:
-        """What may be so for seconds only, while indexers, publishers or engines are being replaced."""
+        """States that may last only seconds, while indexers, publishers or engines are being replaced."""
         if not self.members:
             return []
         found = []
@@ -114,12 +114,12 @@ async def examine(
     on_wait: Told | None = None,
     on_step: Told = lambda _: None,
 ) -> list[Finding]:
-    """Run every check that is possible. The first findings say whether requests are served; the store's come next.
+    """Run all possible checks. The first findings say if requests are served; the store's come next.
 
-    `status_urls`: publishers' status pages. `expected`: workers that should be there, each with what is known of it. Without
-    `wait` a server that does not answer is a finding, and all is done in LONGEST_S, or `listen_s` if that is longer, and
-    MOST_CALLS round trips more if the store is far away. It waits for `listen_s` of heartbeats, and up to `settle_s` for what
-    may settle by itself.
+    `status_urls`: publishers' status pages. `expected`: workers that should exist, each with a remark or ''. Listens to
+    heartbeats for `listen_s`, and waits up to `settle_s` for states that may settle by themselves. Without `wait`, a server
+    that does not answer is a finding, and the examination takes at most LONGEST_S, or `listen_s` if that is longer, plus
+    MOST_CALLS round trips if the store is far away.
     """
     ends_s = time.monotonic() + max(LONGEST_S, listen_s)
     order = _Order(identities, listen_s, settle_s, ends_s, wait, on_wait, on_step, expected or {})
@@ -139,7 +139,7 @@ async def examine(
             await _examine_store(redis, of_store, bus, order, limit)
         if limit.cancelled_caught:
             line = "the store answers too slowly: not everything was examined"
-            of_store.append(Finding("store.reachable", Level.ERROR, line, "see its load, and SLOWLOG GET"))
+            of_store.append(Finding("store.reachable", Level.ERROR, line, "check its load and SLOWLOG GET"))
         found = [*(one for one in of_store if one.check.startswith("store.")), *found]
         found += [one for one in of_store if not one.check.startswith("store.")]
     finally:
@@ -149,7 +149,8 @@ async def examine(
 
 
 def _answer_first(found: Sequence[Finding]) -> list[Finding]:
-    """Whether requests are served, then the rest. Without what follows from an indexer that says itself why it can't start."""
+    """The findings, with the answer if requests are served first. Drops errors that only follow from NATS being away, or from
+    indexers that report why they can't start."""
     if any(one.check == START for one in found):
         found = _drop_errors(found, _FOLLOWS)
     if any(one.check == "nats.reachable" and one.level is Level.ERROR for one in found):
@@ -179,7 +180,7 @@ async def _connect_nats(nats: NatsAccess, found: list[Finding], wait: bool, on_w
 
 def _cure_of(error: Unreachable, flag: str) -> str:
     if "certificate" in str(error):
-        return "processes connect by themselves when the server has a certificate that is valid"
+        return "processes connect by themselves once the server has a valid certificate"
     if isinstance(error, AccessDenied):
         return f"check the credentials, and {flag}"
     return f"is it running, at this {flag}?"
@@ -200,7 +201,7 @@ async def _listen(client: Client, name: str, found: list[Finding], order: _Order
         line = f"JetStream does not answer: {str(error) or type(error).__name__}"
         found.append(Finding("nats.jetstream", Level.ERROR, line, "see the log of NATS"))
     await anyio.sleep(max(0.0, began_s + order.listen_s - time.monotonic()))
-    await subscription.unsubscribe()  # a busy worker's next heartbeat would be ahead of what was read of the index
+    await subscription.unsubscribe()  # a busy worker's next heartbeat would be ahead of the index as read
     return _Bus(client, name, listener, info, answers, fleet, listener.drop_other_fleets(fleet))
 
 
@@ -300,7 +301,7 @@ async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: 
 
 
 async def _read_routers(store: Store, records: Mapping[str, FleetRecord]) -> dict[str, dict[str, StoredReport]]:
-    """What routers say, by pool and by router."""
+    """Routers' reports, by pool and by router."""
     now_us = await store_time_us(store)
     pool_ids = dict.fromkeys(record.endpoint.pool_id for record in records.values())
     return {pool_id: await read_stored_reports(store, pool_id, now_us) for pool_id in pool_ids}
@@ -313,7 +314,7 @@ def _judge_served(
     stored: Mapping[str, Mapping[str, StoredReport]],
     departures: Mapping[str, Departure],
 ) -> Iterator[Finding]:
-    """Would a request be served well, for each pool?"""
+    """For each pool, if a request would be served well now."""
     records = fleet.records
     heard = bus.listener.heard if bus is not None else None
     unusable = {id: "no heartbeat" for id in records if heard is not None and id not in heard}
@@ -399,7 +400,7 @@ async def _read_settled(
     settle_s: float,
     on_step: Told,
 ) -> _Fleet:
-    """The fleet as soon as nothing is unsettled, at the latest after `settle_s`."""
+    """The fleet once it has settled, or after `settle_s`."""
     deadline_s, told = time.monotonic() + settle_s, ""
     while True:
         fleet = await _read_fleet(store, index, heard)

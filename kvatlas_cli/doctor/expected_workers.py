@@ -1,4 +1,4 @@
-"""Which workers should be there: by a file, or by the pods that Kubernetes lists."""
+"""The workers that should exist, from a file or from the pods that Kubernetes lists."""
 
 import sys
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from kvatlas.identity import check_worker_id
 from kvatlas_cli.collector import PodLister, worker_id_of_pod
 
 PODS = "pod/"
-"""Before each name as `kubectl get pods --output name` prints it."""
+"""Prefix of each name in the output of `kubectl get pods --output name`."""
 _ENDED = ("Succeeded", "Failed")
 
 
 def read_expected(file: Path) -> dict[str, str]:
-    """Worker ids, or pods' names as kubectl prints them, a line each; `-` is standard input. Raises SettingsError for a file
-    that can't be read, and for what is no worker id."""
+    """Read worker ids, or pods' names as kubectl prints them, one per line; `-` is standard input. Raises SettingsError for a
+    file that can't be read, or an invalid worker id."""
     try:
         lines = (sys.stdin.read() if str(file) == "-" else file.read_text()).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -31,7 +31,7 @@ def _worker_id(line: str) -> str:
 
 
 async def list_expected(api: PodLister, selector: str) -> dict[str, str]:
-    """The worker of each pod with these labels that has not ended, and what its phase says if it does not run. Raises
+    """The worker of each pod with these labels that has not ended, with a remark on its phase if it does not run. Raises
     KvatlasError."""
     return dict(_expected_pods(await api.list_objects("v1", "pods", selector)))
 

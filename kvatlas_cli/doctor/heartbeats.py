@@ -21,12 +21,12 @@ from kvatlas.fleet.records import Heartbeat
 STATUS_S = 1.0
 
 Told = Callable[[str], None]
-"""Gets a line that says what is being done now."""
+"""Called with a line that describes the current step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedHeartbeat:
-    """A heartbeat, and when it arrived by our clock."""
+    """A heartbeat, and its time of arrival by our clock."""
 
     heartbeat: Heartbeat
     received_us: int
@@ -34,8 +34,8 @@ class ReceivedHeartbeat:
 
 @dataclass(slots=True)
 class HeartbeatListener:
-    """The last heartbeat of each worker, and how far each clock is ahead by the heartbeat that was delayed least. `yielded`: of
-    publishers that another one of the same worker keeps silent."""
+    """The last heartbeat of each worker, and how far its clock is ahead, by its least delayed heartbeat. `yielded`: heartbeats
+    of publishers that gave way to another publisher of the same worker."""
 
     yielded: dict[str, ReceivedHeartbeat] = field(default_factory=dict)
     heard: dict[str, ReceivedHeartbeat] = field(default_factory=dict)
@@ -63,7 +63,8 @@ class HeartbeatListener:
             self.ahead_us[heartbeat.worker_id] = max(ahead_us, self.ahead_us.get(heartbeat.worker_id, ahead_us))
 
     def drop_other_fleets(self, fleet_id: str | None) -> dict[str, list[str]]:
-        """Forget workers of other fleets than this one, and return their ids by fleet. None: it is not known."""
+        """Forget workers of other fleets than this one, and return their ids by fleet. `fleet_id` None: unknown, so forget
+        none."""
         found: dict[str, list[str]] = {}
         for id, one in sorted(self.heard.items()):
             theirs = one.heartbeat.fleet_id
@@ -73,20 +74,20 @@ class HeartbeatListener:
         return found
 
     async def start(self, client: Client) -> Subscription:
-        """Listen until the subscription is ended."""
+        """Listen until the subscription ends."""
         return await client.subscribe(ALL_ALIVE, cb=self.on_heartbeat)
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What publishers say: the last heartbeat of each worker, and the status of those that answered in time."""
+    """Publishers' reports: the last heartbeat of each worker, and the status of those that answered in time."""
 
     heartbeats: Mapping[str, Heartbeat] = field(default_factory=dict)
     statuses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 async def hear_workers(nats: NatsAccess, listen_s: float) -> Heard:
-    """The workers that send a heartbeat in this time. Raises Unreachable."""
+    """Listen to publishers for this time, then ask those heard for their status. Raises Unreachable."""
     client = await connect_nats(nats, name="kvatlas-doctor", wait=False)
     try:
         listener = HeartbeatListener()

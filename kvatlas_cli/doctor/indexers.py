@@ -1,4 +1,4 @@
-"""Indexer replicas: which are alive, and whether every partition has an owner."""
+"""Indexer replicas: which are alive, and if every partition has an owner."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -10,7 +10,7 @@ from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 
 async def read_indexers(store: Store, now_us: int, layout: int = 0) -> tuple[list[str], dict[int, str]]:
-    """A layout's members alive at this time of the store, sorted, and the holder of each partition's lease. Raises
+    """A layout's members that are alive at this store time, sorted, and the holder of each partition's lease. Raises
     Unreachable.
 
     Read directly (keys: `kvatlas.fleet_store.fleet_store`), because the functions may be missing or of another version.
@@ -30,7 +30,7 @@ async def read_indexers(store: Store, now_us: int, layout: int = 0) -> tuple[lis
 
 
 def judge_indexers(members: Collection[str], leases: Mapping[int, str], partitions: int) -> Iterator[Finding]:
-    """`members`: those alive; `leases`: the holder of each partition that has one."""
+    """`members`: live indexers. `leases`: the holder of each partition that has one."""
     if not members:
         line = "no indexer is running: the index does not follow the engines"
         yield Finding("indexers.members", Level.ERROR, line, "start `kvatlas indexer`; with two, one can take over")

@@ -1,4 +1,4 @@
-"""Workers of one model compared: what keeps them, or requests, from sharing blocks."""
+"""Compares workers of one model, to find what keeps them, or requests, from sharing blocks."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 
 def judge_pools(pools: Mapping[str, Sequence[FleetRecord]]) -> Iterator[Finding]:
-    """`pools`: by their name in a line."""
+    """`pools`: by their displayed name."""
     tokenizers: dict[str, set[str]] = defaultdict(set)
     for name, records in pools.items():
         endpoints = [record.endpoint for record in records if not record.endpoint.is_store]
@@ -36,7 +36,7 @@ def judge_pools(pools: Mapping[str, Sequence[FleetRecord]]) -> Iterator[Finding]
 
 
 def judge_served_names(heard: Iterable[Heartbeat]) -> Iterator[Finding]:
-    """Workers published under another model's name than their engines serve it by."""
+    """Workers that are published under a model name which their engines don't serve."""
     heartbeats = list(heard)
     publishers: dict[str, list[str]] = defaultdict(list)
     for one in heartbeats:
@@ -52,7 +52,7 @@ def judge_served_names(heard: Iterable[Heartbeat]) -> Iterator[Finding]:
             line += f", as {join_names(others)} publish it: these pools share nothing"
             yield Finding("pools.models", Level.ERROR, line, f"set --model-id {served[0]}")
         else:
-            advice = f"requests find its blocks by the name {model_id} alone; for the engine's name set --model-id {served[0]}"
+            advice = f"requests find its blocks only by the name {model_id}; for the engine's name set --model-id {served[0]}"
             yield Finding("pools.models", Level.WARNING, line, advice)
 
 
@@ -63,6 +63,6 @@ def _judge_chains(name: str, endpoints: Sequence[EngineEndpoint]) -> Iterator[Fi
             chains[endpoint.chain].append(endpoint.id)
     if len(chains) > 1:
         parts = "; ".join(f"{chain}: {join_names(ids)}" for chain, ids in sorted(chains.items()))
-        line = f"{name} has workers whose blocks are keyed by different hash chains ({parts}): a request finds those of one"
-        advice = "let all engines tell token ids with their blocks, or give those that don't a --model-id of their own"
+        line = f"{name} has workers whose blocks are keyed by different hash chains ({parts}): a request finds only one chain's"
+        advice = "let all engines report token ids with their blocks, or give those that don't their own --model-id"
         yield Finding("pools.chains", Level.WARNING, line, advice)

@@ -1,4 +1,4 @@
-"""What the doctor reports: findings, each a check with its level, one line, and what to do."""
+"""The doctor's findings, each with its check, level, one line, and what to do."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Finding:
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Sorted names in one line, only the first MAX_NAMES of many."""
+    """Sorted names in one line, at most MAX_NAMES of them."""
     ordered = sorted(names)
     more = len(ordered) - MAX_NAMES
     return ", ".join(ordered[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""One prompt, followed from its scope to what each worker holds of it: why is its overlap what it is?"""
+"""Follows one prompt from its scope to the blocks that each worker holds, to explain its overlap."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,40 +31,40 @@ from router_client import (
 )
 
 MOST_WORKERS = 8
-"""Workers that are listed each by itself, the best first."""
+"""Workers that are listed individually, best first."""
 MOST_SCOPES = 64
-"""Other scopes in which the prompt is looked for."""
+"""Most other scopes in which the prompt is looked up."""
 
 _CHAT, _COMPLETION = "messages", "prompt"
 
 
 @dataclass(frozen=True, slots=True)
 class AskedRequest:
-    """A request as a file has it: token ids, a router's hints, or the body of an OpenAI call."""
+    """A request from a file: token ids, a router's hints, or the body of an OpenAI call."""
 
     source: str
     content: Any
 
     @property
     def body(self) -> Mapping[str, Any] | None:
-        """Of an OpenAI call; None if it is none."""
+        """The body of an OpenAI call; None if it is no such call."""
         has = isinstance(self.content, dict) and (_CHAT in self.content or _COMPLETION in self.content)
         return self.content if has else None
 
     @property
     def model(self) -> str | None:
-        """The name that an OpenAI call gives."""
+        """The model that an OpenAI call names."""
         name = (self.body or {}).get("model")
         return name if isinstance(name, str) and name else None
 
 
 def read_request(source: str) -> AskedRequest:
-    """From a file, or `-` for stdin. Raises InvalidValue, naming the file."""
+    """Read a file, or stdin for `-`. Raises InvalidValue, which names the file."""
     return AskedRequest(source, read_json_or_tokens(source, "--request"))
 
 
 class RequestFollower:
-    """Follows one request through a store. `heard`: what the workers' publishers say. `access`: to engines."""
+    """Follows one request through a store. `heard`: the publishers' reports. `access`: credentials for engines."""
 
     def __init__(self, store: Store, router: RouterClient, heard: Heard, access: EngineAccess = NO_KEY) -> None:
         self._access = access
@@ -74,7 +74,8 @@ class RequestFollower:
         self._statuses = heard.statuses
 
     async def follow(self, request: AskedRequest, scope: Scope | None, tenant_id: str) -> list[Finding]:
-        """`scope`: of the flags, for a request that names no model. Raises Unreachable; InvalidValue for what is no request."""
+        """`scope`: from the flags, for a request that names no model. Raises Unreachable, and InvalidValue for an invalid
+        request."""
         fleet = await FleetStore(self._store).all()
         named = request.model or (scope.model_id if scope is not None else None)
         if request.model is not None and scope is None:
@@ -97,10 +98,10 @@ class RequestFollower:
         found.append(await self._choose(prompt))
         return found
 
-    # ---------------------------------------------------------------- what is asked
+    # ---------------------------------------------------------------- the request
 
     def _pool_of(self, name: str, fleet: Mapping[str, FleetRecord]) -> tuple[str, str]:
-        """Model and tokenizer that a request's name stands for: a fleet's, or of a worker whose engine serves it."""
+        """The model and tokenizer that a request's name stands for: the fleet's, or a worker's whose engine serves it."""
         for record in fleet.values():
             if record.endpoint.model_id == name:
                 return name, record.endpoint.tokenizer_id
@@ -127,7 +128,7 @@ class RequestFollower:
     async def _prompt_of_call(
         self, body: Mapping[str, Any], scope: Scope, fleet: Mapping[str, FleetRecord]
     ) -> Prompt | Finding:
-        """Text becomes tokens at one of the model's engines."""
+        """The prompt of an OpenAI call. One of the model's engines tokenizes its text."""
         from json import dumps
 
         from kvatlas_router.tokens.budget import BudgetedTokenizer, TokenizerBudget
@@ -153,11 +154,11 @@ class RequestFollower:
             tokenizer = BudgetedTokenizer(EngineTokenizer(client, engines), TokenizerBudget(deadline_ms=2_000))
             read = await PromptReader(tokenizer, ChainCache(0)).read(text, scope)
         if read.prompt_tokens is None and read.untokenized != "media" and urls:
-            line = f"its token ids are not known ({read.untokenized}): no engine of {scope.model_id} answered /tokenize"
+            line = f"its token ids are unknown ({read.untokenized}): no engine of {scope.model_id} answered /tokenize"
             return Finding("request.tokens", Level.ERROR, line, "give the token ids instead of the text")
         return read.prompt
 
-    # ---------------------------------------------------------------- what is found
+    # ---------------------------------------------------------------- the findings
 
     def _judge_model(self, scope: Scope, fleet: Mapping[str, FleetRecord]) -> Finding:
         endpoints = [record.endpoint for record in fleet.values()]
@@ -190,7 +191,7 @@ class RequestFollower:
             yield Finding("request.worker", Level.INFO, line)
 
     def _why_nothing(self, worker: WorkerOverlap, prompt: Prompt, fleet: Mapping[str, FleetRecord]) -> str:
-        """In a few words, the likeliest cause first."""
+        """The likeliest cause, in a few words."""
         if worker.why:
             return "so it can hold nothing of it"
         if (heard := self._heard.get(worker.worker_id)) is not None and heard.diagnoses:
@@ -206,7 +207,7 @@ class RequestFollower:
         return self._missing(worker.worker_id, never, f"{never}, or has evicted them")
 
     def _where_it_ends(self, worker: WorkerOverlap, prompt: Prompt) -> str:
-        """Why it holds no more."""
+        """Why the worker holds no more of the prompt; empty if it holds all."""
         full = prompt.input_tokens // worker.block_size if worker.block_size else 0
         if not worker.resident_blocks or worker.resident_blocks >= full:
             return ""
@@ -214,7 +215,7 @@ class RequestFollower:
         return f"; {self._missing(worker.worker_id, never, f'{never}, or is evicted')}"
 
     def _missing(self, worker_id: str, never: str, evicted: str) -> str:
-        """Why a block is not held. Nothing is evicted of a worker that took nothing away, or that never took the block in."""
+        """Why a block is not held. It can't have been evicted if the worker never removed a block, or never stored one."""
         status = self._statuses.get(worker_id)
         if status is None:
             return evicted
@@ -243,12 +244,12 @@ class RequestFollower:
                 line = (
                     f"{best.worker_id} holds {best.resident_tokens} tokens of it without its first token, {tokens[0]}"
                 )
-                advice = "the tokenizers differ in what they put first: let the engine tokenize (--tokenizer engine)"
+                advice = "the tokenizers add different first tokens: let the engine tokenize (--tokenizer engine)"
                 found.append(Finding("request.tokens", Level.ERROR, line, advice))
         return found
 
     async def _best(self, prompt: Prompt) -> WorkerOverlap | None:
-        """The worker that holds most of a prompt; None if nobody holds anything."""
+        """The worker that holds most of a prompt; None if none holds anything."""
         held = [worker for worker in await self._router.overlap(prompt) if worker.resident_tokens]
         return max(held, key=lambda worker: worker.resident_tokens) if held else None
 
@@ -261,7 +262,7 @@ class RequestFollower:
         return Finding("request.choice", Level.OK, line)
 
     async def _registered(self) -> Sequence[Scope]:
-        """Every scope of which blocks are, or lately were, published."""
+        """All scopes with blocks that are, or recently were, published."""
         return [scope_from_canonical(canonical) for canonical in (await read_hash(self._store, SCOPES)).values()]
 
 
@@ -275,8 +276,8 @@ async def follow_request(
     on_step: Told,
     access: EngineAccess = NO_KEY,
 ) -> list[Finding]:
-    """What becomes of a request, step by step. Without NATS it does without what publishers say. Raises Unreachable if the
-    store does not answer, InvalidValue for what is no request."""
+    """Follow a request step by step. Without NATS, publishers' reports are missing. Raises Unreachable if the store does not
+    answer, and InvalidValue for an invalid request."""
     found: list[Finding] = []
     on_step(f"listening to heartbeats for {listen_s:g} s")
     try:
@@ -284,7 +285,7 @@ async def follow_request(
     except Unreachable as error:
         heard = Heard()
         found.append(
-            Finding("nats.reachable", Level.WARNING, str(error), "what publishers see is not known without it")
+            Finding("nats.reachable", Level.WARNING, str(error), "without it, publishers' own findings are unknown")
         )
     on_step("looking the prompt up")
     settings = RouterSettings(deadline_ms=None)
@@ -300,7 +301,7 @@ def _describe_prompt(prompt: Prompt, named: str | None) -> Finding:
     if scope.adapter_id is not None:
         parts.append(f"adapter {scope.adapter_id}")
     is_read = bool(prompt.tokens or prompt.hashes)
-    length = count_text(prompt.input_tokens, "token") if is_read else "tokens that are not known"
+    length = count_text(prompt.input_tokens, "token") if is_read else "unknown tokens"
     return Finding("request.prompt", Level.OK, f"prompt of {length}, {', '.join(parts)}")
 
 
@@ -311,12 +312,12 @@ def _judge_scope(scope: Scope, registered: Sequence[Scope]) -> Finding:
     if not near:
         return Finding("request.scope", Level.INFO, "no worker has published a block of its model yet")
     nearest = min(near, key=lambda one: len(list(_differences(scope, one))))
-    line = f"nobody publishes blocks of its scope; the nearest has {', '.join(_differences(scope, nearest))}"
+    line = f"no worker publishes blocks of its scope; the nearest has {', '.join(_differences(scope, nearest))}"
     return Finding("request.scope", Level.ERROR, line, "ask in the publishers' scope, or change what they publish")
 
 
 def _differences(asked: Scope, other: Scope) -> Iterator[str]:
-    """What another scope has instead."""
+    """How another scope differs from the one asked for."""
     for name in ("model_id", "tokenizer_id", "adapter_id", "tenant_id", "chain"):
         mine, theirs = getattr(asked, name), getattr(other, name)
         if mine != theirs:

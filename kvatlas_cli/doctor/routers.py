@@ -1,4 +1,4 @@
-"""Routers: their counts of predicted and reported cached tokens, and how they do."""
+"""Routers: their counts of predicted and reported cached tokens, and their condition."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,15 +10,15 @@ from kvatlas_cli.doctor.report import Finding, Level
 from kvatlas_cli.output import count_text
 
 FEW_LEFT = 0.8
-"""From this share of its descriptors on a router is about to have none left."""
+"""From this share of open descriptors on, a router is about to run out."""
 MANY = 0.05
 """From this share on, refused requests, clients that gave up and late answers of the store are findings."""
 MOST_CHOICES = 0.5
-"""From this share on, choices as a rule are made without the index."""
+"""From this share on, choices without the index are the rule."""
 
 
 def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
-    """`pool`: its name in a line; `reports`: by router."""
+    """`pool`: its displayed name. `reports`: by router."""
     for router_id, report in sorted(reports.items()):
         counts, found = report.recent or report.counts, report.findings()
         where = f"router {router_id}, {pool}"
@@ -33,27 +33,27 @@ def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Fi
 
 
 def judge_progress(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
-    """Workers whose engines make no progress though they have work."""
+    """Workers whose engines have work but make no progress."""
     finders: dict[str, list[str]] = {}
     for router_id, report in sorted(reports.items()):
         for worker_id in report.stalled:
             finders.setdefault(worker_id, []).append(router_id)
     for worker_id, routers in sorted(finders.items()):
         line = (
-            f"{pool}: worker {worker_id} is stalled: its engine makes no progress though it has work, whatever its /health "
-            f"says; it gets no requests from router {', '.join(routers)}"
+            f"{pool}: worker {worker_id} is stalled: its engine has work but makes no progress, whatever its /health says; it "
+            f"gets no requests from router {', '.join(routers)}"
         )
-        advice = "see the engine's log and its GPU (nvidia-smi, dmesg), and restart it"
+        advice = "check the engine's log and its GPU (nvidia-smi, dmesg), and restart it"
         yield Finding("routers.progress", Level.ERROR, line, advice)
 
 
 def judge_tenants(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
-    """Requests of tenants whose blocks the workers that got them can't have."""
+    """Requests that went to workers which can't have blocks of their tenants."""
     for router_id, report in sorted(reports.items()):
         for one in report.foreign_tenants:
             line = (
                 f"router {router_id}, {pool}: {one.requests:,} requests of tenant {one.tenant_id} went to workers that publish "
-                f"tenant {one.published_tenant_id} ({one.worker_id}): nothing of theirs can match"
+                f"tenant {one.published_tenant_id} ({one.worker_id}): none of their blocks can match"
             )
             advice = (
                 f"set the publishers' --tenant-id {one.tenant_id} (or --salt-is-tenant, if cache salts are tenants), or the "
@@ -63,17 +63,17 @@ def judge_tenants(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Fi
 
 
 def conditions_of(reports: Mapping[str, StoredReport]) -> dict[str, RouterCondition]:
-    """By router: what those say that say it."""
+    """The condition of each router that reports one."""
     return {id: one.report.condition for id, one in reports.items() if one.report.condition is not None}
 
 
 def router_clocks(reports: Mapping[str, StoredReport], store_ahead_us: int) -> dict[str, int]:
-    """How far each router's clock is ahead of ours. `store_ahead_us`: the store's, by which its report is dated."""
+    """How far each router's clock is ahead of ours. `store_ahead_us`: likewise for the store, whose clock dates the reports."""
     return {id: one.sent_us - reports[id].written_us + store_ahead_us for id, one in conditions_of(reports).items()}
 
 
 def describe_slow_store(conditions: Mapping[str, RouterCondition]) -> str | None:
-    """Why most choices of these routers are made without the index; None if they are not."""
+    """Why most choices of these routers are made without the index; None if most are made with it."""
     choices = sum(one.choices for one in conditions.values())
     open_ones = sum(one.without_index for one in conditions.values())
     if choices and open_ones >= MOST_CHOICES * choices:
@@ -82,7 +82,7 @@ def describe_slow_store(conditions: Mapping[str, RouterCondition]) -> str | None
 
 
 def judge_conditions(conditions: Mapping[str, RouterCondition]) -> Iterator[Finding]:
-    """By router. What is counted is of the last minute."""
+    """`conditions`: by router. Counts are of the last minute."""
     for router_id, one in sorted(conditions.items()):
         where = f"router {router_id}"
         yield from _judge_descriptors(where, one)
@@ -107,13 +107,13 @@ def _judge_proof(where: str, one: RouterCondition) -> Iterator[Finding]:
     if one.proves_tenants is None:
         return
     if one.limits_shared is False:
-        line = f"{where}: the store takes no part in clients' limits a minute: each router counts them by itself"
+        line = f"{where}: clients' limits per minute are not shared through the store: each router counts alone"
         advice = "see routers.store and the router's log; write the store's users again after an upgrade (kvatlas auth redis)"
         yield Finding("routers.limits", Level.WARNING, line, advice)
     if one.proves_tenants:
         yield Finding("routers.proof", Level.OK, f"{where}: each request proves its tenant")
         return
-    line = f"{where}: one tenant, that of --tenant-id; everybody who reaches it is that tenant, whatever they send"
+    line = f"{where}: every client that reaches it counts as the tenant of --tenant-id, whatever it sends"
     advice = "for several tenants, or limits by key: --clients-file (router), --tenant-from (epp)"
     yield Finding("routers.proof", Level.INFO, line, advice)
 
@@ -121,7 +121,7 @@ def _judge_proof(where: str, one: RouterCondition) -> Iterator[Finding]:
 def _describe_distance(where: str, one: RouterCondition) -> Finding:
     away_ms, waited = one.store_us / 1e3, one.choices - one.without_index
     line = (
-        f"{where} is {away_ms:.0f} ms away from the store: a choice waits for the index alone, and is booked behind it"
+        f"{where} is {away_ms:.0f} ms away from the store: a choice waits only for the index, and is booked afterwards"
     )
     if one.without_index:
         line += f"; {one.without_index:,} of {one.choices:,} choices of the last minute did without the index"

@@ -1,7 +1,7 @@
-"""The first question: would a request be served well right now, for each model?
+"""The first finding for each model: if a request would be served well right now.
 
-"Yes": an engine takes it, and the index says which one has its prefix. "By load only": an engine takes it, but nothing reliable
-is known of prefixes. "No": the router would refuse it.
+"Yes": an engine takes it, and the index knows which one has its prefix. "By load only": an engine takes it, but the index has
+no reliable knowledge of prefixes. "No": the router would refuse it.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ def judge_serving(
     obstacles: Sequence[str] = (),
     slow: Mapping[str, str] | None = None,
 ) -> Iterator[Finding]:
-    """One finding a pool (by its name in a line). `unusable`: workers that get no requests or answer none, whatever their
-    records say, with why. `unindexed`: workers of whose blocks the index knows nothing reliable, with why. `obstacles`: what
-    keeps the index from answering for any worker. `slow`: what keeps it from answering in time, by pool."""
+    """One finding per pool. `pools`: by displayed name. `unusable`: workers that get or answer no requests, whatever their
+    records say, with the reason. `unindexed`: workers whose blocks the index does not know reliably, with the reason.
+    `obstacles`: what keeps the index from answering for any worker. `slow`: what keeps it from answering in time, by pool."""
     for name, records in pools.items():
         engines = {one.endpoint.id: one for one in records if not one.endpoint.is_store}
         reasons = {id: why for id, one in engines.items() if (why := unusable.get(id) or why_left_out(one))}
@@ -46,26 +46,26 @@ def judge_serving(
 
 
 def judge_gone(name: str, worker_ids: Collection[str]) -> Finding:
-    """A model of the last hour without any worker now."""
-    return _finding(name, Level.ERROR, f"no, because none of its workers is there any more ({join_names(worker_ids)})")
+    """A model that had workers within the last hour and has none now."""
+    return _finding(name, Level.ERROR, f"no, because none of its workers is left ({join_names(worker_ids)})")
 
 
 def judge_unknown(why: str) -> Finding:
-    """No model is known. `why`: the one cause that comes first."""
+    """No model is known. `why`: the first cause."""
     return Finding(
         CHECK, Level.ERROR, f"would a request be served well now? No, because {why}", "see the findings below"
     )
 
 
 def why_left_out(record: FleetRecord) -> str:
-    """Why routers send nothing to a worker, by its record; empty if they do."""
+    """Why routers send nothing to a worker, according to its record; empty if they do send."""
     if record.liveness is Liveness.LOST:
         return "lost (no heartbeat)"
     return "" if record.state is EngineState.UP else record.state.value
 
 
 def _missing_kind(usable: Collection[FleetRecord]) -> str:
-    """The kind of worker that is missing for a whole request; empty if none is."""
+    """The kind of worker that a whole request lacks; empty if none."""
     roles = {one.endpoint.role for one in usable}
     if not roles:
         return "engine"

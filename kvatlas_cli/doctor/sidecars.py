@@ -1,4 +1,4 @@
-"""Status pages of our processes: a publisher that is not heard on this NATS, and the certificates that each uses."""
+"""Status pages of our processes: finds publishers that are not heard on this NATS, and the certificates that each uses."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ ANSWER_S = 2.0
 
 
 class PublishedWorker(NamedTuple):
-    """A worker as its publisher's page says. `nats`: the server that it is connected to; `diagnoses`: what it sees, and the
-    cure."""
+    """A worker on its publisher's page. `nats`: the server that the publisher is connected to. `diagnoses`: problems that it
+    sees, each with its cure."""
 
     worker_id: str
     nats: str
@@ -25,7 +25,7 @@ class PublishedWorker(NamedTuple):
 
 
 class StatusPage(NamedTuple):
-    """A process' page. `publishes`: it is a publisher's. `error`: why it was not read; empty if it was."""
+    """A process's page. `publishes`: it is a publisher's. `error`: why it was not read; empty if it was."""
 
     url: str
     workers: Sequence[PublishedWorker] = ()
@@ -35,7 +35,7 @@ class StatusPage(NamedTuple):
 
 
 async def read_status_pages(urls: Sequence[str]) -> Sequence[StatusPage]:
-    """All of them at the same time."""
+    """Read all pages concurrently."""
     pages = [StatusPage(url) for url in urls]
 
     async def read(at: int) -> None:
@@ -48,7 +48,7 @@ async def read_status_pages(urls: Sequence[str]) -> Sequence[StatusPage]:
 
 
 def judge_status_pages(pages: Sequence[StatusPage], heard: Collection[str], nats: str) -> Iterator[Finding]:
-    """`heard`: the workers whose heartbeats came on this NATS, `nats`."""
+    """`heard`: the workers whose heartbeats arrived on this NATS, `nats`."""
     check = "workers.publishers"
     for page in pages:
         where = redact_url(page.url)
@@ -66,7 +66,7 @@ def judge_status_pages(pages: Sequence[StatusPage], heard: Collection[str], nats
         for one in page.workers:
             if one.worker_id in heard:
                 continue
-            line = f"{one.worker_id} (publisher at {where}) is connected to NATS at {one.nats}, and not heard on {nats}"
+            line = f"{one.worker_id} (publisher at {where}) is connected to NATS at {one.nats}, but not heard on {nats}"
             advice = "give publishers, indexers and this command the same --nats-url"
             yield Finding(check, Level.ERROR, line, advice)
             for seen, cure in one.diagnoses:
@@ -91,7 +91,7 @@ async def _read(url: str) -> StatusPage:
     except (httpx.HTTPError, TimeoutError) as error:
         return StatusPage(url, error=str(error) or "no answer in time")
     except DATA_ERRORS:
-        return StatusPage(url, error="it is none of kvatlas")
+        return StatusPage(url, error="it is no status page of kvatlas")
 
 
 def _worker_of(status: dict[str, Any]) -> PublishedWorker:

@@ -1,4 +1,4 @@
-"""The store: whether it suits the index and has room."""
+"""Checks that the store suits the index and has room."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -17,7 +17,7 @@ MIN_VERSION = 7
 MAX_LISTPACK = 128
 FAR_MS = 5.0
 FULL, FILLING = 0.9, 0.75
-"""From nine tenths on the index leaves workers out (`kvatlas.index`, room)."""
+"""From FULL on, the index leaves workers out (`kvatlas.index`, room)."""
 
 
 _MANAGED_POLICY = (
@@ -27,19 +27,17 @@ _MANAGED_POLICY = (
 
 
 def judge_distance(round_trip_ms: float) -> Finding:
-    """How far away the store is, and what that costs."""
+    """The distance to the store, and its cost."""
     line = f"a round trip to the store takes {round_trip_ms:.1f} ms from here at best"
     if round_trip_ms < FAR_MS:
         return Finding("store.distance", Level.OK, line)
-    line += ": each choice of a router that is as far away waits for one of them, or is made by load"
-    advice = (
-        "run the store beside the routers, or let routers keep their own copy of the index (--replica): then for none"
-    )
+    line += ": each choice of a router that is as far away waits for one round trip, or is made by load"
+    advice = "run the store beside the routers, or let them keep their own copy of the index (--replica), which avoids the wait"
     return Finding("store.distance", Level.WARNING, line, advice)
 
 
 def judge_servers(servers: Sequence[ServerFacts], libraries: Collection[str]) -> Iterator[Finding]:
-    """Judge each server; `libraries`: the names of this version's."""
+    """Judge each server. `libraries`: names of this version's function libraries."""
     for server in servers:
         yield _judge_version(server)
         yield from _judge_role(server)
@@ -51,7 +49,7 @@ def judge_servers(servers: Sequence[ServerFacts], libraries: Collection[str]) ->
 
 
 async def examine_layout(store: Store) -> tuple[Finding, Layout | None]:
-    """The finding, and the layout if the layout is of this version."""
+    """The finding, and the layout if it is of this version."""
     try:
         found = await read_layout(store)
     except LayoutMismatch as error:
@@ -109,7 +107,7 @@ def _judge_listpack(server: ServerFacts) -> Finding:
     if entries is None:
         line = f"{server.name} does not show its {LISTPACK}"
         advice = (
-            f"managed services: set {LISTPACK} to {MAX_LISTPACK} or less in the parameter group, if it is another there"
+            f"managed services: set {LISTPACK} to {MAX_LISTPACK} or less in the parameter group, if it is higher there"
         )
         return Finding("store.listpack", Level.INFO, line, advice)
     if int(entries) > MAX_LISTPACK:

@@ -14,7 +14,7 @@ from kvatlas.store.connection import UNREACHABLE, Store, reason
 LEAST_ROUND_TRIPS = 3
 MEASURE_MS = 400.0
 NEAR_MS = 2.0
-"""One that is quicker shows that the store is near."""
+"""A quicker round trip shows that the store is near."""
 POLICY, LISTPACK = "maxmemory-policy", "hash-max-listpack-entries"
 
 
@@ -22,7 +22,7 @@ POLICY, LISTPACK = "maxmemory-policy", "hash-max-listpack-entries"
 class ServerFacts:
     """One server. `info`: the sections of INFO as one map. `libraries`: the code of each function library, by name.
 
-    `config` or `libraries` None: our user may not read it. `primary` False: a replica answers.
+    `config` or `libraries` None: our user may not read them. `primary` False: the server is a replica.
     """
 
     name: str
@@ -44,7 +44,7 @@ async def read_servers(store: Store) -> list[ServerFacts]:
 
 
 async def measure_round_trip(store: Store) -> float:
-    """Milliseconds of the fastest of a few: the others waited for a busy machine. Raises Unreachable."""
+    """Milliseconds of the fastest of a few round trips, since the others waited for a busy machine. Raises Unreachable."""
     await store_time_us(store)
     took_ms: list[float] = []
     while len(took_ms) < LEAST_ROUND_TRIPS or (sum(took_ms) < MEASURE_MS and took_ms[-1] > NEAR_MS):
@@ -67,7 +67,7 @@ async def _read_server(store: Store, name: str, where: dict[str, Any]) -> Server
 
 
 async def _read_config(client: Any, where: dict[str, Any]) -> dict[str, str] | None:
-    """None if a managed service hides it."""
+    """The server's configuration; None if a managed service hides it."""
     found: dict[str, str] = {}
     try:
         for name in (POLICY, LISTPACK):

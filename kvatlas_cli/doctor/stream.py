@@ -1,5 +1,5 @@
-"""NATS and the event stream: whether it exists, is the one that indexers read, is configured as kvatlas needs it, reaches far
-enough back, and which messages indexers refused."""
+"""Checks of NATS: that the event stream exists, is the one that indexers read, is configured as kvatlas needs it and reaches
+far enough back, and which messages indexers refused."""
 
 import asyncio
 import json
@@ -21,12 +21,12 @@ from kvatlas_cli.doctor.report import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 
 SHORT_S = 120
-"""A replica that takes over, or one that fell behind, needs the messages of the last minutes."""
+"""A replica that takes over, or that fell behind, needs the messages of the last minutes."""
 ANSWER_S = 2.0
 LATELY_US = 120_000_000
-"""Messages that were refused before are not reported."""
+"""Messages refused longer ago than this are not reported."""
 MOST_LETTERS = 64
-"""So many of the last refused messages are looked at."""
+"""Number of the last refused messages that are read."""
 _NO_STREAM = 10059
 _RECREATE = "delete the stream; an indexer creates it again"
 
@@ -60,7 +60,7 @@ async def read_identity(client: Client) -> StreamInfo | None:
 
 
 def judge_identity(nats: str, stream: StreamInfo | None, position: Position | None) -> Iterator[Finding]:
-    """Do the indexers read the stream of this NATS? `position`: of a partition that one of them owns."""
+    """Check that the indexers read the stream of this NATS. `position`: of a partition that one of them owns."""
     if position is None or (stream is not None and stream.creation_us == position.creation_us):
         return
     here = "has none" if stream is None else f"has another one, created {_time_text(stream.creation_us)}"
@@ -70,7 +70,7 @@ def judge_identity(nats: str, stream: StreamInfo | None, position: Position | No
 
 
 class DeadLetter(NamedTuple):
-    """A message that an indexer refused: the worker of its subject, and why."""
+    """A message that an indexer refused, with its subject's worker and the reason."""
 
     worker: str
     reason: str
@@ -79,7 +79,7 @@ class DeadLetter(NamedTuple):
 
 
 async def read_dead_letters(client: Client) -> Sequence[DeadLetter]:
-    """The last MOST_LETTERS; none if this user may not read them."""
+    """The last MOST_LETTERS refused messages; none if this user may not read them."""
     try:
         state = (await _ask(client, f"$JS.API.STREAM.INFO.{DEAD_STREAM}")).get("state")
         if state is None:
@@ -111,14 +111,14 @@ def _letter_of(message: Mapping[str, Any]) -> DeadLetter:
 _CURES = {
     "version": "use the same version of kvatlas everywhere: upgrade the indexers first",
     "wrong_partition": "give its publisher the --partitions of the store's layout",
-    "identity": "change what its publisher speaks for, or the identities (`kvatlas auth nats`)",
-    "wrong_subject": "it speaks for another worker: give each publisher a --worker-id of its own",
+    "identity": "change what its publisher publishes, or the identities (`kvatlas auth nats`)",
+    "wrong_subject": "it publishes for another worker: give each publisher its own --worker-id",
     "incarnation": "the clock of the publisher's machine is wrong: synchronise it",
 }
 
 
 def judge_refused(letters: Sequence[DeadLetter], now_us: int) -> Iterator[Finding]:
-    """Messages that indexers refused lately, those for one reason together."""
+    """Messages that indexers recently refused, grouped by reason."""
     by_reason: dict[str, list[DeadLetter]] = defaultdict(list)
     for letter in letters:
         if letter.refused_us >= now_us - LATELY_US:

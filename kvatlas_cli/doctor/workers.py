@@ -1,4 +1,4 @@
-"""Workers: their fleet records, their heartbeats now, and the index's records of them, compared."""
+"""Compares workers' fleet records, their current heartbeats, and their records in the index."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,11 +16,11 @@ from kvatlas_cli.doctor.report import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 
 MAX_SILENT_US = 5_000_000
-"""Without NATS, the time at which an indexer heard the last heartbeat is judged."""
+"""Longest silence of a worker. Without NATS, it is judged by when an indexer last heard a heartbeat."""
 STARTING_S = 600
 """An engine that was never up may still be loading its model for this long."""
 MOST_ALIKE = 8
-"""Diagnoses with one cure that are shown in full."""
+"""Most diagnoses with the same cure that are shown in full."""
 
 
 def judge_workers(
@@ -33,7 +33,7 @@ def judge_workers(
     listened_s: float,
     now_us: int,
 ) -> Iterator[Finding]:
-    """`index_records`: None if they could not be read; `heard`: None if NATS is unreachable; `nats`: its name in a line;
+    """`index_records`: None if they could not be read. `heard`: None if NATS is unreachable. `nats`: its displayed name.
     `behind`: workers whose index record did not catch up with their heartbeat while we waited."""
     if not fleet and not heard:
         yield Finding(
@@ -53,8 +53,7 @@ def judge_workers(
 def judge_missing(
     fleet: Collection[str], departures: Mapping[str, Departure], expected: Mapping[str, str], store_us: int
 ) -> Iterator[Finding]:
-    """Workers that are not in the fleet: those that were retired within the hour, and those that are `expected`, each with
-    what is known of it."""
+    """Workers that are not in the fleet: those retired within the hour, and those `expected`, each with a remark or ''."""
     check = "workers.missing"
     gone = {id: one for id, one in departures.items() if id not in fleet}
     silent = [id for id, one in gone.items() if not one.drained]
@@ -76,7 +75,7 @@ def judge_missing(
         yield Finding(check, Level.ERROR, line, "start their engines and `kvatlas publish`, or change what is expected")
     if drained:
         line = f"workers that drained and left within the last hour: {join_names(drained)}"
-        yield Finding(check, Level.INFO, line, "nothing, if they were taken away on purpose")
+        yield Finding(check, Level.INFO, line, "nothing to do if they were removed on purpose")
     if not silent and not never:
         yield Finding(check, Level.OK, "no worker is missing")
 
@@ -84,20 +83,20 @@ def judge_missing(
 def judge_duplicates(
     heard: Mapping[str, ReceivedHeartbeat], yielded: Mapping[str, ReceivedHeartbeat]
 ) -> Iterator[Finding]:
-    """Workers that two publishers speak for. `yielded`: of those that another one keeps silent."""
+    """Workers with two publishers. `yielded`: heartbeats of publishers that gave way to another one."""
     for worker_id, one in sorted(yielded.items()):
         silent = one.heartbeat.endpoint.url or "an unknown address"
         counts = heard[worker_id].heartbeat.endpoint.url if worker_id in heard else ""
         line = (
-            f"{worker_id} has two publishers: that of {counts or 'an unknown address'} counts, that of {silent} is ignored, "
-            "and so is its engine"
+            f"{worker_id} has two publishers: the one of {counts or 'an unknown address'} counts; the one of {silent} is "
+            "ignored, and so is its engine"
         )
-        advice = "give each its own --worker-id; publishers of two fleets need a NATS (or an account) each"
+        advice = "give each its own --worker-id; publishers of different fleets need different NATS servers or accounts"
         yield Finding("workers.duplicates", Level.ERROR, line, advice)
 
 
 def is_behind(heartbeat: Heartbeat, record: WorkerRecord | None) -> bool:
-    """True if the index has not applied all messages of the worker that are in the stream."""
+    """True if the index has not yet applied all of the worker's messages in the stream."""
     applied = (-1, -1) if record is None else (record.incarnation, record.seq)
     return heartbeat.acked_seq >= 0 and (heartbeat.incarnation, heartbeat.acked_seq) > applied
 
@@ -151,7 +150,7 @@ def _judge_heartbeats(
 
 
 def _judge_diagnoses(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]:
-    """What the publishers themselves see: those who see the same together, and of those with one cure the first few."""
+    """Publishers' own diagnoses. Equal ones are grouped; only the first few with the same cure are shown in full."""
     by_cure: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for id, one in sorted(heard.items()):
         for diagnosis in one.heartbeat.diagnoses:
@@ -165,7 +164,8 @@ def _judge_diagnoses(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding
 
 
 def _judge_versions(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]:
-    """Versions work together; which one behaves how, and whether an upgrade is complete, is good to know."""
+    """Publishers of other versions. Versions work together, but it helps to know which behaves how, and if an upgrade is
+    complete."""
     workers: dict[str, list[str]] = defaultdict(list)
     for id, one in heard.items():
         workers[one.heartbeat.version or "before 0.1.0"].append(id)
@@ -248,7 +248,7 @@ def _judge_load(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
 
 
 def _advise_load(fleet: Mapping[str, FleetRecord], ids: Iterable[str], advice: str) -> str:
-    """`advice` is for engines with a page; others tell their load themselves."""
+    """`advice` is for engines with a metrics page; engines of the open event forms send their load themselves."""
     if any(fleet[id].endpoint.kind is EngineKind.OPEN for id in ids):
         return f"{advice}; an engine of the open event forms sends `load` with its batches"
     return advice
@@ -258,7 +258,9 @@ def _judge_endpoints(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
     endpoints = [record.endpoint for record in fleet.values() if not record.endpoint.is_store]
     nowhere = [one.id for one in endpoints if not one.url]
     at_address: dict[tuple[str, int | None], list[str]] = defaultdict(list)
-    for one in (record.endpoint for record in fleet.values() if record.routable):  # not one that another replaces there
+    for one in (
+        record.endpoint for record in fleet.values() if record.routable
+    ):  # skips workers replaced at an address
         if one.url:
             at_address[one.url, one.dp_rank].append(one.id)
     for (url, _), ids in at_address.items():
@@ -285,7 +287,7 @@ def _judge_endpoints(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
 
 
 def _judge_stores(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
-    """Shared stores, and the workers that name them; one of another pool or block size is of no use to them."""
+    """Shared stores and the workers that name them. A store of another pool or block size is useless to a worker."""
     check, sound = "workers.stores", True
     stores = {id: record.endpoint for id, record in fleet.items() if record.endpoint.is_store}
     readers: dict[str, list[EngineEndpoint]] = {id: [] for id in stores}
@@ -295,14 +297,14 @@ def _judge_stores(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
     for store_id, named_by in sorted(readers.items()):
         store, names = stores.get(store_id), join_names([one.id for one in named_by])
         if store is None:
-            line = f"{names}: --shared-store is {store_id}, which nobody publishes"
+            line = f"{names}: --shared-store is {store_id}, which is not published"
             advice = f"start `kvatlas publish --engine store --worker-id {store_id}`"
         elif not named_by:
             line = f"shared store {store_id} is named by no worker"
             advice = "set --shared-store at the publishers of the engines that use it"
         elif wrong := [one.id for one in named_by if not _fits(one, store)]:
-            line = f"{join_names(wrong)}: the model or block size is not that of shared store {store_id}"
-            advice = "give each model and block size a store of its own"
+            line = f"{join_names(wrong)}: the model or block size differs from that of shared store {store_id}"
+            advice = "give each model and block size its own store"
         else:
             continue
         sound = False

@@ -1,5 +1,5 @@
-"""A worker for a request, for whatever server gets it: the proxy, and the endpoint picker of gateways.
+"""Finds a worker for a request, for both the proxy and the gateways' endpoint picker.
 
-admission.py   books around workers that fail, in turn if all are full, or refuses
-queue.py       requests that wait while every worker is full
+admission.py   books a worker, avoiding those that fail; queues the request if all are full, or refuses it
+queue.py       the queue of requests that wait while every worker is full
 """

@@ -1,4 +1,5 @@
-"""A worker for a request: around those that fail, in turn if every one is full, or none if all would be too late.
+"""Books a worker for a request. Failing workers are avoided; the request waits in turn if all are full, and is refused if all
+would be too late.
 
 The proxy and the endpoint picker admit requests here.
 """
@@ -21,7 +22,7 @@ _log = logging.getLogger("kvatlas_router.proxy")
 
 
 class RequestShed(KvatlasError):
-    """Every engine would miss the SLO by far: the request is refused, and its booking released."""
+    """Every engine would miss the SLO by far. The request is refused and its booking released."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__("every engine would miss the SLO by far; try again later")
@@ -36,8 +37,8 @@ class AdmissionCounters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """`shed`: refuse a request if that is the advice. `tenant_header` and `priority_header`: where a request's tenant and
-    priority in the queue are, in lower case; '' for none."""
+    """`shed`: refuse a request if so advised. `tenant_header` and `priority_header`: headers with a request's tenant and
+    priority in the queue, in lower case; '' for none."""
 
     shed: bool = False
     tenant_header: str = ""
@@ -45,7 +46,7 @@ class AdmissionSettings:
 
 
 class Admission:
-    """Books workers; safe to share between tasks of one event loop. What it returns is ended by `end`."""
+    """Books workers; the caller ends each booking with `end`. Safe to share between tasks of one event loop."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a worker with room."""
+        """Number of requests that wait for a worker with room."""
         return self._queue.waiting()
 
     async def admit(
@@ -75,8 +76,8 @@ class Admission:
         tenant_id: str | None = None,
         priority: int | None = None,
     ) -> Booked:
-        """The first worker, or pair, for a request, whose headers `header` reads by their names in lower case. `text`: None for
-        a request whose prompt is not read. `tenant_id`: proven, instead of its header's. `priority`: likewise.
+        """Book the first worker or pair for a request. `text` None: its prompt is not read. `header`: looks a header up by its
+        name in lower case. `tenant_id`: the proven tenant, overriding the header's. `priority`: likewise.
 
         Raises NoWorkers, EnginesRest, Unreachable, QueueFull and RequestShed.
         """
@@ -92,8 +93,8 @@ class Admission:
     async def book(
         self, prompt: Prompt, text: TextRequest | None, tried: frozenset[str] = frozenset(), *, apart: bool = True
     ) -> Booked:
-        """A worker that was not tried yet, whether it has room or not. `apart`: or a pair. Raises NoWorkers, EnginesRest and
-        Unreachable."""
+        """Book a worker that was not tried yet, even without room. `apart`: a pair is allowed. Raises NoWorkers, EnginesRest
+        and Unreachable."""
 
         def book(avoid: frozenset[str]) -> Awaitable[Booked]:
             return self._pairs.book(prompt, text, avoid, apart=apart)
@@ -101,7 +102,7 @@ class Admission:
         return await self._avoidance.choose(prompt, tried, book)
 
     async def end(self, prompt: Prompt, choice: Booked) -> None:
-        """The request is over: as failed, but a choice that was finished stays finished."""
+        """End the request as failed, unless the choice was already finished."""
         try:
             await choice.done(status=0)
         except Unreachable as error:
@@ -144,7 +145,7 @@ class Admission:
         return choice
 
     def _priority(self, header: Callable[[bytes], str | None]) -> int:
-        """As vLLM's: lower is earlier, 0 by default."""
+        """The priority in the header. As in vLLM, lower is earlier and 0 the default."""
         named = self._settings.priority_header
         try:
             return int((header(named.encode()) if named else None) or 0)

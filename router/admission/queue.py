@@ -1,6 +1,6 @@
 """Requests that wait in the router while every worker of their pool is over its limits.
 
-Waiting here instead of in an engine, a request goes to whichever worker has room first, and the order is the router's: by
+Because it waits here rather than in an engine, a request goes to the first worker with room, and the router sets the order: by
 priority, then fair between tenants.
 """
 
@@ -18,11 +18,11 @@ from kvatlas.errors import KvatlasError
 T = TypeVar("T")
 
 LOOK_S = 0.1
-"""How often the first in line looks for room that other routers' requests or the engines' reports have made."""
+"""How often the first in line checks for room that other routers' requests or the engines' reports have made."""
 
 
 class QueueFull(KvatlasError):
-    """No more requests may wait, or this one waited too long. `retry_after_s`: when to come again."""
+    """No more requests may wait, or this one waited too long. `retry_after_s`: seconds until a retry."""
 
     def __init__(self, line: str, retry_after_s: int) -> None:
         super().__init__(line)
@@ -31,8 +31,8 @@ class QueueFull(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """The most that waits in each pool: `requests` (0: nothing waits, requests go to engines that are full), their prompts'
-    `tokens`, and how long one waits."""
+    """Limits of each pool's queue: `requests` (0: no queue, so requests go to full engines), their prompts' `tokens`, and the
+    longest wait."""
 
     requests: int = 0
     tokens: int = 1_000_000
@@ -41,7 +41,7 @@ class QueueSettings:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Ticket:
-    """A place in line: lower `priority` first, then the tenant that had least, then the order of arrival."""
+    """A place in line: by lower `priority`, then the tenant with the least service, then the order of arrival."""
 
     priority: int
     start: float
@@ -51,9 +51,9 @@ class Ticket:
 
 
 class FairQueue:
-    """Start-time fair queueing within each priority: a tenant's tickets start one after another, each as far behind the one
-    before as that has tokens; a tenant that comes anew starts where service is now. Each priority has a time of its own: a
-    ticket that is served before others says nothing of how far those are. Pure."""
+    """Start-time fair queueing within each priority. A tenant's tickets start one after another, each delayed by its
+    predecessor's tokens; a new tenant starts at the current service time. Each priority has its own time, since serving one
+    priority says nothing about the progress of the others. Pure."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -67,7 +67,7 @@ class FairQueue:
         return len(self._heap) - len(self._gone)
 
     def push(self, priority: int, tenant: str, tokens: int) -> Ticket:
-        """A new place in line."""
+        """Take a new place in line."""
         start = max(self._now.get(priority, 0.0), self._ends.get((priority, tenant), 0.0))
         ticket = Ticket(priority, start, next(self._numbers), tenant, tokens)
         self._ends[priority, tenant] = start + max(1, tokens)
@@ -76,13 +76,13 @@ class FairQueue:
         return ticket
 
     def first(self) -> Ticket | None:
-        """Whose turn it is."""
+        """The ticket whose turn it is."""
         while self._heap and self._heap[0].number in self._gone:
             self._gone.discard(heapq.heappop(self._heap).number)
         return self._heap[0] if self._heap else None
 
     def remove(self, ticket: Ticket, *, served: bool) -> None:
-        """A ticket leaves the line."""
+        """Remove a ticket from the line."""
         self._gone.add(ticket.number)
         self.tokens -= ticket.tokens
         if served:
@@ -94,17 +94,17 @@ class FairQueue:
 
 @dataclass(slots=True)
 class _Line:
-    """One pool's line. `moved` is set when its first changes or room was made."""
+    """One pool's line. `moved` is set when its first ticket changes, or when there may be room."""
 
     queue: FairQueue = field(default_factory=FairQueue)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     served_at: float | None = None
     gap_s: float = 1.0
-    """Between two that were served, smoothed."""
+    """Smoothed time between two served requests."""
 
 
 class AdmissionQueue:
-    """The lines of one router; each router has its own, so over R routers a line is R times as long."""
+    """The lines of one router. Each router has its own, so R routers have R times the limit together."""
 
     def __init__(self, settings: QueueSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
@@ -112,13 +112,13 @@ class AdmissionQueue:
         self._lines: dict[str, _Line] = {}
 
     def waiting(self) -> int:
-        """How many requests wait, in all pools."""
+        """Number of waiting requests in all pools."""
         return sum(len(line.queue) for line in list(self._lines.values()))  # metrics are read on another thread
 
     async def admit(
         self, pool_id: str, book: Callable[[], Awaitable[T | None]], *, priority: int, tenant: str, tokens: int
     ) -> T:
-        """What `book` returns once it is this request's turn and that is not None (None: every worker is full).
+        """Wait for this request's turn, until `book` returns a booking (None: every worker is full).
 
         Raises QueueFull, and what `book` raises.
         """
@@ -141,7 +141,7 @@ class AdmissionQueue:
                         return booked
                     await self._wait_for_move(line)
         except TimeoutError as error:
-            line_text = f"every worker was full for {most.wait_s:g} s; the request waited in vain"
+            line_text = f"every worker was full for {most.wait_s:g} s, the longest that a request may wait"
             raise QueueFull(line_text, self._retry_after_s(line)) from error
         finally:
             line.queue.remove(ticket, served=served)
@@ -150,7 +150,7 @@ class AdmissionQueue:
             self._move(line)
 
     def record_end(self, pool_id: str) -> None:
-        """A request of this router ended: there may be room."""
+        """Record that a request of this router ended, so there may be room."""
         if (line := self._lines.get(pool_id)) is not None and len(line.queue):
             self._move(line)
 
@@ -172,5 +172,5 @@ class AdmissionQueue:
         line.served_at = now
 
     def _retry_after_s(self, line: _Line) -> int:
-        """About when those that wait now are served."""
+        """About the seconds until all waiting requests are served."""
         return max(1, min(60, ceil(len(line.queue) * line.gap_s)))

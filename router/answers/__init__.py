@@ -1,6 +1,6 @@
-"""What engines answer, as it is read on its way.
+"""Reads engines' answers while they pass through.
 
-event_parser.py   pure: server-sent events as the standard defines them, out of pieces
-event_stream.py   content, usage, error and end of a stream, and which of its bytes may pass
+event_parser.py   pure: parses server-sent events, as the standard defines them, from pieces
+event_stream.py   finds a stream's content, usage, error and end, and decides which bytes may pass
 engine_errors.py  errors in answers of status 200
 """

@@ -1,4 +1,4 @@
-"""Errors that an engine puts into an answer of status 200: an event of its stream, or a whole body of JSON."""
+"""Errors inside an answer of status 200: an event of its stream, or a whole JSON body."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 _ERROR = b'"error"'
 _MARKS = (b'"response.failed"', b'"abort"')
-"""One of these is in every error of JSON; inside a text of an answer its quotes would be escaped."""
+"""Every JSON error contains `_ERROR` or one of these. Inside generated text the quotes would be escaped."""
 _NULL = re.compile(rb'"error"\s*:\s*null')
 
 _STATUS_OF_TYPE = {
@@ -24,14 +24,14 @@ _STATUS_OF_TYPE = {
     "serviceunavailableerror": 503,
     "overloaded_error": 503,
 }
-"""Types without a code: OpenAI's, Anthropic's, vLLM's and SGLang's, in lower case."""
+"""Error types of OpenAI, Anthropic, vLLM and SGLang, for errors without a code; in lower case."""
 UNKNOWN_STATUS = 502
 MOST_LINE = 200
 
 
 @dataclass(frozen=True, slots=True)
 class EngineError:
-    """`status`: the HTTP status that the error stands for; `line`: what it says; `body`: it as JSON, as the engine wrote it."""
+    """`status`: the HTTP status that the error stands for. `line`: its message. `body`: its JSON, as the engine wrote it."""
 
     status: int
     line: str
@@ -39,7 +39,7 @@ class EngineError:
 
     @classmethod
     def of_event(cls, type: str, data: bytes) -> Self | None:
-        """From an event's type and data; None for an event that is no error."""
+        """The error in an event's type and data; None if the event is no error."""
         named = type.strip().lower() == "error"
         found = cls.of_body(data)
         if found is None and named:
@@ -50,7 +50,7 @@ class EngineError:
 
     @classmethod
     def of_body(cls, body: bytes) -> Self | None:
-        """From a JSON text; None if it is not JSON, or no error."""
+        """The error in a JSON text; None if it is not JSON, or no error."""
         if body.count(_ERROR) == len(_NULL.findall(body)) and not any(mark in body for mark in _MARKS):
             return None
         try:
@@ -68,7 +68,7 @@ class EngineError:
 
 
 def _error_in(decoded: Mapping[str, Any]) -> Any:
-    """The error object or text of an answer; None for one that has none."""
+    """The error object or text of an answer; None if there is none."""
     if decoded.get("type") == "response.failed" and isinstance(response := decoded.get("response"), Mapping):
         return response.get("error") or {"message": "the response failed"}
     if (aborted := _abort_in(decoded)) is not None:
@@ -79,7 +79,7 @@ def _error_in(decoded: Mapping[str, Any]) -> Any:
 
 
 def _abort_in(decoded: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """SGLang's own `/generate` ends a stream so if the engine fails; without a status the client has ended it."""
+    """The abort that ends a stream of SGLang's `/generate` if the engine fails. Without a status, the client aborted."""
     meta = decoded.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, Mapping) else None
     if isinstance(reason, Mapping) and reason.get("type") == "abort" and isinstance(reason.get("status_code"), int):

@@ -1,6 +1,6 @@
-"""Server-sent events as the standard defines them (HTML Living Standard, 9.2.6), out of a stream that comes in pieces.
+"""Parses server-sent events (HTML Living Standard, 9.2.6) from a stream that arrives in pieces.
 
-Pure and incremental: every byte is looked at once, so an event of any length in pieces of any length costs linear time.
+Pure and incremental: each byte is scanned once, so time is linear whatever the lengths of events and pieces.
 """
 
 import re
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST_DATA_BYTES = 256 << 10
-"""More than this of one event is not kept: events that say something to a router are short."""
+"""No more than this is kept of one event: events that matter to a router are short."""
 
 _BOM = b"\xef\xbb\xbf"
 _LINE_END = re.compile(rb"\r\n|\r|\n")
@@ -18,9 +18,9 @@ _FIELDS = (b"data", b"event", b"id", b"retry", b":")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`type`: of its `event` field, '' without one. `data`: its lines joined; None: it has none, so that clients do not see
-    it. `cut`: the data is longer than MOST_DATA_BYTES, and only its beginning is here. `end`: the position behind it in the
-    piece that completed it."""
+    """`type`: its `event` field; '' without one. `data`: its joined data lines; None without any, so that clients ignore it.
+    `cut`: the data is longer than MOST_DATA_BYTES, and only its beginning is here. `end`: where the event ends in the piece
+    that completed it."""
 
     type: str
     data: bytes | None
@@ -29,11 +29,11 @@ class Event:
 
 
 class EventParser:
-    """Pieces in, complete events out: also those without data, such as comments."""
+    """Takes pieces, returns complete events, including those without data, such as comments."""
 
     def __init__(self) -> None:
         self.ended_in_cr = False
-        """A line feed that comes next belongs to the last line's end."""
+        """If a line feed comes next, it belongs to the previous line's end."""
         self._line: list[bytes] = []
         self._kept = 0
         self._cut = False
@@ -45,7 +45,7 @@ class EventParser:
 
     @property
     def in_event(self) -> bool:
-        """Is there a part of an event, and not its end?"""
+        """True if an event has begun and not ended."""
         return self._begun or self._line_begun
 
     def feed(self, piece: bytes) -> list[Event]:
@@ -66,7 +66,7 @@ class EventParser:
         return events
 
     def end(self) -> Event | None:
-        """What is left at the end of the stream: an event without its empty line, which the standard drops and clients read."""
+        """The last event if the stream ends without its empty line. The standard drops such an event; real clients read it."""
         if self._line_begun:
             self._end_line(0)
         return self._dispatch(0) if self._begun else None
@@ -111,26 +111,26 @@ class EventParser:
 
 
 def may_begin_event(text: bytes) -> bool:
-    """Can the text, the beginning of what is not a complete event yet, be that of one?"""
+    """True if this text may be the beginning of an event."""
     head = text[: len(_BOM) + 16].removeprefix(_BOM).lstrip(b"\r\n")
     return any(head.startswith(field) or field.startswith(head) for field in _FIELDS)
 
 
 def is_event_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Is the answer with these headers a stream of server-sent events?"""
+    """True if the answer with these headers is a stream of server-sent events."""
     return header_value(headers, b"content-type").startswith(b"text/event-stream")
 
 
 def can_be_read(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Is it one that is not compressed?"""
+    """True if the answer is an uncompressed event stream."""
     return is_event_stream(headers) and header_value(headers, b"content-encoding") in (b"", b"identity")
 
 
 def is_json(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Is the answer with these headers one JSON text, and no stream of several?"""
+    """True if the answer with these headers is one JSON text, not a stream of several."""
     return _JSON_TYPE.fullmatch(header_value(headers, b"content-type").partition(b";")[0].rstrip()) is not None
 
 
 def header_value(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
-    """The first value of a header, in lower case; empty without one."""
+    """The header's first value, in lower case; empty if absent."""
     return next((value.strip().lower() for each, value in headers if each.lower() == name), b"")

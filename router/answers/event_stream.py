@@ -1,4 +1,4 @@
-"""Reads a stream of server-sent events while it passes: its content, its usage, an error, its end."""
+"""Reads a passing stream of server-sent events: its content, usage, error and end."""
 
 import json
 import re
@@ -10,35 +10,34 @@ from kvatlas_router.engine_objects.object_use import response_id
 from router_client.learning.usage import Usage
 
 MOST_HELD_BYTES = 16 << 10
-"""Bytes of an incomplete event; a longer one is more than a usage."""
+"""Most bytes of an incomplete event that is held; a longer one is not just a usage."""
 MOST_WHOLE_BYTES = 4 << 20
-"""Bytes of an event that is passed on whole."""
+"""Longest event that is passed on whole."""
 MOST_PREAMBLE_BYTES = 64 << 10
-"""Bytes of the events before the first content."""
+"""Most bytes of events that are held before the first content."""
 HEAD_BYTES = 4 << 10
-"""The content of an event, if it has any, begins within these bytes of its data."""
+"""An event's content, if any, begins within these bytes of its data."""
 
 _CONTENT = re.compile(
     rb'"(?:content|reasoning_content|reasoning|text|refusal|arguments|delta|thinking|partial_json)"\s*:\s*"(?!")'
     rb'|"(?:tool_calls|token_ids|output_ids)"\s*:\s*\[\s*[^\]\s]'
 )
-"""In an event of vLLM 0.33 or SGLang 0.5 that brings tokens. A JSON decoder would take longer, for each token of each
-answer."""
+"""Matches events of vLLM 0.33 and SGLang 0.5 that have tokens. Decoding the JSON of every token would take longer."""
 _PREAMBLE = (
     "message_start|content_block_start|response.(created|queued|in_progress|output_item.added|content_part.added)"
 )
-"""Events of Anthropic's messages and OpenAI's responses that come before any token."""
+"""Events of Anthropic's Messages and OpenAI's Responses APIs that come before any token."""
 _LAST = "done|message_stop|response.(completed|incomplete|failed|cancelled)"
 _CHOICES = re.compile(rb'"choices"\s*:')
 _A_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\]\s]')
 _SAYS_NOTHING = frozenset({"index", "role", "delta"})
-"""Members of a choice that are there before any token."""
+"""Members that a choice has before any token."""
 _PING = re.compile(rb'\s*\{\s*"type"\s*:\s*"ping"\s*\}\s*')
 _NULL = (b'"usage":null', b'"usage": null')
 
 
 def _type_patterns(types: str) -> tuple[re.Pattern[str], re.Pattern[bytes]]:
-    """An event's field `event`, and the member `type` of its data, which may be the first or the last one."""
+    """Patterns for an event's field `event` and for the member `type` of its data, which may be the first or the last one."""
     escaped = types.replace(".", r"\.")
     return re.compile(escaped), re.compile(rb'"type"\s*:\s*"(?:' + escaped.encode() + rb')"')
 
@@ -48,20 +47,20 @@ _LAST_TYPE, _LAST_MEMBER = _type_patterns(_LAST)
 
 
 class EventStream:
-    """Bytes in, the same bytes out, at once but for two things.
+    """Passes bytes through unchanged and at once, with two exceptions.
 
-    `hold`: until the answer has `begun`, its events are held back, so that another engine can still be tried. Comments and
-    pings pass: they say nothing. `hide_usage`: the event that has a usage and no choice is left out, so the beginning of an
-    event waits until it can't be that one.
+    `hold`: events are held back until the answer has `begun`, so that another engine can still be tried. Comments and pings
+    pass, since they carry nothing. `hide_usage`: the event with a usage but no choice is dropped, so an event's beginning
+    waits until it can't be that event.
 
-    `error`: what the stream reports instead of an answer, or after a part of it. `response_id`: of OpenAI's responses.
-    `usage`: the last one seen; `parts`: how many events had a part of the answer, not only a role, a finish reason or a usage;
-    `events`: how many had data; `done`: the event that ends it came; `in_event`: a part of an event was given out, and its end
-    was not.
+    `error`: the error that the stream reports, instead of an answer or after a part of it. `response_id`: of OpenAI's
+    Responses API. `usage`: the last one seen. `parts`: events with a part of the answer, not only a role, a finish reason or a
+    usage. `events`: events with data. `done`: the final event arrived. `in_event`: the beginning of an event was passed on, but
+    not yet its end.
     """
 
     def __init__(self, *, hide_usage: bool, hold: bool = False, whole: bool = False) -> None:
-        """`whole`: give out whole events only, up to MOST_WHOLE_BYTES."""
+        """`whole`: pass on only whole events, up to MOST_WHOLE_BYTES."""
         self.usage: Usage | None = None
         self.error: EngineError | None = None
         self.response_id: str | None = None
@@ -80,10 +79,10 @@ class EventStream:
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._last: list[bytes] | None = None
-        """Where the last event went; None: it was left out."""
+        """The list that the last event went to; None: it was dropped."""
 
     def feed(self, piece: bytes) -> bytes:
-        """The bytes for the client now; may be empty."""
+        """The bytes to send to the client now; may be empty."""
         at = 0
         if self._parser.ended_in_cr and not self._parser.in_event and piece.startswith(b"\n"):
             at = 1
@@ -102,7 +101,7 @@ class EventStream:
         return self._take()
 
     def end(self) -> bytes:
-        """The rest at the end of the stream: an event without its empty line, and what was held."""
+        """The remaining bytes at the end of the stream: held events, and a last event without its empty line."""
         if (event := self._parser.end()) is not None:
             self._end_event(event)
         if self._hold and self.error is not None and not self.begun:
@@ -149,7 +148,7 @@ class EventStream:
         self._last = self._out
 
     def _may_pass(self) -> bool:
-        """May the beginning of an event pass, before its end is there?"""
+        """True if the beginning of the event may pass before its end has arrived."""
         if self.in_event:
             return True
         if self._whole:
@@ -168,7 +167,7 @@ class EventStream:
         return not self._holds
 
     def _read(self, event: Event) -> bool:
-        """True for an event to leave out."""
+        """Read an event. True if it must be dropped."""
         data = event.data
         if data is None or _PING.fullmatch(data):
             return False
@@ -178,7 +177,7 @@ class EventStream:
             self.begun = self.begun or self.error is None
             return False
         if self.error is not None and not self.begun:
-            return False  # there is no answer, whatever comes
+            return False  # an error came first: whatever follows is no answer
         if self.error is None and not event.cut:
             self.error = EngineError.of_event(event.type, data)
             if self.error is not None:
@@ -207,10 +206,10 @@ def _is_content(type: str, text: bytes) -> bool:
 
 
 def _says_something(data: bytes) -> bool:
-    """Has any choice more than a role? Engines and models have fields of their own for what they say."""
+    """True if a choice has more than a role. Any field counts, since engines and models add their own."""
     answer = _decode(data)
     if not isinstance(answer, dict) or not isinstance(choices := answer.get("choices") or [], list):
-        return True  # what can't be read is not held back
+        return True  # don't hold back what can't be read
     for choice in choices:
         if not isinstance(choice, dict):
             return True
@@ -222,7 +221,7 @@ def _says_something(data: bytes) -> bool:
 
 
 def _is_of(types: re.Pattern[str], member: re.Pattern[bytes], type: str, data: bytes) -> bool:
-    """Is it an event of these types?"""
+    """True if the event has one of these types."""
     if type and type != "message":
         return types.fullmatch(type) is not None
     return member.search(data, 0, 256) is not None or member.search(data, max(0, len(data) - 64)) is not None
@@ -231,5 +230,5 @@ def _is_of(types: re.Pattern[str], member: re.Pattern[bytes], type: str, data: b
 def _decode(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except (ValueError, RecursionError):  # for the client to judge: it passes unchanged
+    except (ValueError, RecursionError):  # passes unchanged, for the client to judge
         return None

@@ -1,10 +1,10 @@
-"""Prefill and decode apart, carried out: one engine computes a request's prompt, another one its answer.
+"""Disaggregated serving: one engine computes a request's prompt, another one its answer.
 
     kv_transfer_params.py  vLLM's request forms
     bootstrap.py           SGLang's request forms
     pair_sender.py         sends a request to both engines of a pair
-    kv_sources.py          what requests say of a worker to fetch KV from
-    pair_booker.py         which requests go apart, and where they go when that failed
+    kv_sources.py          names a worker to fetch KV from in requests
+    pair_booker.py         which requests get a pair, and where they go if that fails
 
-`router_client.pricing.prefill_decode` chooses the pair. The KV goes from engine to engine; nothing of it comes here.
+`router_client.pricing.prefill_decode` chooses the pair. The KV goes from engine to engine and never passes the router.
 """

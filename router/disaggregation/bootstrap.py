@@ -1,6 +1,6 @@
-"""SGLang's request forms: both engines get the same body, with the prefill server's bootstrap address and a room of their own.
+"""SGLang's request forms: both engines get the same body, with the prefill server's bootstrap address and their own room.
 
-Source: SGLang 0.5.23, `GenerateReqInput` (a list of prompts, or several answers, take the rooms behind the given one) and
+Source: SGLang 0.5.23, `GenerateReqInput` (a list of prompts, or several answers, take the rooms after the given one) and
 `DataParallelController.follow_bootstrap_room_scheduler` (the room, modulo the number of ranks, is the prefill rank).
 """
 
@@ -13,11 +13,11 @@ DEFAULT_PORT = 8998
 RANKS = 720_720 * 64
 """A multiple of every number of ranks up to 16, and of powers of two up to 1,024."""
 ROOMS = 1 << 62
-"""Half of those that a signed 64-bit number can name: the rooms behind one exist too."""
+"""Half the range of a signed 64-bit number, so that the rooms after any of them exist too."""
 
 
 def bootstrap_fields(prefill_url: str, port: int | None, rank: int | None) -> Mapping[str, Any]:
-    """The fields for one try; each try needs a room of its own. `rank`: the prefill engine's data-parallel rank."""
+    """The fields for one try; each try needs its own room. `rank`: the prefill engine's data-parallel rank."""
     host = urlsplit(prefill_url).hostname or ""
     fields: dict[str, Any] = {
         "bootstrap_host": f"[{host}]" if ":" in host else host,

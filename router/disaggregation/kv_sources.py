@@ -1,6 +1,6 @@
-"""Lets engines fetch KV from each other: what requests may be priced with, and what they say of the source.
+"""Lets engines fetch KV from each other: which requests may be priced with a fetch, and how they name its source.
 
-`router_client.pricing.copies` decides which source pays; this carries it out.
+`router_client.pricing.copies` decides if a source pays off; this module carries it out.
 """
 
 from collections.abc import Mapping
@@ -15,23 +15,23 @@ from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.fetch_fields import Fetch
 
 CARRIED_OUT = frozenset({KvConnector.P2P})
-"""Connectors whose sources these routers name to engines."""
+"""Connectors for which these routers name sources to engines."""
 
 
 def let_fetch(read: RequestPrompt, text: TextRequest | None) -> RequestPrompt:
-    """The prompt, which may be priced on workers that would fetch its KV: if its request has the fields that name a source, and
-    computes one prompt once (an engine would take the same source, by the same id, for each)."""
+    """The prompt, allowed to be priced with a fetch of KV if its request can name a source and computes one prompt once. With
+    several, an engine would use the same source and id for each."""
     if text is None or not text.api.is_checked or text.prompts != 1 or text.choices != 1:
         return read
     return replace(read, prompt=replace(read.prompt, fetch_by=CARRIED_OUT))
 
 
 def fetch_fields(choice: Booked, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the body says to the worker that computes the prompt, if that is to fetch KV; new for each try."""
+    """The body's fields for the worker that computes the prompt, if it should fetch KV; new for each try."""
     fetch = fetch_of(choice)
     return {} if fetch is None else fetch.fields(body)
 
 
 def fetch_of(choice: Booked) -> Fetch | None:
-    """What the worker that computes the prompt is to fetch."""
+    """What the worker that computes the prompt should fetch."""
     return ((choice.prefill or choice.decode) if isinstance(choice, PairChoice) else choice).fetch

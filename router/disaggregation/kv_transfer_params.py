@@ -1,5 +1,5 @@
-"""vLLM's request forms: the prompt's request asks for one token and for KV to be kept; its answer's `kv_transfer_params` go
-into the other request, whose engine fetches the KV.
+"""vLLM's request forms. The prefill request asks for one token and to keep the KV. The `kv_transfer_params` of its answer go
+into the decode request, whose engine fetches the KV.
 
 Source: vLLM 0.33, `NixlConnectorScheduler` (`request_finished`, `get_num_new_matched_tokens`) and the proxy of its own tests
 (`tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`).
@@ -22,8 +22,8 @@ _ONLY_FOR_ANSWERS = ("stream_options", "min_tokens", "min_completion_tokens")
 
 
 def prefill_body(body: Mapping[str, Any], fetch: Mapping[str, Any]) -> bytes:
-    """The request for the prompt alone: one token, not streamed. `fetch`: fields that name a source of KV; vLLM's
-    MultiConnector gives each of its connectors the params that it knows."""
+    """The prefill request: one token, not streamed. `fetch`: fields that name a source of KV; vLLM's MultiConnector gives each
+    of its connectors the params that it knows."""
     kept = {name: value for name, value in body.items() if name not in _ONLY_FOR_ANSWERS}
     one = {"max_completion_tokens": 1} if "max_completion_tokens" in body else {}
     params = {**(fetch.get("kv_transfer_params") or {}), **ASK}
@@ -32,7 +32,7 @@ def prefill_body(body: Mapping[str, Any], fetch: Mapping[str, Any]) -> bytes:
 
 
 def read_params(answer: bytes) -> Mapping[str, Any] | None:
-    """Where the KV is, as the prefill engine says it; None if it says nothing: it has no connector, or nothing to fetch."""
+    """The prefill engine's params that say where the KV is; None if it has no connector, or nothing to fetch."""
     try:
         params = json.loads(answer).get("kv_transfer_params")
     except (ValueError, AttributeError):

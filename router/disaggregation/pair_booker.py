@@ -1,4 +1,4 @@
-"""Books a pair for a request, or one worker: because that is cheaper, because it can't go apart, or because that failed."""
+"""Books a pair for a request; or one worker, if that is cheaper, if the request can't be split, or if a split failed."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
@@ -13,23 +13,23 @@ from router_client.prompt import Prompt
 from router_client.results import Choice
 
 Booked = Choice | PairChoice
-"""A PairChoice has a prefill worker here."""
+"""A PairChoice always has a prefill worker here."""
 
 
 class _Prefillers(NamedTuple):
-    """A pool's prefill workers. `meet`: all of them meet their partner in a room, as SGLang's do."""
+    """A pool's prefill workers. `meet`: all of them meet their partners in rooms, as SGLang's do."""
 
     ids: frozenset[str]
     meet: bool
 
 
 class PairBooker:
-    """Books for the proxy; a pool without prefill workers costs one look-up in a dictionary."""
+    """Books for the proxy. A pool without prefill workers costs one dictionary lookup."""
 
     def __init__(
         self, client: RouterClient, records: Callable[[], Awaitable[Mapping[str, FleetRecord]]], *, apart: bool = True
     ) -> None:
-        """`records`: the fleet's, the same object until they are read again. `apart` False: never a pair."""
+        """`records`: the fleet's records, the same object until read again. `apart` False: never book a pair."""
         self._client = client
         self._records = records
         self._apart = apart
@@ -45,8 +45,8 @@ class PairBooker:
         apart: bool = True,
         dry_run: bool = False,
     ) -> Booked:
-        """`apart` False: a pair only if no single worker is left. `text` None: a request whose prompt is not read. `dry_run`:
-        nothing is booked. Raises NoWorkers, and what booking raises."""
+        """`apart` False: book a pair only if no single worker is left. `text` None: the request's prompt is not read.
+        `dry_run`: book nothing. Raises NoWorkers, and what booking raises."""
         prefillers = await self._prefillers_of(prompt.scope.pool_id)
         if prefillers is None:
             return await self._client.reserve(prompt, avoid=avoid, dry_run=dry_run)
@@ -67,7 +67,7 @@ class PairBooker:
     async def _book_whole(
         self, prompt: Prompt, avoid: frozenset[str], prefillers: frozenset[str], *, dry_run: bool
     ) -> Choice:
-        """Decode workers may serve whole requests too, if need be; prefill workers if there is no other."""
+        """Book one worker for the whole request. Decode workers may serve it too; prefill workers only if there is no other."""
         try:
             return (await self._client.reserve_pd(prompt, avoid=avoid | prefillers, dry_run=dry_run)).decode
         except NoWorkers:
@@ -91,9 +91,9 @@ def _describe(members: list[FleetRecord]) -> _Prefillers:
 
 
 def _can_go_apart(text: TextRequest, prefillers: _Prefillers) -> bool:
-    """vLLM's prefill engine drops the KV when one decode request has read it, and its partner never computes the prompt: so
-    not several answers or prompts, nor prompts' log probabilities. Of other APIs than OpenAI's first two, whole requests go to
-    one engine."""
+    """True if the request may be split. vLLM's prefill engine drops the KV after one decode request has read it, and the decode
+    engine never computes the prompt; so requests with several answers or prompts, or prompt log probabilities, are not split.
+    Only OpenAI's first two APIs are."""
     if not text.api.is_checked:
         return False
     return prefillers.meet or (text.prompts == 1 and text.choices == 1 and not text.cache_reading.prompt_logprobs)

@@ -1,4 +1,4 @@
-"""Sends a request to both engines of a pair, in the protocol that they speak; the answer is the decode engine's."""
+"""Sends a request to both engines of a pair, in their protocol. The answer is the decode engine's."""
 
 import asyncio
 import logging
@@ -32,8 +32,8 @@ _log = RateLimitedLog(logging.getLogger("kvatlas_router.proxy"))
 
 
 class PrefillFailed(KvatlasError):
-    """The prefill worker did not do its part. `worker_id`: its name. `error`: what it did instead. `own_form`: it was asked in
-    another form than the client's, so its refusal may not be the client's fault."""
+    """The prefill worker `worker_id` failed. `error`: its refusal, or the connection's failure. `own_form`: its request
+    differed from the client's, so a refusal may not be the client's fault."""
 
     def __init__(self, worker_id: str, error: EngineRefused | EngineUnreachable, *, own_form: bool) -> None:
         super().__init__(f"prefill: {error}")
@@ -44,8 +44,8 @@ class PrefillFailed(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class PairRequest:
-    """One request for both engines of a pair. `decoded`: its body. `fields`: what else the decode engine is to read in it;
-    `fetch`: likewise the prefill engine, of KV to fetch from elsewhere."""
+    """One request for both engines of a pair. `decoded`: its body. `fields`: added for the decode engine. `fetch`: added for
+    the prefill engine, to name a source of KV."""
 
     prefill: Choice
     decode: Choice
@@ -68,10 +68,10 @@ async def send_to_pair(
     fetch: Mapping[str, Any],
     send: Send,
 ) -> AsyncIterator[Answer]:
-    """`async with send_to_pair(...) as answer`: the decode engine's, of any status.
+    """`async with send_to_pair(...) as answer`: the decode engine's answer, of any status.
 
     `decoded`, `fields`, `fetch`: see `PairRequest`. The prefill worker's booking ends when its part is done. Raises
-    PrefillFailed, and for the decode engine what `send` raises.
+    PrefillFailed, and whatever `send` raises for the decode engine.
     """
     assert pair.prefill is not None
     one_by_one = TransferProtocol.of(pair.decode.kind) is TransferProtocol.KV_TRANSFER_PARAMS
@@ -115,7 +115,7 @@ async def _both_at_once(what: PairRequest, send: Send) -> AsyncIterator[Answer]:
             await prefill.done()
         except (EngineRefused, EngineUnreachable, EngineLost) as error:
             failure = error
-            if not answered:  # the decode engine would wait for its partner
+            if not answered:  # or the decode engine would keep waiting for its partner
                 waiting.reschedule(asyncio.get_running_loop().time())
 
     async with AsyncExitStack() as stack:
@@ -134,13 +134,14 @@ async def _both_at_once(what: PairRequest, send: Send) -> AsyncIterator[Answer]:
 
 
 async def _stop(task: "asyncio.Task[None]") -> None:
-    """Closes the connection, if the engine still answers: nobody reads that."""
+    """Stop the prefill request. Its connection closes if the engine still answers, since nothing would read it."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 async def _read_good(worker: Choice, answer: Answer) -> bytes:
-    """A good answer to its end; empty for a stream. Raises EngineRefused, also for an error in its place, and EngineLost."""
+    """Read a successful answer to its end; empty for a stream. Raises EngineRefused, also for an error in the answer, and
+    EngineLost."""
     if isinstance(answer, StreamedAnswer):
         stream = EventStream(hide_usage=False)
         async for chunk in answer.chunks():
@@ -156,7 +157,7 @@ async def _read_good(worker: Choice, answer: Answer) -> bytes:
 
 
 def as_failure(error: EngineRefused | EngineUnreachable | EngineLost) -> EngineRefused | EngineUnreachable:
-    """An engine that goes away before any content did not answer."""
+    """The failure to report: an engine that disappears before any content counts as unreachable."""
     return EngineUnreachable(str(error), connected=True) if isinstance(error, EngineLost) else error
 
 

@@ -1,4 +1,4 @@
-"""Which worker has the objects that engines keep (`object_use.py`), shared by the fleet's routers."""
+"""Finds the worker that keeps an object (`object_use.py`); shared by the fleet's routers."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from router_client.decision.selector import Selector
 from router_client.prompt import Prompt
 
 MOST_KNOWN = 100_000
-"""Objects that one router remembers by itself."""
+"""Objects that one router keeps in memory."""
 CALL_S = 1.0
 
 _log = logging.getLogger("kvatlas_router.proxy")
@@ -38,29 +38,29 @@ class ObjectHolders:
     async def find(
         self, use: ObjectUse, workers: Iterable[str] | None = None, tenant_id: str | None = None
     ) -> FleetRecord | None:
-        """The worker that a request must go to; None: any. `workers`: those that it may go to; None: all.
-        `tenant_id`: proven: it reaches its own objects alone; None: there is one tenant.
+        """The worker that a request must go to; None: any. `workers`: candidates; None: all. `tenant_id`: the proven tenant,
+        which reaches only its own objects; None: there is one tenant.
 
-        Raises ObjectUnknown if no worker that is here is known to have what it names, InvalidValue if one request names objects
-        of several, or lists those of all, and Unreachable if the holder can't take requests now, or is not known because the
-        store does not answer.
+        Raises ObjectUnknown if no present worker is known to have the object; InvalidValue if the request names objects of
+        several workers, or would list those of all; and Unreachable if the holder can't take requests now, or can't be looked
+        up because the store does not answer.
         """
         if not use.ids and not use.lists:
             return None
         records = await self._records()
         among = [id for id in (records if workers is None else workers) if id in records]
         if use.lists and tenant_id is not None:
-            raise InvalidValue("this lists what an engine keeps of all tenants; ask for an object by its id")
+            raise InvalidValue("this would list the objects of all tenants; ask for an object by its id")
         if len(among) == 1 and tenant_id is None:
             return records[among[0]]
         if use.lists:
             raise InvalidValue(
-                f"this lists what one engine keeps, and there are {len(among)}; ask for an object by its id"
+                f"this would list the objects of one engine, of {len(among)} engines; ask for an object by its id"
             )
         holders = {await self._holder(id, tenant_id): id for id in use.ids}
         if len(holders) > 1:
             where = ", ".join(f"{id[:80]} on {worker_id}" for worker_id, id in holders.items())
-            raise InvalidValue(f"no engine has all that the request names: {where}")
+            raise InvalidValue(f"no engine has all objects that the request names: {where}")
         for worker_id, id in holders.items():
             record = records.get(worker_id)
             if record is None:
@@ -75,8 +75,8 @@ class ObjectHolders:
         return None
 
     async def record(self, ids: Iterable[str], worker_id: str, tenant_id: str | None = None) -> None:
-        """The worker's engine keeps these objects, of this tenant. Waits for the store, but not for long: the object's next use
-        may come to another router."""
+        """Record that the worker's engine keeps these objects of this tenant. Waits up to CALL_S for the store, because the
+        next request for an object may reach another router."""
         keys = [_key_of(id, tenant_id) for id in ids]
         new = {key: worker_id for key in keys if self._known.get(key) != worker_id}
         if not new:
@@ -98,7 +98,7 @@ class ObjectHolders:
             async with asyncio.timeout(CALL_S):
                 found = await self._fleet.find_object(key)
         except STORE_FAILURES as error:
-            raise Unreachable(f"{id[:80]}: which engine has it is not known now ({reason(error)})") from error
+            raise Unreachable(f"{id[:80]}: can't look up which engine has it ({reason(error)})") from error
         if found is None:
             raise ObjectUnknown(f"{id[:80]}: no engine is known to have it; it stays on the engine that made it")
         self._remember({key: found})
@@ -113,10 +113,10 @@ class ObjectHolders:
 
 
 def _key_of(id: str, tenant_id: str | None) -> str:
-    """A tenant's name has no slash, so no id of one tenant is another's."""
+    """Tenant names have no slash, so keys of two tenants never collide."""
     return id if tenant_id is None else f"{tenant_id}{PART_MARK}{id}"
 
 
 def only_for(prompt: Prompt, holder: FleetRecord) -> Prompt:
-    """The prompt for this worker alone."""
+    """The prompt, restricted to this worker."""
     return replace(prompt, select=replace(prompt.select or Selector(), allow=frozenset((holder.endpoint.id,))))

@@ -1,5 +1,5 @@
-"""Objects that live on the engine that made them: responses, files, batches, assistants, threads, conversations. Which of them
-a request names, and which an answer brings."""
+"""Objects that live on the engine that made them: responses, files, batches, assistants, threads, conversations. Finds those
+that a request names and those that an answer creates."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_ID = 256
-"""A longer name is no engine's."""
+"""No engine makes longer ids."""
 MOST_READ_BYTES = 1 << 20
 """Longer bodies are not decoded."""
 
@@ -16,7 +16,7 @@ _KINDS = ("responses", "files", "uploads", "batches", "assistants", "threads", "
 OBJECT_ROUTES = tuple(f"/v1/{kind}{rest}" for kind in _KINDS for rest in ("", "/{rest:path}"))
 """Their paths, as Starlette writes them."""
 _OWN = frozenset({"render", "input_tokens", "compact", "runs"})
-"""Path parts that are calls, not ids: of `/v1/responses` and `/v1/threads`."""
+"""Path parts of `/v1/responses` and `/v1/threads` that are calls, not ids."""
 _PATH = re.compile(rf"/v1/(?:{'|'.join(_KINDS)})(?:/([^/]+)(?:/.*)?)?/?")
 _FIELDS = (
     "previous_response_id",
@@ -34,20 +34,20 @@ _IN_PARTS = frozenset(
         *("file_search", "code_interpreter"),
     }
 )
-"""Types of a message's parts, and of tools, that name such objects: what a tool was called with are a client's own words."""
+"""Types of message parts and tools that name such objects. Arguments of a tool call don't: they are free text."""
 _UNDER_PARTS = ("file", "source", "image_file", "container")
 _LISTS = ("attachments", "tool_resources")
-"""Of messages, threads and assistants: each member names some."""
+"""Fields of messages, threads and assistants; each member names objects."""
 _HOLD_PARTS = ("messages", "content", "output", "tools", "thread")
-"""Fields in which parts, tools and messages stand; `input` only of a request itself: a tool's input is a client's own words."""
+"""Fields that hold parts, tools and messages. `input` is read only at the top level: a tool's `input` is free text."""
 _MOST_NESTED = 8
 _IN_LONG_BODY = re.compile(rb'"(?:previous_response_id|conversation|input_file_id)"\s*:\s*"([\w.-]{1,256})"')
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectUse:
-    """What a request has to do with such objects. `ids`: of those that it names; empty: it makes one, or lists them. `lists`:
-    it lists them. `kept`: the engine keeps what this request makes."""
+    """How a request uses such objects. `ids`: those that it names; empty if it makes one or lists them. `lists`: it lists them.
+    `kept`: the engine keeps what this request makes."""
 
     ids: tuple[str, ...] = ()
     lists: bool = False
@@ -55,7 +55,7 @@ class ObjectUse:
 
     @classmethod
     def of(cls, method: str, path: str, body: bytes, decoded: Mapping[str, Any] | None = None) -> "ObjectUse | None":
-        """None for a request that has nothing to do with them. `decoded`: the body of a request for tokens, if it was read."""
+        """None for a request that uses no such objects. `decoded`: the body of a request for tokens, if already decoded."""
         found = _PATH.fullmatch(path)
         if found is None:
             ids = [] if decoded is None or not _may_name_files(body) else list(_ids_in_parts(decoded))
@@ -72,14 +72,14 @@ class ObjectUse:
         return cls(_named(ids), lists=method == "GET" and not found[1], kept=kept)
 
     def made_by(self, body: bytes) -> tuple[str, ...]:
-        """From a good answer: the id of its object, and of those that the object names as its results."""
+        """Ids in a successful answer: its object's, and those of files that the object names as its results."""
         decoded = _decode(body) if self.kept else {}
         ids = [id for name, id in decoded.items() if name == "id" or name.endswith("_file_id")]
         return tuple(id for id in ids if isinstance(id, str) and 0 < len(id) <= MOST_ID)
 
 
 def response_id(event: bytes) -> str | None:
-    """From the event that begins a stream of OpenAI's responses."""
+    """The id in the first event of a stream of OpenAI's Responses API."""
     response = _decode(event).get("response")
     id = response.get("id") if isinstance(response, Mapping) else None
     return id if isinstance(id, str) and 0 < len(id) <= MOST_ID else None
@@ -94,7 +94,7 @@ def _may_name_files(body: bytes) -> bool:
 
 
 def _ids_in_parts(value: Any, nested: int = _MOST_NESTED) -> Iterator[str]:
-    """Ids in the parts of messages and in tools, of OpenAI's and Anthropic's APIs."""
+    """Ids in message parts and tools of OpenAI's and Anthropic's APIs."""
     for one in value if isinstance(value, list) else (value,):
         if not isinstance(one, dict):
             continue

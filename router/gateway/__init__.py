@@ -1,13 +1,13 @@
-"""`kvatlas epp`: an endpoint picker, which a gateway asks over Envoy's external processing (extra `gateway`).
+"""`kvatlas epp`: an endpoint picker that gateways call over Envoy's external processing (extra `gateway`).
 
     service.py            the process: settings, connections, both gRPC servers, drain
     server.py             gRPC: the external processor, its health service, TLS (certificate.py)
     processor.py          one stream: asks the picker, follows the answer
-    ext_proc/             Envoy's messages, and what may be sent when on a stream; pure
+    ext_proc/             Envoy's messages, and which may be sent when on a stream; pure
     answer_reader.py      reads usage and times from an answer while it passes
-    picker.py             what a stream asks and tells: the interface to the decision
+    picker.py             the interface between a stream and the decision
     fleet_picker.py       the decision by `RouterClient`, over the fleet's workers
-    unpublished_pods.py   ... and over pods that nobody publishes for
+    unpublished_pods.py   the decision over pods without a publisher
     booked_request.py     one booked request, from its choice to its end
     addresses.py          a worker's ip:port
     pool_pods.py          the pods of a pool, by their names or from Kubernetes
@@ -15,8 +15,8 @@
     extension_objects.py  priorities and rewrites of models, from Kubernetes
     kubernetes_api.py     reads objects of the pod's namespace
     counters.py           counters
-    field_metrics.py      metrics under the names that the field's dashboards use
+    field_metrics.py      metrics under the names that common dashboards use
 
-The gateway sends the request and its answer through a stream of its own for each request. What is not sent back never
-reaches the engine or the client; a stream that ends with an error is an error 500 for the client.
+The gateway opens a stream for each request and sends the request and its answer through it. Anything not sent back never
+reaches the engine or the client. If the stream ends with an error, the client gets an error 500.
 """

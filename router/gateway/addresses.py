@@ -13,8 +13,8 @@ from kvatlas_router.upstream.engine_addresses import AddressPolicy
 def endpoint_of(url: str, policy: AddressPolicy) -> str:
     """The ip:port of an engine's URL, an IPv6 address in brackets.
 
-    Raises InvalidValue for a URL that has none, because a gateway can't be told a name or to speak TLS, and for an address
-    where no engine may be.
+    Raises InvalidValue for a URL with a name or with https, since gateways accept neither, and for an address that the policy
+    does not allow.
     """
     try:
         host, port = host_and_port(url)
@@ -26,7 +26,7 @@ def endpoint_of(url: str, policy: AddressPolicy) -> str:
             f"{url or '(no address)'}; gateways send requests to http://IP:PORT only, set --advertise-url"
         )
     if not policy.allows(host, port, ip):
-        raise InvalidValue(f"{url}; this is no address to send requests to (--engine-addresses)")
+        raise InvalidValue(f"{url}; not an allowed engine address (--engine-addresses)")
     return join_endpoint(str(ip), port)
 
 
@@ -43,8 +43,8 @@ def host_of(endpoint: str) -> str:
 
 
 class Candidates(NamedTuple):
-    """Who may get a request. `workers`: by id; None: all that have an address. `unpublished`: endpoints of pods that
-    nobody publishes for."""
+    """The candidates for a request. `workers`: ids; None: all workers with an address. `unpublished`: endpoints of pods
+    without a publisher."""
 
     workers: frozenset[str] | None
     unpublished: Sequence[str] = ()
@@ -54,7 +54,7 @@ class Candidates(NamedTuple):
 class WorkerAddresses:
     """The endpoints of a fleet's workers; the ranks of a data-parallel engine share one.
 
-    `unusable`: why a worker has none, by id.
+    `unusable`: for each worker without an endpoint, by id, the reason.
     """
 
     endpoints: Mapping[str, str]
@@ -64,7 +64,7 @@ class WorkerAddresses:
 
     @classmethod
     def of(cls, records: Mapping[str, FleetRecord], policy: AddressPolicy) -> Self:
-        """`policy`: where engines may be."""
+        """`policy`: which addresses engines may have."""
         endpoints: dict[str, str] = {}
         unusable: dict[str, str] = {}
         by_endpoint: dict[str, list[str]] = {}
@@ -81,10 +81,10 @@ class WorkerAddresses:
         return cls(endpoints, unusable, by_endpoint, by_host)
 
     def among(self, pool: Collection[str] | None, subset: Collection[str] | None = None) -> Candidates:
-        """The workers at the pool's endpoints, and those of its endpoints that are nobody's; of these only what `subset`
-        names, if there is one. An ip alone names all of its ports.
+        """The workers at the pool's endpoints, and its endpoints without a worker, both limited to `subset` if given. An ip
+        without a port names all of its ports.
 
-        `pool` None: it is not known; then all workers, or those of the subset, and its other endpoints.
+        `pool` None: the pool is unknown. Then all workers; with a subset, its workers and its other endpoints.
         """
         members = pool if subset is None else subset if pool is None else _shared(pool, subset)
         if members is None:
@@ -101,7 +101,7 @@ class WorkerAddresses:
         return Candidates(frozenset(workers), unpublished)
 
     def worker_at(self, endpoint: str) -> str | None:
-        """The worker at an endpoint; None if there is none, or several."""
+        """The worker at an endpoint; None if there is none or several."""
         found = self._by_endpoint.get(endpoint, ())
         return found[0] if len(found) == 1 else None
 

@@ -14,19 +14,19 @@ from router_client.learning.timings import AnswerClock, Timings
 from router_client.learning.usage import Usage
 
 MOST_BYTES = 4 << 20
-"""Of an answer that is no stream: a longer one is passed on and not read."""
+"""A longer answer that is no stream is passed on unread."""
 
 
 class AnswerReader:
-    """Bytes in, bytes out: the same ones, but for the usage of a stream whose client did not ask for it.
+    """Passes bytes through unchanged, except for a stream's usage that its client did not ask for, and for `renaming`.
 
-    `renaming`: answers of JSON and streams of events name the client's model instead of the engine's; such a whole answer is
-    held back until its end.
+    `renaming`: JSON answers and event streams name the client's model instead of the engine's. A JSON answer is then held back
+    until its end.
 
-    `clock`: starts when the reader is made: when the request goes to its engine. An answer that is compressed, or of another
-    status than 200, is not read. `is_stream`: of server-sent events. `has_content`: a part of the answer is there: of a stream
-    that is read an event with content, of any other answer its first bytes. `error`: what a complete answer of status 200
-    reports instead. `kept`: of `objects`, those that it brings.
+    `clock`: starts with the reader, when the request goes to its engine. Answers that are compressed or have another status
+    than 200 are not read. `is_stream`: the answer is a stream of server-sent events. `has_content`: an event with content
+    arrived, or for an answer that is not read as a stream, its first bytes. `error`: the error in a complete answer of status
+    200. `kept`: ids of the `objects` that the answer creates.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AnswerReader:
         self._usage: Usage | None = None
 
     def begin(self, status: int, headers: RawHeaders) -> None:
-        """The answer's status and headers."""
+        """Take the answer's status and headers."""
         self.is_stream = is_event_stream(headers)
         if status != 200 or header_value(headers, b"content-encoding") not in (b"", b"identity"):
             return
@@ -65,23 +65,23 @@ class AnswerReader:
 
     @property
     def is_done(self) -> bool:
-        """Is the event here that ends a stream? Clients leave as soon as they have it."""
+        """True if a stream's final event arrived. Clients disconnect as soon as they have it."""
         return self._stream is not None and self._stream.done
 
     @property
     def changes_length(self) -> bool:
-        """May the answer get another length than the engine said?"""
+        """True if the answer may get another length than the engine announced."""
         return bool(self._names) and self._whole is not None
 
     def feed(self, part: bytes, *, last: bool) -> bytes:
-        """The bytes for the client now; may be empty."""
+        """The bytes to send to the client now; may be empty."""
         if self._stream is not None:
             before = self._stream.parts
             passed = self._stream.feed(part)
             self._clock.part(self._stream.parts - before)
             self.has_content = self._stream.begun
             return self._rename(passed + self._stream.end() if last else passed)
-        if part and not self.has_content:  # when its tokens were made is not known
+        if part and not self.has_content:  # the times of single tokens are unknown
             self._clock.part()
             self.has_content = True
         if self._whole is not None:
@@ -116,7 +116,7 @@ class AnswerReader:
 
     @property
     def usage(self) -> Usage | None:
-        """What the engine reports of one prompt; None: nothing to compare with."""
+        """The engine's usage of one prompt; None: nothing to compare with."""
         return self._usage
 
     @property
@@ -125,6 +125,6 @@ class AnswerReader:
 
 
 def _spellings(renaming: Renaming) -> tuple[tuple[bytes, bytes], ...]:
-    """The member `model` as engines write it, and as the client gets it. Inside a JSON text its quotes would be escaped."""
+    """The member `model` as engines write it, and as the client gets it. Inside generated text its quotes would be escaped."""
     target, model = json.dumps(renaming.target).encode(), json.dumps(renaming.model).encode()
     return tuple((b'"model":' + space + target, b'"model":' + space + model) for space in (b"", b" "))

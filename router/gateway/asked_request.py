@@ -1,4 +1,4 @@
-"""A request as the picker reads it: its call, and what the extension's objects say of it."""
+"""A request as the picker reads it: its call, and its priority and model rewrite from the extension's objects."""
 
 import re
 from collections.abc import Mapping
@@ -24,20 +24,20 @@ _ADMINISTRATION = re.compile(
     r"openapi.json|metrics|ping|load|dump.*|open_session|close_session|.*external_corp.*|hicache.*|shutdown.*|finish_.*|"
     r"begin_.*|end_.*|weights?_.*|fault_tolerance|register_.*|send_.*|pd_role_switch|.*transfer_engine_info)(?:/.*)?"
 )
-"""Paths of engines for those that run them: never passed on, whatever routes a gateway has."""
+"""Administrative paths of engines, never passed on, whatever routes a gateway has."""
 _MAY_BE_JSON = re.compile(rb"[ \t\r\n\x00\xef\xbb\xbf\xff\xfe]*[{\[]")
-"""An object or a list that an engine might read, whatever its type says, behind spaces and marks of encodings."""
+"""A JSON object or list that an engine might read whatever its content type, after spaces and byte order marks."""
 
 
 class AdministrationPath(InvalidValue):
-    """It is for those that run the engines."""
+    """The path is for engines' operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskedRequest:
-    """`changed`: the body for the engine, if it is not the client's. `renaming`: it names another model than the client's.
-    `priority`: of its objective, as queues have it: lower is earlier; None: it has none. `caller`: who
-    sent it, as the gateway says."""
+    """`changed`: the body for the engine, if it differs from the client's. `renaming`: set if that body names another model.
+    `priority`: its objective's, in the queue's order: lower is earlier; None: no objective. `caller`: the sender that the
+    gateway names."""
 
     head: RequestHead
     call: EngineCall
@@ -49,7 +49,7 @@ class AskedRequest:
 
     @property
     def objects(self) -> ObjectUse | None:
-        """Those that engines keep, and that it names or makes."""
+        """The engine-kept objects that the request names or makes."""
         text = self.call.text
         return ObjectUse.of(self.head.method, self.head.path, self.call.body, None if text is None else text.body)
 
@@ -64,9 +64,11 @@ class AskedRequest:
         fairness_header: str = "",
         salts: bool = False,
     ) -> Self:
-        """Raises AdministrationPath, and InvalidValue for a body that engines must not get, SenderUnknown among them.
-        `body` None: it was not waited for. `trust`: what the gateway says itself. `salts`: each tenant's requests get a cache
-        salt of its own."""
+        """`body` None: it was not waited for. `trust`: the headers and metadata that the gateway sets itself. `salts`: each
+        tenant's requests get their own cache salt.
+
+        Raises AdministrationPath, SenderUnknown, and InvalidValue for a body that engines must not get.
+        """
         caller = trust.caller(head)
         call = await _read_call(head, body)
         model = _model_of(call)
@@ -91,7 +93,7 @@ class AskedRequest:
 
 
 async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
-    """A body that no engine would read as JSON passes as it is on a path that is none of theirs."""
+    """Read the call. On a path that is not for inference, a body that no engine would read as JSON passes unchanged."""
     parts = head.path.split("/")[1:]
     if _ADMINISTRATION.fullmatch(head.path) or "" in parts[:-1] or {".", ".."} & set(parts):
         raise AdministrationPath(f"{head.path[:200]} is not passed on to engines")
@@ -108,7 +110,7 @@ async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
         return EngineCall(None, body or b"", len(body or b""))
     except NotForClients:
         raise
-    except InvalidValue:  # it has no prompt: the engine says so to the client
+    except InvalidValue:  # no valid prompt: the engine's error goes to the client
         return await read_call(head.method, "", head.query, kind, body or b"")
 
 
@@ -117,7 +119,7 @@ def _model_of(call: EngineCall) -> str:
 
 
 def _rename(body: bytes, target: str) -> bytes | None:
-    """The JSON body with another model; None for a body that is no JSON object."""
+    """The JSON body with another model; None if it is no JSON object."""
     try:
         asked: Mapping[str, Any] = parse_object(body)
     except InvalidValue:

@@ -28,7 +28,7 @@ MOST_LEFT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class BookedPrompt:
-    """A prompt, and the worker, or the pair, that was chosen for it."""
+    """A prompt, and the worker or pair chosen for it."""
 
     prompt: Prompt
     choice: Booked
@@ -39,13 +39,13 @@ class BookedPrompt:
 
 
 Move = Callable[[Prompt, str], Awaitable[BookedPrompt | None]]
-"""Books the worker at the endpoint that answered; None if it is no worker of the fleet, or can't be booked."""
+"""Books the worker at the endpoint that answered; None if that is no worker of the fleet, or can't be booked."""
 
 
 class LeftBookings:
-    """Ends bookings whose answers go on without the picker, when they are expected to be over.
+    """Ends the bookings of requests whose answers bypass the picker, at the time when they should be over.
 
-    A load report of the engine replaces what was booked on it before, so an error lasts until the next report.
+    An engine's load report replaces earlier bookings, so a wrong estimate lasts only until the next report.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class LeftBookings:
         return len(self._tasks)
 
     def hold(self, choice: Booked, end: Callable[[], Awaitable[None]]) -> None:
-        """End a booking after the time that its request costs."""
+        """End a booking after its request's estimated time."""
         task = asyncio.create_task(_end_later(choice, end), name="kvatlas left booking")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -77,7 +77,7 @@ async def _end_later(choice: Booked, end: Callable[[], Awaitable[None]]) -> None
 
 @dataclass(frozen=True, slots=True)
 class BookedParts:
-    """What all booked requests of a picker share."""
+    """Parts that all booked requests of a picker share."""
 
     admission: Admission
     outliers: OutlierMonitor
@@ -88,7 +88,7 @@ class BookedParts:
 
 
 class BookedRequest:
-    """See `PickedRequest`. What its answer says of its worker is recorded for all routers, as the proxy records it."""
+    """See `PickedRequest`. The outcome is recorded for the worker and shared with all routers, as in the proxy."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class BookedRequest:
         answer_headers: Mapping[str, str],
         hides_usage: bool,
     ) -> None:
-        """`text`: the request, if the choice was made by its prompt."""
+        """`text`: the request, if its prompt decided the choice."""
         self.destination = destination
         self.text = text
         self.hides_usage = hides_usage
@@ -119,14 +119,14 @@ class BookedRequest:
         parts.outliers.record_sent(booked.pool_id, booked.choice.worker_id)
 
     async def begin(self, status: int, headers: RawHeaders, served: str | None) -> None:
-        """See `PickedRequest`. A fallback that answered is booked instead of the chosen worker."""
+        """See `PickedRequest`. If a fallback answered, it is booked instead of the chosen worker."""
         self._judged = True
         self._watched.status = status
         if served is None or served == self.destination.endpoints[0]:
             self._judge(status, headers)
             return
         self._moved = True
-        self._watched.leave()  # the gateway had enough of it, as a client has
+        self._watched.leave()  # the gateway gave up on the worker, as a client may
         outliers, first = self._parts.outliers, self._booked
         line = f"the gateway went on to {served}"
         outliers.record_bad(first.pool_id, first.choice.worker_id, line, unreachable=True)
@@ -148,7 +148,7 @@ class BookedRequest:
     async def finish(self, usage: Usage | None, timings: Timings | None) -> None:
         """See `PickedRequest`."""
         if self._moved:
-            # what the fallback was predicted to hold was never asked, and its time includes the first try
+            # the fallback's overlap was never predicted, and its time includes the first try
             usage = timings = None
         self._end_watch()
         self._parts.outliers.record_complete(self._booked.pool_id, self._booked.choice.worker_id)
@@ -183,7 +183,7 @@ class BookedRequest:
         self._parts.left.hold(self._booked.choice, self._end)
 
     def _end_watch(self) -> None:
-        """If only an answer's headers pass through here, they count as its first byte."""
+        """End the watch. If only the answer's headers pass the picker, they count as its first byte."""
         if self._judged and not self._moved and not self._watched.began:
             self._watched.progress(b"headers")
         self._watched.end()

@@ -1,6 +1,7 @@
-"""TLS of the picker's port: a certificate from files, read again when they change, or one signed by itself.
+"""TLS for the picker's port: a certificate from files, read again when they change, or a self-signed one.
 
-Gateways don't check a picker's certificate (their pools name no authority); TLS keeps prompts off the wire in clear text.
+Gateways don't check a picker's certificate (their pools name no authority). TLS only keeps prompts from crossing the network in
+clear text.
 """
 
 import logging
@@ -22,7 +23,7 @@ _log = logging.getLogger("kvatlas_router.gateway")
 
 
 def self_signed() -> grpc.ServerCredentials:
-    """A key and a certificate of this process' own, never written anywhere."""
+    """This process's own key and certificate, never written anywhere."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _NAME)])
     now = datetime.now(UTC)
@@ -42,9 +43,10 @@ def self_signed() -> grpc.ServerCredentials:
 
 
 def from_files(certificate: Path, key: Path) -> grpc.ServerCredentials:
-    """Read again for a connection if one of the files has changed; files that are then wrong leave the old ones in use.
+    """Credentials that are read again at a connection if a file has changed. If the new files are invalid, the old credentials
+    stay in use.
 
-    Raises SettingsError for files that can't be read, or don't belong together.
+    Raises SettingsError if the files can't be read or don't belong together.
     """
     used = _read(certificate, key)
     seen = _stamp(certificate, key)
@@ -56,7 +58,7 @@ def from_files(certificate: Path, key: Path) -> grpc.ServerCredentials:
             if stamp != seen:
                 used, seen = _read(certificate, key), stamp
         except (SettingsError, OSError) as error:
-            _log.warning("certificate not read again (%s); using the old one", error)
+            _log.warning("new certificate not used (%s); keeping the old one", error)
         return used
 
     return grpc.dynamic_ssl_server_credentials(used, current)

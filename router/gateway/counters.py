@@ -9,16 +9,15 @@ from kvatlas.telemetry.distribution import Distribution
 class GatewayCounters:
     """Plain integers since the process started.
 
-    Each request that a gateway asks about is either picked by `by_prompt` (what it holds of the prompt counts),
-    `by_load` (its prompt is not known: no completion, too long, not in time), `unpublished` (a pod that nobody publishes for),
-    or refused: `refused` (nobody can take it), `shed` and `queue_full` (too much to do), and `late` (no decision in time).
-    `undecided`: it ended before that. `queued`: waited for a worker with room.
+    A gateway's request is picked `by_prompt` (by overlap with the prompt), `by_load` (prompt unknown: no completion, too long,
+    not read in time), or as `unpublished` (a pod without a publisher). Otherwise it is refused: `refused` (no worker can take
+    it), `shed` or `queue_full` (overload), or `late` (no decision in time). `undecided`: it ended before a decision. `queued`:
+    it waited for a worker with room.
 
-    Of the picked ones `answered` (status 2xx, to the end), `failed` (another status), `left` (the answer went on without the
-    picker), and `gone` (the client, the gateway or the engine went away first). `served_elsewhere`: answered by a fallback.
-    `out_of_order`: streams ended for a message that can't come; `observed`: for a filter that only observes. `no_address`:
-    times that a worker was found whose address no gateway can use. `pick_time`: seconds from a request's reading to its
-    decision.
+    Picked requests end as `answered` (status 2xx, complete), `failed` (another status), `left` (the answer bypassed the
+    picker), or `gone` (the client, gateway or engine disconnected first). `served_elsewhere`: a fallback answered.
+    `out_of_order`: streams ended because of a protocol violation; `observed`: because the filter only observes. `no_address`:
+    how often a worker was found whose address no gateway can use. `pick_time`: seconds from reading a request to its decision.
     """
 
     by_prompt: int = 0
@@ -42,14 +41,14 @@ class GatewayCounters:
 
     @property
     def in_flight(self) -> int:
-        """Requests with an endpoint whose end is not known yet."""
+        """Picked requests that have not ended."""
         picked = self.by_prompt + self.by_load + self.unpublished
         return picked - self.answered - self.failed - self.left - self.gone
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayGauges:
-    """Requests of a picker now."""
+    """A picker's current requests."""
 
     in_flight: int
     waiting: int

@@ -1,6 +1,6 @@
-"""What the extension's objects say of requests: InferenceObjective their priority, InferenceModelRewrite another model.
+"""The extension's objects for requests: InferenceObjective sets a priority, InferenceModelRewrite another model.
 
-Version v1alpha2, of the group `inference.networking.x-k8s.io` (Inference Extension) or `llm-d.ai` (llm-d-router 0.9).
+Version v1alpha2 of the group `inference.networking.x-k8s.io` (Inference Extension) or `llm-d.ai` (llm-d-router 0.9).
 """
 
 import random
@@ -68,8 +68,8 @@ Targets = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class PoolObjects:
-    """`priorities`: by objective's name, higher is more important. `rewrites`: targets by the model that a request names;
-    `rewrites_any`: those of requests for any other model."""
+    """`priorities`: by objective's name; higher is more important. `rewrites`: targets by the model that a request names.
+    `rewrites_any`: targets for any other model."""
 
     priorities: Mapping[str, int] = field(default_factory=dict)
     rewrites: Mapping[str, Targets] = field(default_factory=dict)
@@ -77,9 +77,9 @@ class PoolObjects:
 
     @classmethod
     def of(cls, pool: str, objectives: Iterable[Any], rewrites: Iterable[Any]) -> tuple["PoolObjects", Sequence[str]]:
-        """From the objects of a namespace, and a line for each that can't be read: it is left out.
+        """The pool's objects among those of a namespace, and a line for each object that can't be read and is left out.
 
-        An exact match goes before a rule for all models, then the older object, then the earlier rule.
+        An exact match takes precedence over a rule for all models, then an older object, then an earlier rule.
         """
         wrong: list[str] = []
         priorities = {
@@ -104,7 +104,7 @@ class PoolObjects:
         return cls(priorities, exact, for_any), wrong
 
     def rewrite(self, model: str) -> str:
-        """The model that the engine is asked for; with several targets it is drawn by their weights."""
+        """The model to ask the engine for, drawn by weight if there are several targets."""
         targets = self.rewrites.get(model, self.rewrites_any)
         if not targets:
             return model
@@ -112,10 +112,10 @@ class PoolObjects:
 
 
 class ExtensionObjects(PeriodicRead):
-    """A pool's objects, read again and again; the last ones stay while the API does not answer."""
+    """A pool's objects, read periodically. While the API does not answer, the last ones stay."""
 
     def __init__(self, api: KubernetesApi | None, group: str, pool: str) -> None:
-        """`api` None: there are none."""
+        """`api` None: there are no objects."""
         super().__init__("extension's objects")
         self.current = PoolObjects()
         self._api = api
@@ -123,7 +123,7 @@ class ExtensionObjects(PeriodicRead):
         self._pool = pool
 
     async def start(self) -> None:
-        """Read once, then in the background; nothing without an API."""
+        """Read once, then in the background. Does nothing without an API."""
         if self._api is not None:
             await super().start()
 

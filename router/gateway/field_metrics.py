@@ -1,6 +1,6 @@
-"""Metrics under the names that the field's dashboards of endpoint pickers use, beside our own.
+"""Metrics under the names that common dashboards of endpoint pickers use, besides our own.
 
-Exported where OpenTelemetry's metrics are on; else each call does nothing.
+Exported if OpenTelemetry's metrics are on; otherwise each call does nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ from router_client.learning.usage import Usage
 
 MOST_NAMES = 1_000
 OTHER = "other"
-"""Stands for model names and tenants beyond the first MOST_NAMES: a client chooses them."""
+"""Replaces model names and tenants beyond the first MOST_NAMES, because clients choose them."""
 
 _SECONDS = (
     0.005,
@@ -43,8 +43,8 @@ _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 
 
 @dataclass(frozen=True, slots=True)
 class RequestLabels:
-    """Of one request. `model`: as the client named it, '' if it did not; `target`: as the engine is asked; `tenant`: its
-    fairness id."""
+    """One request's labels. `model`: the client's name for it, '' if it gave none. `target`: the name sent to the engine.
+    `tenant`: its fairness id."""
 
     model: str = ""
     target: str = ""
@@ -53,7 +53,7 @@ class RequestLabels:
 
 
 class FieldMetrics:
-    """One for a process."""
+    """One per process."""
 
     def __init__(self, pool: str, ready_endpoints: Callable[[], int]) -> None:
         """`pool`: the name of the InferencePool. `ready_endpoints`: how many of its endpoints may get requests."""
@@ -94,11 +94,11 @@ class FieldMetrics:
         meter.create_observable_gauge(name("ready_endpoints"), [observe], "", "Endpoints that may get requests.")
 
     def record_pick(self, seconds: float) -> None:
-        """A decision took so long."""
+        """Record the time that a decision took."""
         self._pick.record(seconds)
 
     def record_begin(self, labels: RequestLabels) -> Mapping[str, str]:
-        """A request was decided; its attributes for the other calls."""
+        """Record a picked request. Returns its attributes for the other calls."""
         attributes = {
             "model_name": self._bounded(labels.model),
             "target_model_name": self._bounded(labels.target or labels.model),
@@ -110,17 +110,17 @@ class FieldMetrics:
         return attributes
 
     def record_refusal(self, status: int) -> None:
-        """A request got no endpoint."""
+        """Record a request that got no endpoint."""
         attributes = {"model_name": "", "target_model_name": "", "fairness_id": "", "priority": "0"}
         self._requests.add(1, attributes)
         self._errors.add(1, {**attributes, "error_code": str(status)})
 
     def record_first_token(self, attributes: Mapping[str, str], seconds: float, *, streamed: bool) -> None:
-        """The first bytes of a good answer passed."""
+        """Record the time to the first bytes of a successful answer."""
         self._ttft.record(seconds, {**attributes, "streaming": str(streamed).lower()})
 
     def record_end(self, attributes: Mapping[str, str], seconds: float, error: str, usage: Usage | None) -> None:
-        """A request ended. `error`: its status or what happened; '' for a good one."""
+        """Record a request's end. `error`: its status or what happened; '' for success."""
         self._running.add(-1, attributes)
         if error:
             self._errors.add(1, {**attributes, "error_code": error})

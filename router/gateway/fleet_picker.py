@@ -1,7 +1,7 @@
-"""Picks endpoints as `kvatlas router` does: the fleet's workers by their cost, and pods that nobody publishes for.
+"""Picks endpoints as `kvatlas router` does: the fleet's workers by cost, and pods without a publisher.
 
-A completion or a chat goes where its prompt costs least. Any other request, and one whose prompt is not known, goes to the
-least loaded worker of its model, or of any model if it names none that is known: its engine says what is wrong with it.
+A completion or a chat goes where its prompt costs least. Any other request, or one whose prompt is unknown, goes to the least
+loaded worker of its model. If it names no known model, it goes to a worker of any model, whose engine then reports the error.
 """
 
 import logging
@@ -45,7 +45,7 @@ from router_client.pricing.transfer_protocol import replace_fields
 from router_client.prompt import Prompt
 
 CURLS_OWN = "application/x-www-form-urlencoded"
-"""What curl says of JSON too, unless it is told."""
+"""The content type that curl sends by default, even for JSON."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 
@@ -53,10 +53,10 @@ _log = logging.getLogger("kvatlas_router.gateway")
 @dataclass(frozen=True, slots=True)
 class FleetPickerSettings:
     """`fallbacks`: further endpoints for the gateway's retries. `ask_usage`: let streams report their usage to the picker.
-    `tenant_header`: of fairness, in lower case. `prefill_header`: tells an engine's sidecar the prefill worker's endpoint; ''
-    if there is none; `kv_source_header`: likewise the endpoint of the worker that KV is fetched from. `trust`: what the gateway
-    says of senders. `salts`: each tenant's requests get a cache salt of its own. `decisions`: explain the choice in a header of
-    the answer."""
+    `tenant_header`: the fairness header, in lower case. `prefill_header`: passes the prefill worker's endpoint to an engine's
+    sidecar; '' for none. `kv_source_header`: likewise for the worker to fetch KV from. `trust`: what the gateway vouches for
+    about senders. `salts`: each tenant's requests get their own cache salt. `decisions`: explain the choice in a header of the
+    answer."""
 
     fallbacks: int = 0
     ask_usage: bool = True
@@ -70,7 +70,7 @@ class FleetPickerSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """`text`: a completion or a chat, whose answer can be compared."""
+    """`text`: set for a completion or a chat, whose usage can be compared with the prediction."""
 
     prompt: RequestPrompt
     text: TextRequest | None
@@ -108,11 +108,11 @@ class FleetPicker:
         self._has_models = False
 
     async def close(self) -> None:
-        """End the bookings of requests that were left."""
+        """End the bookings of requests whose answers bypass the picker."""
         await self._left.close()
 
     def ready_endpoints(self) -> int:
-        """How many endpoints may get requests, as last read."""
+        """Number of endpoints that may get requests, as last read."""
         routable = {at for id, at in self._addresses.endpoints.items() if self._records[id].routable}
         pool = self._pods.endpoints
         if pool is None:
@@ -120,8 +120,8 @@ class FleetPicker:
         return len(self._addresses.among(pool).unpublished) + len(routable & set(pool))
 
     def wants_body(self, head: RequestHead) -> bool:
-        """Bodies of JSON name a model, and may have a prompt, whatever type they claim where engines read JSON. A form names a
-        model too, which matters if there are several."""
+        """True if the body matters. A JSON body names a model and may have a prompt; engines read some paths as JSON whatever
+        the content type. A form names a model too, which matters if there are several."""
         kind = (head.first(b"content-type") or "json").lower()
         reads = (
             "json" in kind
@@ -136,7 +136,7 @@ class FleetPicker:
         failure = ""
         try:
             await self._read_addresses()
-        except Unreachable as error:  # nothing was ever read
+        except Unreachable as error:  # the fleet has never been read
             failure = str(error)
         try:
             asked = await AskedRequest.read(
@@ -157,7 +157,7 @@ class FleetPicker:
             self._counters.refused += 1
             return Refusal(ErrorKind.INVALID, str(error), None)
         candidates = self._candidates_of(head)
-        if asked.caller.is_proven:  # no identity says whose prompts a pod without a publisher may see
+        if asked.caller.is_proven:  # nothing says which tenants' prompts a pod without a publisher may see
             candidates = candidates._replace(unpublished=())
         if asked.objects is not None and not candidates.unpublished:
             try:
@@ -177,13 +177,13 @@ class FleetPicker:
             self._log.report(
                 "unpublished",
                 f"{len(candidates.unpublished)} pods have no publisher, such as {candidates.unpublished[0]}; "
-                "routing to them by prefix and own load",
+                "routing to them by prefix and this picker's load",
             )
             return self._unpublished.choose(asked, candidates.unpublished, self._settings.fallbacks)
         self._counters.refused += 1
         return Refusal(ErrorKind.UNAVAILABLE, failure)
 
-    # ------------------------------------------------------------ who may get it
+    # ------------------------------------------------------------ candidates
 
     async def _read_addresses(self) -> None:
         records = await self._parts.catalogue.records()
@@ -205,7 +205,7 @@ class FleetPicker:
         return self._candidates
 
     def _prefers_unpublished(self, candidates: Candidates) -> bool:
-        """Pods that nobody publishes for get their share of requests, as nothing says that they have more to do."""
+        """True for a random share of requests, in proportion to the pods without a publisher, whose load is unknown."""
         if not candidates.unpublished or candidates.workers is None:
             return False
         routable = sum(self._records[worker_id].routable for worker_id in candidates.workers)
@@ -216,9 +216,9 @@ class FleetPicker:
     async def _pick_worker(
         self, asked: AskedRequest, candidates: Candidates, *, may_hide_usage: bool
     ) -> PickedRequest | Refusal | str:
-        """A text says why no worker can take it."""
+        """Pick a worker. Returns a text with the reason if none can take the request."""
         if candidates.workers is not None and not candidates.workers:
-            return "none of the endpoints that may be chosen is a worker's"
+            return "none of the allowed endpoints belongs to a worker"
         try:
             read, booked = await self._book(asked, candidates.workers)
         except RequestShed as error:
@@ -234,7 +234,7 @@ class FleetPicker:
             return str(error)
         choice = booked.choice
         endpoints = self._endpoints(choice)
-        if not endpoints:  # it is newer than the addresses
+        if not endpoints:  # the worker is newer than the addresses
             await self._admission.end(booked.prompt, choice)
             return f"worker {choice.worker_id} has no address that a gateway can use"
         if read.prompt.prompt_tokens is None:
@@ -267,7 +267,7 @@ class FleetPicker:
         read = await self._read(asked, workers)
         try:
             return read, await self._admit(read, asked, workers)
-        except InvalidValue:  # a token id, found only when its block was hashed; the engine says so to the client
+        except InvalidValue:  # an out-of-range token id, found only on hashing; the engine's error goes to the client
             read = self._guess(asked, workers)
             return read, await self._admit(read, asked, workers)
 
@@ -283,7 +283,7 @@ class FleetPicker:
         return BookedPrompt(among, choice)
 
     def _endpoints(self, choice: Booked) -> Sequence[str]:
-        """Of the chosen worker, then of the next ones; none if it has none."""
+        """The chosen worker's endpoint, then those of the fallbacks; empty if the chosen one has none."""
         known = self._addresses.endpoints
         first = known.get(choice.worker_id)
         prefill = choice.prefill if isinstance(choice, PairChoice) else None
@@ -300,7 +300,7 @@ class FleetPicker:
         return list(endpoints)
 
     def _headers(self, choice: Booked) -> Mapping[str, str]:
-        """For the engine, or its sidecar, which lets the prefill worker compute the prompt."""
+        """Headers for the engine, or for its sidecar, which has the prefill worker compute the prompt."""
         headers, endpoints = dict(choice.headers), self._addresses.endpoints
         if isinstance(choice, PairChoice) and choice.prefill is not None:
             headers[self._settings.prefill_header] = endpoints[choice.prefill.worker_id]
@@ -309,8 +309,7 @@ class FleetPicker:
         return headers
 
     def _told_source(self, choice: Booked) -> str | None:
-        """The worker to fetch KV from, if the engine's sidecar is told of it in a header; None: the body names it, if there is
-        one."""
+        """The worker to fetch KV from, if a header names it to the engine's sidecar; None: the body names it, if any."""
         fetch = fetch_of(choice)
         if not self._settings.kv_source_header or fetch is None or fetch.source.kv_connector is not KvConnector.P2P:
             return None
@@ -330,7 +329,7 @@ class FleetPicker:
     # ------------------------------------------------------------ prompts
 
     async def _read(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
-        """Raises NoWorkers, and Unreachable."""
+        """Raises NoWorkers and Unreachable."""
         head, call = asked.head, asked.call
         request_id = head.first(b"x-request-id")
         try:
@@ -341,7 +340,7 @@ class FleetPicker:
         except (UnknownModel, InvalidValue):
             return self._guess(asked, workers)
         read = self._parts.reader.with_session(read, head.first)
-        # a body goes to the decode worker: only a header tells its sidecar what the prefill worker is to fetch
+        # the body goes to the decode worker: only a header can tell its sidecar what the prefill worker should fetch
         if self._settings.kv_source_header or not self._settings.prefill_header:
             read = let_fetch(read, call.text)
         return _Read(read, call.text)
@@ -352,7 +351,7 @@ class FleetPicker:
         return _Read(self._parts.reader.guess(scope, asked.call.letters, asked.head.first(b"x-request-id")), None)
 
     def _any_scope(self, workers: frozenset[str] | None, tenant_id: str | None) -> Scope:
-        """Of one of the workers that may be chosen, drawn. Raises NoWorkers."""
+        """The scope of a random candidate's model. Raises NoWorkers."""
         ids = self._addresses.endpoints if workers is None else workers
         routable = [self._records[worker_id].endpoint for worker_id in ids if self._records[worker_id].routable]
         if not routable:
@@ -370,7 +369,7 @@ def _object_refusal(error: KvatlasError) -> Refusal:
 
 
 def _among(prompt: Prompt, workers: frozenset[str] | None) -> Prompt:
-    """The prompt for these workers only; None: as it is."""
+    """The prompt, restricted to these workers; None: unchanged."""
     if workers is None:
         return prompt
     return replace(prompt, select=replace(prompt.select or Selector(), allow=workers))

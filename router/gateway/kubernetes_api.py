@@ -1,4 +1,4 @@
-"""Reads objects of the pod's own namespace from Kubernetes, as the pod's service account may."""
+"""Reads objects of the pod's own namespace from Kubernetes, with the pod's service account."""
 
 import asyncio
 import logging
@@ -41,11 +41,11 @@ class KubernetesApi:
             raise SettingsError(f"{_NEEDS}; {folder / 'namespace'}: {error.strerror}") from error
 
     async def get_object(self, version: str, plural: str, name: str) -> Any:
-        """`version`: group/version, or the version alone of the core group. Raises KvatlasError."""
+        """`version`: group/version, or just the version for the core group. Raises KvatlasError."""
         return await self._get(version, f"{plural}/{name}", {})
 
     async def list_objects(self, version: str, plural: str, selector: str = "") -> Sequence[Any]:
-        """Those whose labels match, from the API server's cache. Raises KvatlasError."""
+        """The objects whose labels match, from the API server's cache. Raises KvatlasError."""
         found = await self._get(version, plural, {"resourceVersion": "0", "labelSelector": selector})
         items = found.get("items")
         return items if isinstance(items, list) else []
@@ -54,7 +54,7 @@ class KubernetesApi:
         root = "apis" if "/" in version else "api"
         path = f"/{root}/{version}/namespaces/{self._namespace}/{what}"
         try:
-            token = self._token.read_text().strip()  # it is renewed
+            token = self._token.read_text().strip()  # Kubernetes renews it
             answer = await self._client.get(path, params=query, headers={"authorization": f"Bearer {token}"})
             answer.raise_for_status()
             found = answer.json()
@@ -67,7 +67,7 @@ class KubernetesApi:
 
 @asynccontextmanager
 async def open_kubernetes_api(folder: Path = SERVICE_ACCOUNT) -> AsyncIterator[KubernetesApi]:
-    """As a pod reaches it. Raises SettingsError outside a pod."""
+    """The API as a pod reaches it. Raises SettingsError outside a pod."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         raise SettingsError(f"{_NEEDS}; KUBERNETES_SERVICE_HOST is not set")
@@ -81,10 +81,10 @@ async def open_kubernetes_api(folder: Path = SERVICE_ACCOUNT) -> AsyncIterator[K
 
 
 class PeriodicRead(ABC):
-    """Something of the API that is read every EVERY_S; what was read last stays while the API does not answer."""
+    """Reads something from the API every EVERY_S. While the API does not answer, the last value stays."""
 
     def __init__(self, what: str) -> None:
-        """`what`: for the log."""
+        """`what`: its name in the log."""
         self._what = what
         self._said: Sequence[str] = ()
         self._task = BackgroundTask(self._run, f"kvatlas {what}")
@@ -95,16 +95,16 @@ class PeriodicRead(ABC):
         self._task.start()
 
     async def stop(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         await self._task.stop()
 
     async def read(self) -> None:
-        """Read now. What is wrong is logged when it changes."""
+        """Read now. Problems are logged when they change."""
         try:
             async with asyncio.timeout(CALL_S):
                 said = await self._read()
         except (KvatlasError, TimeoutError) as error:
-            said = [f"{self._what} not read ({str(error) or 'no answer'}); keeping what was read last"]
+            said = [f"{self._what} not read ({str(error) or 'no answer'}); keeping the last value"]
         if said != self._said:
             for line in said:
                 _log.warning("%s", line)
@@ -121,7 +121,7 @@ class PeriodicRead(ABC):
 
 
 def parse_objects(kind: str, model: type[T], found: Iterable[Any], wrong: list[str]) -> list[T]:
-    """Those that can be read; a line for each other one is added to `wrong`."""
+    """The objects that can be read. For each other one, a line is added to `wrong`."""
     read: list[T] = []
     for one in found:
         try:

@@ -1,4 +1,4 @@
-"""What a stream asks and tells: the interface between the gateway's protocol and the decision."""
+"""The interface between the gateway's protocol and the decision: what a stream asks and reports."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ from router_client.learning.usage import Usage
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """A request's headers, pseudo headers (`:method`, `:path`) among them, with names in lower case.
+    """A request's headers, including pseudo headers (`:method`, `:path`), with names in lower case.
 
-    `metadata`: Envoy's dynamic metadata by namespace, which only the gateway's own filters set. `subset`: the only endpoints
-    (ip:port) that may be chosen, as the gateway says; None: it leaves that to the picker.
+    `metadata`: Envoy's dynamic metadata by namespace, which only the gateway's own filters set. `subset`: the endpoints
+    (ip:port) to which the gateway restricts the choice; None: no restriction.
     """
 
     headers: RawHeaders
@@ -32,7 +32,7 @@ class RequestHead:
     metadata: Mapping[str, Struct] = field(default_factory=dict)
 
     def first(self, name: bytes) -> str | None:
-        """The first value of a header that is not empty."""
+        """The header's first value that is not empty."""
         return first_value(self.headers, name)
 
     @property
@@ -41,7 +41,7 @@ class RequestHead:
 
     @property
     def path(self) -> str:
-        """Without the query, and decoded, as engines read it."""
+        """The path without the query, decoded as engines read it."""
         return unquote((self.first(b":path") or "").partition("?")[0])
 
     @property
@@ -59,9 +59,9 @@ class Renaming:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a request goes: endpoints (ip:port), the next ones for the gateway's retries.
+    """A request's destination: its endpoint (ip:port), followed by fallbacks for the gateway's retries.
 
-    `headers` are added to the request, `withdrawn` ones taken from it. `body` replaces its body; None: that stays.
+    `headers` are added to the request, `withdrawn` ones removed. `body` replaces its body; None: unchanged.
     """
 
     endpoints: Sequence[str]
@@ -72,7 +72,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No endpoint gets the request. `retry_after_s`: when it may come again, as the client is told; None: not at all."""
+    """No endpoint gets the request. `retry_after_s`: sent to the client as Retry-After; None: retrying won't help."""
 
     kind: ErrorKind
     line: str
@@ -85,15 +85,16 @@ class Refusal:
 
     @property
     def body(self) -> bytes:
-        """An error in the words of OpenAI's API."""
+        """An error in the format of OpenAI's API."""
         return json.dumps(error_body(self.kind, self.line)).encode()
 
 
 class PickedRequest(Protocol):
-    """A request whose destination is decided, told what becomes of it.
+    """A request whose destination is decided. The stream reports its course here.
 
-    First `begin` if an answer begins, then `pass_part` for each part, `first_token` and `keep`, then one of `finish`, `fail`
-    and `leave`; a request that was never answered has only the last. None of them raises if the store does not answer.
+    Calls come in this order: `begin` if an answer begins, `pass_part` for each part, `first_token` and `keep`, then one of
+    `finish`, `fail` and `leave`. A request that was never answered gets only the last. None of them raises if the store does
+    not answer.
     """
 
     @property
@@ -101,27 +102,27 @@ class PickedRequest(Protocol):
 
     @property
     def text(self) -> TextRequest | None:
-        """The request, if it is a completion or a chat whose usage can be compared; None: its answer is not read."""
+        """The request, if it is a completion or a chat whose usage can be compared; None: don't read its answer."""
         ...
 
     @property
     def hides_usage(self) -> bool:
-        """The stream's usage was asked for by the picker: the client doesn't get it."""
+        """True if only the picker asked for the stream's usage, so the client must not get it."""
         ...
 
     @property
     def renaming(self) -> Renaming | None:
-        """Its answer gets the client's name for the model back."""
+        """Set if the answer must name the model as the client did."""
         ...
 
     @property
     def objects(self) -> ObjectUse | None:
-        """Those that engines keep, and that it names or makes."""
+        """The engine-kept objects that the request names or makes."""
         ...
 
     @property
     def labels(self) -> RequestLabels:
-        """For metrics."""
+        """Labels for metrics."""
         ...
 
     @property
@@ -130,7 +131,7 @@ class PickedRequest(Protocol):
         ...
 
     async def begin(self, status: int, headers: RawHeaders, served: str | None) -> None:
-        """An answer begins, from the endpoint `served` if the gateway says so."""
+        """An answer begins. `served`: the endpoint that answered, if the gateway names it."""
         ...
 
     def pass_part(self, part: bytes) -> None:
@@ -146,16 +147,15 @@ class PickedRequest(Protocol):
         ...
 
     async def keep(self, ids: Sequence[str]) -> None:
-        """Its engine keeps these objects, which the answer brings."""
+        """The answer created these objects, which its engine keeps."""
         ...
 
     async def fail(self, error: EngineError | None = None) -> None:
-        """There is no answer, it is none of status 2xx, or it was not passed to its end. `error`: it has status 200, and
-        reports this instead."""
+        """There is no answer, its status is not 2xx, or it was cut off. `error`: reported inside an answer of status 200."""
         ...
 
     async def leave(self) -> None:
-        """The answer goes on without the picker, which will not hear of its end."""
+        """The answer bypasses the picker, which will not see its end."""
         ...
 
 
@@ -163,10 +163,10 @@ class EndpointPicker(Protocol):
     """Decides for one pool; safe to share between tasks of one event loop."""
 
     def wants_body(self, head: RequestHead) -> bool:
-        """Does the decision read the body of this request?"""
+        """True if the decision needs this request's body."""
         ...
 
     async def pick(self, head: RequestHead, body: bytes | None, *, may_hide_usage: bool) -> PickedRequest | Refusal:
-        """Where a request goes. `body` None: it was not waited for. `may_hide_usage`: the answer passes through here, and
-        parts of it can be left out."""
+        """Decide where a request goes. `body` None: it was not waited for. `may_hide_usage`: the answer passes through the
+        picker, which can drop parts of it."""
         ...

@@ -1,4 +1,4 @@
-"""The endpoints of a pool's pods: of names that are looked up, or of an InferencePool in Kubernetes."""
+"""The endpoints of a pool's pods, from names that are looked up or from an InferencePool in Kubernetes."""
 
 import asyncio
 import logging
@@ -18,22 +18,22 @@ LOOKUP_S = 5.0
 """How often the names of pods are looked up again."""
 POOL_VERSION = "inference.networking.k8s.io/v1"
 ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"
-"""Annotation of a pod: those of the pool's ports that it serves on, as the extension's own picker reads it."""
+"""A pod's annotation with those of the pool's ports that it serves on; the extension's own picker reads it too."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 
 
 class PoolPods(Protocol):
-    """The endpoints that a pool consists of, kept up to date from `start` to `stop`."""
+    """A pool's endpoints, kept up to date from `start` to `stop`."""
 
     @property
     def endpoints(self) -> Collection[str] | None:
-        """Another object after each change. None: the pool is all workers."""
+        """A new object after each change. None: the pool is all workers."""
         ...
 
     @property
     def is_known(self) -> bool:
-        """Can requests be routed by it yet?"""
+        """True once requests can be routed by it."""
         ...
 
     async def start(self) -> None: ...
@@ -42,8 +42,8 @@ class PoolPods(Protocol):
 
 
 class PodList:
-    """The endpoints of a pool's pods, from `host:port` entries. A name stands for all of its addresses, as that of a headless
-    Service does, and is looked up again every LOOKUP_S; if that fails its last addresses stay."""
+    """The endpoints of a pool's pods, from `host:port` entries. A name, such as a headless Service's, stands for all of its
+    addresses and is looked up again every LOOKUP_S. If that fails, its last addresses stay."""
 
     def __init__(self, entries: Iterable[str]) -> None:
         """Raises InvalidValue for an entry that is no host:port."""
@@ -55,11 +55,11 @@ class PodList:
 
     @property
     def is_known(self) -> bool:
-        """See `PoolPods`; names that nobody knows yet are no reason to refuse requests."""
+        """See `PoolPods`. Always true: requests are not refused because a name does not resolve yet."""
         return True
 
     async def start(self) -> None:
-        """Look every name up once, then again and again."""
+        """Look up each name once, then periodically."""
         await self._look_up()
         if self._entries:
             self._task.start()
@@ -80,7 +80,7 @@ class PodList:
                 infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except OSError as error:
                 kept = len(self._found.get(name, ()))
-                _log.warning("pods at %s: %s; using the %d known last", name, error.strerror or error, kept)
+                _log.warning("pods at %s: %s; using the last %d known", name, error.strerror or error, kept)
                 continue
             self._found[name] = sorted({join_endpoint(str(info[4][0]), port) for info in infos})
         found = [endpoint for endpoints in self._found.values() for endpoint in endpoints]
@@ -138,10 +138,10 @@ class _Pod(BaseModel):
 
 
 class KubernetesPool(PeriodicRead):
-    """The ready pods that an InferencePool selects, each with all of its target ports. See `PoolPods`."""
+    """The ready pods that an InferencePool selects, at the target ports that they serve on. See `PoolPods`."""
 
     def __init__(self, api: KubernetesApi, name: str) -> None:
-        """Of the pod's own namespace."""
+        """`name`: an InferencePool in the pod's own namespace."""
         super().__init__(f"pool {name}")
         self._api = api
         self._name = name

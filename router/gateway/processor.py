@@ -1,4 +1,4 @@
-"""One stream of external processing, from the request's headers to the answer's end: asks the picker, follows the answer."""
+"""One stream of external processing, from the request's headers to the answer's end. Asks the picker and follows the answer."""
 
 import asyncio
 import logging
@@ -36,11 +36,11 @@ from router_client.learning.usage import Usage
 SELECTION = b"test-epp-endpoint-selection"
 SERVED = "x-conformance-test-served-endpoint"
 ECHO = "x-echo-set-header"
-"""Headers of the Inference Extension's conformance suite: the request's restricts the choice, the answer's reports it; the
-third lets the suite's echoing engine report the choice, where a gateway does not show answers to the picker."""
+"""Headers of the Inference Extension's conformance suite. SELECTION, in the request, restricts the choice; SERVED, in the
+answer, reports it; ECHO makes the suite's echoing engine report it if the gateway does not show answers to the picker."""
 
 SOON_S = 0.25
-"""A stream that ends so soon behind the headers of an answer ends before it."""
+"""A stream that ends within this time after an answer's headers ended before the answer did."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 
@@ -49,8 +49,8 @@ Send = Callable[[ProcessingResponse], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSettings:
-    """`deadline_s`: a decision that takes longer is a refusal: in full duplex, gateways don't limit it. `conformance`: heed the
-    test headers. `own_headers`: no engine gets a client's, in lower case."""
+    """`deadline_s`: a decision that takes longer becomes a refusal, since gateways set no limit in full duplex. `conformance`:
+    heed the test headers. `own_headers`: headers that are removed if a client sends them, in lower case."""
 
     response_mode: ResponseMode = ResponseMode.WHOLE
     deadline_s: float = 1.0
@@ -60,7 +60,7 @@ class ProcessorSettings:
 
 
 class Processor:
-    """Runs streams; safe to share between tasks of one event loop."""
+    """Runs streams. Safe to share between tasks of one event loop."""
 
     def __init__(
         self, picker: EndpointPicker, counters: GatewayCounters, metrics: FieldMetrics, settings: ProcessorSettings
@@ -72,9 +72,9 @@ class Processor:
         self._log = RateLimitedLog(_log)
 
     async def run(self, messages: AsyncIterable[ProcessingRequest], send: Send) -> None:
-        """Process one request. Returns at its end, or when the picker leaves it to the gateway.
+        """Process one request. Returns at its end, or when the picker leaves the rest to the gateway.
 
-        Raises OutOfOrder for a gateway that does not keep to the protocol.
+        Raises OutOfOrder if the gateway violates the protocol.
         """
         stream = _Stream(self._picker, self._counters, self._metrics, self._settings, send)
         try:
@@ -114,7 +114,7 @@ class _Stream:
         self._span: Span = INVALID_SPAN
         self._picked: PickedRequest | None = None
         self._ended = False
-        """The picked request was told its end."""
+        """The end was reported to the picked request."""
         self._reader = AnswerReader(None, hides_usage=False)
         self._status = 0
         self._begun_at = 0.0
@@ -122,7 +122,7 @@ class _Stream:
         self._passed_parts = False
 
     async def process(self, message: ProcessingRequest) -> bool:
-        """False: nothing more is to be said on this stream."""
+        """Process a message. False if the stream needs no further messages."""
         match self._state.receive(message):
             case AskDestination() as ask:
                 if not await self._decide(ask):
@@ -165,7 +165,7 @@ class _Stream:
         headers = {**trace_headers(), **destination.headers}
         if self._settings.conformance:
             headers[ECHO] = f"{SERVED}:{destination.endpoints[0]}"
-        # a client's own would reach another worker than the one that was booked
+        # a client's own headers would lead to another worker than the booked one
         own = self._settings.own_headers - {name.lower() for name in headers}
         withdrawn = [name for name in own if head.first(name.encode()) is not None]
         await self._send_all(self._state.forward(replace(destination, headers=headers, withdrawn=withdrawn)))
@@ -185,14 +185,14 @@ class _Stream:
         return await self._picker.pick(head, ask.body, may_hide_usage=may_change)
 
     def _restrict(self, head: RequestHead) -> RequestHead:
-        """The conformance suite's header stands above the gateway's subset."""
+        """The conformance suite's header overrides the gateway's subset."""
         selection = head.first(SELECTION) if self._settings.conformance else None
         if selection is None:
             return head
         return replace(head, subset=tuple(part.strip() for part in selection.split(",") if part.strip()))
 
     async def _begin_answer(self, head: AnswerHead) -> None:
-        # all of it before the reply: where it sends nothing more, Envoy ends the stream then, which cancels this task
+        # do everything before the reply: if Envoy has nothing more to send, it then ends the stream, which cancels this task
         self._status = head.status
         self._begun_at = time.monotonic()
         self._reader.begin(head.status, head.headers)
@@ -243,13 +243,13 @@ class _Stream:
         self._metrics.record_end(self._attributes, time.monotonic() - self._came_at, error, usage)
 
     async def close(self) -> None:
-        """The stream is over, however it came to that: tell the picked request, if it was not told yet."""
+        """Report the end to the picked request unless that was done. Called however the stream ended."""
         try:
             if self._picked is None:
                 self._counters.undecided += not self._ended
             elif not self._ended and (self._state.answer_over or self._reader.is_done):
-                # with its last piece Envoy ends the stream, which may cancel this task before it hears that the piece is sent;
-                # and many clients leave with the event that ends a stream
+                # Envoy ends the stream with the last piece, which may cancel this task while it still sends that piece; and
+                # many clients disconnect at the event that ends a stream
                 await self._end_answer(self._picked)
             elif not self._ended:
                 self._ended = True
@@ -258,9 +258,9 @@ class _Stream:
             self._span_stack.close()
 
     async def _close_early(self, picked: PickedRequest) -> None:
-        """The end of the answer was not seen."""
+        """End a request whose answer's end was not seen."""
         sees_headers_only = self._state.answer_begun and self._is_well and not self._passed_parts
-        # Envoy ends the stream behind the headers, or with the answer if it may still send trailers; it does not say which
+        # Envoy ends the stream after the headers, or with the answer if it may still send trailers; it does not say which
         goes_on = self._reader.is_stream and time.monotonic() - self._begun_at < SOON_S
         if self._leaves or (sees_headers_only and self._state.answer_mode == NONE and goes_on):
             self._counters.left += 1

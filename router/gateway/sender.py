@@ -1,4 +1,4 @@
-"""What a gateway says itself about a request's sender. What clients say of themselves does not count."""
+"""What a gateway itself says about a request's sender. Clients' own claims do not count."""
 
 from dataclasses import dataclass, field
 from typing import Self
@@ -11,14 +11,14 @@ from kvatlas_router.tenancy.clients_file import is_tenant_name
 
 
 class SenderUnknown(InvalidValue):
-    """The gateway names no tenant, or none that can be one."""
+    """The gateway names no tenant, several, or an invalid one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SenderTrust:
-    """`headers`: those that the gateway sets itself, in lower case, whatever its clients send. `tenant_header`, or
-    `tenant_metadata` (a namespace of Envoy's dynamic metadata and a key in it): where the tenant is; neither: there is one
-    tenant."""
+    """`headers`: headers that the gateway sets itself, whatever its clients send; in lower case. The tenant is in
+    `tenant_header` or `tenant_metadata` (a namespace of Envoy's dynamic metadata and a key in it); without either, there is
+    only one tenant."""
 
     headers: frozenset[bytes] = frozenset()
     tenant_header: bytes = b""
@@ -26,7 +26,7 @@ class SenderTrust:
 
     @classmethod
     def of(cls, headers: tuple[str, ...], source: str) -> Self:
-        """`source`: of the tenant, `header:NAME`, `metadata:NAMESPACE/KEY`, or ''. Raises InvalidValue."""
+        """`source`: where the tenant is, `header:NAME`, `metadata:NAMESPACE/KEY` or ''. Raises InvalidValue."""
         trusted = frozenset(name.lower().encode() for name in headers)
         kind, _, where = source.partition(":")
         namespace, _, key = where.rpartition("/")
@@ -43,7 +43,7 @@ class SenderTrust:
         return head.first(name) if name in self.headers else None
 
     def caller(self, head: RequestHead) -> Caller:
-        """Who sent it. Raises SenderUnknown."""
+        """The request's sender. Raises SenderUnknown."""
         if self.tenant_metadata is not None:
             tenant_id = metadata_text(head.metadata, *self.tenant_metadata)
         elif self.tenant_header:

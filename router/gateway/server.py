@@ -1,4 +1,4 @@
-"""The picker's gRPC servers: the external processor on one port, its health service there and on another."""
+"""The picker's gRPC servers: the external processor on one port, and the health service on both that and a second port."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ from kvatlas_router.gateway.processor import Processor
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS = "liveness"
 READINESS = ("", "readiness", SERVICE, "inference-extension")
-"""Names under which gateways and probes ask whether the picker is ready; the last is the reference deployments'."""
+"""Service names in readiness checks of gateways and probes; reference deployments use the last."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 _Server = grpc.aio.Server
@@ -25,8 +25,8 @@ _Server = grpc.aio.Server
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the servers listen. `credentials` None: in plain text; the health port always is. `shared`: other processes may
-    listen there too."""
+    """Where the servers listen. `credentials` None: plain text, as the health port always is. `shared`: other processes may
+    listen on the same ports."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class Addresses:
 
 
 class GatewayServer:
-    """Both servers. `port` and `health_port`: as bound, after `start`."""
+    """Both servers. `port` and `health_port`: the bound ports, after `start`."""
 
     def __init__(self, processor: Processor, addresses: Addresses, *, most_message_bytes: int) -> None:
         self._processor = processor
@@ -59,7 +59,7 @@ class GatewayServer:
         self.health_port = 0
 
     async def start(self) -> None:
-        """Listen; alive, and not ready. Raises SettingsError for an address that can't be listened on."""
+        """Listen, and report alive but not ready. Raises SettingsError for an address that can't be listened on."""
         here = self._addresses
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_ready(False)
@@ -69,13 +69,13 @@ class GatewayServer:
         await self._health_server.start()
 
     async def set_ready(self, ready: bool) -> None:
-        """What the health service says."""
+        """Set the readiness that the health service reports."""
         states = health_pb2.HealthCheckResponse
         for name in READINESS:
             await self._health.set(name, states.SERVING if ready else states.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more streams, let those that run end for at most `grace_s`, then end them."""
+        """Take no more streams, wait up to `grace_s` for the running ones, then end them."""
         await self._server.stop(grace_s)
         await self._health_server.stop(None)
 

@@ -1,4 +1,4 @@
-"""The endpoint picker as a process: the parts that route requests, the gRPC servers; until it is cancelled."""
+"""The endpoint picker as a process: the parts that route requests, and the gRPC servers."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -31,14 +31,14 @@ from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 
 CLOSE_S = 5.0
 READY_RETRY_S = 0.5
-"""llm-d's routing sidecars ask the prefill worker that it names, whoever sent it."""
+"""How soon the fleet is read again until the picker is ready."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 
 
 @dataclass(frozen=True, slots=True)
 class RunningPicker:
-    """The servers, and what they work with."""
+    """The servers, and parts that they use."""
 
     server: GatewayServer
     counters: GatewayCounters
@@ -46,11 +46,11 @@ class RunningPicker:
 
 
 async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[RunningPicker], None] | None = None) -> None:
-    """Serve until cancelled, then drain; `ready` is called once, when requests are taken.
+    """Serve until cancelled, then drain. `ready` is called once, as soon as requests are accepted.
 
-    It is ready (health service) when it has read the fleet, be it empty. Raises SettingsError for an address that can't be
-    listened on, a certificate or a tokenizer that can't be read, and Unreachable or LayoutMismatch if the store can't be
-    used and `wait` is off.
+    The health service reports ready once the fleet was read, even if it is empty. Raises SettingsError for an address that
+    can't be listened on, or a certificate or a tokenizer that can't be read; Unreachable or LayoutMismatch if the store can't
+    be used and `wait` is off.
     """
     stack = AsyncExitStack()
     try:
@@ -121,6 +121,7 @@ def _server(
         settings.pick_deadline_ms / 1_000 + waits_s,
         most_body_bytes,
         settings.conformance,
+        # llm-d's routing sidecars trust a header that names the prefill worker, whichever client sent it
         {*WITHHELD_HEADERS, settings.prefill_header.lower(), settings.kv_source_header.lower()} - {""},
     )
     addresses = Addresses(settings.host, settings.port, settings.health_port, credentials, settings.share_port)
@@ -142,7 +143,7 @@ async def _wait_for_fleet(catalogue: Catalogue, pods: PoolPods) -> None:
 
 
 async def _drain(server: GatewayServer, settings: GatewaySettings) -> None:
-    """Gateways hear of it by the readiness, and take a moment to send their requests elsewhere."""
+    """Report not ready, give gateways a moment to send their requests elsewhere, then stop."""
     await server.set_ready(False)
     if settings.drain_s:
         _log.info("not ready any more; taking requests for another %d s", settings.drain_s)
@@ -152,7 +153,7 @@ async def _drain(server: GatewayServer, settings: GatewaySettings) -> None:
 
 @asynccontextmanager
 async def _open_api(settings: GatewaySettings) -> AsyncIterator[KubernetesApi | None]:
-    """None where nothing is read from it. Raises SettingsError outside a pod."""
+    """None if nothing is read from the API. Raises SettingsError outside a pod."""
     if settings.extension_objects == "none" and not settings.kubernetes_pool:
         yield None
         return
@@ -182,5 +183,5 @@ def settings_trust(settings: GatewaySettings) -> SenderTrust:
     except InvalidValue as error:
         raise SettingsError(f"--tenant-from is {error}") from None
     if not settings.tenant_from:
-        _log.info("one tenant, that of --tenant-id: the gateway names none (--tenant-from)")
+        _log.info("every request counts as the tenant of --tenant-id; to tell tenants apart, set --tenant-from")
     return trust

@@ -1,4 +1,4 @@
-"""Chooses among pods that nobody publishes for: by the start of the request, and by what was sent there from here."""
+"""Chooses among pods without a publisher, by the beginning of the request and by this process's own requests to each pod."""
 
 import math
 from collections import Counter
@@ -16,19 +16,19 @@ from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
 
 PREFIX_BYTES = 4_096
-"""Requests that share their first bytes go to the same pod, so that they find its cache."""
+"""Requests that share this many first bytes go to the same pod, to reuse its cache."""
 MOST_ABOVE_MEAN = 1.25
-"""... unless it has that many times the mean of running requests (consistent hashing with bounded loads)."""
+"""No pod gets more than this multiple of the mean running requests (consistent hashing with bounded loads)."""
 
 
 class UnpublishedPods:
-    """Knows of each pod only the requests that went there from this process, and are not over."""
+    """Knows only this process's own running requests of each pod."""
 
     def __init__(self) -> None:
         self._running: Counter[str] = Counter()
 
     def choose(self, asked: AskedRequest, endpoints: Sequence[str], fallbacks: int) -> "UnpublishedRequest":
-        """One of at least one endpoint, and up to `fallbacks` next ones."""
+        """Choose one of `endpoints` (at least one), and up to `fallbacks` further ones."""
         prefix = xxhash.xxh3_64_intdigest(asked.call.body[:PREFIX_BYTES])
         order = sorted(
             endpoints, key=lambda endpoint: xxhash.xxh3_64_intdigest(endpoint.encode(), prefix), reverse=True
@@ -41,7 +41,7 @@ class UnpublishedPods:
 
 
 class UnpublishedRequest:
-    """A request to such a pod: nothing is predicted or booked, so nothing is compared or learned."""
+    """A request to a pod without a publisher. Nothing is predicted or booked, so nothing is compared or learned."""
 
     text: TextRequest | None = None
     hides_usage = False
@@ -77,7 +77,7 @@ class UnpublishedRequest:
         self._end()
 
     async def leave(self) -> None:
-        """See `PickedRequest`; it counts as over, because nobody will say when it is."""
+        """See `PickedRequest`. The request counts as over, since its real end will never be seen."""
         self._end()
 
     def _end(self) -> None:

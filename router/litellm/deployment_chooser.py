@@ -1,4 +1,4 @@
-"""Chooses and books the deployments of LiteLLM's Router, in the event loop of a router client."""
+"""Chooses and books deployments for LiteLLM's Router, in a router client's event loop."""
 
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -38,7 +38,7 @@ class DeploymentChooser:
         counters: HeldCounters,
         held_s: float,
     ) -> None:
-        """`providers`: the names that LiteLLM puts before a model's, with a slash."""
+        """`providers`: the prefixes that LiteLLM puts before a model's name and a slash."""
         self._client = client
         self._prompts = prompts
         self._scope_of = scope_of
@@ -46,7 +46,7 @@ class DeploymentChooser:
         self._held = HeldBookings(client, counters, held_s=held_s)
 
     def __len__(self) -> int:
-        """Bookings whose end was not reported yet."""
+        """Number of bookings whose end was not reported yet."""
         return len(self._held)
 
     async def choose(
@@ -56,7 +56,7 @@ class DeploymentChooser:
         request_kwargs: dict[str, Any],
         api: Api,
     ) -> Deployment | None:
-        """The deployment of the cheapest worker, booked; None if LiteLLM is to choose."""
+        """The cheapest worker's deployment, booked; None if LiteLLM should choose."""
         try:
             request = read_request(api, messages, request_kwargs)
             ours = []
@@ -66,7 +66,7 @@ class DeploymentChooser:
                     scope = replace(scope, tenant_id=request.cache_salt)
                 if served := by_worker(deployments, await self._client.workers(scope)):
                     ours.append((model, scope, served))
-            if len(ours) != 1:  # costs on different models are no reason to choose one of the models
+            if len(ours) != 1:  # costs of different models don't compare
                 return None
             model, scope, served = ours[0]
             read = await self._prompts.read(replace(request, body={**request.body, "model": model}), scope)
@@ -78,11 +78,11 @@ class DeploymentChooser:
         return with_reservation(served[choice.worker_id], held_id, choice.headers)
 
     async def first_token(self, held_id: str) -> None:
-        """The request's prefill is over."""
+        """Record that the request's prefill is over."""
         await self._held.first_token(held_id)
 
     async def end(self, held_id: str, usage: Usage | None, timings: Timings | None, *, well: bool) -> None:
-        """The request is over; `well`: it was answered."""
+        """Record that the request is over; `well`: it was answered."""
         self._held.end(held_id, usage, timings, well=well)
 
     async def close(self) -> None:

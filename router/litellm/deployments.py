@@ -1,4 +1,4 @@
-"""LiteLLM's deployments and callbacks in the words of kvatlas: model, workers, request, usage, timings.
+"""Translates LiteLLM's deployments and callbacks to kvatlas's terms: model, workers, request, usage, timings.
 
 A deployment is a dictionary with `model_name`, `litellm_params` and `model_info`, as in LiteLLM's model list.
 """
@@ -16,14 +16,14 @@ from router_client.results import RANK_HEADER
 Deployment = dict[str, Any]
 
 RESERVATION = "kvatlas_reservation"
-"""Key in a chosen deployment's `model_info`. LiteLLM passes that to its callbacks for each try; the metadata are shared by
-all tries of a request."""
+"""Key in a chosen deployment's `model_info`, which LiteLLM passes to its callbacks for each try. All tries of a request share
+its metadata."""
 
 
 def by_engine_model(
     deployments: Sequence[Deployment], providers: Collection[str]
 ) -> Mapping[str, Sequence[Deployment]]:
-    """Deployments by the model that their engine is asked for: the name behind the provider's."""
+    """Deployments by their engine's model: the name after the provider's prefix."""
     found: dict[str, list[Deployment]] = {}
     for deployment in deployments:
         model = deployment["litellm_params"]["model"]
@@ -33,8 +33,8 @@ def by_engine_model(
 
 
 def by_worker(deployments: Sequence[Deployment], records: Mapping[str, FleetRecord]) -> Mapping[str, Deployment]:
-    """Deployments by the workers behind them: those at their `api_base` (with or without `/v1`), and the one that their
-    `model_info.id` names. The ranks of a data-parallel engine share an address, and so a deployment."""
+    """Deployments by their workers: the one that `model_info.id` names, or those at `api_base` (with or without `/v1`). The
+    ranks of a data-parallel engine share an address, and so a deployment."""
     at: dict[str, list[str]] = {}
     for worker_id, record in records.items():
         if record.endpoint.url:
@@ -49,7 +49,7 @@ def by_worker(deployments: Sequence[Deployment], records: Mapping[str, FleetReco
 
 
 def with_reservation(deployment: Deployment, reservation: str, headers: Mapping[str, str]) -> Deployment:
-    """A copy of the deployment for one try: its callbacks find the reservation, its engine gets the headers."""
+    """A copy of the deployment for one try, with the reservation for its callbacks and the headers for its engine."""
     params = deployment["litellm_params"]
     if headers:
         params = {**params, "extra_headers": {**(params.get("extra_headers") or {}), **headers}}
@@ -58,32 +58,32 @@ def with_reservation(deployment: Deployment, reservation: str, headers: Mapping[
 
 
 def add_headers(request_kwargs: dict[str, Any], headers: Mapping[str, str]) -> None:
-    """Add headers to a request's own, if it has any: LiteLLM sends only those then."""
+    """Add headers to a request's own, if it has any, since LiteLLM then sends no others."""
     if "extra_headers" in request_kwargs:
         own = request_kwargs["extra_headers"] or {}
         request_kwargs["extra_headers"] = {**{k: v for k, v in own.items() if k != RANK_HEADER}, **headers}
 
 
 def read_request(api: Api, messages: Sequence[Any], request_kwargs: Mapping[str, Any]) -> TextRequest:
-    """The engine's request, as far as a router reads it. LiteLLM wraps a completion's prompt in a message."""
+    """The engine's request, as far as a router needs it. LiteLLM wraps a completion's prompt in a message."""
     content = {"messages": messages} if api is Api.CHAT else {"prompt": messages[0]["content"]}
     return TextRequest(api, {**(request_kwargs.get("extra_body") or {}), **request_kwargs, **content})
 
 
 def reservation_of(callback_kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `model_info` of the try that a callback is about; None if kvatlas did not choose its deployment."""
+    """The `model_info` of a callback's try; None if kvatlas did not choose its deployment."""
     info = (callback_kwargs.get("litellm_params") or {}).get("model_info")
     return info if isinstance(info, dict) and RESERVATION in info else None
 
 
 def last_try_of(request: Mapping[str, Any]) -> str | None:
-    """The reservation of a request's last try, which LiteLLM notes in the metadata; None if kvatlas did not choose it."""
+    """The reservation of a request's last try, which LiteLLM keeps in the metadata; None if kvatlas did not choose it."""
     info = (request.get("metadata") or {}).get("model_info")
     return info.get(RESERVATION) if isinstance(info, dict) else None
 
 
 def engine_usage(callback_kwargs: Mapping[str, Any], response: Any) -> Usage | None:
-    """The engine's usage; None for a stream without `include_usage`, because LiteLLM puts an estimate there."""
+    """The engine's usage; None for a stream without `include_usage`, for which LiteLLM only estimates it."""
     options = (callback_kwargs.get("optional_params") or {}).get("stream_options") or {}
     usage = getattr(response, "usage", None)
     if usage is None or (callback_kwargs.get("stream") and not options.get("include_usage")):

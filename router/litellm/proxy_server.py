@@ -1,15 +1,15 @@
-"""LiteLLM's proxy server, with kvatlas to choose its deployments (extra `litellm`, beside LiteLLM's own extra `proxy`).
+"""Lets kvatlas choose the deployments of LiteLLM's proxy server (extra `litellm`, besides LiteLLM's own extra `proxy`).
 
 In the proxy's configuration:
 
 litellm_settings:
   callbacks: kvatlas_router.litellm.proxy_server.routing
 
-and in its environment KVATLAS_REDIS_URL, and KVATLAS_TOKENIZER: a folder with the model's tokenizer.json and chat template;
-without it, load decides, unless a completion brings token ids.
+and in its environment KVATLAS_REDIS_URL, and KVATLAS_TOKENIZER: a folder with the model's tokenizer.json and chat template.
+Without a tokenizer, load decides unless a completion has token ids.
 
-The proxy makes its Router itself, and again when its configuration changes; this callback takes the Router over with the next
-request. While the store can't be reached LiteLLM's own strategy chooses.
+The proxy makes its own Router, and a new one when its configuration changes. This callback takes it over at the next request.
+While the store can't be reached, LiteLLM's own strategy chooses.
 """
 
 import asyncio
@@ -36,7 +36,8 @@ _log = logging.getLogger("kvatlas_router.litellm")
 
 
 class _EndOfStream:
-    """Ends the booking of a stream that is not read to its end. `is_reported`: LiteLLM reports it, or it was reported here."""
+    """Ends the booking of a stream that is not read to its end. `is_reported`: LiteLLM reports the end, or it was reported
+    here."""
 
     def __init__(self, strategy: KvatlasRouting, request: dict[str, Any]) -> None:
         self.is_reported = False
@@ -44,14 +45,14 @@ class _EndOfStream:
         self._request = request
 
     def report(self) -> None:
-        """The stream is over."""
+        """Report that the stream is over."""
         if not self.is_reported:
             self._strategy.end_last_try(self._request)
         self.is_reported = True
 
     def watch(self, stream: Any) -> None:
-        """Report also when LiteLLM closes the stream, which it does at once if the client is gone; generators around the stream
-        are closed some time later, when they are collected as garbage."""
+        """Also report when LiteLLM closes the stream, which it does at once if the client disconnects. Generators around the
+        stream are closed only later, by garbage collection."""
         close = getattr(stream, "aclose", None)
 
         async def aclose() -> None:
@@ -59,12 +60,12 @@ class _EndOfStream:
             if close is not None:
                 await close()
 
-        with suppress(AttributeError):  # a generator of another callback: then only that later time is left
+        with suppress(AttributeError):  # another callback's generator: only garbage collection will close it
             stream.aclose = aclose
 
 
 class ProxyServerRouting(CustomLogger):  # type: ignore[misc]  # LiteLLM's types are not read
-    """The callback of one proxy process. `strategy`: what chooses for the proxy's Router now; None before it was taken over."""
+    """The callback of one proxy process. `strategy`: chooses for the proxy's current Router; None before it was taken over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class ProxyServerRouting(CustomLogger):  # type: ignore[misc]  # LiteLLM's types
         self._lock = asyncio.Lock()
 
     async def async_pre_call_hook(self, user_api_key_dict: Any, cache: Any, data: Any, call_type: Any) -> None:
-        """LiteLLM calls it before it routes a request."""
+        """LiteLLM calls this before it routes a request."""
         if self._is_current() or time.monotonic() < self._next_try:
             return
         async with self._lock:
@@ -86,14 +87,14 @@ class ProxyServerRouting(CustomLogger):  # type: ignore[misc]  # LiteLLM's types
     async def async_post_call_failure_hook(
         self, request_data: dict[str, Any], original_exception: Any, user_api_key_dict: Any, traceback_str: Any = None
     ) -> None:
-        """The client gets an error, or is gone. Of several tries LiteLLM reports only the first failure otherwise."""
+        """The client gets an error, or disconnected. Elsewhere LiteLLM reports only the first failure of several tries."""
         if self.strategy is not None:
             self.strategy.end_last_try(request_data)
 
     async def async_post_call_streaming_iterator_hook(
         self, user_api_key_dict: Any, response: AsyncIterable[Any], request_data: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Every stream on its way to its client. LiteLLM reports those that are read to their end."""
+        """Pass a stream to its client, watching its end. LiteLLM itself reports only streams that are read to their end."""
         strategy = self.strategy
         if strategy is None:
             async for part in response:
@@ -113,7 +114,7 @@ class ProxyServerRouting(CustomLogger):  # type: ignore[misc]  # LiteLLM's types
             end.report()
 
     def close(self) -> None:
-        """LiteLLM chooses by itself again, and all bookings are released."""
+        """Give the choice back to LiteLLM, and release all bookings."""
         self._router = self.strategy = None
         self._open.close()
 
@@ -137,7 +138,7 @@ class ProxyServerRouting(CustomLogger):  # type: ignore[misc]  # LiteLLM's types
 
 
 def _proxy_router() -> Any:
-    """The proxy's Router; None before it has one. Its module is imported by nobody but the proxy."""
+    """The proxy's Router; None before it has one. Only the proxy itself imports its module."""
     return getattr(sys.modules.get("litellm.proxy.proxy_server"), "llm_router", None)
 
 

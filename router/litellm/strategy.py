@@ -1,4 +1,4 @@
-"""LiteLLM's Router, with kvatlas to choose its deployments (extra `litellm`).
+"""Lets kvatlas choose the deployments of LiteLLM's Router (extra `litellm`).
 
 with (
     SyncRouterClient.open("redis://127.0.0.1:6379") as client,
@@ -6,12 +6,12 @@ with (
 ):
     ...  # litellm_router.acompletion(...), litellm_router.completion(...)
 
-LiteLLM filters the deployments as always: health checks, cooldowns, tags, what a retry excludes. Of the rest the one with
-the cheapest worker is chosen, and booked until LiteLLM's callbacks report the request's end. If kvatlas can't choose,
+LiteLLM filters the deployments as usual: health checks, cooldowns, tags, a retry's exclusions. kvatlas chooses the remaining
+deployment with the cheapest worker, and books it until LiteLLM's callbacks report the request's end. If kvatlas can't choose,
 LiteLLM's own strategy does.
 
-LiteLLM calls its strategy in the caller's loop or thread and its callbacks in others, so the work is done in the client's
-own loop (`DeploymentChooser`).
+LiteLLM calls its strategy in the caller's loop or thread and its callbacks in others, so the work runs in the client's own
+loop (`DeploymentChooser`).
 """
 
 import asyncio
@@ -54,7 +54,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 STARTED = "kvatlas_started"
-"""Key beside the reservation, once the first token is reported."""
+"""Key besides the reservation, set once the first token was reported."""
 
 _api: ContextVar[Api] = ContextVar("kvatlas_litellm_api", default=Api.CHAT)
 _providers = frozenset(provider.value for provider in litellm.LlmProviders)
@@ -62,8 +62,8 @@ _providers = frozenset(provider.value for provider in litellm.LlmProviders)
 
 @dataclass(slots=True)
 class LitellmCounters:
-    """Plain integers. `held`: deployments that kvatlas chose and booked; `held_done`: those whose end LiteLLM reported;
-    `held_expired`: those whose end it never did. `left`: choices left to LiteLLM's own strategy."""
+    """Plain integers. `held`: deployments that kvatlas chose and booked. `held_done`: those whose end LiteLLM reported;
+    `held_expired`: those whose end it never reported. `left`: choices left to LiteLLM's own strategy."""
 
     held: int = 0
     held_done: int = 0
@@ -73,7 +73,7 @@ class LitellmCounters:
 
 @dataclass(frozen=True, slots=True)
 class _StrategyCall:
-    """The arguments of LiteLLM's call of its strategy."""
+    """The arguments with which LiteLLM calls its strategy."""
 
     model: str
     messages: list[dict[str, Any]] | None
@@ -83,16 +83,16 @@ class _StrategyCall:
 
 
 def own_pool(model: str) -> Scope:
-    """The scope of an engine's model whose tokenizer has the same name, as publishers name it by default."""
+    """The scope of an engine's model with a tokenizer of the same name, which is the publishers' default."""
     return Scope(model, model)
 
 
 class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[misc]  # LiteLLM's types are not read
-    """The routing strategy and a callback of one LiteLLM Router, from entering to leaving.
+    """The routing strategy and callback of one LiteLLM Router, from entering to leaving.
 
     A deployment belongs to a worker if its `api_base` is the worker's advertised address, or its `model_info.id` the
-    worker's id. `scope_of` gives the scope of the model that an engine is asked for. LiteLLM's own strategy chooses if none
-    of the healthy deployments belongs to a worker, if those of workers serve several models, and for calls without messages.
+    worker's id. `scope_of` maps an engine's model to its scope. LiteLLM's own strategy chooses if no healthy deployment belongs
+    to a worker, if the workers' deployments serve several models, and for calls without messages.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         reading: PromptSettings | None = None,
         held_s: float = HELD_S,
     ) -> None:
-        """`client` is open while this is entered. Without a tokenizer requests are routed by load. `held_s`: a booking is
-        released after that if LiteLLM does not report its end, as for streams that are not read to the end."""
+        """`client` must stay open while this is entered. Without a tokenizer, requests are routed by load. `held_s`: a booking
+        is released after this time if LiteLLM does not report its end, as for streams that are not read to the end."""
         super().__init__()
         self.counters = LitellmCounters()
         self.instance = uuid4().hex  # LiteLLM drops a callback if one of its class has equal public values
@@ -122,7 +122,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         self._router.atext_completion = _mark_completion(self._router.atext_completion)
         callbacks = litellm.logging_callback_manager
         callbacks.add_litellm_callback(self)
-        # LiteLLM does this at the beginning of each request: one that has begun already would not be reported
+        # LiteLLM does this only when a request begins: running requests would not be reported
         callbacks.add_litellm_success_callback(self)
         callbacks.add_litellm_failure_callback(self)
         callbacks.add_litellm_async_success_callback(self)
@@ -132,7 +132,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """LiteLLM chooses as before, and all bookings are released."""
+        """Give the choice back to LiteLLM, and release all bookings."""
         for name in ("get_available_deployment", "async_get_available_deployment", "atext_completion"):
             vars(self._router).pop(name, None)
         litellm.logging_callback_manager.remove_callback_from_all_lists(self)
@@ -141,7 +141,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
 
     @property
     def held(self) -> int:
-        """Bookings whose end LiteLLM did not report yet."""
+        """Number of bookings whose end LiteLLM has not reported yet."""
         return len(self._chooser)
 
     # ------------------------------------------------------------ the strategy: LiteLLM asks for a deployment
@@ -157,7 +157,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         """One of the deployments that LiteLLM finds healthy. Raises what LiteLLM raises if there is none."""
         call = _StrategyCall(model, messages, input, specific_deployment, request_kwargs)
         given = dict(request_kwargs or {})
-        # the proxy server has one log for all tries of a request, which reports the first failure only
+        # the proxy server has one logging object for all tries of a request, which reports only the first failure
         if "litellm_logging_obj" in given:
             self.end_last_try(given)
         if messages and request_kwargs is not None:
@@ -183,7 +183,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         specific_deployment: bool | None = False,
         request_kwargs: dict[str, Any] | None = None,
     ) -> Deployment:
-        """The same for calls without `await`. LiteLLM refuses these if it has routing plugins."""
+        """Like `async_get_available_deployment`, for synchronous calls. LiteLLM refuses these if it has routing plugins."""
         call = _StrategyCall(model, messages, input, specific_deployment, request_kwargs)
         given = dict(request_kwargs or {})
         if messages and request_kwargs is not None and not self._router.routing_plugins:
@@ -209,16 +209,16 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         return self._client.submit(lambda _: self._chooser.choose(healthy, messages, request_kwargs, api))
 
     def _leave_to_litellm(self, call: _StrategyCall, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments for LiteLLM's own choice: its filters remove from them what they used, and run again."""
+        """Arguments for LiteLLM's own choice. Its filters run again, so what they removed from the arguments is restored."""
         self.counters.left += 1
         if call.request_kwargs is not None:
             call.request_kwargs.update(given)
         return _arguments(call)
 
-    # ------------------------------------------------------------ the callback: LiteLLM reports how a request went
+    # ------------------------------------------------------------ the callback: LiteLLM reports a request's course
 
     def log_stream_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:
-        """A chunk of a stream; LiteLLM reports those of streams read without `await`."""
+        """A chunk of a stream; LiteLLM reports chunks of synchronous streams."""
         info = reservation_of(kwargs)
         if info is not None and STARTED not in info:
             info[STARTED] = True
@@ -231,7 +231,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         self._end(kwargs, usage, timings, well=not kwargs.get("cache_hit"))
 
     def log_failure_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:
-        """No answer, or half of one."""
+        """No answer, or an incomplete one."""
         self._end(kwargs, None, None, well=False)
 
     async def async_log_stream_event(
@@ -250,12 +250,12 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         self.log_failure_event(kwargs, response_obj, start_time, end_time)
 
     def report_first_token(self, request: Mapping[str, Any]) -> None:
-        """The first token of the request's last try is there."""
+        """Record the first token of the request's last try."""
         if (held_id := last_try_of(request)) is not None:
             self._report(lambda _: self._chooser.first_token(held_id))
 
     def end_last_try(self, request: Mapping[str, Any]) -> None:
-        """The request's last try is over without a whole answer; nothing happens if its end was reported already."""
+        """End the request's last try without a complete answer. Does nothing if its end was already reported."""
         if (held_id := last_try_of(request)) is not None:
             self._report(lambda _: self._chooser.end(held_id, None, None, well=False))
 
@@ -266,7 +266,8 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
             self._report(lambda _: self._chooser.end(held_id, usage, timings, well=well))
 
     def _report(self, report: Callable[[RouterClient], Coroutine[Any, Any, None]]) -> None:
-        """Without waiting: some callbacks run in the caller's event loop. A closed client has released what was booked."""
+        """Report without waiting, since some callbacks run in the caller's event loop. A closed client has already released its
+        bookings."""
         with suppress(ClientClosed):
             self._client.submit(report)
 
@@ -279,7 +280,7 @@ def _arguments(call: _StrategyCall) -> dict[str, Any]:
 
 
 def _mark_completion(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """LiteLLM calls its strategy for a completion with the arguments of a chat; this tells them apart."""
+    """Mark completions, since LiteLLM calls its strategy for them with the arguments of a chat."""
 
     @wraps(call)
     async def completion(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,7 +1,7 @@
-"""Workers that answer worse than the rest of their pool get no requests for a while.
+"""Withholds requests for a while from workers that fail more than the rest of their pool.
 
 pool_outliers.py   pure: what one router knows of a pool's workers, and which of them it avoids
-monitor.py         the same for all pools, shared with the other routers through the store
-avoidance.py       choices around the workers that it names
-retry_budget.py    how many requests may be tried again
+monitor.py         the outliers of all pools, shared with the other routers through the store
+avoidance.py       makes choices that avoid these workers
+retry_budget.py    how many requests may be retried
 """

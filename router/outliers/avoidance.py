@@ -1,4 +1,4 @@
-"""Which workers a choice leaves out because they fail, or asked for a pause."""
+"""Choices that leave out workers that fail, stall, or asked for a pause."""
 
 from collections.abc import Awaitable, Callable, Collection
 from math import ceil
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class EnginesRest(KvatlasError):
-    """Every engine said when to come again, and that is later."""
+    """Every engine asked for a pause that is not over."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__(f"every engine asked for a pause; try again in {retry_after_s} s")
@@ -23,7 +23,7 @@ class EnginesRest(KvatlasError):
 
 
 class Avoidance:
-    """Chooses around the workers that the monitor names."""
+    """Makes choices that avoid the workers named by the monitor."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Avoidance:
         workers_of: Callable[[Scope], Awaitable[Collection[str]]],
         stalled_in: Callable[[str], frozenset[str]] = lambda _: frozenset(),
     ) -> None:
-        """`workers_of`: a pool's workers that may get requests, by id. `stalled_in`: those of a pool that make no progress."""
+        """`workers_of`: ids of a pool's workers that may get requests. `stalled_in`: ids of those that make no progress."""
         self._stalled_in = stalled_in
         self._outliers = outliers
         self._workers_of = workers_of
@@ -39,11 +39,11 @@ class Avoidance:
     async def choose(
         self, prompt: Prompt, tried: frozenset[str], choose: Callable[[frozenset[str]], Awaitable[T]]
     ) -> T:
-        """What `choose` makes of the workers to leave out: of those that fail or make no progress only while another is left,
-        of those that asked for a pause always. Raises NoWorkers, and EnginesRest if only those are left."""
+        """The result of `choose`, called with the workers to leave out. Workers that fail or stall are left out only if others
+        remain; those that asked for a pause, always. Raises NoWorkers, and EnginesRest if only resting workers remain."""
         avoided = await self._avoided(prompt)
         if stalled := self._stalled_in(prompt.scope.pool_id) - tried:
-            for others in (avoided.resting | avoided.failing, avoided.resting):  # one that fails may still answer
+            for others in (avoided.resting | avoided.failing, avoided.resting):  # a failing worker may still answer
                 try:
                     return await choose(tried | others | stalled)
                 except NoWorkers:

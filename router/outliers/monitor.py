@@ -1,4 +1,4 @@
-"""Outliers of all pools that one router uses, shared with the other routers through the store."""
+"""Outliers in all pools that one router uses, shared with the other routers through the store."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from kvatlas_router.upstream.status import Verdict, judge, retry_after_s
 EVERY_S = 1.0
 CALL_S = 1.0
 LEAST_REST_S = 1.0
-"""An engine that asks for less than this, and refuses, fails: it would get one request after the other."""
+"""A refusal that asks for a shorter pause counts as a failure; otherwise the engine would soon get the next request."""
 IDLE_S = 60.0
 """A pool that got no request for this long is no longer read."""
 
@@ -26,8 +26,8 @@ _log = logging.getLogger("router_client")
 
 @dataclass(slots=True)
 class OutlierCounters:
-    """Plain integers since the router started. `good`, `bad`: answers that speak for and against their workers. `ejections`:
-    of workers, as this router decided; `readmissions`: after an answered try."""
+    """Plain integers since the router started. `good`, `bad`: answers that count for or against their workers. `ejections`:
+    workers ejected by this router; `readmissions`: workers readmitted after an answered try."""
 
     good: int = 0
     bad: int = 0
@@ -47,8 +47,8 @@ class _Pool:
 
 
 class OutlierMonitor:
-    """Records answers, and names the workers to avoid; neither waits for the store, which is told within a millisecond of a
-    failure, and read each second. While it is away each router goes by its own answers."""
+    """Records answers and names the workers to avoid. Neither waits for the store, which gets failures within a millisecond and
+    is read each second. While the store is away, each router uses only its own answers."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class OutlierMonitor:
         members: Callable[[str], Awaitable[Collection[str]]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`members`: a pool's workers, also those that get no requests now, by its id."""
+        """`members`: given a pool's id, its workers, including those that get no requests now."""
         self.counters = OutlierCounters()
         self._shared = shared
         self._router_id = router_id
@@ -68,7 +68,7 @@ class OutlierMonitor:
         self._task = BackgroundTask(self._run, "kvatlas outliers")
 
     def suspects(self, pool_id: str) -> bool:
-        """Is there any worker in the pool to avoid? Asked for each request of the pool."""
+        """True if the pool has any worker to avoid. Called for each request of the pool."""
         outliers, now = self._outliers(pool_id), self._clock()
         self._pools[pool_id].used_at = now
         return outliers.has_suspects(now)
@@ -78,28 +78,28 @@ class OutlierMonitor:
         return self._outliers(pool_id).avoid(candidates, self._clock())
 
     def retry_budget(self, pool_id: str) -> RetryBudget:
-        """How many of the pool's requests this router may try again: one pool's bad day takes nothing from another's."""
+        """This router's retry budget for the pool. Each pool has its own, so that one's failures don't use up another's."""
         self._outliers(pool_id)
         return self._pools[pool_id].retries
 
     def record_sent(self, pool_id: str, worker_id: str) -> None:
-        """A request goes to this worker."""
+        """Record that a request is sent to this worker."""
         self._outliers(pool_id).record_sent(worker_id, self._clock())
 
     def record_good(self, pool_id: str, worker_id: str) -> None:
-        """The worker began to answer well."""
+        """Record that the worker began a successful answer."""
         self.counters.good += 1
         self._outliers(pool_id).record_good(worker_id, self._clock())
 
     def record_complete(self, pool_id: str, worker_id: str) -> None:
-        """An answer of the worker is complete."""
+        """Record that an answer of the worker is complete."""
         if self._outliers(pool_id).record_complete(worker_id, self._clock()):
             self.counters.readmissions += 1
             _log.info("worker %s: answers again; readmitted", worker_id)
             self._wake.set()
 
     def record_bad(self, pool_id: str, worker_id: str, why: str, *, unreachable: bool = False) -> None:
-        """A request failed at this worker."""
+        """Record that a request failed at this worker."""
         self.counters.bad += 1
         outliers, now = self._outliers(pool_id), self._clock()
         if seconds := outliers.record_bad(worker_id, now, unreachable=unreachable):
@@ -118,8 +118,8 @@ class OutlierMonitor:
     def record_status(
         self, pool_id: str, worker_id: str, status: int, headers: Iterable[tuple[bytes, bytes]], why: str = ""
     ) -> Verdict:
-        """The worker answered with this status, `why` in words; what that says. One that said when to come again is left alone
-        until then. A refusal is doubtful if the others refuse far less."""
+        """Record an answer's status and return the verdict; `why`: the failure in words. A worker that sent Retry-After is
+        avoided until then. A refusal is doubtful if other workers refuse far less."""
         verdict = judge(status)
         if verdict is Verdict.ANSWERED:
             self.record_good(pool_id, worker_id)
@@ -136,16 +136,16 @@ class OutlierMonitor:
         return verdict
 
     def record_unknown(self, pool_id: str, worker_id: str) -> None:
-        """A request ended without saying anything about its worker."""
+        """Record that a request ended without evidence about its worker."""
         self._outliers(pool_id).record_unknown(worker_id)
 
     def rest(self, pool_id: str, worker_id: str, seconds: float) -> None:
-        """The worker's engine said when to come again."""
+        """Avoid the worker for this time, as its engine asked."""
         self._outliers(pool_id).rest(worker_id, seconds, self._clock())
 
     def ejected(self) -> Mapping[str, float]:
-        """Ejected workers of all pools, with the seconds that are left; 0 or less: half open. One that left the fleet is
-        remembered, as it may come back, but is none of these."""
+        """Ejected workers of all pools, with the seconds left; 0 or less: half open. Workers that left the fleet are excluded,
+        though they are remembered in case they return."""
         now = self._clock()
         pools = list(self._pools.values())  # metrics are read on another thread
         return {
@@ -154,11 +154,11 @@ class OutlierMonitor:
 
     @property
     def ejected_workers(self) -> int:
-        """How many these are."""
+        """Number of ejected workers."""
         return len(self.ejected())
 
     def start(self) -> None:
-        """Begin to share."""
+        """Start sharing."""
         self._task.start()
 
     async def stop(self) -> None:
@@ -166,7 +166,7 @@ class OutlierMonitor:
         await self._task.stop()
 
     async def exchange(self, pool_id: str) -> None:
-        """Share and read once. Raises what the store raises; then what was to be shared is kept."""
+        """Share and read once. Raises what the store raises; unshared changes are kept then."""
         pool, now = self._pools[pool_id], self._clock()
         for worker_id in pool.outliers.ended_trials(now):
             self.record_complete(pool_id, worker_id)

@@ -1,14 +1,14 @@
-"""Which workers of a pool fail while the others don't. Pure: answers in, workers to avoid out.
+"""Finds the workers of a pool that fail while the others don't. Pure: takes answers, returns workers to avoid.
 
-A worker is ejected if at least LEAST_BAD of its last answers failed (answers fade with HALF_LIFE_S), they are RATE of them, and
-that is WORSE times the rate of the rest of the pool: a request that fails everywhere says nothing about any worker. An ejection
-lasts EJECT_S, twice as long each further time, until nothing is known against the worker for ten minutes. Then one router of
-the pool may send one request (half open): if that is answered to its end, or for TRIAL_S, the worker is readmitted, else it is
-ejected again: an engine that dies in the middle of answers begins every one of them well. Never more
-than SHARE of the candidates are avoided for their failures.
+A worker is ejected if at least LEAST_BAD of its recent answers failed (answers fade with HALF_LIFE_S), these are at least RATE
+of its answers, and that is WORSE times the rate of the rest of the pool: requests that fail everywhere prove nothing about a
+worker. An ejection lasts EJECT_S, and twice as long each further time, until there was nothing against the worker for ten
+minutes. After an ejection, one router of the pool may send one request (half open). If its answer completes, or lasts for
+TRIAL_S, the worker is readmitted; otherwise it is ejected again. A good beginning is not enough, since an engine that dies in
+mid-answer begins every answer well. Never more than SHARE of the candidates are avoided because of failures.
 
-Refusals (a 400) are mostly the requests' own fault, and are no failures. They are counted beside them: those of a worker that
-refuses as much more than the others as one that is ejected fails are doubtful, and so are those of an ejected worker.
+Refusals (a 400) are mostly the request's own fault, and don't count as failures. They are counted separately: a refusal is
+doubtful if its worker is ejected, or refuses so much more than the others that it would be ejected for as many failures.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -25,14 +25,14 @@ EJECT_S = 2.0
 MOST_EJECT_S = 60.0
 TRIAL_S = 10.0
 UNREACHABLE_S = 2.0
-"""How long a worker that did not answer is avoided: by then its fleet record says that it is down."""
+"""How long a worker that did not answer is avoided. By then its fleet record shows that it is down."""
 MOST_REST_S = 30.0
-"""A longer Retry-After of an engine is cut to this: its record will say if it is away for long."""
+"""A longer Retry-After of an engine is cut to this, since its record will show if it is away for long."""
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Good and bad answers, fading; `at`: when they were right."""
+    """Good and bad answers, fading; `at`: the time that they are valid for."""
 
     at: float
     good: float = 0.0
@@ -45,9 +45,9 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Worker:
-    """`own`: this router's answers that are not shared yet; `shared`: those of all routers, as last read. `refusals`: this
-    router's, the bad ones refused by the worker. `ejected_until` None: it is not ejected; a time that is over: it is half
-    open. `may_probe`: until when this router alone may try it again. `began_at`: when the answer to that try began."""
+    """`own`: this router's answers, not shared yet; `shared`: those of all routers, as last read. `refusals`: this router's
+    answers, of which the bad ones are refusals. `ejected_until` None: not ejected; in the past: half open. `may_probe`: until
+    then, only this router may try it again. `began_at`: when the answer to that try began."""
 
     own: _Counts
     shared: _Counts
@@ -76,8 +76,8 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class Avoided:
-    """Candidates that should get no request now. `resting`: their engines said when to come again; a request doesn't go there
-    before. `failing`: they are better than nothing. `retry_after_s`: when the first of `resting` may be asked again."""
+    """Candidates that should get no request now. `resting`: their engines asked for a pause, and get no request before its end.
+    `failing`: used if no other is left. `retry_after_s`: seconds until the first of `resting` may get requests again."""
 
     resting: frozenset[str] = frozenset()
     failing: frozenset[str] = frozenset()
@@ -85,17 +85,17 @@ class Avoided:
 
 
 class PoolOutliers:
-    """One pool, as one router knows it. Times are seconds of any steady clock."""
+    """One pool, as one router knows it. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
         self._suspects: set[str] = set()
-        """Those that are avoided, or were lately."""
+        """Workers that are avoided, or recently were."""
 
     # ------------------------------------------------------------ answers
 
     def record_good(self, worker_id: str, now: float) -> None:
-        """The worker began to answer well."""
+        """Record that the worker began a successful answer."""
         worker = self._worker(worker_id, now)
         for counts in (worker.own, worker.refusals):
             counts.fade(now)
@@ -105,7 +105,7 @@ class PoolOutliers:
             worker.began_at = now
 
     def record_complete(self, worker_id: str, now: float) -> bool:
-        """An answer of the worker is complete; True if that ends its ejection."""
+        """Record that an answer of the worker is complete. True if that ends its ejection."""
         worker = self._worker(worker_id, now)
         worker.probing, worker.began_at = False, None
         if worker.ejected_until is None or worker.ejected_until > now:
@@ -115,7 +115,8 @@ class PoolOutliers:
         return True
 
     def record_bad(self, worker_id: str, now: float, *, unreachable: bool = False) -> float:
-        """A request failed there; for how many seconds it is ejected now, 0 if it is not. `unreachable`: it did not answer."""
+        """Record a failed request. Returns the seconds that this ejects the worker for; 0 if it does not. `unreachable`: it did
+        not answer."""
         worker = self._worker(worker_id, now)
         worker.own.fade(now)
         worker.own.bad += 1
@@ -130,7 +131,7 @@ class PoolOutliers:
         return 0.0
 
     def record_refused(self, worker_id: str, now: float) -> bool:
-        """The worker refused a request, which says nothing about it yet; True if that is doubtful."""
+        """Record that the worker refused a request, which alone proves nothing. True if the refusal is doubtful."""
         worker = self._worker(worker_id, now)
         worker.refusals.fade(now)
         worker.refusals.bad += 1
@@ -138,12 +139,12 @@ class PoolOutliers:
         return worker.ejected_until is not None or self._is_outlier(worker, now, _Worker.refusal_rate)
 
     def record_unknown(self, worker_id: str) -> None:
-        """A request ended without saying anything about its worker."""
+        """Record that a request ended without evidence about its worker."""
         if (worker := self._workers.get(worker_id)) is not None:
             worker.probing, worker.began_at = False, None
 
     def ended_trials(self, now: float) -> list[str]:
-        """Half-open workers that have answered their try for so long that it counts as complete."""
+        """Half-open workers whose try has been answered for so long that it counts as complete."""
         return [
             worker_id
             for worker_id, worker in self._workers.items()
@@ -151,12 +152,12 @@ class PoolOutliers:
         ]
 
     def rest(self, worker_id: str, seconds: float, now: float) -> None:
-        """The worker's engine said when to come again."""
+        """Avoid the worker for this time, as its engine asked."""
         self._worker(worker_id, now).resting_until = now + min(seconds, MOST_REST_S)
         self._suspects.add(worker_id)
 
     def record_sent(self, worker_id: str, now: float) -> None:
-        """A request goes there; a half-open worker gets no second one until it is answered."""
+        """Record that a request is sent to the worker. A half-open worker gets no second one until this is answered."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.ejected_until is not None and worker.ejected_until <= now:
             worker.probing = True
@@ -164,7 +165,7 @@ class PoolOutliers:
     # ------------------------------------------------------------ use
 
     def has_suspects(self, now: float) -> bool:
-        """Is there any worker to avoid, whoever the candidates are?"""
+        """True if there is any worker to avoid, whatever the candidates."""
         for worker_id in list(self._suspects):
             worker = self._workers.get(worker_id)
             if worker is None or (
@@ -174,7 +175,7 @@ class PoolOutliers:
         return bool(self._suspects)
 
     def avoid(self, candidates: Collection[str], now: float) -> Avoided:
-        """The workers to avoid now. `candidates`: those that may get requests; the caller's list may be a second old."""
+        """The workers to avoid now. `candidates`: workers that may get requests; the list may be a second old."""
         resting: dict[str, float] = {}
         ejected: list[tuple[float, str]] = []
         failing: set[str] = set()
@@ -187,14 +188,14 @@ class PoolOutliers:
             elif worker.ejected_until is not None and not self._may_try(worker, now):
                 if worker_id in candidates:
                     ejected.append((worker.ejected_until, worker_id))
-                else:  # it takes no share of them
+                else:  # it does not count towards SHARE
                     failing.add(worker_id)
         ejected.sort(reverse=True)
         failing.update(worker_id for _, worker_id in ejected[: int(len(candidates) * SHARE)])
         return Avoided(frozenset(resting), frozenset(failing), min(resting.values(), default=0.0))
 
     def ejected(self, now: float) -> Mapping[str, float]:
-        """Ejected workers, with the seconds that are left; 0 or less: half open."""
+        """Ejected workers, with the seconds left; 0 or less: half open."""
         return {
             worker_id: worker.ejected_until - now
             for worker_id, worker in list(self._workers.items())
@@ -208,8 +209,8 @@ class PoolOutliers:
     # ------------------------------------------------------------ sharing
 
     def take_changes(self, now: float, *, used: bool) -> list[OutlierChange]:
-        """What to share now: counts of workers that failed lately, and verdicts. `used`: this router has requests for the pool,
-        so it may ask to try workers again."""
+        """The changes to share now: counts of workers that recently failed, and verdicts. `used`: this router has requests for
+        the pool, so it may ask to try workers again."""
         changes = []
         for worker_id, worker in self._workers.items():
             worker.own.fade(now)
@@ -228,22 +229,23 @@ class PoolOutliers:
         return changes
 
     def put_back(self, changes: Collection[OutlierChange], now: float) -> None:
-        """The store did not take them: they are shared again. Answers that count twice only count twice."""
+        """Take back changes that the store did not confirm, to share them again. If it had taken them, some answers count
+        twice, which does no harm."""
         for change in changes:
             worker = self._worker(change.worker_id, now)
             worker.own.good, worker.own.bad = worker.own.good + change.good, worker.own.bad + change.bad
             if worker.verdict is Verdict.COUNT and change.verdict in (Verdict.EJECT, Verdict.READMIT):
                 worker.verdict = change.verdict
-            elif change.verdict is Verdict.PROBE:  # nobody answers who may: this router tries by itself
+            elif change.verdict is Verdict.PROBE:  # no store to decide who may try: this router does
                 worker.may_probe = now + CLAIM_S
 
     def update(self, records: Mapping[str, OutlierRecord], router_id: str, now: float) -> None:
-        """What all routers know, as just read."""
+        """Take the records of all routers, as just read."""
         for worker_id, record in records.items():
             worker = self._worker(worker_id, now)
             worker.shared = _Counts(now, record.good, record.bad)
             if worker.verdict is not Verdict.COUNT:
-                continue  # decided since
+                continue  # this router has decided since
             worker.times = record.times
             worker.ejected_until = None if record.left_s is None else now + record.left_s
             if worker.ejected_until is not None:
@@ -292,5 +294,5 @@ class PoolOutliers:
 
 
 def _eject_s(times: int) -> float:
-    """How long the next ejection lasts, after `times` of them."""
+    """Seconds of the next ejection, after `times` earlier ones."""
     return min(EJECT_S * 2.0 ** min(times, 16), MOST_EJECT_S)

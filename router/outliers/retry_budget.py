@@ -1,4 +1,4 @@
-"""How many requests may be tried again, so that a bad day is not made worse by retries."""
+"""Limits retries, so that they don't make an overload worse."""
 
 import time
 from collections.abc import Callable
@@ -9,12 +9,11 @@ FADE_S = 10.0
 
 
 class RetryBudget:
-    """Of one pool in one router: retries are at most SHARE of its first tries, and RESERVE more in each FADE_S or so for pools
-    with few requests.
+    """The budget of one pool in one router: at most SHARE of its first tries, plus about RESERVE in each FADE_S for pools with
+    few requests.
 
-    As the first tries of all routers add up to the pool's, so do their budgets: R routers together retry at most SHARE of the
-    pool's requests and R times RESERVE. A try that reached no engine costs no engine
-    anything, and is not counted.
+    Budgets add up as first tries do: R routers together retry at most SHARE of the pool's requests plus R times RESERVE. A try
+    that reached no engine costs no engine anything, and is not counted.
     """
 
     def __init__(
@@ -28,12 +27,12 @@ class RetryBudget:
         self._earned = 0.0
 
     def record_request(self) -> None:
-        """A request is tried for the first time."""
+        """Record a request's first try."""
         self._refill()
         self._earned += self._share  # fades: a burst of failures may use what the last seconds earned
 
     def take(self) -> bool:
-        """True if one more try is allowed; it is counted then."""
+        """True if one more try is allowed, which is then counted."""
         self._refill()
         if self._earned >= 1.0:
             self._earned -= 1.0

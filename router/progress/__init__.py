@@ -1,7 +1,7 @@
-"""Is an engine alive? Its progress says so, not a status page.
+"""Judges if engines are alive by their progress, not by a status page.
 
-expected_times.py    pure: how long the engines of a pool take to a first byte, and how far that spreads
-engine_progress.py   pure: one engine: alive, suspected, stalled or probing
-watched_try.py       a request at one engine, while it is watched
-monitor.py           all engines: their evidence, their probes, and requests that go elsewhere
+expected_times.py    pure: how long a pool's engines take to the first byte, and the spread of these times
+engine_progress.py   pure: one engine's state: alive, suspected, stalled or probing
+watched_try.py       a request to one engine, watched for progress
+monitor.py           all engines: collects evidence, probes, and moves requests elsewhere
 """

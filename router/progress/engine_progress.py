@@ -1,26 +1,26 @@
-"""Is one engine alive? Pure: what is seen of it in, its state out.
+"""Judges if one engine is alive. Pure: takes observations, returns a state.
 
     ALIVE      it makes progress, or has no work.
-    SUSPECTED  it has work and made no progress for `suspect_s`: it is probed, and gets requests as before.
-    STALLED    nor for `stall_s`, the probe included: it gets no requests, and those without a byte may go elsewhere.
+    SUSPECTED  it has work but made no progress for `suspect_s`: it is probed, and still gets requests.
+    STALLED    no progress for `stall_s`, not even on the probe: it gets no requests, and those without a byte may move.
     PROBING    stalled, and being probed.
 
-Progress is a computed byte of any answer, the probe's included, or counters and KV events that moved (`observe`). Any progress
-makes an engine alive, in any state, however long one request waits there. Status pages and refusals are none.
+Progress is a computed byte of any answer, including a probe's, or a change of counters or KV events (`observe`). Any progress
+makes an engine alive in any state, however long one request waits there. Status pages and refusals are no progress.
 
-- **How long it may be silent** (`Bounds`, from its predicted times: `expected_times.py`): the silence begins with the last
-  progress, or with the first request if it had no work. The longest bounds count of those requests that were there then, or
-  came before it could be suspected: later ones, which come as long as it is not found, don't extend it. Answers that began and
-  have no request without a byte beside them: BEGUN.
-- **Clients that left** before the first byte are evidence that an engine had work. LEAST_LEFT of them since the last progress
-  make it suspected, which costs it nothing but a probe. They never stall it by themselves: without a request that waits, only
-  a probe does that is not answered for twice as long.
-- **A probe** has the time between suspicion and stall, from when it was sent. While an engine is stalled one probe is out at a
-  time, PROBE_EVERY_S apart.
-- **An engine that can't be probed** (it refuses the probe itself) stalls only by a request that waits there; it is tried with
-  one real request each TRIAL_EVERY_S instead.
-- **A break of the observer** (`skip`) counts as no silence.
-- After CUT_S in which it was stalled its other answers are given up too (`is_lost`).
+- **Allowed silence** (`Bounds`, from predicted times: `expected_times.py`). Silence begins with the last progress, or with the
+  first request if the engine was idle. The longest bounds apply, of the requests present then and of those that came before
+  it could be suspected. Later ones, which keep coming until the stall is found, don't extend it. If all running answers have
+  begun, BEGUN applies.
+- **Clients that left** before the first byte are evidence that the engine had work. LEAST_LEFT of them since the last progress
+  make it suspected, which only costs a probe. They never stall it alone: if no request waits, it stalls only when a probe
+  stays unanswered for twice the usual time.
+- **A probe** may take the time between suspicion and stall, counted from when it was sent. While an engine is stalled, one
+  probe runs at a time, PROBE_EVERY_S apart.
+- **An engine that can't be probed**, because it refuses the probe itself, stalls only by a waiting request. It is then tried
+  with one real request each TRIAL_EVERY_S.
+- **A pause of the observer** (`skip`) does not count as silence.
+- After an engine was stalled for CUT_S, its other answers are given up too (`is_lost`).
 """
 
 from collections.abc import Hashable, Mapping
@@ -32,10 +32,10 @@ from kvatlas_router.progress.expected_times import Bounds
 BEGUN = Bounds(5.0, 10.0)
 LEAST_LEFT = 3
 LEFT_S = 60.0
-"""They are forgotten when no other request came for so long."""
+"""Clients that left are forgotten after this time without another request."""
 PROBE_EVERY_S = 2.0
 PROBE_S = 15.0
-"""How long the probe of a stalled engine is out, at least; the next one replaces it."""
+"""Shortest time that a stalled engine's probe runs before the next one replaces it."""
 TRIAL_EVERY_S = 10.0
 CUT_S = 120.0
 
@@ -48,7 +48,7 @@ class State(StrEnum):
 
 
 class Probe(StrEnum):
-    """What became of a probe. `UNFIT`: refused as a request, which says nothing."""
+    """A probe's outcome. `UNFIT`: the engine refused the request itself, which proves nothing."""
 
     ANSWERED = "answered"
     FAILED = "failed"
@@ -57,7 +57,7 @@ class Probe(StrEnum):
 
 @dataclass(slots=True)
 class _Work:
-    """A request there. `began`: a byte of its answer came."""
+    """A request at the engine. `began`: a byte of its answer arrived."""
 
     sent: float
     bounds: Bounds
@@ -66,7 +66,7 @@ class _Work:
 
 @dataclass(slots=True)
 class _Deadlines:
-    """Requests that come until `closes_at` still count."""
+    """When the engine becomes suspected and stalled. Requests that arrive until `closes_at` can extend both."""
 
     closes_at: float
     suspect_at: float
@@ -83,23 +83,23 @@ class _Deadlines:
 
 
 class EngineProgress:
-    """Times are seconds of any steady clock that does not go back."""
+    """Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self.state = State.ALIVE
         self.stalled_at: float | None = None
-        """Since when it is stalled or probing."""
+        """When it became stalled; None if it is not."""
         self.may_be_probed = True
         self._work: dict[Hashable, _Work] = {}
         self._left, self._left_at = 0, 0.0
         self._quiet_since: float | None = None
-        """Since when it makes no progress though it has work."""
+        """When the silence began; None if it has no work."""
         self._deadlines: _Deadlines | None = None
-        """The requests that waited since then."""
+        """Deadlines of the requests that wait for a first byte; None if there are none."""
         self._doubted_at: float | None = None
-        """When the first probe was sent since the last progress."""
+        """When the first probe since the last progress was sent."""
         self._probe_at: float | None = None
-        """When the probe that is out was sent."""
+        """When the current probe was sent."""
         self._next_probe_at = 0.0
         self._trial: Hashable | None = None
         self._trial_at = 0.0
@@ -107,7 +107,7 @@ class EngineProgress:
     # ------------------------------------------------------------ evidence
 
     def send(self, key: Hashable, bounds: Bounds, now: float) -> None:
-        """A request goes there."""
+        """Record that a request is sent to the engine."""
         if self._quiet_since is None:
             self._quiet_since = now
         if self.is_stalled and self._trial is None:
@@ -116,7 +116,7 @@ class EngineProgress:
         self._count(bounds, now)
 
     def receive(self, key: Hashable, now: float) -> float | None:
-        """A computed byte of its answer is there. Returns the seconds to the first one, if it is that."""
+        """Record a computed byte of a request's answer. Returns the seconds to the first byte, if it is the first."""
         work = self._work.get(key)
         is_first = work is not None and not work.began
         if work is not None:
@@ -125,14 +125,14 @@ class EngineProgress:
         return now - work.sent if work is not None and is_first else None
 
     def end(self, key: Hashable, now: float) -> None:
-        """It is over: answered, refused, or sent elsewhere."""
+        """Record that a request is over: answered, refused, or sent elsewhere."""
         self._work.pop(key, None)
         if key == self._trial:
             self._trial, self._trial_at = None, now + TRIAL_EVERY_S
         self._rest_if_idle()
 
     def renew(self, bounds: Mapping[Hashable, Bounds]) -> None:
-        """More is known of how long these requests may take, from now on."""
+        """Replace the bounds of these requests, since more is known about their times."""
         self._deadlines = None
         for key, work in self._work.items():
             work.bounds = bounds.get(key, work.bounds)
@@ -140,19 +140,19 @@ class EngineProgress:
                 self._count(work.bounds, max(self._quiet_since or work.sent, work.sent))
 
     def leave(self, key: Hashable, now: float) -> None:
-        """Its client left."""
+        """Record that a request's client left."""
         work = self._work.get(key)
         if work is not None and not work.began:
             self._left, self._left_at = self._left + 1, now
         self.end(key, now)
 
     def observe(self, at: float, now: float) -> None:
-        """Its counters or its KV events had moved at `at`."""
+        """Record that its counters or KV events changed at the time `at`."""
         if self._quiet_since is not None and at > self._quiet_since:
             self._progress(min(at, now))
 
     def skip(self, seconds: float, now: float) -> None:
-        """Nothing was looked at for so long."""
+        """Discount a time in which the observer did not look."""
         if self._quiet_since is not None:
             self._quiet_since = min(now, self._quiet_since + seconds)
         if self._doubted_at is not None:
@@ -164,7 +164,7 @@ class EngineProgress:
             work.sent = min(now, work.sent + seconds)
 
     def send_probe(self, now: float) -> None:
-        """A probe is on its way."""
+        """Record that a probe is sent."""
         self._probe_at = now
         if self._doubted_at is None:
             self._doubted_at = now
@@ -173,7 +173,7 @@ class EngineProgress:
             self.state = State.PROBING
 
     def end_probe(self, outcome: Probe, now: float) -> None:
-        """The probe is over. One that failed may be sent again."""
+        """Record a probe's outcome. A failed probe may be sent again."""
         if outcome is Probe.ANSWERED:
             self._progress(now)
             return
@@ -187,7 +187,7 @@ class EngineProgress:
     # ------------------------------------------------------------ judgement
 
     def judge(self, now: float) -> State:
-        """The state now."""
+        """Update and return the state."""
         if not self._work and self._left and now - self._left_at > LEFT_S:
             self._left = 0
             self._rest_if_idle()
@@ -204,7 +204,7 @@ class EngineProgress:
         return self.state
 
     def wants_probe(self, now: float) -> bool:
-        """Should it be probed now? A probe that is out is replaced."""
+        """True if it should be probed now. The new probe replaces a running one."""
         if self.state is State.ALIVE or now < self._next_probe_at:
             return False
         if self._probe_at is None:
@@ -216,17 +216,17 @@ class EngineProgress:
         return self.state in (State.STALLED, State.PROBING)
 
     def refuses(self, now: float) -> bool:
-        """Should it get no request now?"""
+        """True if it should get no request now."""
         if not self.is_stalled:
             return False
         return self.may_be_probed or self._trial is not None or now < self._trial_at
 
     def is_lost(self, now: float) -> bool:
-        """Is it stalled for so long that nothing there will be answered?"""
+        """True if it has been stalled for so long that its requests will never be answered."""
         return self.stalled_at is not None and now - self.stalled_at >= CUT_S
 
     def quiet_s(self, now: float) -> float:
-        """How long it has work and makes no progress."""
+        """Seconds without progress although it has work."""
         return 0.0 if self._quiet_since is None else max(0.0, now - self._quiet_since)
 
     # ------------------------------------------------------------ pieces
@@ -247,20 +247,21 @@ class EngineProgress:
             self._deadlines.add(bounds, at)
 
     def _rest_if_idle(self) -> None:
-        """Nothing is left to be answered: that it is silent says nothing."""
+        """Return to ALIVE if no work is left, since silence then proves nothing."""
         if not self._work and not self._left and not self.is_stalled:
             self._quiet_since = self._deadlines = self._doubted_at = self._probe_at = None
             self.state = State.ALIVE
 
     def _suspect_and_stall(self) -> tuple[float, float]:
-        """When it is suspected, and when it is stalled, unless it makes progress before."""
+        """The times at which it becomes suspected and stalled, unless it makes progress first."""
         if self._deadlines is not None:
             return self._deadlines.suspect_at, self._deadlines.stall_at
         assert self._quiet_since is not None
         return self._quiet_since + BEGUN.suspect_s, self._quiet_since + BEGUN.stall_s
 
     def _is_sure(self, seconds: float, now: float) -> bool:
-        """Was no probe answered for so long? Without a probe: does a request wait there for too long itself?"""
+        """True if probes stayed unanswered for this time, or for an engine that can't be probed, if a request waits for longer
+        than its own bound."""
         waiting = [work for work in self._work.values() if not work.began]
         if self.may_be_probed:
             seconds = seconds if self._work else 2 * seconds

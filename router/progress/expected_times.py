@@ -1,16 +1,15 @@
-"""How long an engine may be silent. Pure: predicted and measured times to a first byte in, bounds out.
+"""How long an engine may be silent. Pure: takes predicted and measured times to the first byte, returns bounds.
 
-A prediction is the cost profile's time to the first token, by the backlog that was booked and the learned rates (of an answer
-in one piece: the time of all of it). The ratio of measured to predicted times is learned for each kind of request of a pool,
-over about MEMORY answers: its middle makes the prediction right, its spread (standard deviation of its logarithm) makes the
-bounds.
+A prediction is the cost profile's time to the first token, by the booked backlog and the learned rates; for an answer in one
+piece, the time of the whole answer. The ratio of measured to predicted times is learned for each kind of request in a pool,
+over about MEMORY answers. Its middle corrects the prediction; its spread (standard deviation of its logarithm) sets the bounds.
 
     expected = prediction x middle
     suspect  = expected x e^(2 spread), at most 1.5 x expected; at least LEAST_SUSPECT_S
     stall    = 2 x suspect: at most 3 x expected, if that is 2 s or more; at least 1.5 x the longest silence of up to
                MOST_QUIET_S in the last minutes that ended with progress
 
-Before ENOUGH answers nothing is known: UNKNOWN_S, and 3 x the prediction if that is longer.
+Before ENOUGH answers, nothing is known: stall is UNKNOWN_S, or 3 x the prediction if that is longer.
 """
 
 import math
@@ -23,11 +22,11 @@ UNKNOWN_S = 30.0
 SPREADS = 2.0
 MOST_FACTOR = 1.5
 SURE = 2.0
-"""A stall is sure after so many times the time of the suspicion."""
+"""A stall is certain after this multiple of the time to suspicion."""
 MOST_QUIET_S = 10.0
 QUIET_HALF_LIFE_S = 300.0
 PREDICTION_S = 0.01, 600.0
-"""Least and most that a prediction counts for."""
+"""Bounds that predictions are clamped to."""
 UNPREDICTED_S = 1.0
 
 
@@ -60,25 +59,25 @@ class _Ratio:
 
 @dataclass(slots=True)
 class ExpectedTimes:
-    """The times of one pool, by kind of request, in seconds of any steady clock."""
+    """The times of one pool, by kind of request, in seconds of any monotonic clock."""
 
     _ratios: dict[str, _Ratio] = field(default_factory=dict)
     _longest_s: float = 0.0
     _longest_at: float = 0.0
 
     def add(self, kind: str, predicted_s: float | None, measured_s: float) -> bool:
-        """The first byte of an answer was there after this time. True if the kind's times are known from now on."""
+        """Record the time to an answer's first byte. True if the kind's times are known from now on."""
         ratio = self._ratios.setdefault(kind, _Ratio())
         ratio.add(math.log(max(measured_s, 1e-4) / _bounded(predicted_s)))
         return ratio.answers == ENOUGH
 
     def add_silence(self, seconds: float, now: float) -> None:
-        """An engine with work was silent for so long, and then made progress."""
+        """Record how long an engine with work was silent before it made progress."""
         if seconds <= MOST_QUIET_S and seconds >= self._longest(now):
             self._longest_s, self._longest_at = seconds, now
 
     def bounds(self, kind: str, predicted_s: float | None, now: float) -> Bounds:
-        """How long an engine may be silent while it has such a request to answer."""
+        """How long an engine may be silent with such a request to answer."""
         predicted_s = _bounded(predicted_s)
         ratio = self._ratios.get(kind)
         if ratio is None or ratio.answers < ENOUGH:

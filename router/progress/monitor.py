@@ -1,6 +1,6 @@
-"""The progress of all engines: evidence from answers and from fleet records, probes, and requests that go elsewhere.
+"""The progress of all engines: evidence from answers and fleet records, probes, and requests that move elsewhere.
 
-Each router judges by what it sees itself. The engine's counters show within seconds what it computes for others.
+Each router judges by its own observations. An engine's counters show within seconds that it computes for other routers.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from kvatlas_router.progress.watched_try import SentTry, WatchedTry
 
 EVERY_S = 0.1
 LATE_S = 0.2
-"""A later look than this was the router's own pause."""
+"""A look that is later than this means that the router itself paused."""
 RECORDS_S = 1.0
 MOST_AGE_S = 10.0
 
@@ -34,8 +34,8 @@ SendProbe = Callable[[FleetRecord], Awaitable[Probe]]
 
 @dataclass(slots=True)
 class ProgressCounters:
-    """Plain integers since the router started. `stalls`: engines that made no progress with work; `returns`: those that do
-    again. `probes`: real small requests of ours. `moved`: requests without a byte that left a stalled engine."""
+    """Plain integers since the router started. `stalls`: how often an engine with work stopped making progress; `returns`: how
+    often one resumed. `probes`: small real requests of ours. `moved`: requests without a byte that left a stalled engine."""
 
     stalls: int = 0
     returns: int = 0
@@ -45,7 +45,7 @@ class ProgressCounters:
 
 @dataclass(slots=True)
 class _Engine:
-    """`series`: of its metric. `reported`: as stalled, at `stalled_at`. `seen`: what its fleet record said last."""
+    """`series`: its metric. `reported`: it was reported as stalled, at `stalled_at`. `seen`: its last record's evidence."""
 
     pool_id: str
     progress: EngineProgress = field(default_factory=EngineProgress)
@@ -58,7 +58,7 @@ class _Engine:
 
     @property
     def stalled(self) -> int:
-        """For metrics."""
+        """The metric's value."""
         return int(self.reported)
 
 
@@ -66,7 +66,7 @@ class ProgressMonitor:
     """Safe to share between tasks of one event loop."""
 
     def __init__(self, records: Records, send_probe: SendProbe, clock: Callable[[], float] = time.monotonic) -> None:
-        """`records`: every worker of the fleet by id, the same object until they are read again."""
+        """`records`: the fleet's workers by id, the same object until read again."""
         self.counters = ProgressCounters()
         self._read = records
         self._send_probe = send_probe
@@ -79,11 +79,11 @@ class ProgressMonitor:
         self._task = BackgroundTask(self._run, "kvatlas progress of engines")
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start watching."""
         self._task.start()
 
     async def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         await self._task.stop()
         probes = [engine.probe for engine in self._engines.values() if engine.probe is not None]
         for probe in probes:
@@ -96,8 +96,8 @@ class ProgressMonitor:
 
     @contextmanager
     def watch(self, sent: SentTry) -> Iterator[WatchedTry]:
-        """Watch the current task's request to an engine. Cancelled by anything else than `WatchedTry.give_up`, its client
-        left."""
+        """Watch the current task's request to an engine. A cancellation other than by `WatchedTry.give_up` means that its
+        client left."""
         watched = self.send(sent, asyncio.current_task())
         try:
             yield watched
@@ -108,7 +108,8 @@ class ProgressMonitor:
             watched.end()
 
     def send(self, sent: SentTry, task: "asyncio.Task[object] | None" = None) -> WatchedTry:
-        """A request goes to an engine; `end` or `leave` it. `task`: waits for the answer, and is cancelled to go elsewhere."""
+        """Watch a request to an engine until `end` or `leave` is called. `task`: waits for the answer; it is cancelled to move
+        the request elsewhere."""
         watched = WatchedTry(self, sent, task)
         if sent.computes:
             now = self._clock()
@@ -119,7 +120,7 @@ class ProgressMonitor:
         return watched
 
     def receive(self, watched: WatchedTry) -> None:
-        """A computed part of its answer came; see `WatchedTry.progress`."""
+        """Record a computed part of the answer; see `WatchedTry.progress`."""
         sent, engine, now = watched.sent, self._engines.get(watched.sent.worker_id), self._clock()
         if engine is None or not sent.computes:
             return
@@ -131,7 +132,7 @@ class ProgressMonitor:
             self._renew_bounds(sent.pool_id, times, now)
 
     def _renew_bounds(self, pool_id: str, times: ExpectedTimes, now: float) -> None:
-        """For requests that were sent before anything was known."""
+        """Set the bounds of requests that were sent before the pool's times were known."""
         for engine in self._engines.values():
             if engine.pool_id == pool_id:
                 tries = {key: watched.sent for key, watched in engine.tries.items()}
@@ -140,7 +141,7 @@ class ProgressMonitor:
                 )
 
     def close(self, watched: WatchedTry, *, left: bool) -> None:
-        """It is over; see `WatchedTry.end` and `WatchedTry.leave`."""
+        """Stop watching a request; see `WatchedTry.end` and `WatchedTry.leave`."""
         engine = self._engines.get(watched.sent.worker_id)
         if engine is not None and engine.tries.pop(id(watched), None) is not None:
             end = engine.progress.leave if left else engine.progress.end
@@ -156,12 +157,12 @@ class ProgressMonitor:
         )
 
     def stalled(self) -> Mapping[str, float]:
-        """Stalled workers of all pools, with the seconds that they have made no progress."""
+        """Stalled workers of all pools, with their seconds without progress."""
         now = self._clock()
         return {id: one.progress.quiet_s(now) for id, one in list(self._engines.items()) if one.reported}
 
     def stalled_by_pool(self) -> Mapping[str, tuple[str, ...]]:
-        """The same by pool."""
+        """Stalled workers by pool."""
         found: dict[str, tuple[str, ...]] = {}
         for worker_id in sorted(self.stalled()):
             pool_id = self._engines[worker_id].pool_id
@@ -169,13 +170,13 @@ class ProgressMonitor:
         return found
 
     def findings(self) -> list[str]:
-        """A line for each of them: what is wrong, and what to do."""
+        """A line for each stalled worker: what is wrong, and what to do."""
         return [stall_line(worker_id, seconds) for worker_id, seconds in sorted(self.stalled().items())]
 
     # ------------------------------------------------------------ looks
 
     async def look(self) -> None:
-        """Judge every engine once, probe the doubtful ones, and let requests go elsewhere."""
+        """Judge each engine once, probe the doubtful ones, and move requests away from stalled ones."""
         now = self._clock()
         late_s = 0.0 if self._looked_at is None else now - self._looked_at - EVERY_S
         self._looked_at = now
@@ -277,7 +278,7 @@ class ProgressMonitor:
         return engine
 
     def _forget(self, worker_id: str) -> None:
-        """It left the fleet, or this router ends."""
+        """Drop a worker that left the fleet, or at the router's end."""
         engine = self._engines.pop(worker_id)
         if engine.series is not None:
             engine.series.close()
@@ -295,13 +296,14 @@ class ProgressMonitor:
 
 def stall_line(worker_id: str, seconds: float) -> str:
     return (
-        f"worker {worker_id} is stalled: for {seconds:.0f} s its engine has made no progress though it had work, whatever its "
-        "/health says; it gets no requests. See its log and its GPU (nvidia-smi, dmesg), and restart it"
+        f"worker {worker_id} is stalled: its engine has had work but made no progress for {seconds:.0f} s, whatever its "
+        "/health says; it gets no requests. Check its log and its GPU (nvidia-smi, dmesg), and restart it"
     )
 
 
 def _evidence_of(record: FleetRecord) -> tuple[int, ...]:
-    """What moves only while an engine computes. How many requests run and wait may be counted by its HTTP server."""
+    """Values that change only while the engine computes. The numbers of running and waiting requests don't qualify, since its
+    HTTP server may count them."""
     load = record.load
     if load is None:
         return (record.applied_us,)
@@ -310,6 +312,6 @@ def _evidence_of(record: FleetRecord) -> tuple[int, ...]:
 
 
 def _age_s(record: FleetRecord) -> float:
-    """How long ago its load was sampled, by synchronised clocks; 0 if that is not known."""
+    """The age of its load sample, assuming synchronised clocks; 0 if unknown."""
     age_s = (time.time_ns() // 1_000 - record.heard_us + (record.load_age_us or 0)) / 1e6
     return age_s if 0.0 <= age_s <= MOST_AGE_S else 0.0

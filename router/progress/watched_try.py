@@ -1,4 +1,4 @@
-"""One request at one engine, while it is watched for progress."""
+"""One request to one engine, watched for progress."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,15 +9,15 @@ STREAMED, WHOLE = "streamed", "whole"
 
 
 def stays(_: frozenset[str]) -> bool:
-    """It may not."""
+    """A `may_move` for requests that must not move."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class SentTry:
-    """`kind`: requests whose times to a first byte are alike. `predicted_s`: that time; None: not known. `computes`: an answer
-    shows that the engine computes, and not its HTTP server alone. `may_move`: may it be tried on one of these workers
-    instead? What that costs is taken from its budget then."""
+    """`kind`: groups requests with similar times to the first byte. `predicted_s`: that time; None: unknown. `computes`: an
+    answer proves that the engine computes, not just its HTTP server. `may_move`: true if the request may be tried on one of
+    these workers instead; its budget is then charged for that."""
 
     worker_id: str
     pool_id: str
@@ -48,21 +48,21 @@ class WatchedTry:
         self._task = task
 
     def progress(self, part: bytes) -> None:
-        """A part of the answer is there. A refusal and a comment of a stream are computed by nothing but an HTTP server."""
+        """Record a part of the answer. Refusals and a stream's comments don't count: an HTTP server alone makes them."""
         if self.status < 400 and is_computed(part):
             self.began = True
             self._monitor.receive(self)
 
     def end(self) -> None:
-        """It is over."""
+        """Stop watching: the request is over."""
         self._monitor.close(self, left=False)
 
     def leave(self) -> None:
-        """Its client left; not if it was given up here."""
+        """Record that its client left, unless `give_up` cancelled it."""
         self._monitor.close(self, left=not self.hangs)
 
     def give_up(self) -> bool:
-        """Cancel what waits for the answer; False if nothing does. `took_cancellation` recognises this cancellation."""
+        """Cancel the task that waits for the answer; False if there is none. `took_cancellation` recognises this."""
         if self.hangs or self._task is None:
             return False
         self.hangs = True
@@ -70,14 +70,14 @@ class WatchedTry:
         return True
 
     def took_cancellation(self) -> bool:
-        """True if the cancellation just caught was `give_up`; it is over then."""
+        """True if the cancellation just caught came from `give_up`; it is handled then."""
         if self.hangs and self._task is not None:
             return self._task.uncancel() == 0
         return False
 
 
 def is_computed(part: bytes) -> bool:
-    """False for comments of a stream of events alone, which servers send to keep a connection open."""
+    """False if the part has only event-stream comments, which servers send to keep a connection open."""
     if not part.lstrip().startswith(b":"):
         return bool(part.strip())
     return any(line and not line.startswith(b":") for line in part.splitlines())

@@ -1,1 +1,1 @@
-"""From requests to prompts: the fleet's models, requests read in their scopes, and where prompts are looked up."""
+"""Turns requests into prompts: the fleet's models, request readers, and the parts that look prompts up."""

@@ -1,4 +1,4 @@
-"""Which models the fleet serves, under which names, and on which workers: from fleet records and the engines' model lists."""
+"""The models that the fleet serves, with their names and workers, from fleet records and the engines' model lists."""
 
 import asyncio
 import logging
@@ -18,11 +18,11 @@ from router_client.fleet_cache import LastKnownRecords
 
 FLEET_AGE_S = 1.0
 UNKNOWN_AGE_S = 2.0
-"""How soon engines are asked again if a request names a model that none of them listed."""
+"""How soon engines are asked again if a request names a model that none has listed."""
 LOOK_AGAIN_S = 0.1
 """How soon the fleet is read again for such a request."""
 LOOK_S = 1.0
-"""How long that may take."""
+"""How long that read may take."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -39,10 +39,10 @@ class ServedModel:
 
 
 class Catalogue:
-    """Keeps what it knew if the store or the engines don't answer, and never makes a request wait for either once it knew
-    something. Raises Unreachable if it never knew anything.
+    """Keeps its last knowledge if the store or the engines don't answer. Once it has any, requests never wait for either;
+    before that, it raises Unreachable.
 
-    Enter it (`async with`) to keep asking the engines in the background; else they are asked when a name is not known.
+    Enter it (`async with`) to poll the engines in the background; otherwise they are asked only about unknown names.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Catalogue:
         tenant_id: str = DEFAULT_TENANT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tenant_id`: of requests that prove none. The caller keeps the client, and closes it."""
+        """`tenant_id`: for requests that prove none. The caller owns the client and closes it."""
         self._fleet = fleet
         self.tenant_id = tenant_id
         self._clock = clock
@@ -78,17 +78,15 @@ class Catalogue:
             await asyncio.gather(self._read, return_exceptions=True)
 
     async def scope_of(self, name: str | None, tenant_id: str | None = None) -> Scope | None:
-        """The identity scope of a request that names this model; None for a name that no engine serves.
-
-        No name stands for the fleet's model, if there is only one.
-        """
+        """The identity scope of a request that names this model; None if no engine serves it. Without a name, the fleet's model
+        if there is only one."""
         served = await self._find(name)
         if served is None:
             return None
         return Scope(served.model_id, served.tokenizer_id, served.adapter_id, tenant_id or self.tenant_id)
 
     async def unfit_for(self, name: str | None) -> Mapping[str, str]:
-        """The workers of a name's pool that don't serve it, each with the reason; empty if none is known to serve it."""
+        """Workers in the name's pool that don't serve it, each with the reason; empty if none is known to serve it."""
         served = await self._find(name)
         if name is None or served is None:
             return {}
@@ -118,14 +116,14 @@ class Catalogue:
         return sorted(urls - {""})
 
     def served_name(self, endpoint: EngineEndpoint) -> str:
-        """The name under which a worker's engine serves its model, as far as it listed any."""
+        """The name under which a worker's engine serves its model, if it listed any; else the model's id."""
         cards = self._lists.cards_of(endpoint.url) or {}
         if endpoint.model_id in cards:
             return endpoint.model_id
         return next((name for name, card in cards.items() if not card.get("parent")), endpoint.model_id)
 
     async def cards(self) -> Sequence[Card]:
-        """The fleet's models as OpenAI's `/v1/models` lists them: each name once."""
+        """The fleet's models in the form of OpenAI's `/v1/models`, each name once."""
         records = await self._read_records()
         urls = {record.endpoint.url for record in records.values() if record.routable} - {""}
         if urls and all(self._lists.cards_of(url) is None for url in urls):
@@ -137,7 +135,7 @@ class Catalogue:
         return [{"id": model, "object": "model", "created": 0, "owned_by": "kvatlas"} for model in models]
 
     async def card(self, name: str) -> Card | None:
-        """One of them; None for a name that no engine serves."""
+        """A model's card; None for a name that no engine serves."""
         served = await self._find(name)
         found = next((card for card in await self.cards() if card["id"] == name), None)
         if found is None and served is not None:
@@ -145,16 +143,16 @@ class Catalogue:
         return found
 
     async def records(self) -> Mapping[str, FleetRecord]:
-        """Every worker of the fleet by id, as lately read: the same object until they are read again."""
+        """The fleet's workers by id, as recently read: the same object until read again."""
         return await self._read_records()
 
     @property
     def known_records(self) -> Mapping[str, FleetRecord]:
-        """As last read, without a wait; see `records`."""
+        """The last-read records, without waiting; see `records`."""
         return self._last.records
 
     async def routable(self) -> int:
-        """How many workers may get requests now, as far as known."""
+        """Number of workers known to be able to get requests now."""
         try:
             return sum(record.routable for record in (await self._read_records()).values())
         except Unreachable:
@@ -167,7 +165,7 @@ class Catalogue:
         return {id: record for id, record in records if record.routable and record.endpoint.pool_id == pool_id}
 
     async def kind_of(self, scope: Scope) -> EngineKind:
-        """The kind of the engines of a scope's pool: SGLang if all are; else vLLM, whose calls the others follow."""
+        """The engine kind of a scope's pool: SGLang if all its engines are; else vLLM, whose API the others follow."""
         records = await self._read_records()
         if self._kinds_of is not records:
             self._kinds_of = records
@@ -178,23 +176,23 @@ class Catalogue:
         return self._kinds.get(scope.pool_id, EngineKind.VLLM)
 
     async def workers_for(self, name: str | None) -> Collection[str] | None:
-        """The workers of a name's pool that serve it, also those that get no requests now; None for none, or an unknown one."""
+        """Workers that serve a name, including those that get no requests now; None without a name, or for an unknown one."""
         scope = await self.scope_of(name) if name is not None else None
         if scope is None:
             return None
         return set(await self.members_of(scope.pool_id)) - (await self.unfit_for(name)).keys()
 
     async def members_of(self, pool_id: str) -> Collection[str]:
-        """The workers of a pool, also those that get no requests now."""
+        """The workers of a pool, including those that get no requests now."""
         return {id for id, record in (await self._read_records()).items() if record.endpoint.pool_id == pool_id}
 
     async def knows_pool(self, scope: Scope) -> bool:
-        """Has the fleet any worker of this scope's pool?"""
+        """True if the fleet has any worker in this scope's pool."""
         pool_id = scope.pool_id
         return any(record.endpoint.pool_id == pool_id for record in (await self._read_records()).values())
 
     async def forget_name(self, worker_id: str, name: str) -> None:
-        """The worker's engine refused a request for this name."""
+        """Forget that the worker's engine serves this name, since it refused a request for it."""
         record = (await self._read_records()).get(worker_id)
         if record is not None:
             self._lists.remove(record.endpoint.url, name)
@@ -242,7 +240,7 @@ class Catalogue:
                 continue
             cards = self._lists.cards_of(endpoint.url)
             if cards is None and served.model_id == name:
-                continue  # by its record it serves it
+                continue  # its record says that it serves the model
             if cards is not None and name in cards:
                 fit = True
             else:
@@ -263,7 +261,7 @@ class Catalogue:
     # ------------------------------------------------------------ records
 
     async def _read_records(self) -> Mapping[str, FleetRecord]:
-        """As last read; read again in the background if that is some time ago. Waits only if they never were."""
+        """The last-read records, with a new read in the background if they are old. Waits only for the first read."""
         if self._read_at is not None and self._clock() - self._read_at < FLEET_AGE_S:
             return self._last.records
         read = self._start_read()
@@ -272,7 +270,7 @@ class Catalogue:
         return self._last.records
 
     async def _look_again(self) -> bool:
-        """Read the records again before something is called unknown, unless they are new or the store is slow."""
+        """Read the records again before calling a name unknown. False if they are recent, or if the store is slow."""
         if self._read_at is not None and self._clock() - self._read_at < LOOK_AGAIN_S:
             return False
         try:
@@ -296,10 +294,10 @@ class Catalogue:
         except STORE_FAILURES as error:
             if self._read_at is None:
                 raise
-            _log.warning("fleet not read (%s); using the %d workers known last", error, len(self._last.records))
+            _log.warning("fleet not read (%s); using the last %d known workers", error, len(self._last.records))
         self._read_at = began
 
     def _discard_read(self, read: asyncio.Task[None]) -> None:
         self._read = None
         if not read.cancelled():
-            read.exception()  # retrieved, or asyncio logs that it never was
+            read.exception()  # or asyncio logs that it was never retrieved

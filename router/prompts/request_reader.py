@@ -1,4 +1,4 @@
-"""From a request's body to its prompt, in the scope of the model that it names."""
+"""Turns a request's body into its prompt, in the scope of the model that it names."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,14 +33,14 @@ class RequestReader:
 
     @property
     def salt_is_tenant(self) -> bool:
-        """Do cache salts name tenants?"""
+        """True if cache salts name tenants."""
         return self._prompts.settings.salt_is_tenant
 
     async def read(
         self, request: TextRequest, request_id: str | None = None, caller: Caller = ANYBODY
     ) -> RequestPrompt:
-        """Raises UnknownModel, and InvalidValue for a request that no engine would take. With `salt_is_tenant` the salt of a
-        proven caller's request begins with its tenant already (`Caller.salted`)."""
+        """With `salt_is_tenant`, the salt of a proven caller's request must already begin with its tenant (`Caller.salted`).
+        Raises UnknownModel, and InvalidValue for a request that no engine would accept."""
         salt = request.cache_salt if self._prompts.settings.salt_is_tenant else None
         scope = await self._scope(request.model, salt or caller.tenant_id, caller)
         request = replace(request, kind=await self._catalogue.kind_of(scope), model_id=scope.model_id)
@@ -50,16 +50,17 @@ class RequestReader:
     async def read_length(
         self, model: str | None, letters: int, request_id: str | None = None, caller: Caller = ANYBODY
     ) -> RequestPrompt:
-        """For a request whose prompt is not read: it matches nothing, and its length is a guess. Raises UnknownModel."""
+        """A prompt for a request whose text is not read: it matches nothing, and its length is a guess. Raises UnknownModel."""
         read = self._prompts.guess(await self._scope(model, caller.tenant_id, caller), letters, request_id)
         return await self._narrow(read, model)
 
     def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
-        """As `read_length`, in a scope that the caller knows."""
+        """Like `read_length`, in a known scope."""
         return self._prompts.guess(scope, letters, request_id)
 
     def with_session(self, read: RequestPrompt, header: Callable[[bytes], str | None]) -> RequestPrompt:
-        """In the session that the request's headers name, if they do; `header` reads them by their names in lower case."""
+        """The prompt in the session that the request's headers name, if any. `header` looks a header up by its name in lower
+        case."""
         found = (header(name.encode()) for name in self._prompts.settings.session_headers)
         session_id = next((value for value in found if is_session_id(value)), None)
         return read if session_id is None else replace(read, prompt=replace(read.prompt, session_id=session_id))
@@ -67,7 +68,7 @@ class RequestReader:
     async def _scope(self, model: str | None, tenant_id: str | None, caller: Caller) -> Scope:
         scope = await self._catalogue.scope_of(model, tenant_id)
         if scope is not None and not caller.may_use(model or scope.adapter_id or scope.model_id):
-            model, scope = model or scope.model_id, None  # as if it did not exist
+            model, scope = model or scope.model_id, None  # answer as if the model did not exist
         if scope is None:
             if model is None:
                 raise InvalidValue("model is missing, and the fleet serves more than one; expected one of /v1/models")

@@ -1,6 +1,6 @@
-"""What reads requests and finds their prompts in the index: the store, the fleet's models, a tokenizer, the index.
+"""The parts that read requests and look their prompts up: the store, the fleet's models, a tokenizer, the index.
 
-Routers and the index server stand on the same parts. Nothing here writes to the store.
+Shared by the routers and the index server. Nothing here writes to the store.
 """
 
 import logging
@@ -37,9 +37,9 @@ _log = logging.getLogger("kvatlas_router.proxy")
 
 @dataclass(frozen=True, slots=True)
 class RequestSource:
-    """`reader` makes prompts of requests in scopes that `catalogue` knows; `lookups` finds them: the store's `index`, or a copy
-    of it in this process. `short_calls`: to engines, for what takes them no time. `addresses`: where engines may be. `fleet`:
-    what the store says of workers."""
+    """`reader` turns requests into prompts in the scopes of `catalogue`. `lookups` looks them up in the store's `index`, or in
+    a local copy of it. `short_calls`: client for engine calls that take no time. `addresses`: which addresses engines may have.
+    `fleet`: the store's records of workers."""
 
     store: Store
     reader: RequestReader
@@ -56,8 +56,8 @@ class RequestSource:
 async def open_request_source(
     settings: LookupSettings, near: bool, prompts: PromptSettings, credentials_to: tuple[str, ...] = ()
 ) -> AsyncIterator[RequestSource]:
-    """Connected, with the tokenizer's counters exported. `near`: does the process listen on loopback, so that engines may be
-    there too? `credentials_to`: see `AddressPolicy`.
+    """Open the parts, and export the tokenizer's counters. `near`: this process listens on loopback, so engines may be there
+    too. `credentials_to`: see `AddressPolicy`.
 
     Raises SettingsError for a tokenizer that can't be read, and Unreachable or LayoutMismatch if the store can't be used and
     `wait` is off.

@@ -1,4 +1,4 @@
-"""From the body of a question about a prompt to the prompt: an OpenAI request, or the hints of `kvatlas.request`."""
+"""Reads the prompt from the body of a query: an OpenAI request, or the hints of `kvatlas.request`."""
 
 import asyncio
 from typing import Any
@@ -14,19 +14,19 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 from router_client.prompt import Prompt
 
 MAX_HASHES = 16_384
-"""A million tokens in blocks of 64; reading them takes some 0.1 s of a core."""
+"""A million tokens in blocks of 64; reading them takes about 0.1 s of one core."""
 
 
 class RouteBodyReader:
-    """Reads prompts that are given as messages, text, token ids or block hashes."""
+    """Reads prompts given as messages, text, token ids or block hashes."""
 
     def __init__(self, reader: RequestReader, catalogue: Catalogue) -> None:
         self._reader = reader
         self._catalogue = catalogue
 
     async def read(self, body: dict[str, Any], caller: Caller) -> tuple[RequestPrompt, TextRequest | None]:
-        """In the scope of the caller's tenant; and the request, if it is one of OpenAI's. Raises InvalidValue, UnknownModel and
-        Unreachable."""
+        """The prompt in the scope of the caller's tenant, and the request if it is one of OpenAI's. Raises InvalidValue,
+        UnknownModel and Unreachable."""
         claimed = body.pop("tenant_id", None)
         if claimed is not None and claimed != (caller.tenant_id or self._catalogue.tenant_id):
             raise InvalidValue("tenant_id names another tenant than the caller's; a body proves none")
@@ -39,7 +39,7 @@ class RouteBodyReader:
                 raise InvalidValue(
                     f"{name} has {len(hashes)} hashes; expected at most {MAX_HASHES}, those of the first blocks"
                 )
-        # in a thread, which lets others go on every 5 ms
+        # in a thread, which yields to others every 5 ms
         hints = await asyncio.to_thread(RequestHints.parse, body)
         scope = await self._catalogue.scope_of(hints.model_id, caller.tenant_id)
         if scope is None and hints.model_id is None:
@@ -54,7 +54,7 @@ class RouteBodyReader:
         return RequestPrompt(prompt, prompt.input_tokens), None
 
     def _salted(self, body: dict[str, Any], caller: Caller) -> dict[str, Any]:
-        """With the salt that the caller's tenant has, as the request has to be sent."""
+        """The body with its tenant's cache salt, as the request must be sent."""
         if not caller.is_proven or not self._reader.salt_is_tenant:
             return body
         own = body.get("cache_salt")
@@ -62,7 +62,8 @@ class RouteBodyReader:
 
 
 def _fallbacks(hints: RequestHints, scope: Scope | None, tenant_id: str) -> Fallbacks:
-    """The model's name is enough: its tokenizer, and whether it is an adapter, follow from the fleet."""
+    """Values that the hints may omit. The model's name is enough: the fleet gives its tokenizer, and its base if it is an
+    adapter."""
     if scope is None:
         return Fallbacks(tenant_id=tenant_id)
     return Fallbacks(scope.model_id, scope.tokenizer_id, scope.adapter_id, scope.tenant_id)

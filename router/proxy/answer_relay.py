@@ -1,4 +1,4 @@
-"""One try of a request on one engine: the engine is sent the request, and its answer is passed on while it comes."""
+"""One try of a request on one engine: sends the request, and passes the answer on as it arrives."""
 
 import logging
 import time
@@ -48,7 +48,7 @@ _log = logging.getLogger("kvatlas_router.proxy")
 
 
 class EngineFailed(KvatlasError):
-    """An answer ended with an error that the engine reported in it; the client has it."""
+    """An answer ended with an error that the engine reported in it. The client got both."""
 
     def __init__(self, error: EngineError) -> None:
         super().__init__(f"an error in its answer: {error.line}")
@@ -57,8 +57,8 @@ class EngineFailed(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class OpenedAnswer:
-    """An answer whose first content is there. `stream`: its reader, if it is a stream of events that can be read; then `chunks`
-    is what is left of it, and `passed` what is to be sent before."""
+    """An answer whose first content has arrived. `stream`: its reader, if it is a readable event stream. `chunks` is then the
+    rest of it, and `passed` the bytes to send first."""
 
     answer: Answer
     stream: EventStream | None = None
@@ -67,7 +67,7 @@ class OpenedAnswer:
 
 
 class AnswerRelay:
-    """Relays answers and reports them to the router client; safe to share between tasks of one event loop."""
+    """Relays answers and reports them to the router client. Safe to share between tasks of one event loop."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class AnswerRelay:
         *,
         ask_usage: bool,
     ) -> None:
-        """`ask_usage`: let streams report their usage to the proxy. The caller keeps `engines`, and closes it."""
+        """`ask_usage`: let streams report their usage to the proxy. The caller owns `engines` and closes it."""
         self._engines = engines
         self._progress = progress
         self._counters = counters
@@ -91,8 +91,8 @@ class AnswerRelay:
     async def send(
         self, request: ClientRequest, choice: Booked, may_move: Callable[[frozenset[str]], bool]
     ) -> AsyncIterator[Answer]:
-        """Send a request to the chosen engine, or to both of a pair; see `send_to_engine` and `send_to_pair`. `may_move`: see
-        `SentTry`."""
+        """Send a request to the chosen engine, or to both engines of a pair; see `send_to_engine` and `send_to_pair`.
+        `may_move`: see `SentTry`."""
         to_engine, text = request.for_engine, request.text
         self._counters.overhead.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         self._counters.sent += 1
@@ -132,8 +132,8 @@ class AnswerRelay:
     async def open(
         self, request: ClientRequest, choice: Booked, header: tuple[bytes, bytes], answer: Answer
     ) -> "OpenedAnswer":
-        """Read a good answer until its first content is there, or its end; only what keeps the connection alive is sent to the
-        client until then. Raises EngineRefused for an error in place of an answer, and EngineLost if the engine goes away."""
+        """Read a successful answer up to its first content, or its end. Until then the client gets only bytes that keep the
+        connection alive. Raises EngineRefused for an error in place of an answer, and EngineLost if the engine disappears."""
         if isinstance(answer, WholeAnswer):
             if request.text is not None and not answer.body:
                 raise EngineLost(f"{choice.url}: the answer is empty")
@@ -170,8 +170,8 @@ class AnswerRelay:
     async def pass_on(
         self, request: ClientRequest, choice: Booked, header: tuple[bytes, bytes], opened: "OpenedAnswer"
     ) -> None:
-        """Send a good answer to the client. Raises EngineLost if the engine goes away in mid-answer, and EngineFailed at the
-        end of a stream that reports an error of the engine's."""
+        """Send a successful answer to the client. Raises EngineLost if the engine disappears in mid-answer, and EngineFailed at
+        the end of a stream that reports an engine's error."""
         answer = opened.answer
         if isinstance(answer, WholeAnswer):
             await _report(self._finish(request, choice, answer, usage_of_body(answer.body)))
@@ -189,16 +189,16 @@ class AnswerRelay:
         await _report(self._finish(request, choice, answer, usage))
 
     async def break_off(self, request: ClientRequest, choice: Booked, error: EngineLost) -> None:
-        """The engine went away in mid-answer: tell the client."""
+        """Report to the client that the engine disappeared in mid-answer."""
         self._counters.broken += 1
-        _log.warning("worker %s: %s; telling the client", choice.worker_id, error)
+        _log.warning("worker %s: %s; reporting an error to the client", choice.worker_id, error)
         await request.break_off(ErrorKind.BAD_GATEWAY, str(error))
 
     async def _finish(self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None) -> None:
         self._counters.request_time.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         request.count_usage(usage)
         text = request.text
-        if text is None:  # its prompt was not read: nothing can be compared or learned
+        if text is None:  # the prompt was not read: nothing to compare or learn
             await choice.done()
             return
         usage = usage_of_one_answer(text, usage)
@@ -233,7 +233,7 @@ class AnswerRelay:
     ) -> None:
         request.sent_events, request.in_event = stream.events, stream.in_event
         if stream.done:
-            request.complete = True  # clients leave as soon as they have the event that ends it
+            request.complete = True  # clients disconnect as soon as they have the final event
         if passed:
             began_ns = time.perf_counter_ns()
             await request.send_part(passed)
@@ -245,7 +245,7 @@ class AnswerRelay:
 
 
 async def _report(call: Awaitable[None]) -> None:
-    """Report to the other routers if the store answers: a request doesn't wait or fail for it."""
+    """Report to the other routers. If the store does not answer, the request does not fail."""
     try:
         await call
     except Unreachable as error:

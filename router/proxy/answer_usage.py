@@ -1,4 +1,4 @@
-"""The usage that an answer tells, and the times that were measured of it: for whoever passes a request's answer on."""
+"""An answer's reported usage and measured times, for every component that relays answers."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from router_client.learning.usage import Usage
 
 
 def usage_fields(text: TextRequest) -> Mapping[str, Any]:
-    """What a streamed request's body needs, so that the stream ends with its usage."""
+    """Fields that a streamed request needs so that the stream ends with its usage."""
     options = text.body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         return {}  # the engine refuses it
@@ -29,15 +29,15 @@ def usage_of_body(body: bytes) -> Usage | None:
 
 
 def usage_of_one_answer(text: TextRequest, usage: Usage | None) -> Usage | None:
-    """Of several answers to one prompt their mean. None for several prompts: only the first was routed, so nothing can be
-    compared or learned."""
+    """The usage of one answer: the mean of several answers to one prompt. None for several prompts, since only the first was
+    routed, so there is nothing to compare or learn."""
     if usage is None or text.prompts > 1:
         return None
     return replace(usage, completion_tokens=usage.completion_tokens // text.choices)
 
 
 def timings_of(text: TextRequest, clock: AnswerClock, usage: Usage | None) -> Timings | None:
-    """None if the tokens are those of several answers."""
+    """The measured times; None if the tokens belong to several answers."""
     if usage is None or text.choices > 1:
         return None
     return clock.timings(usage.completion_tokens)

@@ -3,14 +3,14 @@
 /v1/models, /v1/models/{name}         the fleet's models
 /health, /ready (/readyz), /version   for probes
 
-Those for operators, on a port of their own unless all is on loopback:
+For operators, on a separate port unless everything is on loopback:
 
-/kvatlas/route, /kvatlas/done         the same choice for routers in other languages
-/kvatlas/select                       the same by the router protocol's names, booked nowhere
-/kvatlas/requests                     answered requests as they come, for `kvatlas record` (--record)
+/kvatlas/route, /kvatlas/done         the proxy's choice, for routers in other languages
+/kvatlas/select                       the choice in the router protocol's terms, without a booking
+/kvatlas/requests                     a stream of answered requests, for `kvatlas record` (--record)
 /metrics                              for Prometheus
 /status                               counters and findings as JSON
-/                                     a page for people: workers, decisions, a probe
+/                                     a status page: workers, decisions, a probe
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -57,16 +57,16 @@ _HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
 
 
 class Connections(Protocol):
-    """Of clients. `is_nearly_full`: further ones are about to be refused."""
+    """Clients' connections. `is_nearly_full`: further ones will soon be refused."""
 
     @property
     def is_nearly_full(self) -> bool: ...
 
 
 class ProxyApplication:
-    """The routes over the parts of one proxy; `asgi` is the application, `control` the one for operators if that is apart.
-    `draining`: not ready any more, because it is about to stop; requests are answered all the same. `connections`: of the
-    server, which is not ready while they are nearly all in use."""
+    """The routes over one proxy's parts. `asgi` is the application; `control`, if separate, the one for operators. `draining`:
+    about to stop, so not ready, but still answering requests. `connections`: the server's; it is not ready while nearly all are
+    in use."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class ProxyApplication:
         borders: ClientBorders | None = None,
         feed: RequestFeed | None = None,
     ) -> None:
-        """`page`: for people. `cors_origins`: origins of pages that may use the proxy; `*` stands for all. `allow_paths`: go to
-        engines with any method; one that ends with `*` stands for all that begin so. `apart`: what is for operators is served
-        by `control` alone. `borders`: what clients have to prove and what they see. `feed`: follows answered requests."""
+        """`page`: the status page. `cors_origins`: origins of pages that may use the proxy; `*` for all. `allow_paths`: paths
+        passed to engines with any method; a trailing `*` makes it a prefix. `apart`: operators' paths are served only by
+        `control`. `borders`: what clients must prove and what they see. `feed`: follows answered requests."""
         self.draining = False
         self.connections: Connections | None = None
         self._parts = parts
@@ -145,7 +145,7 @@ class ProxyApplication:
 
     async def _ready(self, _: Request) -> Response:
         workers = await self._parts.catalogue.routable()
-        if workers and not self._is_warm:  # they may have come after the start
+        if workers and not self._is_warm:  # workers may appear after the start
             self._is_warm = True
             await self._parts.warm_up()
         full = self.connections is not None and self.connections.is_nearly_full
@@ -157,7 +157,7 @@ class ProxyApplication:
         return JSONResponse({"version": own_version(), "server": "kvatlas router"})
 
     async def _requests(self, _: Request) -> Response:
-        """Answered requests as JSON lines, from now on."""
+        """Stream requests answered from now on, as JSON lines."""
         assert self.feed is not None
         return StreamingResponse(self.feed.follow(), media_type="application/jsonl")
 
@@ -169,7 +169,7 @@ class ProxyApplication:
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not name:
-            return RedirectResponse(request.url.path.rstrip("/"))  # as every other path with a slash at its end
+            return RedirectResponse(request.url.path.rstrip("/"))  # as for every other path with a trailing slash
         card = await self._parts.catalogue.card(name) if caller_of(request.scope).may_use(name) else None
         if card is None:
             raise UnknownModel(f"the model {name[:200]!r} does not exist; /v1/models lists those that do")
@@ -205,7 +205,7 @@ class ProxyApplication:
 
 
 class _ForEngines:
-    """Every call that is not the proxy's own, as an ASGI application: its answer is passed on while it comes."""
+    """The ASGI application for calls to engines. It passes answers on as they arrive."""
 
     def __init__(self, exchange: Exchange, borders: ClientBorders) -> None:
         self._exchange = exchange
@@ -239,12 +239,12 @@ class _ForEngines:
 
 
 def _may_be_another(path: str) -> bool:
-    """Clients and gateways on the way to an engine may shorten such a path, to one that is not allowed."""
+    """True if HTTP software on the way to an engine may normalise the path, to one that is not allowed."""
     return bool({"", ".", ".."} & set(path.split("/")[1:]))
 
 
 def _check_headers(request: Request) -> None:
-    """Raises UnreadableBody for a body in a form that engines read in no way, or each in another one."""
+    """Raises UnreadableBody if engines can't read the body's encoding, or would disagree on its type."""
     for name in ("content-encoding", "x-body-compressed"):
         for value in request.headers.getlist(name):
             if value.strip().lower() not in ("", "identity"):
@@ -260,8 +260,8 @@ def _pattern(path: str) -> str:
 def _with_json_errors(
     handle: Callable[..., Awaitable[Any]], borders: ClientBorders | None = None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A handler whose errors become JSON, one line each. A POST's handler gets the body's JSON object and who asks, and gives a
-    JSON object back."""
+    """Wrap a handler, so that its errors become JSON, one line each. A POST handler gets the body's JSON object and the caller,
+    and returns a JSON object."""
 
     async def handled(request: Request) -> Response:
         with request_span(request.url.path, request.headers.raw, method=request.method) as span:
@@ -278,7 +278,7 @@ def _with_json_errors(
             response: Response = await handle(request)
             return response
         except ClientDisconnect:
-            return Response(status_code=408)  # the client hears nothing any more
+            return Response(status_code=408)  # the client no longer receives anything
         except InvalidValue as error:
             kind, line = ErrorKind.INVALID, str(error)
         except UnknownModel as error:
@@ -296,7 +296,7 @@ def _with_json_errors(
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """The server's own errors in OpenAI's form: a method that a path does not have, a body that is too long."""
+    """The server's own errors in OpenAI's form, such as a wrong method or a body that is too long."""
     assert isinstance(error, HTTPException)
     kind = next((kind for kind in _HTTP_KINDS if kind.status == error.status_code), ErrorKind.NO_PATH)
     detail = "no path of this router (see --allow-path)" if kind is ErrorKind.NO_PATH else error.detail

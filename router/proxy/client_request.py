@@ -1,4 +1,4 @@
-"""A client's request to the proxy, how answers and errors are sent back to it (ASGI), and its line in the access log."""
+"""A client's request to the proxy, how answers and errors are sent back (ASGI), and its line in the access log."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ _access_log = logging.getLogger("router_client.access")
 
 
 class ErrorKind(Enum):
-    """Errors that the proxy itself answers with, in the words of OpenAI's API: status, type and code."""
+    """The proxy's own errors in the terms of OpenAI's API: status, type and code."""
 
     INVALID = 400, "invalid_request_error", None
     UNPROVEN = 401, "invalid_request_error", "invalid_api_key"
@@ -50,16 +50,15 @@ class ErrorKind(Enum):
 
 @dataclass(slots=True)
 class ClientRequest:
-    """A request, read to its end, and the way back to its client.
+    """A complete request, and the way back to its client.
 
-    `text`: as far as a router reads a request for tokens; None for any other call, whose prompt is not read. `model`: the
-    name that it asks for. `letters`: about how long its prompt is. What was sent back so far: `status`, `events` (a stream of
-    server-sent events began), `sent_events` (with data), `in_event` (a part of one), `begun_with` (the header of a decision)
-    and `complete`. `decision`: of the last try, as its header says it.
-    `priority`: in the queue, as it says itself; None: it does not. `prompt_tokens`: of its prompt, or a guess; 0 until it is
-    read. `span`: the router's own. `objects`: those that engines keep, and that it names or makes. `permit`: of
-    its client, if clients prove who they are. `shows_decision`: to the client, in a header. `failure`: why the router could not
-    answer.
+    `text`: the parsed request for tokens; None for any other call, whose prompt is not read. `model`: the name that it asks
+    for. `letters`: approximate length of its prompt. Sent back so far: `status`, `events` (an event stream began),
+    `sent_events` (events with data), `in_event` (part of an event), `begun_with` (a decision's header) and `complete`.
+    `decision`: the last try's decision header. `priority`: its own priority in the queue; None: it gives none.
+    `prompt_tokens`: its prompt's tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
+    that it names or makes. `permit`: its client's, if clients must prove who they are. `shows_decision`: to the client, in a
+    header. `failure`: why the router could not answer.
     """
 
     text: TextRequest | None
@@ -94,7 +93,7 @@ class ClientRequest:
 
     @property
     def caller(self) -> Caller:
-        """Who sent it."""
+        """The request's sender."""
         return ANYBODY if self.permit is None else self.permit.caller
 
     @property
@@ -102,7 +101,7 @@ class ClientRequest:
         return self.header(b"x-request-id")
 
     async def wait_until_gone(self) -> None:
-        """Returns when the client disconnects, or has its whole answer."""
+        """Wait until the client disconnects, or has its whole answer."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
@@ -118,8 +117,8 @@ class ClientRequest:
         await self.to_client(message)
 
     async def begin(self, answer: StreamedAnswer, header: tuple[bytes, bytes]) -> None:
-        """Send the status and headers of an answer, once. If those of another engine were sent before, with what keeps a
-        connection alive, the new decision is a comment of the stream."""
+        """Send an answer's status and headers, once. If another engine's were already sent with keep-alive comments, send the
+        new decision as a comment in the stream."""
         before, self.begun_with = self.begun_with, header
         if self.status is None:
             headers = [*for_client(answer.headers), *self._shown(header)]
@@ -128,11 +127,11 @@ class ClientRequest:
             await self.send_part(b": " + header[0] + b": " + header[1] + b"\n\n")
 
     async def send_part(self, body: bytes) -> None:
-        """A part of the body; more follows."""
+        """Send a part of the body; more follows."""
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def answer_whole(self, answer: WholeAnswer, header: tuple[bytes, bytes]) -> None:
-        """A whole answer of an engine; in a stream that has begun its error."""
+        """Send an engine's whole answer; in a stream that has begun, send its error instead."""
         if self.status is None:
             await send_answer(self.send, answer, self._shown(header))
             return
@@ -140,7 +139,7 @@ class ClientRequest:
         await self.break_off(ErrorKind.BAD_GATEWAY, f"status {answer.status}" if said is None else said.line)
 
     async def refuse(self, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
-        """An error of the router's own."""
+        """Send an error of the router's own."""
         if self.status is None:
             line = self._told(kind, line)
             await send_error(self.send, kind, line, param=param, retry_after_s=retry_after_s)
@@ -148,8 +147,8 @@ class ClientRequest:
             await self.break_off(kind, line)
 
     async def break_off(self, kind: ErrorKind, line: str) -> None:
-        """End the answer with an error: as such if nothing was sent yet, as an event if a stream of events began and its last
-        event is whole. The server cuts the connection of any other answer that is not complete."""
+        """End the answer with an error: as a normal error answer if nothing was sent yet, or as an event if an event stream
+        began and its last event is complete. For any other incomplete answer, the server cuts the connection."""
         if self.complete:
             return
         line = self._told(kind, line)
@@ -164,7 +163,7 @@ class ClientRequest:
         return (header,) if self.shows_decision else ()
 
     def _told(self, kind: ErrorKind, line: str) -> str:
-        """Names and addresses of workers are not for tenants."""
+        """The line for the client: tenants must not see names and addresses of workers."""
         self.failure = line
         hidden = kind.status >= 500 and self.caller.is_proven and not self.shows_decision
         return "no engine can answer this request now; try again later" if hidden else line
@@ -189,19 +188,19 @@ class ClientRequest:
         )
 
     def trusted_header(self, name: bytes) -> str | None:
-        """As `header`, if its sender may say that: anybody without a file of clients, else a gateway in front."""
+        """Like `header`, but None unless the sender is trusted: any sender without a file of clients, else only a gateway."""
         caller = self.caller
         return self.header(name) if caller.is_front or not caller.is_proven else None
 
     async def take_tokens(self, prompt: Prompt) -> None:
-        """Count its prompt and the answer that is expected. Raises OverLimit."""
+        """Count its prompt and its expected answer. Raises OverLimit."""
         if self.permit is not None:
             limits = prompt.output_limits
             output = prompt.output_tokens if limits is None else limits.clamp(prompt.output_tokens)
             await self.permit.take_tokens(prompt.input_tokens + output * self._answers)
 
     def count_usage(self, usage: Usage | None) -> None:
-        """Count what its engine reports instead."""
+        """Count the usage that the engine reports, instead of the expected one."""
         if self.permit is not None and usage is not None:
             self.permit.correct(usage.prompt_tokens + usage.completion_tokens)
 
@@ -210,12 +209,12 @@ class ClientRequest:
         return 1 if self.text is None else max(1, self.text.choices * self.text.prompts)
 
     def header(self, name: bytes) -> str | None:
-        """The value of a header, given in lower case; None if it is absent or empty."""
+        """A header's value, by its name in lower case; None if absent or empty."""
         return next((value.decode("latin-1") for header, value in self.headers if header == name and value), None)
 
 
 async def send_answer(send: Send, answer: WholeAnswer, added: RawHeaders = ()) -> None:
-    """A whole answer of an engine, with `added` headers."""
+    """Send a whole answer, with `added` headers."""
     length = (b"content-length", str(len(answer.body)).encode())
     start: Message = {
         "type": "http.response.start",
@@ -229,7 +228,7 @@ async def send_answer(send: Send, answer: WholeAnswer, added: RawHeaders = ()) -
 async def send_error(
     send: Send, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int = 1, added: RawHeaders = ()
 ) -> None:
-    """An error as OpenAI's API sends it."""
+    """Send an error in the format of OpenAI's API."""
     headers = [(b"content-type", b"application/json"), *added]
     if kind in (ErrorKind.BUSY, ErrorKind.UNAVAILABLE):
         headers.append((b"retry-after", str(retry_after_s).encode()))
@@ -238,6 +237,6 @@ async def send_error(
 
 
 def error_body(kind: ErrorKind, line: str, param: str | None = None) -> Mapping[str, Any]:
-    """The JSON of such an error."""
+    """The JSON body of an error in OpenAI's format."""
     _, type_, code = kind.value
     return {"error": {"message": line, "type": type_, "param": param, "code": code}}

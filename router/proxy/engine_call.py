@@ -1,5 +1,4 @@
-"""Reads from any request what a router needs to find a worker for it: the model that it names, and about how long its prompt
-is."""
+"""Reads what a router needs to find a worker for a request: the model that it names, and its prompt's approximate length."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from kvatlas_router.tokens.text_request import Api, TextRequest, is_large
 from router_client.pricing.transfer_protocol import replace_fields, withdraw_transfer_fields
 
 MOST_LETTERS = 1 << 20
-"""A longer body counts as this long: most of it is no text."""
+"""A longer body counts as this long, since most of it is no text."""
 FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Calls whose body is a form; all others have JSON."""
 
@@ -53,13 +52,12 @@ INFERENCE = frozenset(
         "/v2/rerank",
     }
 )
-"""The inference calls (POST) of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.3. They may leave out the model if there is only
-one."""
+"""The inference calls (POST) of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.3. They may omit the model if there is only one."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """`body`: as engines get it. `text`: a request for tokens (`Api`) as far as a router reads it; None for any other call."""
+    """`body`: as engines get it. `text`: the parsed request for tokens (`Api`); None for any other call."""
 
     model: str | None
     body: bytes
@@ -67,7 +65,7 @@ class EngineCall:
     text: TextRequest | None = None
 
     def salted(self, path: str, salt_of: Callable[[str | None], str | None]) -> "EngineCall":
-        """With the cache salt that its client's tenant has. Raises InvalidValue for a body that can't be given one."""
+        """The call with its tenant's cache salt. Raises InvalidValue for a body that can't be given one."""
         if path in FORMS or not self.body:
             return self
         if is_large(self.body):
@@ -83,10 +81,10 @@ class EngineCall:
 
 
 async def read_call(method: str, path: str, query: bytes, content_type: str, body: bytes) -> EngineCall:
-    """Raises InvalidValue for a chat or a completion without a prompt, UnreadableBody, and NotForClients.
+    """Read a call by its path, as engines do, whatever its content type. The prompt of a large request is not read. Fields that
+    clients must not send to engines are removed.
 
-    A body is read by its path, as engines do, whatever type it claims. The prompt of a large request is not read. What is
-    withheld from engines is withdrawn.
+    Raises InvalidValue for a chat or a completion without a prompt, UnreadableBody, and NotForClients.
     """
     if path in FORMS or (path not in INFERENCE and _is_form(content_type)):
         return EngineCall(find_form_model(content_type, body) or _model_in_query(query), body)
@@ -110,7 +108,7 @@ _APIS = frozenset(api.value for api in Api)
 
 
 def _read_text(api: Api, decoded: Mapping[str, Any]) -> TextRequest | None:
-    """None for a body that can't be read, if its engine is to say what is wrong with it."""
+    """The parsed request; None if it is invalid and its engine should report the error."""
     try:
         return TextRequest.of(api, decoded)
     except InvalidValue:

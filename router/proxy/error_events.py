@@ -1,4 +1,4 @@
-"""How a stream of events that has begun reports an error, in the words of its protocol: so that its clients raise it."""
+"""How an event stream that has begun reports an error, in the form in which its protocol's clients raise it."""
 
 import json
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ _OPENAI = frozenset({Api.COMPLETIONS.value, Api.CHAT.value})
 
 
 def error_event(path: str, body: Mapping[str, Any], events: int) -> bytes | None:
-    """The last event of a stream. `body`: the error as `error_body` makes it. `events`: how many have been sent before it. None
-    for a path whose protocol is not known: only a connection that is cut says to every client that its answer is not whole.
+    """A stream's last event. `body`: the error from `error_body`. `events`: the number of events sent before. None for a path
+    with an unknown protocol: only a cut connection shows every client that its answer is incomplete.
 
-    OpenAI's clients raise an error for data with a member `error`, Anthropic's for an event of type `error` alone.
+    OpenAI's clients raise an error for data with a member `error`, Anthropic's only for an event of type `error`.
     """
     path = path.rstrip("/")
     error = body["error"]

@@ -1,8 +1,8 @@
-"""One request through the proxy: a worker is chosen and booked, and another one if that fails.
+"""One request through the proxy: chooses and books a worker, and another one if that fails.
 
-Until the first content of a good answer is there the request may go to another worker: nothing is sent to the client before,
-but comments of a stream that keep its connection alive.
-The booking of each try ends with the try: finished by a good answer, failed by anything else.
+The request may go to another worker until the first content of a successful answer arrives. Before that, the client gets
+nothing but a stream's comments, which keep its connection alive. The booking of each try ends with the try: as finished for a
+successful answer, as failed for anything else.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ _log = logging.getLogger("kvatlas_router.proxy")
 
 _METHODS = {"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
 LOST_STATUS = 502
-"""An answer that broke off is an engine's failure."""
+"""Status recorded for an answer that broke off, which is an engine's failure."""
 AGAIN_S = 0.25
-"""If no engine could be connected to, they are tried again after this."""
+"""If no connection to any engine succeeded, they are tried again after this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class ExchangeSettings:
 
 @dataclass(slots=True)
 class _Attempts:
-    """One request, in a pool, and what became of its tries so far.
+    """One request in a pool, and the outcome of its tries so far.
 
-    `span`: the request's. `refused`: the last engine's answer that was no good one, with its header. `doubted`: a worker whose
-    refusal may be the request's own fault, and its status. `free`: the next try reached no engine before. `paid`: the budget
-    has allowed it already. `apart`: prompt and answer may be computed by two workers.
+    `span`: the request's. `refused`: the last unsuccessful answer, with its header. `doubted`: a worker whose refusal may be
+    the request's own fault, and its status. `free`: the last try reached no engine, so the next needs no budget. `paid`: the
+    budget has already allowed the next try. `apart`: two workers may compute prompt and answer.
     """
 
     request: ClientRequest
@@ -85,7 +85,7 @@ class _Attempts:
 
 
 class Exchange:
-    """Runs requests; safe to share between tasks of one event loop."""
+    """Runs requests. Safe to share between tasks of one event loop."""
 
     def __init__(
         self,
@@ -114,21 +114,21 @@ class Exchange:
 
     @property
     def in_flight(self) -> int:
-        """How many requests run."""
+        """Number of running requests."""
         return len(self._running)
 
     @property
     def in_flight_tokens(self) -> int:
-        """Prompt tokens of these requests, as far as they are read."""
+        """Prompt tokens of the running requests, as far as read."""
         return sum(request.prompt_tokens for request in list(self._running.values()))
 
     @property
     def waiting(self) -> int:
-        """How many of them wait for a worker with room."""
+        """Number of running requests that wait for a worker with room."""
         return self._admission.waiting
 
     async def run(self, request: ClientRequest) -> None:
-        """Answer one request. If the client goes away, everything that runs for it is cancelled, at the engine too."""
+        """Answer one request. If the client disconnects, all its work is cancelled, on the engine too."""
         self._counters.requests += 1
         answering = asyncio.ensure_future(self._answer(request))
         leaving = asyncio.ensure_future(request.wait_until_gone())
@@ -154,7 +154,7 @@ class Exchange:
             answering.result()
         elif self._cutting and not gone:
             self._counters.cut += 1
-            await request.break_off(ErrorKind.UNAVAILABLE, "the router stops; send the request again")
+            await request.break_off(ErrorKind.UNAVAILABLE, "the router is stopping; send the request again")
 
     def _record_end(self, request: ClientRequest) -> None:
         sent = request.for_engine
@@ -165,13 +165,13 @@ class Exchange:
         self._durations.add((method, path, status), seconds, sampled_context())
 
     async def wait_until_idle(self) -> None:
-        """Returns when nothing runs any more."""
+        """Wait until no request runs."""
         while self._running:
             await asyncio.wait(self._running)
             await asyncio.sleep(0)
 
     def cut(self) -> int:
-        """End everything that still runs, each with an error for its client; how many that are."""
+        """End all running requests, each with an error for its client. Returns their number."""
         self._cutting = True
         for answering in self._running:
             answering.cancel()
@@ -278,7 +278,7 @@ class Exchange:
         await _refuse(request, span, ErrorKind.UNAVAILABLE, attempts.line)
 
     async def _try(self, read: RequestPrompt, attempts: _Attempts) -> bool:
-        """One try; True if the client has its answer. Raises what booking raises."""
+        """Make one try. True if the client has its answer. Raises what booking raises."""
         request, pool_id, span = attempts.request, attempts.pool_id, attempts.span
         async with self._book(read, attempts) as choice:
             worker_id = choice.worker_id
@@ -329,7 +329,7 @@ class Exchange:
         error: EngineRefused | EngineUnreachable | EngineLost | PrefillFailed,
         header: tuple[bytes, bytes],
     ) -> bool:
-        """A try without any answer: False to try another worker, True if the client was given the refusal."""
+        """Handle a try without an answer. False to try another worker; True if the client got the refusal."""
         own_form = False
         if isinstance(error, PrefillFailed):
             self._counters.apart_failed += 1
@@ -354,7 +354,7 @@ class Exchange:
         return False
 
     def _record_failed(self, pool_id: str, worker_id: str, error: EngineFailed) -> bool:
-        """The client has an answer that ends with the engine's error. Returns whether that is the worker's fault."""
+        """Record an answer that ended with the engine's error. True if that is the worker's fault."""
         if judge(error.status) is not Verdict.ELSEWHERE:
             self._counters.refused_by_engine += 1
             return False
@@ -364,7 +364,8 @@ class Exchange:
         return True
 
     def _may_move(self, attempts: _Attempts, others: frozenset[str]) -> bool:
-        """May a request that waits at a stalled engine go to one of these? It waits on if the budget is used up."""
+        """True if a request that waits at a stalled engine may move to one of these. It keeps waiting if the budget is used
+        up."""
         if attempts.number >= self._settings.most_attempts or not others - attempts.tried:
             return False
         attempts.paid = attempts.paid or self._outliers.retry_budget(attempts.pool_id).take()
@@ -379,8 +380,8 @@ class Exchange:
         *,
         own_form: bool,
     ) -> bool:
-        """False to try another worker; True if the client was given the refusal. `own_form`: what was refused is not what the
-        client sent."""
+        """Handle an engine's refusal. False to try another worker; True if the client got the refusal. `own_form`: the refused
+        request was not in the client's own form."""
         request, answer = attempts.request, refusal.answer
         verdict = self._outliers.record_status(attempts.pool_id, worker_id, answer.status, answer.headers, str(refusal))
         if verdict is Verdict.ELSEWHERE:
@@ -389,7 +390,7 @@ class Exchange:
         if own_form:
             return False
         if answer.status == 404 and request.objects is not None and request.objects.ids:
-            verdict = Verdict.REFUSED  # the engine does not have that object: no other one has it
+            verdict = Verdict.REFUSED  # the engine should have the object, so no other one has it
         if verdict is Verdict.DOUBTFUL and attempts.doubted is None:
             attempts.doubted = worker_id, answer.status
             return False
@@ -399,7 +400,7 @@ class Exchange:
         return True
 
     async def _blame_doubted(self, attempts: _Attempts, worker_id: str) -> None:
-        """A worker answers what another one refused: that was not the request's fault."""
+        """Record the doubted worker's refusal as its own failure, since this worker answers the same request."""
         if attempts.doubted is None:
             return
         doubted, status = attempts.doubted
@@ -422,7 +423,7 @@ class Exchange:
 
     @asynccontextmanager
     async def _book(self, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Booked]:
-        """A worker that was not tried yet. Leaving the block ends the booking, unless it is ended already."""
+        """Book a worker that was not tried yet. Leaving the block ends the booking unless it has already ended."""
         request, prompt = attempts.request, read.prompt
         if attempts.number == 1:
             choice = await self._admission.admit(

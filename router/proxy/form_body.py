@@ -1,4 +1,4 @@
-"""The model that a form names (multipart/form-data, RFC 7578): audio for transcription comes in such a body."""
+"""The model that a form names (multipart/form-data, RFC 7578), as used to send audio for transcription."""
 
 from email.message import Message
 from email.parser import BytesHeaderParser
@@ -12,10 +12,10 @@ MAX_NAME_BYTES = 1_024
 
 
 def find_form_model(content_type: str, body: bytes) -> str | None:
-    """The last field `model`, as engines take it; None without one.
+    """The last field `model`, which engines use; None without one.
 
-    Raises UnreadableBody for a form that two readers may read differently, and NotForClients for one with a field that is
-    withheld from engines.
+    Raises UnreadableBody for a form that two parsers may read differently, and NotForClients for a field that clients must not
+    send to engines.
     """
     border = b"\r\n--" + _boundary(content_type)
     at = len(border) - 2

@@ -16,7 +16,7 @@ DECISION_HEADER = "X-KVAtlas-Decision"
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
-# RFC 9110, 7.6.1: those of one connection; and those that each sender sets itself
+# headers of one connection (RFC 9110, 7.6.1), and those that each sender sets itself
 _OWN = {
     b"connection",
     b"keep-alive",
@@ -28,8 +28,8 @@ _OWN = {
     b"transfer-encoding",
     b"upgrade",
 }
-# hints are for the router; the rank is the choice's: a client's own would reach another worker than the one that was booked.
-# bodies with an encoding are refused: one that claims `identity` has none
+# hints are for the router; a client's own rank would lead to another worker than the booked one.
+# bodies with an encoding are refused, so a remaining `content-encoding` says `identity`
 _REQUEST_OWN = {
     *_OWN,
     b"host",
@@ -50,7 +50,7 @@ _ANSWER_OWN = {*_OWN, b"content-length", b"date", b"server", DECISION_HEADER.low
 def for_engine(
     headers: Iterable[tuple[bytes, bytes]], added: Mapping[str, str], *, credentials: bool
 ) -> list[tuple[bytes, bytes]]:
-    """A request's headers as an engine gets them. `added` replace those of the same name. `credentials`: the client's too.
+    """A request's headers for an engine. `added` replace those of the same name. `credentials`: keep the client's.
 
     Control characters become spaces (RFC 9110, 5.5): HTTP clients refuse to send them.
     """
@@ -59,12 +59,12 @@ def for_engine(
     secret = set() if credentials else _CREDENTIALS
     left_out = _REQUEST_OWN | secret | extra.keys() | _named_by_connection(listed)
     kept = [(name, _CONTROLS.sub(b" ", value)) for name, value in listed if name.lower() not in left_out]
-    # answers are read on their way, so they must not be compressed
+    # the proxy reads answers, so they must not be compressed
     return [*kept, (b"accept-encoding", b"identity"), *extra.items()]
 
 
 def plain_json_type(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """With JSON's content type in the spelling that every engine knows, if it has another one."""
+    """The headers, with any JSON content type in the spelling that every engine knows."""
     return [
         (name, _JSON) if name == b"content-type" and _JSON_TYPE.fullmatch(value.partition(b";")[0]) else (name, value)
         for name, value in headers
@@ -72,7 +72,7 @@ def plain_json_type(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
 
 
 def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """An engine's headers as the client gets them; the length is set by the sender."""
+    """An engine's headers for the client; the sender sets the length."""
     listed = list(headers)
     left_out = _ANSWER_OWN | _named_by_connection(listed)
     return [(name.lower(), value) for name, value in listed if name.lower() not in left_out]
@@ -81,12 +81,12 @@ def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
 def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tuple[bytes, bytes]:
     """The decision as one header: a structured field (RFC 9651), the worker with parameters.
 
-    `prefill`: the worker that computes the prompt, if that is another one; `cached`: tokens that the engine that computes it
-    should find cached; `fetched`: those of them that it is to fetch from the worker `source`; `unconfirmed`: those of them that
-    no event has confirmed, absent if there are none; `prompt`: the prompt's tokens; if they are not known, `untokenized` says
-    why instead (`media`: those before the first image are); `attempt`: 1 for the first worker tried; `by`: what the choice was
-    made by, `open`: what did not answer in time for it, absent if all did; `cost-us`: the expected cost; `ttft-us`: its part up
-    to the first token; `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
+    `prefill`: a separate worker that computes the prompt, if any. `cached`: tokens that the engine computing the prompt should
+    find cached; `fetched`: how many of these it should fetch from the worker `source`; `unconfirmed`: how many of these no
+    event has confirmed, absent if none. `prompt`: the prompt's tokens; if unknown, `untokenized` gives the reason instead
+    (`media`: only the tokens before the first image are known). `attempt`: 1 for the first worker tried. `by`: the basis of the
+    choice; `open`: what did not answer in time for it, absent if everything did. `cost-us`: the expected cost; `ttft-us`: its
+    part up to the first token. `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
     """
     prefill, decider = (choice.prefill, choice.decode) if isinstance(choice, PairChoice) else (None, choice)
     parts = [f'"{choice.worker_id}"', f"cached={choice.predicted_cached_tokens}"]

@@ -1,8 +1,8 @@
-"""A JSON body, read as engines read it, and written in the one form that all of them read.
+"""A JSON body, read as engines read it, and written in the one form that all of them accept.
 
-vLLM reads bodies by `json.loads`, which takes UTF-8 with a byte order mark, UTF-16 and UTF-32 too; SGLang by orjson, which
-takes plain UTF-8 alone. For both the last of two equal keys counts. Half surrogate pairs are refused: vLLM takes them in some
-fields and fails on them in others.
+vLLM reads bodies with `json.loads`, which also accepts UTF-8 with a byte order mark, UTF-16 and UTF-32; SGLang with orjson,
+which accepts only plain UTF-8. In both, the last of two equal keys wins. Half surrogate pairs are refused: vLLM accepts them in
+some fields and fails on them in others.
 """
 
 import json
@@ -12,16 +12,16 @@ from kvatlas.errors import InvalidValue
 from kvatlas_router.tokens.text_request import check_size
 
 MAX_DEPTH = 256
-"""What reads a body further may call itself for each level; engines end at some 1,000."""
+"""Later readers of a body may recurse once per level; engines fail at about 1,000."""
 _TOO_DEEP = f"the body is nested too deeply; expected at most {MAX_DEPTH} levels"
 
 
 class UnreadableBody(InvalidValue):
-    """A body that the router can't read: an engine that could must not get it."""
+    """A body that the router can't read, so engines must not get it either."""
 
 
 def read_object(body: bytes) -> tuple[dict[str, Any], bytes]:
-    """The object, and the body in plain UTF-8. Raises UnreadableBody, and InvalidValue for a large one."""
+    """The object, and the body in plain UTF-8. Raises UnreadableBody, and InvalidValue for a large body."""
     check_size(body)
     try:
         encoding = json.detect_encoding(body)

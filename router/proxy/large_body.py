@@ -1,7 +1,7 @@
-"""The model that a large JSON body names, found without building the rest and without holding the event loop.
+"""The model that a large JSON body names, found without decoding the rest or blocking the event loop.
 
-Decoding 57 MiB of JSON takes up to seconds and a gigabyte, and in a thread too it lets nothing else run: such a request is
-routed by its length alone.
+Decoding 57 MiB of JSON takes up to seconds and a gigabyte, and even in a thread lets nothing else run. So such a request is
+routed only by its length.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from router_client.pricing.transfer_protocol import WITHHELD, NotForClients
 SLICE_BYTES = 256 * 1024
 SLICE_STEPS = 1_000
 MAX_STEPS = 1 << 20
-"""Quotes, brackets and braces of one body: some 0.5 s of work, in slices of less than a millisecond."""
+"""Most quotes, brackets and braces in a body: about 0.5 s of work, in slices of less than a millisecond."""
 MAX_NAME_BYTES = 4_096
 MAX_DEEP_NAME_BYTES = 6 * max(map(len, WITHHELD))
-"""A name in an object inside the body, with every letter escaped."""
+"""Longest name that matters in a nested object, with every letter escaped."""
 
 _DEEP = re.compile(rb'["{}\[\]]')
 _COLON = re.compile(rb"\s*:")
@@ -25,10 +25,10 @@ _SHALLOW = re.compile(rb'["{}\[\]:,]')
 
 
 async def find_model(body: bytes) -> str | None:
-    """The text under `model` in a JSON object; None if it has none. What the body is besides is for the engine to judge.
+    """The text under `model` in a JSON object; None without one. The engine judges the rest of the body.
 
-    Raises UnreadableBody for what is no object from its beginning to its end, and for too many values to look through;
-    NotForClients for one with a field of WITHHELD, at any depth.
+    Raises UnreadableBody if the body is not exactly one object, or has too many values to scan; NotForClients for a field of
+    WITHHELD at any depth.
     """
     if json.detect_encoding(body[:4]) != "utf-8":
         raise UnreadableBody(f"the body has {len(body)} bytes; expected UTF-8 without a byte order mark in a large one")
@@ -71,7 +71,7 @@ async def find_model(body: bytes) -> str | None:
             names_value = sign == b":"
             name = _read_text(key) if names_value else None
             if name == "model":
-                model = None  # until it turns out to be a text
+                model = None  # unless a text follows
             else:
                 _check_name(name, body)
     if depth or body[at:].strip():
@@ -85,7 +85,7 @@ def _check_name(name: str | None, body: bytes) -> None:
 
 
 async def _end_of_text(body: bytes, start: int) -> int:
-    """The place behind the quote that ends a text. Raises UnreadableBody without one."""
+    """The position after a text's closing quote. Raises UnreadableBody without one."""
     at = start
     for step in range(1, MAX_STEPS + 1):
         quote = body.find(b'"', at, at + SLICE_BYTES)

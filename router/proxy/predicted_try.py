@@ -1,4 +1,4 @@
-"""What a try is expected to take, for those who watch its engine's progress."""
+"""How long a try should take, to judge its engine's progress."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,14 @@ from kvatlas_router.tokens.text_request import TextRequest
 from router_client.results import Choice
 
 _BY_THE_SERVER = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
-"""Calls that an engine's HTTP server answers, though nothing computes."""
+"""Calls that an engine's HTTP server answers without computing."""
 
 
 def sent_try(
     choice: Choice, path: str, text: TextRequest | None, may_move: Callable[[frozenset[str]], bool] = stays
 ) -> SentTry:
-    """A stream's first byte comes with its first token, any other answer's with its last one. What other calls take is not
-    predicted: it is learned by path."""
+    """The try with its predicted time to the first byte: a stream's comes with the first token, any other answer's with the
+    last. Times of other calls are not predicted but learned by path."""
     endpoint = choice.endpoint
     predicted_us: int | None = None
     if text is None:

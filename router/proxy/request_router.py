@@ -1,6 +1,6 @@
-"""What turns requests into choices: a router client over the store, a reader of requests, the catalogue of models.
+"""The parts that turn requests into choices: a router client over the store, a request reader, the catalogue of models.
 
-The proxy and the endpoint picker stand on the same parts.
+The proxy and the endpoint picker share them.
 """
 
 import asyncio
@@ -51,16 +51,16 @@ MOST_WARM_POOLS = 16
 WARM_CONNECTIONS = 8
 WARM_TOKENS = 1_024
 WARM_S = 5.0
-"""The most that a start waits for this."""
+"""Longest time that a start waits to warm up."""
 PROBE_S = 600.0
-"""A stalled engine may take so long for a probe; it stays stalled meanwhile."""
+"""Longest time for a probe of a stalled engine, which stays stalled meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRouter:
-    """`client` chooses and books, `reader` makes prompts of requests in scopes that `catalogue` knows; `outliers` and
-    `progress` know which workers to avoid: those that fail, and those that stand still. `short_calls`: to engines, for what
-    takes them no time. `addresses`: where engines may be. `fleet` and `index`: what the store says of workers, for people."""
+    """`client` chooses and books; `reader` turns requests into prompts in the scopes of `catalogue`. `outliers` and `progress`
+    find the workers to avoid: those that fail, and those that stall. `short_calls`: client for engine calls that take no time.
+    `addresses`: which addresses engines may have. `fleet` and `index`: the store's view of workers, for the status page."""
 
     client: RouterClient
     reader: RequestReader
@@ -74,8 +74,8 @@ class RequestRouter:
     index: AnsweringIndex
 
     async def warm_up(self) -> None:
-        """Connect to the store and read what the first requests need: they would fall open otherwise. Raises nothing: what is
-        not there in time is waited for by the requests."""
+        """Connect to the store and read what the first requests need, so that they don't fall open. Raises nothing: requests
+        wait for anything that was not read in time."""
         try:
             async with asyncio.timeout(WARM_S):
                 await self._read_pools()
@@ -94,7 +94,7 @@ class RequestRouter:
 async def open_request_router(
     settings: RoutingSettings, near: bool, credentials_to: tuple[str, ...] = ()
 ) -> AsyncIterator[RequestRouter]:
-    """Connected, with its counters exported. `near`: does the process listen on loopback, so that engines may be there too?
+    """Open the parts, and export their counters. `near`: this process listens on loopback, so engines may be there too.
     `credentials_to`: see `AddressPolicy`.
 
     Raises SettingsError for a tokenizer that can't be read, and Unreachable or LayoutMismatch if the store can't be used and
@@ -137,7 +137,7 @@ async def open_request_router(
 def build_admission(
     parts: RequestRouter, settings: RoutingSettings, counters: AdmissionCounters, *, apart: bool
 ) -> Admission:
-    """Over these parts, as the settings say. `apart`: prefill and decode may be on two workers."""
+    """Build the admission as the settings say. `apart`: prefill and decode may be on two workers."""
     pairs = PairBooker(parts.client, parts.catalogue.records, apart=apart)
     avoidance = Avoidance(parts.outliers, parts.catalogue.workers_of, parts.progress.stalled_in)
     queue = AdmissionQueue(QueueSettings(settings.queue_requests, settings.queue_tokens, settings.queue_wait_s))

@@ -1,5 +1,5 @@
-"""A request's trace: the caller's, continued by a span of the router, and by one of each engine that is sent the request, whose
-context goes on to it."""
+"""A request's trace: continues the caller's with a span of the router, and a child span for each try on an engine, which gets
+that span's context."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,13 +24,13 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""By path, as OpenTelemetry's GenAI conventions name them."""
+"""Operation names of OpenTelemetry's GenAI conventions, by path."""
 
 
 def request_span(
     path: str, headers: Iterable[tuple[bytes, bytes]], *, method: str = "POST", model: str | None = None
 ) -> AbstractContextManager[Span]:
-    """The SERVER span of one request, a child of the caller's; current inside the block. No span while tracing is off."""
+    """The SERVER span of one request, a child of the caller's and current inside the block. No span while tracing is off."""
     if not tracing_enabled():
         return nullcontext(INVALID_SPAN)
     carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in _NAMES}
@@ -45,7 +45,7 @@ def request_span(
 
 @contextmanager
 def engine_span(request: EngineRequest, choice: Choice, model: str | None = None) -> Iterator[Span]:
-    """The CLIENT span of one try on one engine, until its answer has ended; a child of the current span, and not current
+    """The CLIENT span of one try on one engine, until its answer has ended. It is a child of the current span but not current
     itself, because both engines of a pair may answer at once. No span outside a sampled one."""
     if not tracing_enabled() or not trace.get_current_span().is_recording():
         yield INVALID_SPAN
@@ -72,7 +72,7 @@ def engine_span(request: EngineRequest, choice: Choice, model: str | None = None
 
 
 def trace_headers(span: Span | None = None) -> Mapping[str, str]:
-    """Headers that continue a span, or the current one; none while tracing is off: then the caller's own are forwarded."""
+    """Headers that continue a span, or the current one. None while tracing is off, when the caller's own are forwarded."""
     headers: dict[str, str] = {}
     if tracing_enabled():
         recording = span is not None and span.is_recording()
@@ -81,7 +81,7 @@ def trace_headers(span: Span | None = None) -> Mapping[str, str]:
 
 
 def describe_try(span: Span, *, worker_id: str, attempt: int, status: int | None, note: str = "") -> None:
-    """One try on one engine, as an event of the request's span."""
+    """Record a try on an engine, as an event of the request's span."""
     if span.is_recording():
         attributes: dict[str, str | int] = {
             "kvatlas.worker": worker_id,
@@ -94,7 +94,7 @@ def describe_try(span: Span, *, worker_id: str, attempt: int, status: int | None
 
 
 def describe_engine_answer(span: Span, status: int) -> None:
-    """The status of an engine's answer, on the span of the try."""
+    """Record the status of an engine's answer on the try's span."""
     if span.is_recording():
         span.set_attribute("http.response.status_code", status)
         if status >= 400:
@@ -103,13 +103,13 @@ def describe_engine_answer(span: Span, status: int) -> None:
 
 
 def describe_first_token(span: Span, seconds: float) -> None:
-    """The first token arrived, as an event of the try's span. `seconds`: since the client's request came."""
+    """Record the first token, as an event of the try's span. `seconds`: since the client's request arrived."""
     if span.is_recording():
         span.add_event("first token", {"kvatlas.time_to_first_token": seconds})
 
 
 def describe_usage(span: Span, usage: Usage | None) -> None:
-    """The tokens that an engine reports, on the span of the try."""
+    """Record the tokens that an engine reports on the try's span."""
     if usage is not None and span.is_recording():
         span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
         span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
@@ -118,7 +118,7 @@ def describe_usage(span: Span, usage: Usage | None) -> None:
 
 
 def describe_answer(span: Span, status: int, worker_id: str | None) -> None:
-    """The answer that the client gets, on the request's span."""
+    """Record the client's answer on the request's span."""
     if not span.is_recording():
         return
     span.set_attribute("http.response.status_code", status)
@@ -129,7 +129,7 @@ def describe_answer(span: Span, status: int, worker_id: str | None) -> None:
 
 
 def _span_name(method: str, path: str) -> str:
-    """Paths that neither engines nor the router are known to have are not in it: they would be many names."""
+    """The span's name. Omits unknown paths, which would make too many names."""
     return f"{method} {path}" if path in INFERENCE or path in _OWN else method
 
 

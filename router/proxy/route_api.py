@@ -1,5 +1,5 @@
-"""`/kvatlas/route` and `/kvatlas/done`: the proxy's choice for routers in other languages, which send the request
-themselves; `/kvatlas/select`: the same by the router protocol's names, with nothing booked."""
+"""`/kvatlas/route` and `/kvatlas/done`: the proxy's choice for routers in other languages, which send requests themselves.
+`/kvatlas/select`: the choice in the router protocol's terms, without a booking."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ from router_client.results import Choice
 
 
 class RouteApi:
-    """Bodies in, answers out, as JSON objects. Any router of the fleet ends what another one booked."""
+    """Takes and returns JSON objects. Any router of the fleet can end another router's booking."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class RouteApi:
         *,
         shed: bool = False,
     ) -> None:
-        """`shed`: refuse a request if that is the advice."""
+        """`shed`: refuse a request if so advised."""
         self._held = held
         self._client = client
         self._bodies = RouteBodyReader(reader, catalogue)
@@ -54,11 +54,12 @@ class RouteApi:
     async def route(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
         """Choose and book a worker for a request that the caller sends.
 
-        The body is an OpenAI request (with `messages` or `prompt`), or the hints of `kvatlas.request.RequestHints`.
-        `caller`: who asks: it holds a bounded number of bookings, and its tenant is the request's. `avoid`: workers that are no
-        candidates. `pd`: true, to get the prefill worker too, if that is another one. `fetch`: true, if the caller will add the
-        fields that name a source of KV. Raises InvalidValue, UnknownModel,
-        NoWorkers, EnginesRest, RequestShed, TooManyHeld and Unreachable.
+        The body is an OpenAI request (with `messages` or `prompt`), or the hints of `kvatlas.request.RequestHints`, with these
+        additions. `avoid`: workers that are no candidates. `pd`: true to also get a separate prefill worker, if there is one.
+        `fetch`: true if the caller will add the fields that name a source of KV. `caller`: holds a bounded number of bookings;
+        its tenant is the request's.
+
+        Raises InvalidValue, UnknownModel, NoWorkers, EnginesRest, RequestShed, TooManyHeld and Unreachable.
         """
         pd = body.pop("pd", False)
         if not isinstance(pd, bool):
@@ -85,10 +86,10 @@ class RouteApi:
         return _choice_json(held_id, choice, read, text)
 
     async def select(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """Choose a worker for the router protocol's request: `tokens`, and whatever else hints may have, such as `model_id`.
+        """Choose a worker for the router protocol's request: `tokens`, and any other hint, such as `model_id`.
 
-        The answer is its selection result. `worker_id` is a number if the worker's id is one, as there, else text. Nothing is
-        booked, since that protocol does not say when a request ends. Raises as `route` does.
+        The answer is the protocol's selection result. `worker_id` is a number, as in the protocol, if the worker's id is one;
+        else text. Nothing is booked, since the protocol does not report a request's end. Raises as `route` does.
         """
         if "tokens" not in body:
             raise InvalidValue("tokens is missing; expected a list of token ids")
@@ -108,10 +109,13 @@ class RouteApi:
         }
 
     async def done(self, body: dict[str, Any], _: Caller) -> Mapping[str, Any]:
-        """`id`: from `/kvatlas/route`. `phase`: `first_token` or `done` (default). `usage`: from the engine's answer.
-        `status`: the answer's HTTP status, 200 by default; 0 without an answer. `failed`: true if the request failed in
-        another way. `timings`: the measured `ttft_us` and `tpot_us` (the median). Raises InvalidValue, and Unreachable for
-        another router's booking."""
+        """End a booking, or report its first token.
+
+        `id`: from `/kvatlas/route`. `phase`: `first_token` or `done` (default). `usage`: from the engine's answer. `status`:
+        the answer's HTTP status, 200 by default; 0 without an answer. `failed`: true if the request failed in another way.
+        `timings`: the measured `ttft_us` and `tpot_us` (the median). Raises InvalidValue, and Unreachable for another router's
+        booking.
+        """
         held_id, phase, status = body.get("id"), body.get("phase", "done"), body.get("status", 200)
         if not isinstance(held_id, str):
             raise InvalidValue(f"id is {held_id!r:.80}; expected the id from /kvatlas/route")
@@ -131,7 +135,7 @@ class RouteApi:
         return {"known": known}
 
     def _record(self, held_id: str, status: int, *, well: bool) -> None:
-        """What the end says about the worker."""
+        """Record what the end says about the worker."""
         booking = BookingId.parse(held_id)
         if booking is None or not booking.pool_id:
             return
@@ -146,7 +150,7 @@ class RouteApi:
 
 
 def _number_or_text(worker_id: str) -> int | str:
-    """A worker's id as a number of 64 bits, if it is written as one."""
+    """A worker's id as a number below 2^63, if it is written as one."""
     is_number = worker_id.isdecimal() and str(int(worker_id)) == worker_id and int(worker_id) < 1 << 63
     return int(worker_id) if is_number else worker_id
 
@@ -174,7 +178,7 @@ def _choice_json(
 
 
 def _fetch_json(choice: Choice | PairChoice, text: TextRequest | None) -> dict[str, Any] | None:
-    """What the worker that computes the prompt is to fetch: from whom, and the fields of the request that say so."""
+    """What the worker that computes the prompt should fetch: the source, and the request's fields that name it."""
     fetch = fetch_of(choice)
     if fetch is None:
         return None
@@ -186,7 +190,7 @@ def _fetch_json(choice: Choice | PairChoice, text: TextRequest | None) -> dict[s
 
 
 def _prefill_json(pair: PairChoice) -> dict[str, Any] | None:
-    """The worker that computes the prompt; None if the other one does."""
+    """The prefill worker; None if the answering worker computes the prompt too."""
     prefill = pair.prefill
     if prefill is None:
         return None

@@ -1,1 +1,1 @@
-"""The index for other people's routers: who holds a prompt, asked in the forms that they know. Nothing here changes it."""
+"""Read-only queries of the index for other routers, in the forms that they know: which workers hold a prompt."""

@@ -1,4 +1,4 @@
-"""Answers in the forms that other routers expect. All counts are tokens of the prompt's start."""
+"""Answers in the forms that other routers expect. All counts are tokens from the prompt's start."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from router_client.pricing.overlap import HeldPrefix
 
 
 def mooncake_answer(tenant: str, matches: Iterable[Match]) -> dict[str, Any]:
-    """By tenant, then by instance: the longest start that is on one medium, for each, and by rank."""
+    """By tenant and instance: the longest start held on each single medium, and by rank."""
     instances: dict[str, dict[str, Any]] = {}
     for match in matches:
         media = on_each_medium(match.held.runs)
@@ -22,7 +22,7 @@ def mooncake_answer(tenant: str, matches: Iterable[Match]) -> dict[str, Any]:
 
 
 def dynamo_answer(matches: Sequence[Match]) -> dict[str, Any]:
-    """`scores` and `dp`: on the GPU, by rank; `cpu` and `disk` with all nearer ones before them."""
+    """`scores` and `dp`: tokens on the GPU, by rank. `cpu` and `disk` include the nearer media before them."""
     scores: dict[str, dict[str, int]] = {}
     instances: dict[str, dict[str, Any]] = {}
     on_gpu: list[int] = []
@@ -40,7 +40,7 @@ def dynamo_answer(matches: Sequence[Match]) -> dict[str, Any]:
 
 
 def own_answer(matches: Sequence[Match], usable: Mapping[str, int], most: int) -> list[dict[str, Any]]:
-    """Workers and shared stores, the most tokens first. `usable`: what each one's engine would not compute again."""
+    """Workers and shared stores, most tokens first. `usable`: tokens that each one's engine would not compute again."""
     return [_own(match, usable.get(match.endpoint.id, 0)) for match in matches[:most]]
 
 
@@ -65,13 +65,13 @@ def _runs(held: HeldPrefix) -> list[dict[str, Any]]:
 
 
 def _raise(one: dict[str, Any], media: MediaTokens, names: Sequence[str]) -> None:
-    """An instance has what the best of its ranks has."""
+    """Raise an instance's counts to those of its best rank."""
     for name, tokens in zip(names, media, strict=True):
         one[name] = max(one[name], tokens)
 
 
 def _frequencies(blocks: Sequence[int]) -> list[int]:
-    """How many ranks hold each leading block, up to the last that any holds."""
+    """The number of ranks that hold each leading block, up to the last held block."""
     ends = Counter(blocks)
     holding, found = len(blocks), []
     for block in range(max(blocks, default=0)):

@@ -1,4 +1,4 @@
-"""Answers questions of one caller: JSON objects in, JSON objects out."""
+"""Answers one caller's queries. Takes and returns JSON objects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -27,7 +27,7 @@ MOST_MATCHES = 1_000
 
 
 class QueryApi:
-    """`salt_is_tenant`: a question's cache salt is a part of its tenant, and in no hash."""
+    """`salt_is_tenant`: a query's cache salt is part of its tenant, and not of its hashes."""
 
     def __init__(
         self,
@@ -45,16 +45,17 @@ class QueryApi:
         self._salt_is_tenant = salt_is_tenant
 
     async def query(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """Who holds a prompt of token ids, in Mooncake's or Dynamo's form. Raises InvalidValue, UnknownModel, ForeignTenant
-        and Unreachable."""
+        """Find the holders of a prompt of token ids, in Mooncake's or Dynamo's form. Raises InvalidValue, UnknownModel,
+        ForeignTenant and Unreachable."""
         return await self._answer(await asyncio.to_thread(read_question, body, by_hash=False), caller)
 
     async def query_by_hash(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """The same of a prompt of block hashes."""
+        """Like `query`, for a prompt of block hashes."""
         return await self._answer(await asyncio.to_thread(read_question, body, by_hash=True), caller)
 
     async def overlap(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """Who holds a prompt: an OpenAI request (`messages` or `prompt`), or hints as for `/kvatlas/route`. Raises the same."""
+        """Find the holders of a prompt: an OpenAI request (`messages` or `prompt`), or hints as for `/kvatlas/route`. Raises
+        what `read` raises."""
         read = await self.read(body, caller)
         scope = read.prompt.scope
         matches, usable = await self.find(read.prompt)
@@ -76,17 +77,17 @@ class QueryApi:
         return read
 
     async def find(self, prompt: Prompt) -> tuple[Sequence[Match], dict[str, int]]:
-        """Who holds it, and how many tokens each one's engine would not compute again. Raises Unreachable."""
+        """The prompt's holders, and how many tokens each one's engine would not compute again. Raises Unreachable."""
         matches = await self._holders.find(prompt)
         return matches, self._holders.usable_tokens(prompt, matches)
 
     async def prompt_of(self, question: Question, caller: Caller) -> Prompt:
-        """Raises InvalidValue, UnknownModel, ForeignTenant and Unreachable."""
+        """The query's prompt. Raises InvalidValue, UnknownModel, ForeignTenant and Unreachable."""
         return await self._prompt(question, await self._scope(question, caller))
 
     async def keyed_by(self, model: str | None, caller: Caller) -> tuple[Scope, int, str]:
-        """The scope of a model (None: the only one), its workers' block size, and the chain by which they key their blocks.
-        Raises InvalidValue if the workers differ in one of them, UnknownModel and Unreachable."""
+        """The scope of a model (None: the only one), its workers' block size, and the hash chain that keys their blocks. Raises
+        InvalidValue if the workers differ in size or chain, UnknownModel and Unreachable."""
         name = model or ""
         scope = await self._catalogue.scope_of(model, caller.tenant_id or self._catalogue.tenant_id)
         if scope is None or not caller.may_use(name or scope.model_id):
@@ -102,11 +103,11 @@ class QueryApi:
         return scope, size, chain
 
     def prompt_of_hashes(self, scope: Scope, hashes: bytes, block_size: int, chain: str) -> Prompt:
-        """A prompt of ready hashes of a chain."""
+        """A prompt of ready hashes from a chain."""
         return Prompt.of_hashes(replace(scope, chain=chain), hashes, block_size)
 
     async def workers(self, model: str | None, caller: Caller) -> Sequence[Mapping[str, Any]]:
-        """The workers that may see the caller's prompts, as Dynamo's indexer lists them. Raises Unreachable."""
+        """The workers that may see the caller's prompts, in the form of Dynamo's indexer. Raises Unreachable."""
         tenant_id = caller.tenant_id or self._catalogue.tenant_id
         records = sorted((await self._catalogue.records()).items())
         return [
@@ -166,7 +167,7 @@ class QueryApi:
 
 
 def _is_asked(match: Match, question: Question) -> bool:
-    """Mooncake's blocks are of one size, and may be of one instance."""
+    """True if the match fits the query: Mooncake asks for one block size, and possibly for one instance."""
     return question.block_size in (None, match.block_size) and question.instance in (None, match.instance)
 
 

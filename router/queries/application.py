@@ -1,12 +1,12 @@
-"""The paths of the index server; nothing here changes the index.
+"""The paths of the index server. Nothing here changes the index.
 
 /query, /query_by_hash        in the forms of Mooncake's conductor and of Dynamo's indexer
-/kvatlas/overlap              by text, token ids or hashes, with what each engine would reuse
-/kvatlas/changes              what is held now and what changes, as server-sent events; resumed by position
-/workers                      as Dynamo's indexer lists them
+/kvatlas/overlap              by text, token ids or hashes, with the tokens that each engine would reuse
+/kvatlas/changes              the blocks held now and their changes, as server-sent events; resumable by position
+/workers                      in the form of Dynamo's indexer
 /health, /ready, /version     for probes
 
-For operators, on a port of their own unless all is on loopback: the same questions, for the tenant of the header
+For operators, on a separate port unless everything is on loopback: the same queries, for the tenant in the header
 X-KVAtlas-Tenant, and /metrics, /status.
 """
 
@@ -42,16 +42,16 @@ from kvatlas_router.tenant_gate import TenantGate
 from router_client.pricing.overlap import OverlapIndex, ReportsStatus
 
 LARGE_BODY = 64 << 10
-"""Bytes; reading more JSON than this takes milliseconds, and a thread."""
+"""Larger bodies, in bytes, are read in a thread, since their JSON takes milliseconds."""
 CHANGING = ("/register", "/unregister", "/register_peer", "/deregister_peer")
-"""Other indexers' paths that change them."""
+"""Paths by which other indexers are changed; refused here."""
 
 Answer = Callable[[dict[str, Any], Caller], Awaitable[Mapping[str, Any]]]
 WhoAsks = Callable[[Request], Caller]
 
 
 class IndexApplication:
-    """`asgi` is for clients; `control` for operators, None if they use the same port."""
+    """`asgi` serves clients; `control` serves operators, None if they use the same port."""
 
     def __init__(
         self, api: QueryApi, catalogue: Catalogue, lookups: OverlapIndex, borders: ClientBorders, *, apart: bool
@@ -88,7 +88,7 @@ class IndexApplication:
         async def changes(request: Request) -> Response:
             given = request.headers.get("last-event-id") or request.query_params.get("after") or ""
             found = api.follow(who(request), read_position(given) if given else None)
-            first = await anext(found)  # raises what is wrong before the answer has a status
+            first = await anext(found)  # raises errors before the answer has a status
             return StreamingResponse(_as_events(first, found), media_type="text/event-stream")
 
         return [
@@ -120,10 +120,10 @@ class IndexApplication:
 
 
 async def _as_events(first: Change | None, rest: AsyncGenerator[Change | None, None]) -> AsyncIterator[bytes]:
-    """Server-sent events; a comment where nothing happens, so that a lost client is noticed."""
+    """Server-sent events, with comments while nothing happens, so that a lost client is noticed."""
     async with aclosing(rest):
         yield _event(first)
-        with suppress(KvatlasError, *STORE_FAILURES):  # the client comes again, with its position
+        with suppress(KvatlasError, *STORE_FAILURES):  # the client reconnects with its position
             async for change in rest:
                 yield _event(change)
 
@@ -148,13 +148,13 @@ def _posted(answer: Answer, who: WhoAsks) -> Callable[[Request], Awaitable[Respo
 
 
 def _with_errors(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """A handler whose errors become `{"error": line}`, as the other indexers answer."""
+    """Wrap a handler, so that its errors become `{"error": line}`, as in other indexers."""
 
     async def handled(request: Request) -> Response:
         try:
             return await handle(request)
         except ClientDisconnect:
-            return Response(status_code=408)  # the client hears nothing any more
+            return Response(status_code=408)  # the client no longer receives anything
         except InvalidValue as error:
             return _error(400, str(error))
         except ForeignTenant as error:

@@ -1,4 +1,4 @@
-"""Looks a prompt up for one tenant: which workers hold how much of its start."""
+"""Looks a prompt up for one tenant: how much of its start each worker holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Match:
 
     @property
     def instance(self) -> str:
-        """The engine of which the worker is a rank; without ranks the worker itself."""
+        """The engine that the worker is a rank of; without ranks, the worker itself."""
         return self.instance_of(self.endpoint)
 
     @staticmethod
@@ -41,7 +41,7 @@ class Match:
 
 
 class HolderQueries:
-    """Reads a pool's records at most every 200 ms, and the index at each question."""
+    """Reads a pool's records at most every 200 ms, and the index at each query."""
 
     def __init__(self, index: OverlapIndex, fleet: FleetReader) -> None:
         self._index = index
@@ -49,12 +49,12 @@ class HolderQueries:
         self._rules = ReuseRules()
 
     async def workers(self, pool_id: str, tenant_id: str) -> Sequence[FleetRecord]:
-        """Those that may see this tenant's prompts, by id. Raises Unreachable."""
+        """The workers that may see this tenant's prompts, sorted by id. Raises Unreachable."""
         records = (await self._fleet.read_pool(pool_id)).records
         return [record for _, record in sorted(records.items()) if record.may_see(tenant_id)]
 
     async def find(self, prompt: Prompt) -> Sequence[Match]:
-        """Those that hold any of it, the most first. Raises Unreachable, and InvalidValue for token ids out of range."""
+        """The prompt's holders, most tokens first. Raises Unreachable, and InvalidValue for out-of-range token ids."""
         pool = await self._fleet.read_pool(prompt.scope.pool_id)
         found = await look_up_overlap(self._index, prompt, pool.block_shapes)
         tenant_id = prompt.scope.tenant_id
@@ -66,7 +66,7 @@ class HolderQueries:
         return sorted(matches, key=lambda match: (-match.held.tokens, match.endpoint.id))
 
     def usable_tokens(self, prompt: Prompt, matches: Sequence[Match]) -> dict[str, int]:
-        """What each worker's engine would not compute again, by its own rule."""
+        """Tokens that each worker's engine would not compute again, by its own rule."""
         return {
             match.endpoint.id: match.held.usable_tokens(
                 self._rules.of(match.endpoint), prompt, match.endpoint.kind, match.block_size or 1
@@ -75,5 +75,5 @@ class HolderQueries:
         }
 
     async def close(self) -> None:
-        """End reads that are under way."""
+        """End running reads."""
         await self._fleet.close()

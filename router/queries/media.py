@@ -1,6 +1,6 @@
-"""How much of a prompt one worker holds on each medium, in the two ways in which other indexes count.
+"""How much of a prompt one worker holds on each medium, in the two ways that other indexes count.
 
-The tiers of a run are those at its first and last block; the end of what a worker holds is exact.
+A run's tiers are those of its first and last block. The end of a worker's held prefix is exact.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,7 +15,7 @@ DISK = frozenset({Tier.LOCAL_SSD, Tier.OBJECT_STORE})
 
 
 class MediaTokens(NamedTuple):
-    """Tokens of a prompt's start."""
+    """Tokens from a prompt's start, by medium."""
 
     gpu: int
     cpu: int
@@ -23,12 +23,12 @@ class MediaTokens(NamedTuple):
 
 
 def on_each_medium(runs: Sequence[Run]) -> MediaTokens:
-    """The longest start that is whole on one medium, for each of them."""
+    """For each medium, the longest start that it holds alone."""
     return MediaTokens(*(_leading(runs, medium) for medium in (GPU, CPU, DISK)))
 
 
 def through_each_medium(runs: Sequence[Run]) -> MediaTokens:
-    """What is on the GPU from the start, that with what follows in memory, and that with what follows on disks."""
+    """The start on the GPU; that plus what follows in CPU memory; and that plus what follows on disks."""
     gpu = _leading(runs, GPU)
     cpu = gpu + _following(runs, gpu, CPU)
     return MediaTokens(gpu, cpu, cpu + _following(runs, cpu, DISK))
@@ -39,7 +39,7 @@ def _leading(runs: Sequence[Run], medium: Collection[Tier]) -> int:
 
 
 def _following(runs: Sequence[Run], first: int, medium: Collection[Tier]) -> int:
-    """Tokens on a medium from token `first` on, without a gap."""
+    """Contiguous tokens on a medium from token `first` on."""
     position = tokens = 0
     for run in runs:
         end = position + run.tokens

@@ -1,7 +1,7 @@
-"""A question of another router, read from JSON: which prompt, of which model, in whose form the answer is.
+"""Another router's query, read from JSON: the prompt, the model, and the form of the answer.
 
-Two forms share the paths `/query` and `/query_by_hash`. That of Mooncake's conductor names the model `model`; that of
-Dynamo's indexer `model_name`. Sources: kvcache-ai/Mooncake docs/source/api-reference/http/conductor-indexer.md (August
+Two forms share the paths `/query` and `/query_by_hash`. Mooncake's conductor names the model `model`, Dynamo's indexer
+`model_name`. Sources: kvcache-ai/Mooncake docs/source/api-reference/http/conductor-indexer.md (August
 2026); ai-dynamo/dynamo lib/kv-router/src/services/indexer/server.rs.
 """
 
@@ -19,11 +19,11 @@ MAX_HASHES = 65_536
 """A million tokens in blocks of 16."""
 MAX_BLOCK_SIZE = 1 << 20
 ANY_TENANT = "default"
-"""Stands for the caller's own tenant where a question has to name one."""
+"""Means the caller's own tenant, since a query must name one."""
 
 
 class Form(Enum):
-    """Whose question it is: the name of its model."""
+    """A query's form; the value is the name of its model field."""
 
     MOONCAKE = "model"
     DYNAMO = "model_name"
@@ -31,7 +31,7 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`hashes`: packed sequence hashes, instead of `tokens`. `tenant`: as the question names it."""
+    """`hashes`: packed sequence hashes, instead of `tokens`. `tenant`: as named in the query."""
 
     form: Form
     model: str
@@ -45,7 +45,7 @@ class Question:
 
 
 def read_question(body: Mapping[str, Any], *, by_hash: bool) -> Question:
-    """Raises InvalidValue, naming the first wrong field. Large: call it in a thread."""
+    """Read a query. Raises InvalidValue, which names the first wrong field. Slow for large queries: call it in a thread."""
     named = [form for form in Form if form.value in body]
     if len(named) != 1:
         given = "both" if named else "neither"
@@ -79,7 +79,7 @@ def read_question(body: Mapping[str, Any], *, by_hash: bool) -> Question:
 
 
 def _hashes(body: Mapping[str, Any], form: Form) -> bytes:
-    """Dynamo's are those of each block alone, the others' of all up to it."""
+    """The query's sequence hashes. Dynamo sends hashes of each block alone; the other form, of all tokens up to a block."""
     if form is Form.DYNAMO:
         return chain_of_local_hashes(
             [_hash("block_hashes", value) for value in _list(body, "block_hashes", MAX_HASHES)]
@@ -89,7 +89,7 @@ def _hashes(body: Mapping[str, Any], form: Form) -> bytes:
 
 
 def _hash(name: str, value: object) -> int:
-    """A 64-bit number, signed or not; text of one is taken too, since many readers of JSON keep 53 bits."""
+    """A 64-bit number, signed or not. Text is accepted too, since many JSON parsers keep only 53 bits."""
     if isinstance(value, str) and len(value) <= 20:
         try:
             value = int(value, 16 if value.lower().startswith("0x") else 10)

@@ -1,4 +1,4 @@
-"""The index server as a process, until it is cancelled. Any number of replicas answer alike: none keeps anything."""
+"""The index server as a process. Its replicas are stateless, so any number of them answer alike."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -31,7 +31,7 @@ _log = logging.getLogger("kvatlas_router.queries")
 async def run_index_server(
     settings: IndexServerSettings, ready: Callable[[str, int | None], None] | None = None
 ) -> None:
-    """Serve until cancelled; `ready` is called once, with the base URL and the gRPC port.
+    """Serve until cancelled. `ready` is called once, with the base URL and the gRPC port.
 
     Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
     LayoutMismatch if the store can't be used and `wait` is off.
@@ -44,7 +44,7 @@ async def run_index_server(
             what = "the index server's port for operators (--control-port)"
             control = listen(settings.control_host, settings.control_at, what, settings.control_http)
             listeners.callback(control.close)
-            _log.info("for operators: %s", control.url)
+            _log.info("operators' port: %s", control.url)
         async with open_index_server(settings) as (application, grpc_port), anyio.create_task_group() as tasks:
             if control is not None:
                 assert application.control is not None
@@ -59,10 +59,10 @@ async def run_index_server(
 
 @asynccontextmanager
 async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tuple[IndexApplication, int | None]]:
-    """The application with all its parts, and the port of the gRPC server, if there is one."""
+    """The application with all its parts, and the port of the gRPC server, if any."""
     proof = Proof(settings.clients_file) if settings.clients_file is not None else None
     if proof is None:
-        _log.info("one tenant, that of --tenant-id: no client proves another one (--clients-file)")
+        _log.info("every client counts as the tenant of --tenant-id; to tell tenants apart, set --clients-file")
     prompts = PromptSettings(salt_is_tenant=settings.salt_is_tenant)
     stack = AsyncExitStack()
     try:
@@ -99,7 +99,7 @@ async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tupl
 async def _serve_grpc(
     stack: AsyncExitStack, settings: IndexServerSettings, api: QueryApi, proof: Proof | None
 ) -> int | None:
-    """The port. Raises SettingsError for one that can't be used, and without the packages."""
+    """Start the gRPC server and return its port. Raises SettingsError if the port can't be used or packages are missing."""
     if settings.grpc_port is None:
         return None
     try:

@@ -1,1 +1,1 @@
-"""A router's page for people."""
+"""A router's status page."""

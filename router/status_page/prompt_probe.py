@@ -1,6 +1,6 @@
-"""The probe of a router: who holds how much of a prompt, what each worker would cost, and who would be chosen.
+"""A router's probe: how much of a prompt each worker holds, what each would cost, and which would be chosen.
 
-The prompt goes the way of a request that a client sends, up to the booking.
+The prompt takes the path of a client's request, up to the booking.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ _HOLDERS = (
 
 
 class PromptProbe:
-    """See the module."""
+    """See the module's docstring."""
 
     kinds: Sequence[PromptKind] = (PromptKind.TEXT, PromptKind.CHAT, PromptKind.TOKENS)
     asks_adapter = False
@@ -92,7 +92,7 @@ class PromptProbe:
 
 
 def _request_of(query: Query) -> TextRequest:
-    """The body that a client would send. Raises InvalidValue."""
+    """The request that a client would send. Raises InvalidValue."""
     body: dict[str, Any] = {"model": query.model} if query.model else {}
     if query.kind is PromptKind.CHAT:
         body["messages"] = [{"role": "user", "content": query.prompt}]
@@ -128,7 +128,7 @@ def _remarks(read: RequestPrompt, choice: Booked) -> Iterable[Cell]:
 
 
 def _costs_table(title: str, ranking: Ranking, chosen: str) -> Table:
-    """A column for each term that costs anybody anything; those without a figure are left out."""
+    """The costs, with a column for each term that is not zero for every worker."""
     results = list(ranking.results[:MOST_WORKERS])
     if all(result.worker_id != chosen for result in results):
         results = [*(one for one in ranking.results if one.worker_id == chosen), *results]

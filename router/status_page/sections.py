@@ -1,4 +1,4 @@
-"""What a router shows people: its decisions of the last minutes, the fleet's workers, and the probe."""
+"""The sections of a router's status page: its decisions of the last minutes, the fleet's workers, and the probe."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ _BY_WORKER = (
     Column("share"),
     Column("prompt tokens", number=True),
     Column("predicted cached", hint="of the prompt tokens"),
-    Column("found cached", hint="as the engine's answers tell, of their prompt tokens"),
+    Column("found cached", hint="of the prompt tokens, as the engine's answers report"),
     Column("without index", number=True, hint="chosen by load or by the prefix alone"),
 )
 _LAST = (
@@ -116,7 +116,7 @@ def _last_row(decision: PastDecision, now_us: int) -> Sequence[Cell]:
 
 
 def _share_cell(part: int, whole: int) -> Cell:
-    """A percentage with its bar; a dash of nothing."""
+    """A percentage with its bar; a dash if there is nothing."""
     return Cell(f"{part / whole:.0%}", share=min(1.0, part / whole)) if whole else QUIET_DASH
 
 

@@ -1,15 +1,15 @@
-"""Whose request it is, and how much it may use: proven by what the client shows, never by what a body says.
+"""Whose request it is, and how much it may use. The client proves its tenant by credentials; a body proves nothing.
 
-    caller.py           who sends a request: tenant, models, priority, limits
+    caller.py           a request's sender: tenant, models, priority, limits
     clients_file.py     the file of clients: keys, certificates, trusted fronts, issuers of tokens
-    issuer.py           a JWT's proof, remembered until it expires
+    issuer.py           checks JWTs, and remembers valid ones until they expire
     issuer_keys.py      an issuer's public keys, from a file or an address
-    proof.py            from a request's headers, certificate and address to its caller
+    proof.py            finds the caller by a request's headers, certificate and address
     refusals.py         why a request is refused
-    limits.py           requests and tokens of each client: in flight in this process, and a minute in the fleet
-    allowance.py        a client's requests or tokens of a minute, as this process has them
-    allowance_exchange.py   what is used here, against the fleet's allowances in the store
+    limits.py           each client's requests and tokens: in flight in this process, and per minute in the fleet
+    allowance.py        this process's part of a client's requests or tokens per minute
+    allowance_exchange.py   draws from and returns to the fleet's allowances in the store
     counters.py         counters
 
-`../tenant_gate.py` is the ASGI application in front of the proxy that asks for all of it.
+`../tenant_gate.py` is the ASGI application before the proxy that applies all of it.
 """

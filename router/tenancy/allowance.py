@@ -1,6 +1,6 @@
-"""A client's requests or tokens of a minute, as one router process has them: drawn from the fleet's allowance ahead of use.
+"""One router process's part of a client's requests or tokens per minute, drawn from the fleet's allowance ahead of use.
 
-No I/O. `AllowanceExchange` draws what is wanted here; while the store is away, from `LocalAllowances`.
+No I/O. `AllowanceExchange` does the drawing; while the store is away, it draws from `LocalAllowances`.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from kvatlas.fleet_store.allowances import MINUTE_S, MOST_DEBT, Draw, Drawn
 
 KEEP_S = 10.0
-"""What was drawn and is not used for this long goes back."""
+"""Drawn amounts that stay unused for this long go back."""
 FADE = 0.8
-"""How much less is expected at each exchange than before it."""
+"""Factor by which expected use falls at each exchange."""
 MOST_AHEAD = 0.1
-"""Of an allowance, the most that one process draws ahead of use: so much may be missing elsewhere for some seconds."""
+"""Largest share of an allowance that one process draws ahead of use. Other processes may lack it for some seconds."""
 
 
 @dataclass(slots=True)
 class Allowance:
-    """`size`: what refills in a minute. `drawn`: for use here; below 0: more was used. `left`: of the fleet's, when it was last
-    asked; None: never. `waiting`: what requests wait for."""
+    """`size`: the amount that refills in a minute. `drawn`: the amount left for use here; negative if overdrawn. `left`: what
+    the fleet's allowance had left when last asked; None: never asked. `waiting`: the amount that requests wait for."""
 
     name: str
     size: int
@@ -32,7 +32,7 @@ class Allowance:
     _expected: float = 0.0
 
     def take(self, amount: int, now_s: float) -> bool:
-        """Use this much, if it is here."""
+        """Use this amount if it is available here."""
         if self.drawn < amount:
             return False
         self.drawn -= amount
@@ -41,26 +41,26 @@ class Allowance:
         return True
 
     def correct(self, amount: int) -> None:
-        """So much more was used than taken; below 0: less."""
+        """Record that this much more was used than taken; negative: less."""
         self.drawn -= min(amount, MOST_DEBT * self.size)
 
     def remaining(self, now_s: float) -> int:
-        """What the fleet's allowance has left, as far as is known here."""
+        """What the fleet's allowance has left, as far as this process knows."""
         if self.left is None:
             return self.size
         refilled = int((now_s - self.asked_s) * self.size / MINUTE_S)
         return max(0, min(self.size, self.left + refilled + self.drawn))
 
     def wait_s(self, amount: int, now_s: float) -> float:
-        """Seconds until this amount may be there; 0: it may be there now."""
+        """Seconds until this amount may be available; 0: it may be available now."""
         if self.left is None:
             return 0.0
         ready_s = self.asked_s + (min(amount, self.size) - self.left - self.drawn) * MINUTE_S / self.size
         return max(0.0, ready_s - now_s)
 
     def next_draw(self, now_s: float, *, ends: bool = False) -> Draw:
-        """What to put back and to draw: what is put back is no longer here, what is drawn comes with `add`. `ends`: no request
-        comes any more."""
+        """The amounts to put back and to draw. What is put back is removed at once; what is drawn arrives by `add`. `ends`: no
+        more requests will come."""
         self._expected = max(2.0 * self._used, self._expected * FADE)
         if ends or now_s - self._used_s >= KEEP_S:
             self._expected = 0.0
@@ -71,32 +71,32 @@ class Allowance:
         return Draw(self.name, self.size, back, max(0, ahead - self.drawn))
 
     def add(self, drawn: Drawn, now_s: float) -> None:
-        """An exchange's answer."""
+        """Take an exchange's answer."""
         self.drawn += drawn.taken
         self.left = drawn.left
         self.asked_s = now_s
 
     @property
     def is_idle(self) -> bool:
-        """Is there nothing to exchange?"""
+        """True if there is nothing to exchange."""
         return not (self.drawn or self.waiting or self._used)
 
 
 class LocalAllowances:
-    """The fleet's allowances as this process last saw them, refilled at the whole rate: each process counts by itself."""
+    """The fleet's allowances as this process last saw them, refilled at the full rate. Each process counts alone."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._known: dict[str, tuple[float, float]] = {}
 
     def see(self, name: str, left: float, now_s: float) -> None:
-        """What the store says."""
+        """Record an allowance that the store reported."""
         self._known[name] = left, now_s
         if len(self._known) > self._most:
             del self._known[next(iter(self._known))]
 
     def draw(self, draws: Sequence[Draw], now_s: float) -> Sequence[Drawn]:
-        """As the store's function."""
+        """Draw as the store's function does."""
         return [self._draw(one, now_s) for one in draws]
 
     def _draw(self, one: Draw, now_s: float) -> Drawn:

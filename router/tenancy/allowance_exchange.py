@@ -1,7 +1,7 @@
-"""Exchanges what clients use here with the fleet's allowances in the store: now and then, and at once if a request waits.
+"""Settles clients' use with the fleet's allowances in the store: every EVERY_S, and at once if a request waits.
 
-A request waits only if its client used little here lately, or is near its limit. While the store is away each process counts
-by itself, from what the fleet's allowances had left.
+A request waits only if its client has used little here recently, or is near its limit. While the store is away, each process
+counts alone, starting from what the fleet's allowances had left.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ _log = logging.getLogger("kvatlas_router.tenancy")
 
 
 class AllowanceExchange:
-    """`take` at each request; allowances are shared between `start` and `stop`."""
+    """Call `take` for each request. Allowances are shared between `start` and `stop`."""
 
     def __init__(self, shared: SharedAllowances | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`shared` None: this process counts by itself."""
+        """`shared` None: this process counts alone."""
         self.clock = clock
         self.is_shared = False
-        """Did the store take part in the last exchange?"""
+        """True if the store took part in the last exchange."""
         self._shared = shared
         self._local = LocalAllowances(MOST_KNOWN)
         self._used: dict[str, Allowance] = {}
@@ -46,14 +46,14 @@ class AllowanceExchange:
             self._task.start()
 
     async def stop(self) -> None:
-        """Put back what is not used."""
+        """Put back what is unused."""
         if await self._task.stop():
             self._end_round()
             await self._exchange(ends=True)
         self.is_shared = False
 
     async def take(self, allowance: Allowance, amount: int) -> bool:
-        """Use this much of an allowance; False: it is not there."""
+        """Use this amount of an allowance. False if it is not available."""
         self._note(allowance)
         now_s = self.clock()
         if allowance.take(amount, now_s):
@@ -69,7 +69,7 @@ class AllowanceExchange:
         return allowance.take(amount, self.clock())
 
     def correct(self, allowance: Allowance, amount: int) -> None:
-        """So much more was used than taken; below 0: less."""
+        """Record that this much more was used than taken; negative: less."""
         self._note(allowance)
         allowance.correct(amount)
         if not self.is_shared:
@@ -80,7 +80,7 @@ class AllowanceExchange:
             self._used[allowance.name] = allowance
 
     async def _is_answered(self) -> bool:
-        """Waits for the next exchange to end, but not long."""
+        """Wait briefly for the next exchange to end. True if it did."""
         self._wake.set()
         try:
             async with asyncio.timeout(2 * CALL_S):
@@ -128,7 +128,9 @@ class AllowanceExchange:
                 drawn = await self._shared.draw(draws)
         except STORE_FAILURES as error:
             self.is_shared = False
-            self._lines.report("away", f"clients' limits a minute count in this process alone: {reason(error)}")
+            self._lines.report(
+                "away", f"clients' limits per minute are not shared between routers now: {reason(error)}"
+            )
             return self._local.draw(draws, self.clock())
         self.is_shared = True
         for one, answer in zip(draws, drawn, strict=True):

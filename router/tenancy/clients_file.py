@@ -1,17 +1,17 @@
-"""The file of clients (`--clients-file`): who may use a router, for which tenants, and how much.
+"""The file of clients (`--clients-file`): which clients may use a router, for which tenants, and how much.
 
 [clients.acme]                          # a name, for logs and limits
 keys = ["sha256:9f86d081..."]           # `kvatlas auth key` makes a key and this line
 certificates = ["spiffe://acme/app"]    # names of a client's certificate: a URI, a DNS name, or its common name
 tenants = ["acme"]                      # the first one, unless the header names another one of them
 models = ["llama-*"]                    # default: all
-priority = 0                            # in the queue: lower is earlier
+priority = 0                            # in the queue; lower is earlier
 requests_per_minute = 600               # and tokens_per_minute, requests_in_flight, tokens_in_flight, body_bytes
 decisions = true                        # its answers have the decision header
 
 [clients.gateway]
 addresses = ["10.1.0.0/16"]             # or certificates, or keys
-front = true                            # its header `tenant_header` names the tenant; `tenants` says which are possible
+front = true                            # its header `tenant_header` names the tenant, one of `tenants`
 tenants = ["*"]
 
 [issuers.corp]                          # of JWTs
@@ -40,7 +40,7 @@ from kvatlas_router.tenancy.caller import Caller, Limits
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _HEADER = re.compile(r"[a-z0-9-]{1,64}")
 _UNREADABLE = "\ufffd"
-"""Stands for bytes of a header that are no UTF-8."""
+"""Replaces bytes of a header that are not UTF-8."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -62,7 +62,7 @@ def _check_addresses(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def is_tenant_name(text: str) -> bool:
-    """May a tenant be called so?"""
+    """True if the text is a valid tenant name."""
     if not text.isprintable() or PART_MARK in text or _UNREADABLE in text:  # a surrogate is not printable
         return False
     return 0 < len(text.encode()) <= MAX_NAME_BYTES
@@ -72,7 +72,7 @@ Tenant = Annotated[str, AfterValidator(_check_tenant)]
 
 
 class Allowance(BaseModel):
-    """What a client may do, whatever it proves itself by."""
+    """What a client may do, whatever its kind of credentials."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -86,7 +86,7 @@ class Allowance(BaseModel):
     body_bytes: Positive | None = None
 
     def caller(self, name: str, tenant_id: str, *, is_front: bool = False) -> Caller:
-        """A sender of requests that has proven this."""
+        """The caller that has proven to be this client."""
         limits = Limits(
             self.requests_in_flight,
             self.tokens_in_flight,
@@ -108,7 +108,7 @@ class Client(Allowance):
 
 
 class Issuer(Allowance):
-    """One issuer of JWTs. `tenants`: what its claim may say."""
+    """One issuer of JWTs. `tenants`: the tenants that its claim may name."""
 
     issuer: str = Field(min_length=1)
     audience: str = Field(min_length=1)
@@ -119,7 +119,7 @@ class Issuer(Allowance):
 
 
 class Clients:
-    """All that one file says. Raises InvalidValue for entries that contradict each other."""
+    """The content of one file. Raises InvalidValue for entries that contradict each other."""
 
     def __init__(self, clients: Mapping[str, Client], issuers: Mapping[str, Issuer], tenant_header: str) -> None:
         self.clients = dict(clients)
@@ -145,7 +145,7 @@ class Clients:
 
     @property
     def tenants(self) -> Sequence[str]:
-        """The tenants and patterns that it names, sorted."""
+        """The tenants and patterns in the file, sorted."""
         entries: list[Client | Issuer] = [*self.clients.values(), *self.issuers.values()]
         return sorted({tenant for entry in entries for tenant in entry.tenants})
 
@@ -189,7 +189,7 @@ def _entries(found: Mapping[str, Any], table: str, kind: type[T]) -> dict[str, T
         except ValidationError as error:
             first: ErrorDetails = error.errors()[0]
             where = ".".join(str(part) for part in (table, name, *first["loc"]))
-            if first["loc"][:1] == ("keys",):  # what stands there may be a key itself
+            if first["loc"][:1] == ("keys",):  # the value may be a real key: don't show it
                 raise InvalidValue(f"{where}: {describe_expected(first)}") from None
             raise InvalidValue(describe_mistake(where, first)) from None
     return entries
@@ -208,9 +208,9 @@ def _check_issuer(name: str, issuer: Issuer) -> None:
     if (issuer.keys_file is None) == (issuer.keys_url is None):
         raise InvalidValue(f"issuers.{name} has both or none of keys_file and keys_url; expected one")
     if issuer.keys_url is not None and not is_key_address(issuer.keys_url):
-        raise InvalidValue(f"issuers.{name}.keys_url is no https address; http is for loopback alone")
+        raise InvalidValue(f"issuers.{name}.keys_url is no https address; http is allowed only for loopback")
 
 
 def is_key_address(url: str) -> bool:
-    """May keys be read from there?"""
+    """True if keys may be read from this address."""
     return re.fullmatch(r"https://[^\s@]+|http://(?:127\.0\.0\.1|localhost|\[::1\])(?::\d+)?(?:/\S*)?", url) is not None

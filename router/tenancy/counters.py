@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class TenancyCounters:
-    """Plain integers since the router started. Requests: `proven`, `unproven` (refused, as they showed nothing that counts),
-    `foreign` (refused, as they named a tenant that is not theirs), `over_requests`, `over_tokens` (refused by a limit) and
-    `too_long` (by the client's own limit of bodies)."""
+    """Plain integers since the router started. Requests: `proven`, `unproven` (refused: no valid credentials), `foreign`
+    (refused: they named another client's tenant), `over_requests`, `over_tokens` (refused by a limit) and `too_long` (refused
+    by the client's own body limit)."""
 
     proven: int = 0
     unproven: int = 0

@@ -1,4 +1,4 @@
-"""A JWT's proof: who issued it, for whom, and which tenant its claim names (RFC 7519; RFC 8725 on what to check)."""
+"""Checks a JWT: its issuer, its audience, and the tenant that its claim names (RFC 7519; RFC 8725 on what to check)."""
 
 import json
 import time
@@ -21,11 +21,11 @@ ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES
 MOST_REMEMBERED = 10_000
 MOST_TOKEN_BYTES = 16 << 10
 LEEWAY_S = 30
-"""Clocks differ."""
+"""Allowance for clocks that differ."""
 
 
 class IssuedTokens:
-    """Tokens of all issuers of one file; a token that was checked is remembered until it expires or the keys change."""
+    """Tokens of all issuers in one file. A checked token is remembered until it expires or the keys change."""
 
     def __init__(self, issuers: Mapping[str, Issuer]) -> None:
         self._issuers = {
@@ -35,7 +35,7 @@ class IssuedTokens:
         self._known: OrderedDict[bytes, tuple[float, IssuerKeys, int, Caller]] = OrderedDict()
 
     async def prove(self, token: bytes) -> Caller:
-        """Raises Unproven, and KeysUnknown."""
+        """The token's caller. Raises Unproven and KeysUnknown."""
         digest = sha256(token).digest()
         if (known := self._known.get(digest)) is not None:
             until, keys, version, caller = known
@@ -63,13 +63,13 @@ class IssuedTokens:
         claims = _claims(token, key, issuer)
         tenant_id = claims.get(issuer.claim)
         if not isinstance(tenant_id, str) or not is_tenant_name(tenant_id) or not matches(tenant_id, issuer.tenants):
-            raise Unproven(f"the token's claim {issuer.claim!r} names no tenant that its issuer may speak for")
+            raise Unproven(f"the token's claim {issuer.claim!r} names no tenant that its issuer may vouch for")
         return issuer.caller(f"{name}/{tenant_id}", tenant_id), int(claims["exp"]) + LEEWAY_S, keys
 
 
 def _read_unchecked(token: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Header and claims, as anyone may have written them: they only say whose key to check with. PyJWT's own reading takes
-    longer than the signature's check."""
+    """The unverified header and claims, used only to find the key to check with. PyJWT's own parsing takes longer than checking
+    the signature."""
     try:
         header, claims = (json.loads(base64url_decode(part)) for part in token.split(b".")[:2])
     except (ValueError, RecursionError):
@@ -98,5 +98,5 @@ def _claims(token: bytes, key: Any, issuer: Issuer) -> Mapping[str, Any]:
         ValueError,
         RecursionError,
     ) as error:  # a key of another kind than the algorithm's
-        raise Unproven(f"the token does not count: {error!s:.80}") from None
+        raise Unproven(f"the token is invalid: {error!s:.80}") from None
     return claims

@@ -1,4 +1,4 @@
-"""An issuer's public keys (a JWKS, RFC 7517, or one key in PEM), from a file or an address; read again when they change."""
+"""An issuer's public keys (a JWKS, RFC 7517, or one key in PEM), from a file or an address, reread periodically."""
 
 import asyncio
 import json
@@ -16,11 +16,11 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.tenancy.refusals import KeysUnknown
 
 AGE_S = 300.0
-"""How soon the keys of an address are read again: a key that was withdrawn counts so long."""
+"""How often the keys of an address are read again. A withdrawn key stays valid for up to this time."""
 FILE_AGE_S = 5.0
-"""The same for a file."""
+"""How often a file's keys are read again."""
 ASK_AGAIN_S = 10.0
-"""How soon, if a token names a key that is not known, or the keys could not be read."""
+"""How soon they are read again if a token names an unknown key, or if they could not be read."""
 READ_S = 5.0
 MOST_BYTES = 1 << 20
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("kvatlas_router.tenancy")
 
 
 class IssuerKeys:
-    """`of` is cheap while the keys are known. Safe to share between tasks of one event loop."""
+    """`of` is cheap while the key is known. Safe to share between tasks of one event loop."""
 
     def __init__(
         self, name: str, file: Path | None, url: str | None, clock: Callable[[], float] = time.monotonic
@@ -48,7 +48,7 @@ class IssuerKeys:
         self._refusals = RateLimitedLog(_log)
 
     async def of(self, key_id: str | None) -> Any:
-        """The key of this id, or the only one; None if there is none. Raises KeysUnknown."""
+        """The key with this id, or the only key; None if there is none. Raises KeysUnknown."""
         self.refresh()
         found = self._find(key_id)
         if self._read_at is None or (found is None and self._clock() - self._read_at >= ASK_AGAIN_S):
@@ -59,7 +59,7 @@ class IssuerKeys:
         return found
 
     def refresh(self) -> None:
-        """Begin to read the keys again if they are old; those that are known go on meanwhile."""
+        """Begin to read the keys again if they are old. The known keys stay in use meanwhile."""
         if self._source and self._read_at is not None and self._clock() - self._read_at >= self._age_s:
             self._start()
 
@@ -81,7 +81,9 @@ class IssuerKeys:
                 self._source = source
                 self.version += 1
         except (OSError, TimeoutError, aiohttp.ClientError, InvalidValue) as error:
-            self._refusals.report(self._name, f"keys of issuer {self._name} not read ({error}); those before are used")
+            self._refusals.report(
+                self._name, f"keys of issuer {self._name} not read ({error}); using the previous ones"
+            )
         self._read_at = self._clock()
 
     async def _fetch(self) -> bytes:
@@ -102,8 +104,8 @@ class IssuerKeys:
 
 
 def parse_keys(source: bytes) -> Mapping[str, Any]:
-    """By key id: those of a JWKS that sign, or '' for a key in PEM; none, if a JWKS is empty: all were withdrawn. Raises
-    InvalidValue for anything else without a key."""
+    """Signing keys by key id: those of a JWKS, or a single PEM key under ''. An empty JWKS gives none: all were withdrawn.
+    Raises InvalidValue for anything else without a key."""
     if source.lstrip().startswith(b"-----BEGIN "):
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.serialization import load_pem_public_key

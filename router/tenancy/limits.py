@@ -1,6 +1,6 @@
-"""How much each client uses, and what it may: requests and tokens, in flight in this process, and a minute in the whole fleet.
+"""Each client's use and limits: requests and tokens, in flight in this process and per minute in the whole fleet.
 
-A minute's allowance refills continuously, as OpenAI's: after a pause a whole minute's worth may come at once.
+Allowances per minute refill continuously, as OpenAI's do. After a pause, a whole minute's worth may come at once.
 """
 
 import math
@@ -21,7 +21,8 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class OverLimit(KvatlasError):
-    """A client has used what it may. `retry_after_s`: when the same request may pass."""
+    """A client has reached a limit. `retry_after_s`: seconds until the same request may pass. `tokens`: the limit is one of
+    tokens."""
 
     def __init__(self, line: str, retry_after_s: float, *, tokens: bool) -> None:
         super().__init__(line)
@@ -31,7 +32,7 @@ class OverLimit(KvatlasError):
 
 @dataclass(slots=True)
 class _Use:
-    """One client's: in flight here, and its allowances; None: that is not limited."""
+    """One client's requests and tokens in flight here, and its allowances; None: not limited."""
 
     requests: int = 0
     tokens: int = 0
@@ -39,7 +40,7 @@ class _Use:
     of_tokens: Allowance | None = None
 
     def set_limits(self, caller: Caller) -> None:
-        """As its caller has them now: a file of clients may change them."""
+        """Take the caller's current limits, since the file of clients may change them."""
         limits = caller.limits
         self.of_requests = _allowance(self.of_requests, "requests", caller.name, limits.requests_per_minute)
         self.of_tokens = _allowance(self.of_tokens, "tokens", caller.name, limits.tokens_per_minute)
@@ -66,7 +67,7 @@ class Permit:
         self._ended = False
 
     async def take_tokens(self, tokens: int) -> None:
-        """Its prompt and the answer that is expected. Raises OverLimit."""
+        """Take the tokens of its prompt and expected answer. Raises OverLimit."""
         try:
             await self._take_tokens(tokens)
         except OverLimit:
@@ -84,13 +85,13 @@ class Permit:
         if most is not None and use.tokens + tokens > most:
             raise OverLimit(f"{use.tokens} tokens of this client are in flight, of {most}", 1, tokens=True)
         use.tokens += tokens
-        self._tokens = tokens  # `end` takes them back, however this goes on
+        self._tokens = tokens  # `end` returns them in any case
         if allowance is not None and not await self._exchange.take(allowance, tokens):
             wait_s = allowance.wait_s(tokens, self._exchange.clock())
             raise OverLimit(f"this client has used its {allowance.size} tokens a minute", wait_s, tokens=True)
 
     def correct(self, tokens: int) -> None:
-        """What the request took in the end, as its engine reports it."""
+        """Replace the expected tokens by those that the engine reports at the end."""
         if self._use.of_tokens is not None:
             self._exchange.correct(self._use.of_tokens, max(0, tokens) - self._tokens)
 
@@ -102,12 +103,12 @@ class Permit:
             self._use.tokens -= self._tokens
 
     def headers(self) -> Headers:
-        """What is left, in the words of OpenAI's API; only of what is limited."""
+        """What is left of each limit, in the headers of OpenAI's API."""
         return limit_headers(self._use, self._exchange.clock())
 
 
 def limit_headers(use: _Use, now_s: float) -> Headers:
-    """`x-ratelimit-limit-requests` and so on."""
+    """Headers `x-ratelimit-limit-requests` and so on."""
     found: Headers = []
     for what, allowance in (("requests", use.of_requests), ("tokens", use.of_tokens)):
         if allowance is not None:
@@ -144,7 +145,7 @@ class ClientLimits:
         return permit
 
     def headers(self, caller: Caller) -> Headers:
-        """As `Permit.headers`, of a client whose request was not admitted."""
+        """Like `Permit.headers`, for a client whose request was not admitted."""
         return limit_headers(self._use_of(caller), self._exchange.clock())
 
     def _use_of(self, caller: Caller) -> _Use:

@@ -1,4 +1,4 @@
-"""From what a request shows to its caller: a key, a client certificate, the address of a trusted front, a JWT."""
+"""Finds a request's caller by its key, client certificate, trusted front's address or JWT."""
 
 import logging
 import time
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from kvatlas_router.tenancy.issuer import IssuedTokens
 
 LOOK_S = 1.0
-"""How often, at most, the file is looked at."""
+"""Shortest time between checks of the file."""
 MOST_CALLERS = 100_000
 _KEY_HEADERS = (b"x-api-key", b"api-key")
-"""As Anthropic's and Azure's clients send a key."""
+"""Headers in which clients of Anthropic and Azure send a key."""
 _NOTHING = "no key; expected `Authorization: Bearer KEY`"
 
 _log = logging.getLogger("kvatlas_router.tenancy")
 
 
 class Proof:
-    """The clients of one file, read again when it changes; a file that can't be read leaves those before in use."""
+    """The clients of one file, read again when it changes. If it can't be read then, the previous clients stay in use."""
 
     def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises SettingsError for a file that can't be used."""
@@ -44,9 +44,10 @@ class Proof:
         self._callers: dict[tuple[str, str], Caller] = {}
 
     async def prove(self, headers: Iterable[tuple[bytes, bytes]], address: str, certificate: frozenset[str]) -> Caller:
-        """Who sends it. `headers`: names in lower case. `certificate`: the names of the client's, if it showed a valid one.
+        """The request's caller. `headers`: names in lower case. `certificate`: the names in the client's certificate, if it has
+        a valid one.
 
-        Raises Unproven, ForeignTenant, and KeysUnknown.
+        Raises Unproven, ForeignTenant and KeysUnknown.
         """
         self._look()
         shown, named = self._read_headers(headers)
@@ -62,7 +63,7 @@ class Proof:
         return caller
 
     def _read_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[list[bytes], list[str]]:
-        """The keys and tokens that it shows, and the tenants that it names."""
+        """The keys and tokens in the headers, and the tenants that they name."""
         shown: list[bytes] = []
         named: list[str] = []
         for name, value in headers:
@@ -115,7 +116,7 @@ class Proof:
         try:
             clients = Clients.read(self._file)
         except (OSError, InvalidValue) as error:
-            _log.warning("%s can't be used (%s); the clients before are used", self._file, _reason(error))
+            _log.warning("%s can't be used (%s); keeping the previous clients", self._file, _reason(error))
             return
         self.clients, self._callers, self._tokens = clients, {}, _issued_tokens(clients)
         _log.info("%s read again: %d clients, %d issuers", self._file, len(clients.clients), len(clients.issuers))
@@ -130,12 +131,12 @@ def _issued_tokens(clients: Clients) -> "IssuedTokens | None":
 
 
 def hash_of(key: bytes) -> str:
-    """As the file has it. A key is random, and long: it needs no slow hash."""
+    """A key's hash as written in the file. Keys are long and random, so they need no slow hash."""
     return f"sha256:{sha256(key).hexdigest()}"
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    """Changes whenever the file does."""
+    """A value that changes whenever the file does."""
     try:
         stat = file.stat()
     except OSError:

@@ -1,15 +1,15 @@
-"""Why a request is refused before it is read; each line is for its sender."""
+"""Reasons to refuse a request before reading it. The sender gets each message."""
 
 from kvatlas.errors import KvatlasError
 
 
 class Unproven(KvatlasError):
-    """A request shows nothing that counts."""
+    """A request has no valid credentials."""
 
 
 class ForeignTenant(KvatlasError):
-    """A request names a tenant that its client may not speak for."""
+    """A request names a tenant that its client may not use."""
 
 
 class KeysUnknown(KvatlasError):
-    """An issuer's keys can't be read now, and never were."""
+    """An issuer's keys can't be read, and never could be."""

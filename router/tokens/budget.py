@@ -20,11 +20,12 @@ _log = logging.getLogger("kvatlas_router.tokens")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerBudget:
-    """`deadline_ms`: after that a request is routed without its tokens; while others get theirs it waits on, up to
-    `most_deadline_ms`. `most_pending`: calls to the tokenizer at a time; more requests wait for one of them to end, as long.
+    """`deadline_ms`: after this time, a request is routed without its tokens. `most_deadline_ms`: upper bound of that deadline
+    while the tokenizer is slow but still answering. `most_pending`: concurrent calls to the tokenizer; further requests wait
+    for a free slot, within the same deadline.
 
-    A prompt costs its engine about 40 us a token, a local tokenizer 1 us: waiting is cheaper than a miss. In a burst all are
-    late together: a deadline of each alone would let the tokenizer work for nobody.
+    A token costs an engine about 40 us and a local tokenizer 1 us, so waiting is cheaper than a miss. In a burst, all requests
+    are late together; with individual deadlines, all of the tokenizer's work would be wasted.
     """
 
     deadline_ms: float = 200.0
@@ -33,10 +34,10 @@ class TokenizerBudget:
 
 
 class BudgetedTokenizer:
-    """Any tokenizer within a budget; each failure is a CannotTokenize, counted by its reason.
+    """Any tokenizer within a budget. Each failure is a CannotTokenize, counted by its reason.
 
-    A late call continues in its thread and counts as pending until it ends there: a tokenizer that is too slow for its
-    load gets fewer calls, and work never piles up.
+    A late call continues in its thread and counts as pending until it ends. So a tokenizer that is too slow for its load gets
+    fewer calls, and work never piles up.
     """
 
     def __init__(
@@ -51,16 +52,16 @@ class BudgetedTokenizer:
         self._log = RateLimitedLog(_log)
 
     async def token_ids(self, request: TextRequest) -> Sequence[int]:
-        """Of a text, as an array of machine words. Raises CannotTokenize, also for a prompt of more than text, and InvalidValue
-        for a token id that is out of range."""
+        """A text's token ids, as an array of machine words. Raises CannotTokenize, also for a prompt with more than text, and
+        InvalidValue for an out-of-range token id."""
         found = await self.prompt_tokens(request)
         if found.media or found.cut:
             raise CannotTokenize(Why.UNSUPPORTED, "the prompt has more than text")
         return found.ids
 
     async def prompt_tokens(self, request: TextRequest) -> PromptTokens:
-        """Of any prompt, as an array of machine words. Raises CannotTokenize, and InvalidValue for a token id that is out of
-        range."""
+        """Any prompt's token ids, as an array of machine words. Raises CannotTokenize, and InvalidValue for an out-of-range
+        token id."""
         if (given := request.token_ids) is not None:
             self.counters.given += 1
             return PromptTokens(_check(given), request.media)
@@ -95,7 +96,7 @@ class BudgetedTokenizer:
         slot = asyncio.ensure_future(self._slots.acquire())
         try:
             if not await self._is_done_in_time(slot, began_s):
-                line = f"{len(self._pending)} prompts are with the tokenizer, and none was done for this one within"
+                line = f"the tokenizer is busy with {len(self._pending)} prompts, and no slot got free within"
                 raise CannotTokenize(Why.BUSY, f"{line} {self._waited_ms(began_s):g} ms")
         except BaseException:
             if not slot.cancel() and not slot.cancelled():
@@ -112,7 +113,7 @@ class BudgetedTokenizer:
             raise
         error = task.exception()
         if isinstance(error, Exception) and not isinstance(error, KvatlasError):
-            # a tokenizer may be any code of the user's: an error there must not fail the request
+            # a tokenizer may be any user code: its errors must not fail the request
             _log.warning("tokenizer failed", exc_info=error)
             raise CannotTokenize(Why.FAILED, f"tokenizer: {type(error).__name__}: {error}") from error
         return task.result()

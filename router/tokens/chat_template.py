@@ -1,4 +1,4 @@
-"""Chat templates as `transformers` and vLLM apply them: Jinja, sandboxed, over a conversation's messages."""
+"""Chat templates as `transformers` and vLLM apply them: sandboxed Jinja over a conversation's messages."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 
 class ChatTemplate:
-    """The named templates of a tokenizer; `tool_use` is applied to requests with tools, `default` to all others."""
+    """A tokenizer's named templates: `tool_use` for requests with tools, `default` for all others."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
         """`special_tokens`: `bos_token` and so on, for templates that use them. Raises SettingsError for a bad template."""
@@ -40,13 +40,13 @@ class ChatTemplate:
             raise SettingsError("no chat template; expected at least one")
 
     def render(self, request: TextRequest) -> str:
-        """The text of a chat, of one with images or other media that before the first of them. Raises CannotTokenize for other
-        content, and for what the template refuses."""
+        """A chat's text; with images or other media, only the text before the first one. Raises CannotTokenize for other
+        content, and if the template refuses the chat."""
         body, sglang = request.body, request.kind is EngineKind.SGLANG
         arguments = body.get("chat_template_kwargs")
         arguments = arguments if isinstance(arguments, dict) else {}
         if body.get("chat_template") or arguments.get("chat_template"):
-            raise CannotTokenize(Why.UNSUPPORTED, "the request brings a chat template of its own")
+            raise CannotTokenize(Why.UNSUPPORTED, "the request has its own chat template")
         if (field := next((name for name in _ENGINES_OWN if body.get(name)), None)) is not None:
             raise CannotTokenize(Why.UNSUPPORTED, f"{field} is for the engine's own tokenizer")
         tools = sglang_tools(body) if sglang else vllm_tools(body)
@@ -63,13 +63,13 @@ class ChatTemplate:
         values: dict[str, Any] = {**self._special, "tools": tools, "documents": None}
         if sglang:
             if messages[-1].get("role") == "assistant":
-                raise CannotTokenize(Why.UNSUPPORTED, "SGLang goes on from the last answer in a way of its own")
+                raise CannotTokenize(Why.UNSUPPORTED, "SGLang continues the last answer in its own way")
             if body.get("reasoning_effort") is not None:
-                raise CannotTokenize(Why.UNSUPPORTED, "reasoning_effort: what SGLang makes of it depends on the model")
+                raise CannotTokenize(Why.UNSUPPORTED, "reasoning_effort: its effect in SGLang depends on the model")
             values |= {**arguments, "add_generation_prompt": True}
         else:
             if (field := rendered_by_model(request)) is not None:
-                raise CannotTokenize(Why.UNSUPPORTED, f"{field}: the engine renders this model in a way of its own")
+                raise CannotTokenize(Why.UNSUPPORTED, f"{field}: the engine renders this model in its own way")
             prompts = body.get("add_generation_prompt", True) is not False and not goes_on
             values |= {**arguments, **template_arguments(body), "add_generation_prompt": prompts}
         values["messages"] = messages
@@ -103,7 +103,7 @@ def _text(part: Any) -> str:
 
 
 def _up_to_final(text: str, message: Mapping[str, Any]) -> str:
-    """The text up to the end of the last message's own, for an answer that goes on from it."""
+    """The text up to the end of the last message, for an answer that continues it."""
     content = message["content"]
     final = content if isinstance(content, str) else (content[-1]["text"] if content else "")
     at = text.rfind(final.strip())
@@ -148,7 +148,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _loops_over_content(template: jinja2.nodes.Template) -> bool:
-    """Does the template loop over a message's parts itself? Then it gets them as a list, as in vLLM."""
+    """True if the template itself loops over a message's parts, so it must get them as a list, as in vLLM."""
     names = {
         assignment.target.name
         for assignment in template.find_all(jinja2.nodes.Assign)

@@ -23,7 +23,7 @@ class TokenCounters:
 
     def __post_init__(self) -> None:
         self.last_failure = ""
-        """Why a request had no token ids the last time that something failed."""
+        """The reason of the last failure to get token ids."""
 
     def findings(self) -> list[str]:
         """Problems that need attention, a line each."""

@@ -1,9 +1,9 @@
-"""What engines are asked for the tokens of a request, and what they answer. Sources: vLLM 0.33 and SGLang 0.5.23.
+"""The calls that ask engines for a request's tokens, and their answers. Sources: vLLM 0.33 and SGLang 0.5.23.
 
-vLLM renders conversations of all three APIs (`/render` behind the call's own path, with `--enable-scale-out`): whatever the
-request has counts as it does in the call itself. Its `/tokenize`, which every vLLM has, takes chats, but not all that chats
-are rendered with: what it lacks is given to the template where that is the same, else the request has no tokens. SGLang's
-`/tokenize` takes a chat as its chats are; older versions take text only.
+vLLM renders conversations of all three APIs (`/render` after the call's own path, with `--enable-scale-out`), with all fields
+of the request in effect. Its `/tokenize`, which every vLLM has, accepts chats but not all of their fields; those that it lacks
+are passed to the template if the effect is the same, else the request gets no tokens. SGLang's `/tokenize` accepts the same
+body as its chats; older versions accept only text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,50 +30,50 @@ _CHAT_FIELDS = (
     "media_io_kwargs",
     "mm_processor_kwargs",
 )
-"""What vLLM's `/tokenize` reads."""
+"""Fields that vLLM's `/tokenize` reads."""
 _NOT_FOR_SGLANG = ("stream", "stream_options", "add_generation_prompt", "add_special_tokens")
-"""SGLang's chats ignore the last two, its `/tokenize` does not."""
+"""SGLang ignores the last two in chats, but not in `/tokenize`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`path` and `body` of a POST to an engine."""
+    """A POST to an engine."""
 
     path: str
     body: Mapping[str, Any]
 
 
 def render_question(request: TextRequest) -> Question | None:
-    """For an engine that renders requests itself; None for a request that needs no rendering, or an engine that can't.
+    """The call to an engine that renders requests itself; None if the request needs no rendering, or the engine can't do it.
 
-    Raises CannotTokenize for one that goes on from an answer which only its engine has.
+    Raises CannotTokenize for a request that continues an answer which only its engine has.
     """
     if request.kind is EngineKind.SGLANG or not (request.api.is_conversation or request.api is Api.COMPLETIONS):
         return None
     if request.api is Api.COMPLETIONS and request.adds_to_prompt is None:
-        return None  # `/tokenize` says the same
+        return None  # `/tokenize` gives the same
     if request.body.get("previous_response_id"):
         raise CannotTokenize(Why.UNSUPPORTED, "previous_response_id: only the engine has that answer")
     kept = {name: value for name, value in request.body.items() if name not in ("stream", "stream_options")}
     if request.api is Api.COMPLETIONS and request.prompts > 1:
         kept["prompt"] = request.prompt
-    # without the images' tensors in the answer: `mm_payload`, before that `return_mm_kwargs`
+    # ask for no image tensors in the answer: `mm_payload`, in older versions `return_mm_kwargs`
     return Question(f"{request.api}/render", {**kept, "mm_payload": "none", "return_mm_kwargs": False})
 
 
 def tokenize_question(request: TextRequest) -> Question:
-    """Raises CannotTokenize for a request whose tokens `/tokenize` would not give as the engine computes them."""
+    """The call to `/tokenize`. Raises CannotTokenize if its tokens would differ from those that the engine computes."""
     if request.api.is_conversation:
         return _question(request, _chat_fields(as_chat(request)))
     prompt = request.prompt
     if (added := request.adds_to_prompt) is not None or not isinstance(prompt, str):
-        raise CannotTokenize(Why.UNSUPPORTED, f"{added or 'prompt'}: its tokens are not those of a text")
+        raise CannotTokenize(Why.UNSUPPORTED, f"{added or 'prompt'}: the tokens don't follow from a text")
     special = request.body.get("add_special_tokens", True) if request.api is Api.COMPLETIONS else True
     return _question(request, {"prompt": prompt, "add_special_tokens": special})
 
 
 def question_before_media(request: TextRequest) -> Question:
-    """For the messages before the first one with images or the like. Raises CannotTokenize if there are none."""
+    """The call for the messages before the first one with images or other media. Raises CannotTokenize if there are none."""
     chat = as_chat(request)
     messages = chat.messages
     before = messages[: next((i for i, one in enumerate(messages) if media_parts(content_of(one))), 0)]
@@ -85,7 +85,7 @@ def question_before_media(request: TextRequest) -> Question:
 
 
 def read_tokens(request: TextRequest, url: str, status: int, answer: Any) -> Sequence[int]:
-    """Those of `/tokenize`. `answer`: the JSON, None if it is none. Raises CannotTokenize."""
+    """The token ids in an answer of `/tokenize`. `answer`: its JSON; None if it is no JSON. Raises CannotTokenize."""
     tokens = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
     if isinstance(tokens, list):
         return tokens
@@ -96,7 +96,8 @@ def read_tokens(request: TextRequest, url: str, status: int, answer: Any) -> Seq
 
 
 def read_rendered(answer: Any) -> PromptTokens | None:
-    """From vLLM's GenerateRequest: `token_ids`, and in `features` hashes and places by modality; None if it is none."""
+    """The tokens in vLLM's GenerateRequest: `token_ids`, and in `features` hashes and places by modality. None if the answer is
+    no such request."""
     if isinstance(answer, list) and answer:  # one for each prompt of a completion
         answer = answer[0]
     tokens = answer.get("token_ids") if isinstance(answer, dict) else None

@@ -1,8 +1,8 @@
-"""The engine's own tokenizer over HTTP (extra `router`): exact, at the price of a round trip.
+"""The engine's own tokenizer over HTTP (extra `router`): exact, at the cost of a round trip.
 
-A conversation is asked of vLLM's `/render` (0.33, with `--enable-scale-out`), which has everything as the engine computes it,
-also the hashes by which it knows images. Of an engine without that, and of SGLang, `/tokenize` is asked: with images for the
-messages before the first of them.
+Conversations go to vLLM's `/render` (0.33, with `--enable-scale-out`), which gives exactly what the engine computes, including
+its hashes of images. For engines without it, and for SGLang, `/tokenize` is used; with images, only for the messages before the
+first one.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens, Tokens
 from kvatlas_router.upstream.engine_client import EngineAway, EngineClient, Reply
 
 MOST_ASKED = 2
-"""Engines asked for one request, one after another, if they don't answer."""
+"""Engines asked for one request, in turn, if they don't answer."""
 PATIENCE_S = 0.1
-"""After that another engine is asked too, if this one answered nobody in this time: one that is only busy would not be helped
-by asking all engines twice. Not for images, whose processing takes its time."""
+"""If an engine gave no answer at all for this time, another one is asked too. One that is merely busy gets longer, since asking
+every engine twice would not help it. Does not apply to images, which take time to process."""
 REST_S = 5.0
-"""An engine that answered nobody in that time, or failed, is asked after all others for this long."""
+"""For this time, an engine that gave no answer within PATIENCE_S, or failed, is asked after all others."""
 ELSEWHERE = (401, 403, 408, 429)
-"""Refusals that say nothing about the request: another engine is asked, as after a server error."""
+"""Refusals that prove nothing about the request, so another engine is asked, as after a server error."""
 
 _NO_RENDER = (403, 404, 405, 501)
 """Statuses of an engine that does not render requests; it is not asked again for ASK_AGAIN_S."""
@@ -44,7 +44,7 @@ Engines = Callable[[TextRequest], Awaitable[Sequence[str]]]
 
 
 class EngineTokenizer:
-    """Asks engines in turn. `engines`: gives the base URLs of the engines that serve a request's model now."""
+    """Asks engines in turn. `engines` gives the base URLs of the engines that now serve a request's model."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class EngineTokenizer:
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller keeps the client, and closes it."""
+        """The caller owns the client and closes it."""
         self._client = client
         self._engines = engines
         self._patience_s = patience_s
         self._clock = clock
         self._turn = count()
         self._resting: dict[str, float] = {}
-        """Until when engines are asked last, by URL."""
+        """Times until which engines are asked last, by URL."""
         self._answered: dict[str, float] = {}
-        """When engines answered last, by URL."""
-        self._asked_in_vain: dict[str, float] = {}  # when, by the address of an engine that does not render requests
+        """Times of engines' last answers, by URL."""
+        self._asked_in_vain: dict[str, float] = {}  # times, by URL of engines that don't render requests
 
     async def token_ids(self, request: TextRequest) -> Tokens:
         """Raises CannotTokenize."""
@@ -78,7 +78,7 @@ class EngineTokenizer:
             return rendered
         failed = [url for url in able if url in self._resting]
         tokens = await self._tokenize(request, urls)
-        self._remember(failed)  # engines answer, but not that
+        self._remember(failed)  # these engines answer other calls
         return tokens
 
     async def _tokenize(self, request: TextRequest, urls: Sequence[str]) -> Tokens:
@@ -88,7 +88,7 @@ class EngineTokenizer:
         return read_tokens(request, *_read(*await self._ask(urls, tokenize_question(request))))
 
     async def _render(self, question: Question, urls: Sequence[str], *, has_media: bool) -> PromptTokens | None:
-        """None if no engine renders it. Images take their time."""
+        """The rendered request; None if no engine renders it. `has_media`: wait longer, since images take time."""
         try:
             url, answer = await self._ask(urls, question, patient=has_media)
         except CannotTokenize:
@@ -112,7 +112,7 @@ class EngineTokenizer:
             self._asked_in_vain.update(dict.fromkeys(without, now))
 
     async def _ask(self, urls: Sequence[str], question: Question, *, patient: bool = False) -> tuple[str, Reply]:
-        """The address asked, and what it answered. Raises CannotTokenize if no engine answers."""
+        """The URL asked, and its answer. Raises CannotTokenize if no engine answers."""
         path = question.path
         left, why = list(islice(self._in_turn(urls), MOST_ASKED)), ""
         patience_s = None if patient else self._patience_s
@@ -140,7 +140,7 @@ class EngineTokenizer:
         raise CannotTokenize(Why.FAILED, why)
 
     async def _wait(self, asked: Mapping[asyncio.Task[Reply], str], patience_s: float | None) -> None:
-        """Until one is done, or for `patience_s` after the last answer that anybody had of these engines."""
+        """Wait until one task finishes, or until none of these engines has answered for `patience_s`."""
         done: set[asyncio.Task[Reply]] = set()
         waits = True
         while waits and not done:
@@ -149,7 +149,7 @@ class EngineTokenizer:
             waits = any(self._answered.get(engine, -inf) > began for engine in asked.values())
 
     def _in_turn(self, urls: Sequence[str]) -> Iterator[str]:
-        """Each once, those that rest last."""
+        """Each URL once, resting engines last."""
         first, now, resting = next(self._turn), self._clock(), []
         for place in range(first, first + len(urls)):
             url = urls[place % len(urls)]
@@ -166,7 +166,7 @@ class EngineTokenizer:
 
 
 def _outcome(asked: asyncio.Task[Reply], url: str) -> tuple[Reply | None, str]:
-    """The answer, if there is one, and a line for an answer that is no good."""
+    """The answer, if any, and a line for the error if it is unusable."""
     try:
         answer = asked.result()
     except EngineAway as error:
@@ -176,14 +176,14 @@ def _outcome(asked: asyncio.Task[Reply], url: str) -> tuple[Reply | None, str]:
 
 
 def _is_answer(path: str, status: int) -> bool:
-    """False for a status that says nothing about the request."""
+    """False for a status that proves nothing about the request."""
     if path in RENDER_PATHS and status in _NO_RENDER:
         return True
     return status < 500 and status not in ELSEWHERE
 
 
 def _read(url: str, answer: Reply) -> tuple[str, int, Any]:
-    """The address, the status and the JSON; None for what is no JSON."""
+    """The URL, the status and the decoded JSON; None if it is no JSON."""
     try:
         return url, answer.status, answer.json()
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer and its chat template, in this process (extra `tokenizer`).
 
-A growing conversation costs only what is new. Tokenizers cut a text at special tokens before anything else, so a text
-is encoded piece by piece, each piece beginning at a special token, and the token ids of recent pieces are cached.
+A growing conversation costs only its new part. Tokenizers first cut a text at special tokens, so the text is encoded in pieces
+that begin at special tokens, and the token ids of recent pieces are cached.
 """
 
 import json
@@ -26,10 +26,10 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class LocalTokenizer:
-    """Token ids as vLLM and SGLang make them: completions with special tokens, chats as their template has them.
+    """Makes token ids as vLLM and SGLang do: completions with special tokens, chats only with those of their template.
 
-    `prompt_tokens` is a plain function, safe in several threads: `ThreadedTokenizer(local.prompt_tokens)`. `memo_bytes` bounds
-    the cached pieces (text and token ids).
+    `prompt_tokens` is a plain thread-safe function: `ThreadedTokenizer(local.prompt_tokens)`. `memo_bytes` bounds the cached
+    pieces (text and token ids).
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class LocalTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, memo_bytes: int = MEMO_BYTES) -> Self:
-        """From a model's folder: `tokenizer.json`, and the template of `chat_template.jinja` or `tokenizer_config.json`.
+        """Read a model's folder: `tokenizer.json`, and the template in `chat_template.jinja` or `tokenizer_config.json`.
 
-        Raises SettingsError, one line that names the file.
+        Raises SettingsError, which names the file.
         """
         root = Path(folder)
         path = root if root.suffix == ".json" else root / "tokenizer.json"
@@ -54,7 +54,7 @@ class LocalTokenizer:
             raise SettingsError(f"tokenizer {path}: no such file; expected a folder with a tokenizer.json")
         try:
             tokenizer = tokenizers.Tokenizer.from_str(path.read_text())
-        except Exception as error:  # the library raises no class of its own
+        except Exception as error:  # the library has no exception class of its own
             raise SettingsError(f"tokenizer {path}: {error}") from error
         return cls(tokenizer, _load_template(path.parent), memo_bytes=memo_bytes)
 
@@ -66,12 +66,12 @@ class LocalTokenizer:
         return tokens.ids
 
     def prompt_tokens(self, request: TextRequest) -> PromptTokens:
-        """As `encode`, but of a chat with images those of the text before the first."""
+        """Like `encode`, but for a chat with images, the token ids of the text before the first one."""
         asked = request.body.get("add_special_tokens")
         if not request.api.is_conversation:
             prompt = request.prompt
             if (added := request.adds_to_prompt) is not None:
-                raise CannotTokenize(Why.UNSUPPORTED, f"{added}: its tokens are not those of a text")
+                raise CannotTokenize(Why.UNSUPPORTED, f"{added}: the tokens don't follow from a text")
             if not isinstance(prompt, str):
                 return PromptTokens(array("I", prompt))
             return PromptTokens(self._encode(prompt, special=asked is not False))
@@ -100,7 +100,7 @@ class LocalTokenizer:
 
 
 class PieceMemo:
-    """Token ids of text pieces, the least recently used dropped first. `hits` and `misses` count pieces."""
+    """An LRU cache of token ids by text piece. `hits` and `misses` count pieces."""
 
     def __init__(self, most_bytes: int) -> None:
         self.hits = 0
@@ -144,8 +144,8 @@ def _bytes(piece: str, ids: "array[int]") -> int:
 def _cut_points(added: Iterable[tokenizers.AddedToken]) -> re.Pattern[str] | None:
     """Matches the special tokens before which a text may be cut without changing its token ids.
 
-    Not those that strip white space on their left, need a word boundary, are found only in normalized text, or might begin
-    inside another one.
+    Excludes tokens that strip white space on their left, need a word boundary, are found only in normalized text, or may begin
+    inside another token.
     """
     tokens = list(added)
     names = [token.content for token in tokens]
@@ -159,7 +159,7 @@ def _cut_points(added: Iterable[tokenizers.AddedToken]) -> re.Pattern[str] | Non
 
 
 def _begins_inside(token: str, other: str) -> bool:
-    """May an occurrence of `token` begin behind the first letter of one of `other`?"""
+    """True if `token` may begin inside an occurrence of `other`, after its first letter."""
     return token in other[1:] or any(token.startswith(other[at:]) for at in range(1, len(other)))
 
 

@@ -1,4 +1,5 @@
-"""Anthropic's messages as a chat, as vLLM 0.33 and SGLang 0.5.23 build it (both: `entrypoints/anthropic/serving.py`)."""
+"""Converts requests of Anthropic's Messages API to chats as vLLM 0.33 and SGLang 0.5.23 do (both:
+`entrypoints/anthropic/serving.py`)."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,12 +9,12 @@ from kvatlas.fleet.records import EngineKind
 from kvatlas_router.tokens.tokenizer import CannotTokenize, Why
 
 _BILLING = "x-anthropic-billing-header"
-"""vLLM leaves out such a block of the system prompt: it is another one in each request."""
+"""vLLM drops such blocks of the system prompt, since they differ in each request."""
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_of_messages(body: Mapping[str, Any], kind: EngineKind) -> dict[str, Any]:
-    """Raises CannotTokenize for what a router can't render as the engine does."""
+    """The chat for a request. Raises CannotTokenize for anything that a router can't render as the engine does."""
     sglang = kind is EngineKind.SGLANG
     messages: list[dict[str, Any]] = []
     if system := _system_text(body.get("system"), sglang=sglang):
@@ -35,7 +36,7 @@ def _system_text(system: Any, *, sglang: bool) -> str:
 
 
 def _turns(message: Any, *, sglang: bool) -> Iterator[dict[str, Any]]:
-    """The chat messages of one message, in the order in which the engine has them."""
+    """The chat messages made from one message, in the engine's order."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant"):
         raise _unknown(f"a message of role {role!r:.40} among the others")  # where it goes depends on the chat template
@@ -91,7 +92,7 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result(block: Mapping[str, Any], *, sglang: bool) -> Iterator[dict[str, Any]]:
-    """A tool's result is a message of its own; vLLM puts its images behind it, as the user's."""
+    """A tool's result as a separate message. vLLM puts its images after it, in a user message."""
     content = block.get("content")
     answer = {"role": "tool", "tool_call_id": block.get("tool_use_id") or ""}
     if content is None or isinstance(content, str):
@@ -150,7 +151,7 @@ def _tool(tool: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
 
 
 def _effort(body: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
-    """What is said of thinking."""
+    """The fields about thinking and the output's format."""
     thinking, config = body.get("thinking"), body.get("output_config")
     mode = thinking.get("type") if isinstance(thinking, dict) else None
     if mode is not None and (sglang or mode == "disabled"):

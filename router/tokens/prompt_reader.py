@@ -1,4 +1,4 @@
-"""From a request's body to its `Prompt`, in a known scope."""
+"""Turns a request's body into its `Prompt`, in a known scope."""
 
 from dataclasses import dataclass, replace
 
@@ -13,14 +13,14 @@ from router_client.prompt import Prompt
 
 LETTERS_A_TOKEN = 4
 MEDIA_TOKENS = 1_000
-"""For the length of a prompt whose tokens are not known: those of an image of a megapixel, about."""
+"""Assumed tokens of an image (about one megapixel), to guess the length of a prompt with unknown tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSettings:
-    """`output_tokens`: expected of a request that does not limit them, until answers have shown more. `salt_is_tenant`: as for
-    the publishers. `slo`: of all requests. `session_headers`: those that name a session, in lower case; the first one that
-    a request has counts."""
+    """`output_tokens`: expected for a request without a limit, until the router has learned better. `salt_is_tenant`: as set
+    for the publishers. `slo`: applies to all requests. `session_headers`: headers that name a session, in lower case; the first
+    present one counts."""
 
     output_tokens: int = 128
     salt_is_tenant: bool = False
@@ -30,8 +30,8 @@ class PromptSettings:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompt:
-    """A request's prompt. `prompt_tokens` None: not known, and `untokenized` says why; then its length is a guess, and it
-    matches nothing, or (`media`) what is before its first image."""
+    """A request's prompt. `prompt_tokens` None: unknown, for the reason in `untokenized`. The length is then a guess, and the
+    prompt matches nothing, or for `media`, only what precedes its first image."""
 
     prompt: Prompt
     prompt_tokens: int | None
@@ -39,7 +39,7 @@ class RequestPrompt:
 
 
 class PromptReader:
-    """Tokenizes requests and makes prompts of them."""
+    """Tokenizes requests and turns them into prompts."""
 
     def __init__(
         self, tokenizer: BudgetedTokenizer | None, memory: ChainCache, settings: PromptSettings | None = None
@@ -80,7 +80,7 @@ class PromptReader:
         return RequestPrompt(prompt, None, "media") if tokens.cut else RequestPrompt(prompt, len(tokens.ids))
 
     def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
-        """The prompt of a request whose tokens are not known: its length is about that of `letters` characters."""
+        """The prompt of a request with unknown tokens, as long as `letters` characters usually are."""
         length = letters // LETTERS_A_TOKEN
         prompt = Prompt.of_hashes(
             scope,
@@ -94,7 +94,7 @@ class PromptReader:
         return RequestPrompt(prompt, None, "unread")
 
     async def _tokenize(self, request: TextRequest) -> tuple[PromptTokens | None, str]:
-        """None and why, if they are not known."""
+        """The prompt's tokens; None and the reason if they are unknown."""
         if self._tokenizer is None:
             given = request.token_ids
             return (None if given is None else PromptTokens(given, request.media)), "off"

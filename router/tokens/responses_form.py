@@ -1,5 +1,5 @@
-"""OpenAI's responses as a chat, as vLLM 0.33 (`entrypoints/openai/responses/utils.py`) and SGLang 0.5.23
-(`entrypoints/openai/serving_responses.py`) build it."""
+"""Converts requests of OpenAI's Responses API to chats as vLLM 0.33 (`entrypoints/openai/responses/utils.py`) and SGLang 0.5.23
+(`entrypoints/openai/serving_responses.py`) do."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from kvatlas.fleet.records import EngineKind
 from kvatlas_router.tokens.tokenizer import CannotTokenize, Why
 
 _REMEMBERED = ("previous_response_id", "conversation", "prompt", "previous_input_messages")
-"""Fields that name what only the engine has, or a prompt in another form."""
+"""Fields that refer to content which only the engine has, or to a prompt in another form."""
 _TEXTS = ("input_text", "output_text", "text")
 
 
 def chat_of_responses(body: Mapping[str, Any], kind: EngineKind) -> dict[str, Any]:
-    """Raises CannotTokenize for what a router can't render as the engine does."""
+    """The chat for a request. Raises CannotTokenize for anything that a router can't render as the engine does."""
     sglang = kind is EngineKind.SGLANG
     if (remembered := next((name for name in _REMEMBERED if body.get(name)), None)) is not None:
         raise _unknown(remembered)
@@ -40,7 +40,7 @@ _UNFINISHED = ("in_progress", "incomplete")
 
 
 def _add(messages: list[dict[str, Any]], item: Any, *, sglang: bool) -> None:
-    """An assistant's thoughts, words and calls are items of their own, and one message of a chat."""
+    """Add an item. An assistant's reasoning, text and calls are separate items but one message of the chat."""
     kind = item.get("type") if isinstance(item, dict) else type(item).__name__
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     match kind:

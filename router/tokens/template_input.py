@@ -1,4 +1,4 @@
-"""Messages and tools as engines give them to a chat template: vLLM 0.33 (`renderers/chat_utils`) and SGLang 0.5.23
+"""Messages and tools as engines pass them to a chat template: vLLM 0.33 (`renderers/chat_utils`) and SGLang 0.5.23
 (`entrypoints/openai/serving_chat.py`)."""
 
 import json
@@ -9,14 +9,14 @@ from kvatlas.errors import InvalidValue
 from kvatlas_router.tokens.tokenizer import CannotTokenize, Why
 
 MEDIA_MARK = "\ue000media\ue000"
-"""Stands for an image in a rendered text."""
+"""Marks an image in a rendered text."""
 _BILLING = "x-anthropic-billing-header"
 _TOOL_FIELDS = ("name", "description", "parameters")
 _OPTIONAL_TOOL_FIELDS = ("strict", "defer_loading")
 
 
 def vllm_message(message: Mapping[str, Any], texts: Sequence[str], *, parts: bool) -> dict[str, Any]:
-    """With the fields that vLLM knows: text joined by line ends, behind the images, or (`parts`) a list of them in order."""
+    """A message with the fields that vLLM knows: texts joined by line ends, after the images; with `parts`, a list in order."""
     role = message.get("role")
     if role == "system":
         texts = [kept for text in texts if (kept := _without_billing(text)) is not None]
@@ -37,7 +37,7 @@ def vllm_message(message: Mapping[str, Any], texts: Sequence[str], *, parts: boo
 
 
 def sglang_message(message: Mapping[str, Any], texts: Sequence[str], *, parts: bool) -> dict[str, Any]:
-    """With all its fields: text joined by spaces, or (`parts`) a list of texts in order."""
+    """A message with all its fields: texts joined by spaces; with `parts`, a list in order."""
     shown = {name: value for name, value in message.items() if value is not None}
     is_list = isinstance(message.get("content"), list)
     shown["content"] = _parts(texts) if parts and is_list else " ".join(texts)
@@ -47,7 +47,7 @@ def sglang_message(message: Mapping[str, Any], texts: Sequence[str], *, parts: b
 
 
 def vllm_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """With the fields and the order of vLLM's own description. Raises CannotTokenize if the engine's settings decide."""
+    """The tools with vLLM's fields, in its order. Raises CannotTokenize if the engine's settings decide."""
     if not (tools := body.get("tools")):
         return None
     if body.get("tool_choice") == "none":
@@ -56,7 +56,7 @@ def vllm_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def sglang_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """As the client described them: none, or the one that must be called, if `tool_choice` says so."""
+    """The tools as the client described them; none, or only the required one, if `tool_choice` says so."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if not tools or choice == "none":
         return None
@@ -85,7 +85,8 @@ def _parts(texts: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _without_billing(text: str) -> str | None:
-    """vLLM leaves out a line that differs in each request of Claude Code; None if nothing is left."""
+    """The text without the billing line, which differs in each request of Claude Code and which vLLM drops. None if nothing is
+    left."""
     if not text.startswith(_BILLING):
         return text
     return text.partition("\n")[2] or None
@@ -97,7 +98,7 @@ def _calls(message: Mapping[str, Any]) -> list[Any]:
 
 
 def _call(call: Any) -> Any:
-    """A tool call whose arguments are an object: templates print them as JSON themselves."""
+    """A tool call with its arguments as an object, since templates print them as JSON themselves."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
         return call

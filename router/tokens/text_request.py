@@ -1,4 +1,4 @@
-"""The body of a request for tokens, as far as a router reads it. The engine checks the rest."""
+"""The body of a request for tokens, as far as a router needs it. The engine checks the rest."""
 
 import json
 import re
@@ -15,16 +15,16 @@ from kvatlas.validation import MAX_OUTPUT_TOKENS
 from router_client.prompt import OutputLimits
 
 MAX_PARSED_BYTES = 8 << 20
-"""A million token ids with their commas; decoded in some 30 ms."""
+"""A million token ids with their commas, decoded in about 30 ms."""
 MAX_PARSED_CONTAINERS = 1 << 17
 MAX_SESSION_LETTERS = 256
-"""Longer session names are ignored: names are kept, and their senders are unknown."""
+"""Longer session names are ignored, because names are stored and senders are not trusted."""
 
 
 class Api(StrEnum):
-    """Calls of engines whose prompts are read; the value is the path.
+    """Engine calls whose prompts are read; the value is the path.
 
-    OpenAI's three, Anthropic's messages, SGLang's own `/generate`, and vLLM's calls with token ids.
+    OpenAI's three, Anthropic's Messages, SGLang's own `/generate`, and vLLM's call with token ids.
     """
 
     COMPLETIONS = "/v1/completions"
@@ -36,12 +36,12 @@ class Api(StrEnum):
 
     @property
     def is_checked(self) -> bool:
-        """Is a body that can't be read refused? The engine answers for those of the other calls, in the form of their API."""
+        """True if the router refuses an invalid body. For the other calls the engine does, in the form of their API."""
         return self in (Api.COMPLETIONS, Api.CHAT)
 
     @property
     def is_conversation(self) -> bool:
-        """Does the engine's chat template make the prompt?"""
+        """True if the engine's chat template makes the prompt."""
         return self in (Api.CHAT, Api.MESSAGES, Api.RESPONSES)
 
 
@@ -53,7 +53,7 @@ _PROMPTS = {
     Api.GENERATE: ("input_ids", "text"),
     Api.TOKENS: ("token_ids",),
 }
-"""The fields that hold the prompt; the first one that is there counts."""
+"""The fields that hold the prompt; the first present one counts."""
 _TOKENS_OR_TEXT = "a text or a list of token ids"
 _EXPECTED = {
     Api.COMPLETIONS: _TOKENS_OR_TEXT,
@@ -68,9 +68,9 @@ _LISTS = (Api.CHAT, Api.MESSAGES, Api.TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One request. `body` is its JSON, unchecked; the properties are what a router reads from it. `kind` and `model_id`: of the
-    engines that it is for, and of their model, because these decide how a conversation is rendered. `tenant_id`: only engines
-    that may see this tenant's prompts tokenize it; None: not known yet."""
+    """One request. `body` is its unchecked JSON; the properties read what a router needs. `kind` and `model_id`: the kind of
+    its engines and their model, which decide how a conversation is rendered. `tenant_id`: only engines that may see this
+    tenant's prompts may tokenize it; None: not known yet."""
 
     api: Api
     body: Mapping[str, Any]
@@ -80,12 +80,12 @@ class TextRequest:
 
     @classmethod
     def parse(cls, api: Api, body: bytes) -> Self:
-        """Raises InvalidValue, one line, for a body that is not a JSON object or has no prompt or messages."""
+        """Decode and check a body. Raises InvalidValue if it is not a JSON object, or has no prompt or messages."""
         return cls.of(api, parse_object(body))
 
     @classmethod
     def of(cls, api: Api, decoded: Mapping[str, Any]) -> Self:
-        """As `parse`, of a body that is decoded."""
+        """Like `parse`, for a decoded body."""
         request = cls(api, decoded)
         name, prompt = request._named_prompt
         if not prompt or not isinstance(prompt, list if api in _LISTS else (str, list)):
@@ -96,7 +96,7 @@ class TextRequest:
 
     @property
     def session_id(self) -> str | None:
-        """The session that the request belongs to: OpenAI's `prompt_cache_key`, or the `session_id` of vLLM and SGLang."""
+        """The request's session: OpenAI's `prompt_cache_key`, or the `session_id` of vLLM and SGLang."""
         keys = (self.body.get(name) for name in ("prompt_cache_key", "session_id"))
         return next((key for key in keys if is_session_id(key)), None)
 
@@ -113,13 +113,13 @@ class TextRequest:
 
     @property
     def wants_usage(self) -> bool:
-        """Does the client want the usage at the end of a stream? Only OpenAI's first two calls leave it out otherwise."""
+        """True if the client gets the usage at the end of a stream. Only OpenAI's first two calls omit it by default."""
         options = self.body.get("stream_options")
         return not self.api.is_checked or (isinstance(options, dict) and bool(options.get("include_usage")))
 
     @property
     def _sampling(self) -> Mapping[str, Any]:
-        """The fields that say how tokens are drawn, and how many."""
+        """The fields for sampling, and for the number of tokens."""
         if self.api not in (Api.GENERATE, Api.TOKENS):
             return self.body
         found = self.body.get("sampling_params")
@@ -127,7 +127,7 @@ class TextRequest:
 
     @property
     def output_tokens(self) -> int | None:
-        """The most tokens that the request may generate, if it says so."""
+        """The request's own limit of generated tokens, if any."""
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens"):
             if type(value := self._sampling.get(name)) is int and value > 0:
                 return min(value, MAX_OUTPUT_TOKENS)
@@ -135,7 +135,7 @@ class TextRequest:
 
     @property
     def output_limits(self) -> OutputLimits:
-        """What it says of its answer's length: `min_tokens` and `ignore_eos` are vLLM's and SGLang's."""
+        """The request's limits of its answer's length. `min_tokens` and `ignore_eos` are fields of vLLM and SGLang."""
         sampling, most = self._sampling, self.output_tokens
         if most is not None and sampling.get("ignore_eos") is True:
             return OutputLimits(most, most)
@@ -149,7 +149,7 @@ class TextRequest:
 
     @property
     def cache_reading(self) -> CacheReading:
-        """What it says of reading the engine's prefix cache.
+        """The request's limits on reading the engine's prefix cache.
 
         vLLM computes the whole prompt for `prompt_logprobs` (0 too), and for `logprobs` of a completion with `echo`; SGLang
         from `logprob_start_len` on with `return_logprob`, and the whole prompt for `logprobs` with `echo`.
@@ -179,13 +179,13 @@ class TextRequest:
 
     @property
     def choices(self) -> int:
-        """The number of answers that it asks for to each prompt."""
+        """The number of answers that it asks for per prompt."""
         n = self._sampling.get("n")
         return n if isinstance(n, int) and n > 1 else 1
 
     @property
     def prompt(self) -> str | Sequence[int]:
-        """The first prompt of a request that is no conversation: text, or token ids."""
+        """The first prompt of a request that is no conversation: text or token ids."""
         name, prompt = self._named_prompt
         first = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
         if not isinstance(first, list if self.api is Api.TOKENS else (str, list)):
@@ -194,7 +194,7 @@ class TextRequest:
 
     @property
     def token_ids(self) -> Sequence[int] | None:
-        """The prompt's token ids, if the body has them, and nothing else is part of the prompt."""
+        """The prompt's token ids, if the body has them and nothing else is part of the prompt."""
         if self.api.is_conversation or self.adds_to_prompt is not None:
             return None
         prompt = self.prompt
@@ -202,13 +202,13 @@ class TextRequest:
 
     @property
     def adds_to_prompt(self) -> str | None:
-        """A field by which the engine computes other tokens than those of the prompt's own field, or more; None without one."""
+        """A field that makes the engine compute other or more tokens than those in the prompt's field; None without one."""
         return next((name for name in _ADDITIONS.get(self.api, ()) if self.body.get(name)), None)
 
     @property
     def media(self) -> Sequence[MediaItem]:
-        """Images and the like among the token ids of `/inference/v1/generate`: their hashes and places in `features`. Raises
-        InvalidValue for features in another form."""
+        """Images and other media among the token ids of `/inference/v1/generate`, by their hashes and places in `features`.
+        Raises InvalidValue for features in another form."""
         features = self.body.get("features") if self.api is Api.TOKENS else None
         return read_media(features) if features else ()
 
@@ -251,12 +251,12 @@ _MOST_NESTED = 6
 
 
 def is_session_id(value: object) -> bool:
-    """Is it a name for a session? Not a long one, and none with control characters."""
+    """True if it is a valid session name: not too long, and without control characters."""
     return isinstance(value, str) and 0 < len(value) <= MAX_SESSION_LETTERS and value.isprintable()
 
 
 def read_media(features: Any) -> list[MediaItem]:
-    """Hashes and places of images and the like, as vLLM's `features` have them by modality. Raises InvalidValue."""
+    """Hashes and places of images and other media in vLLM's `features`, by modality. Raises InvalidValue."""
     try:
         return [
             MediaItem(name, place["offset"], place["length"])
@@ -268,14 +268,14 @@ def read_media(features: Any) -> list[MediaItem]:
 
 
 def is_large(body: bytes) -> bool:
-    """Would decoding it take long, or much memory? An array takes some 30 times its own bytes."""
+    """True if decoding the body would take too long or too much memory. An array takes about 30 times its own bytes."""
     if len(body) <= MAX_PARSED_CONTAINERS:
         return False
     return len(body) > MAX_PARSED_BYTES or body.count(b"[") + body.count(b"{") > MAX_PARSED_CONTAINERS
 
 
 def check_size(body: bytes) -> None:
-    """Raises InvalidValue for a body that is large."""
+    """Raises InvalidValue for a large body."""
     if is_large(body):
         expected = f"expected at most {MAX_PARSED_BYTES}, and {MAX_PARSED_CONTAINERS} arrays and objects"
         raise InvalidValue(f"the body has {len(body)} bytes of JSON; {expected}")
@@ -294,19 +294,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def is_media(part: Any) -> bool:
-    """Is a part of a message's content an image, audio or video? Engines take parts without a type by their fields."""
+    """True if a part of a message's content is an image, audio or video. Like engines, judges parts without a type by their
+    fields."""
     return isinstance(part, dict) and _MEDIA.search(str(part.get("type") or " ".join(part))) is not None
 
 
 def media_parts(content: Any, nested: int = _MOST_NESTED) -> int:
-    """The number of them in a message's content; results of tools may hold them too."""
+    """The number of media parts in a message's content, including those in results of tools."""
     if not isinstance(content, list) or not nested:
         return 0
     return sum(1 if is_media(part) else media_parts(content_of(part), nested - 1) for part in content)
 
 
 def content_of(part: Any) -> Any:
-    """What a message, an item or a part holds."""
+    """The content of a message, an item or a part."""
     return part.get("content", part.get("output")) if isinstance(part, dict) else None
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer protocol, and tokenizers made of the caller's own function."""
+"""The tokenizer protocol, and tokenizers that call the caller's own function."""
 
 import asyncio
 from array import array
@@ -23,7 +23,7 @@ class Why(StrEnum):
 
 
 class CannotTokenize(KvatlasError):
-    """A request's token ids are not known; it is routed by load."""
+    """A request's token ids are unknown, so it is routed by load."""
 
     def __init__(self, why: Why, line: str) -> None:
         super().__init__(line)
@@ -32,7 +32,7 @@ class CannotTokenize(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Token ids of a prompt with images or other media: all of them with the items' places, or (`cut`) those before the
+    """Token ids of a prompt with images or other media: all ids and the items' places, or if `cut`, only the ids before the
     first item."""
 
     ids: Sequence[int]
@@ -41,11 +41,11 @@ class PromptTokens:
 
 
 Tokens = Sequence[int] | PromptTokens
-"""Those of a text, or of more than a text."""
+"""Token ids of a text, or of a prompt with more than text."""
 
 
 class Tokenizer(Protocol):
-    """All token ids that the engine will compute for a request's (first) prompt, in order."""
+    """Finds all token ids that the engine will compute for a request's (first) prompt, in order."""
 
     async def token_ids(self, request: TextRequest) -> Tokens:
         """Never blocks the event loop. Raises CannotTokenize."""
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
 
 
 class ThreadedTokenizer:
-    """Runs a plain function in threads of its own. The function must be safe to run in `threads` threads at a time."""
+    """Runs a plain function in its own threads. The function must be safe to run in `threads` threads at once."""
 
     def __init__(self, function: Callable[[TextRequest], Tokens], threads: int = 2) -> None:
         self._function = function

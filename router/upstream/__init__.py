@@ -1,10 +1,10 @@
-"""The engine's side of a request that is sent to it (extra `router`).
+"""Calls to engines (extra `router`).
 
-engine_addresses.py  where engines may be, and who of them gets credentials
-engine_client.py     the HTTP client of all calls to engines
+engine_addresses.py  which addresses engines may have, and which of them get credentials
+engine_client.py     the HTTP client for all calls to engines
 engine_answer.py     a request to an engine: its answer from the first byte on, or why there is none
-small_request.py     the real request that a doubtful engine is probed with
-patience.py          time limits that a busy router does not miss for an engine
-status.py            what a status says about the request and about the engine
+small_request.py     the small real request that probes a doubtful engine
+patience.py          time limits that don't blame an engine for a busy router
+status.py            what an HTTP status says about the request and the engine
 model_lists.py       the models and adapters that each engine lists
 """

@@ -1,7 +1,7 @@
 """Which addresses the proxy connects to, and which of them get clients' credentials.
 
-A worker's address is what its publisher advertised. Checked is the address that a connection is made to, not only the
-name: what a name stands for may change between two looks.
+A worker's address is what its publisher advertised. We check the resolved address, not just the name: DNS may change between
+check and connect.
 """
 
 from collections.abc import Iterable
@@ -13,9 +13,10 @@ from kvatlas.fleet.records import FleetRecord
 
 
 class AddressPolicy:
-    """`allowed`: the only addresses to connect to; without it those that indexers vouch for, because the publisher's identity
-    names them, and private ones; loopback ones only if the proxy itself is on loopback (`near`). Never link-local ones.
-    `credentials_to`: addresses that get clients' credentials. `access`: keys and authorities for our own calls."""
+    """`allowed`: the only addresses to connect to. Without it, connections may go to private addresses and to those that
+    indexers vouch for because the publisher's identity names them; to loopback only if the proxy itself is on loopback
+    (`near`). Link-local addresses are never allowed. `credentials_to`: addresses that get clients' credentials. `access`: keys
+    and authorities for our own calls."""
 
     def __init__(
         self,
@@ -34,14 +35,14 @@ class AddressPolicy:
         self._vouched: frozenset[tuple[str, int]] = frozenset()
 
     def update(self, records: Iterable[FleetRecord]) -> None:
-        """The fleet's records as they are now."""
+        """Replace the fleet's records."""
         listed = [record for record in records if record.endpoint.url]
         self._vouched = frozenset(host_and_port(record.endpoint.url) for record in listed if record.vouched)
         if self.access.keys:
             self._workers = {record.endpoint.url: record.endpoint.id for record in listed}
 
     def allows(self, host: str, port: int, ip: Ip) -> bool:
-        """May a connection be made to this address, which the host stands for?"""
+        """True if a connection to `ip`, which the host resolved to, is allowed."""
         if is_never_an_engine(ip):
             return False
         if self._allowed is not None:
@@ -53,7 +54,7 @@ class AddressPolicy:
         return self.access.key_of(self._workers.get(origin, ""))
 
     def sends_credentials(self, url: str) -> bool:
-        """Does the engine at this address get the client's credentials?"""
+        """True if the engine at this address gets clients' credentials."""
         try:
             host, port = host_and_port(url)
         except InvalidValue:

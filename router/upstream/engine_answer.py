@@ -16,7 +16,7 @@ from router_client.learning.timings import AnswerClock
 
 
 class EngineRefused(KvatlasError):
-    """The engine does not answer this request; `answer` is what it says instead."""
+    """The engine refused this request; `answer` says why."""
 
     def __init__(self, line: str, answer: "WholeAnswer") -> None:
         super().__init__(line)
@@ -24,7 +24,7 @@ class EngineRefused(KvatlasError):
 
 
 class EngineStalled(EngineUnreachable):
-    """The engine makes no progress; the request leaves it before its first byte."""
+    """The engine makes no progress, and the request was given up before its first byte."""
 
     def __init__(self, line: str) -> None:
         super().__init__(line, connected=True)
@@ -32,7 +32,7 @@ class EngineStalled(EngineUnreachable):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as it is sent to an engine. `path`: as the client wrote it, percent-encoded."""
+    """A request to an engine. `path`: as the client wrote it, percent-encoded."""
 
     method: str
     path: str
@@ -42,7 +42,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """An answer that is complete. `clock`: when it arrived. `span`: of the try that it answers."""
+    """A complete answer. `clock`: when it arrived. `span`: of its try."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -53,8 +53,8 @@ class WholeAnswer:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer whose first bytes are there. `clock`: started with the request; the reader of the answer counts its parts
-    there. `events`: is it a stream of server-sent events that can be read? `span`: of the try that it answers."""
+    """An answer whose first bytes have arrived. `clock`: started with the request; the answer's reader counts parts on it.
+    `events`: the answer is an uncompressed stream of server-sent events. `span`: of its try."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -79,7 +79,7 @@ _OF_BODY = {b"content-type", b"content-encoding", b"cache-control", b"x-accel-bu
 
 
 def error_refusal(url: str, error: EngineError, answer: Answer) -> EngineRefused:
-    """A good answer that is an error, as an engine's refusal with the status that the error stands for."""
+    """The refusal for an error inside an answer of status 200, with the status that the error stands for."""
     headers = [(name, value) for name, value in answer.headers if name.lower() not in _OF_BODY]
     whole = WholeAnswer(error.status, [*headers, (b"content-type", b"application/json")], error.body, answer.clock)
     return EngineRefused(f"{url}: an error in its answer: {error.line}", whole)
@@ -95,9 +95,9 @@ async def send_to_engine(
 ) -> AsyncIterator[Answer]:
     """`async with send_to_engine(...) as answer`; leaving the block before the answer's end closes the connection.
 
-    Answers of any status. A good one that is not JSON is given from its first bytes on, any other when it is complete. Raises
-    EngineUnreachable for an engine that is away, EngineStalled if `watch` gives it up, and EngineLost out of the block for that
-    in mid-answer.
+    Yields answers of any status: a successful one that is not JSON from its first bytes on, any other when complete. Raises
+    EngineUnreachable if the engine is away, EngineStalled if `watch` gives it up, and EngineLost from the block if `watch`
+    gives it up in mid-answer.
     """
     with watch as watched:
         incoming: IncomingAnswer | None = None
@@ -146,5 +146,5 @@ async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: Wat
 
 
 def _relative(location: bytes, base_url: str) -> bytes:
-    """Where an engine redirects to on itself, without its address: that is the router's business."""
+    """A redirect of an engine to itself, without its address: clients only know the router's."""
     return location.removeprefix(base_url.rstrip("/").encode())

@@ -1,7 +1,7 @@
-"""The HTTP client that every call to an engine goes through: clients' requests, and our own for tokens, models and health.
+"""The HTTP client for every call to an engine: clients' requests, and our own for tokens, models and health.
 
-aiohttp (extra `router`), with what a router adds: it connects only to addresses that the policy allows, it is patient while
-the router itself is busy, and a kept connection that turns out to be closed says nothing about the engine.
+It is aiohttp (extra `router`) with three changes: it connects only to addresses that the policy allows, it waits longer while
+the router itself is busy, and it does not blame the engine if an idle connection turns out to be closed.
 """
 
 import io
@@ -30,12 +30,12 @@ CONNECT_S = 2.0
 KEEP_S = 4.0
 """How long an idle connection is kept: uvicorn, which most engines use, closes it after 5 s."""
 RESOLVED_S = 2
-"""How long a name's addresses are used."""
+"""How long a name's addresses are cached."""
 MAX_HEAD_BYTES = 1 << 16
-"""The longest line of an answer's head; as many lines as MAX_HEADERS."""
+"""The longest line of an answer's head, which has at most MAX_HEADERS lines."""
 MAX_HEADERS = 256
 STATUSES = range(200, 600)
-"""Those that an answer to a request may have, if it asked for no upgrade (RFC 9110, 15)."""
+"""Valid statuses of an answer to a request without an upgrade (RFC 9110, 15)."""
 WHOLE_BODY_BYTES = 1 << 20
 """A longer body is sent in pieces."""
 
@@ -45,7 +45,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 class EngineAway(KvatlasError):
-    """The engine did not answer, or not to the end."""
+    """The engine did not answer, or not completely."""
 
 
 class EngineUnreachable(EngineAway):
@@ -57,11 +57,11 @@ class EngineUnreachable(EngineAway):
 
 
 class EngineLost(EngineAway):
-    """The engine went away in mid-answer."""
+    """The engine disappeared in mid-answer."""
 
 
 class IncomingAnswer:
-    """An answer whose head is there."""
+    """An answer whose head has arrived."""
 
     __slots__ = ("_content", "_response", "headers", "status")
 
@@ -72,11 +72,11 @@ class IncomingAnswer:
         self._content = response.content
 
     def header(self, name: str) -> str:
-        """The header's value; empty without one."""
+        """The header's value; empty if absent."""
         return self._response.headers.get(name, "")
 
     async def read(self) -> bytes:
-        """What has arrived of the body since the last call, at least a byte; empty at its end. Raises EngineLost."""
+        """The part of the body that arrived since the last call: at least a byte, or empty at its end. Raises EngineLost."""
         try:
             return await self._content.readany()
         except _FAILURES as error:
@@ -90,7 +90,7 @@ class IncomingAnswer:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Closes the connection too, unless the body was read to its end."""
+        """Close the answer, and its connection unless the body was read to its end."""
         self._response.close()
 
 
@@ -107,8 +107,8 @@ class Reply:
 
 
 class EngineClient:
-    """Any number of connections to engines, kept open for a while. Ignores proxies and passwords of the environment: engines
-    are near. `timeout_s`: an engine counts as gone after so long without a byte."""
+    """Connections to engines, unlimited in number and kept open for a while. Ignores proxies and passwords of the environment,
+    since engines are near. `timeout_s`: time without a byte after which an engine counts as gone."""
 
     def __init__(self, addresses: AddressPolicy, timeout_s: float, connect_s: float = CONNECT_S) -> None:
         self._addresses = addresses
@@ -116,7 +116,7 @@ class EngineClient:
         self._connect_s = min(connect_s, timeout_s)
         self._kept: aiohttp.ClientSession
         self._single: aiohttp.ClientSession
-        """For the second try of a request: with a connection of its own."""
+        """For a request's second try: always opens a new connection."""
 
     async def __aenter__(self) -> "EngineClient":
         tls = self._addresses.access.tls_context()
@@ -129,7 +129,8 @@ class EngineClient:
         await self._single.close()
 
     async def send(self, method: str, url: str, headers: RawHeaders = (), body: bytes = b"") -> IncomingAnswer:
-        """The answer from its head on; the caller closes it. `url`: percent-encoded. Raises EngineUnreachable."""
+        """Send a request and return its answer once the head arrived; the caller closes it. `url`: percent-encoded. Raises
+        EngineUnreachable."""
         try:
             response = await self._request(method, URL(url, encoded=True), headers, body)
         except _FAILURES as error:
@@ -174,7 +175,7 @@ class EngineClient:
         except _ConnectionLost as error:
             if _is_new.get() or error.has_begun:
                 raise
-        # closed while the request was on its way, as idle connections are (RFC 9112, 9.3.1): nothing was begun
+        # an idle connection may close while a request is on its way (RFC 9112, 9.3.1): the engine has not begun it
         return await self._single.request(method, url, headers=given, data=_payload(body), allow_redirects=False)
 
     def _open(self, connector: "_Connector") -> aiohttp.ClientSession:
@@ -192,11 +193,11 @@ class EngineClient:
 
 
 _is_new: ContextVar[bool] = ContextVar("_is_new", default=False)
-"""Was a connection made for this task's last request?"""
+"""True if this task's last request opened a new connection."""
 
 
 class _ConnectionLost(aiohttp.ClientError):
-    """`has_begun`: a part of the answer's head came before."""
+    """The connection broke. `has_begun`: part of the answer's head had arrived."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(_describe(error))
@@ -204,7 +205,7 @@ class _ConnectionLost(aiohttp.ClientError):
 
 
 async def _try_once(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-    """aiohttp itself tries some methods again if it sees its own errors, on whatever connection."""
+    """Hide lost connections from aiohttp, which otherwise retries some methods itself, on any connection."""
     try:
         return await handler(request)
     except aiohttp.ClientConnectorError:
@@ -221,7 +222,7 @@ _NOT_CONNECTED = (_NoConnection, aiohttp.ClientConnectorError, aiohttp.NonHttpUr
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Makes connections to allowed addresses, in the time that the engine may take for it."""
+    """Connects to allowed addresses only, within `connect_s`."""
 
     def __init__(self, addresses: AddressPolicy, connect_s: float, **options: Any) -> None:
         super().__init__(limit=0, ttl_dns_cache=RESOLVED_S, resolver=_Resolver(addresses), **options)
@@ -247,7 +248,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class _Resolver(AbstractResolver):
-    """The addresses of a name that may be connected to. They are checked, not the name: DNS may change at any time."""
+    """Resolves a name to its allowed addresses. The addresses are checked, not the name: DNS may change at any time."""
 
     def __init__(self, addresses: AddressPolicy) -> None:
         self._addresses = addresses
@@ -284,7 +285,7 @@ def _origin(url: str) -> str:
 
 
 def _not_allowed(host: str, port: int) -> str:
-    return f"{host}:{port} is no address to send requests to (--engine-addresses)"
+    return f"{host}:{port} is not an allowed engine address (--engine-addresses)"
 
 
 def _describe(error: BaseException) -> str:

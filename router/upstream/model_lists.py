@@ -1,4 +1,4 @@
-"""The models and adapters that each engine lists, asked for again and again: adapters are loaded and unloaded while it runs."""
+"""The models and adapters that each engine lists, polled because adapters are loaded and unloaded while it runs."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ Card = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _List:
-    """One engine's list; None: it never told one."""
+    """One engine's list; `cards` None: it never gave one."""
 
     asked_at: float
     cards: Mapping[str, Card] | None = None
@@ -33,7 +33,7 @@ class ModelLists:
     """Lists by base URL. `version` grows whenever one of them changes."""
 
     def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
-        """The caller keeps the client, and closes it."""
+        """The caller owns the client and closes it."""
         self.version = 0
         self._client = client
         self._clock = clock
@@ -42,12 +42,12 @@ class ModelLists:
         self._slots = asyncio.Semaphore(MOST_AT_ONCE)
 
     def cards_of(self, url: str) -> Mapping[str, Card] | None:
-        """What an engine listed last, by name; None if it never told."""
+        """The engine's latest list, by name; None if it never gave one."""
         known = self._lists.get(url)
         return None if known is None else known.cards
 
     def remove(self, url: str, name: str) -> None:
-        """The engine refused a request for this name: it counts as unloaded, and the engine is asked again soon."""
+        """Count the name as unloaded, because the engine refused a request for it, and ask the engine again soon."""
         known = self._lists.get(url)
         if known is not None and known.cards is not None and name in known.cards:
             known.cards = {other: card for other, card in known.cards.items() if other != name}
@@ -55,7 +55,7 @@ class ModelLists:
             self.version += 1
 
     async def refresh(self, urls: Callable[[], Awaitable[Collection[str]]], age_s: float) -> None:
-        """Ask those engines whose list is older than `age_s`. Calls at the same time share the answers."""
+        """Ask the engines whose lists are older than `age_s`. Concurrent calls share the answers."""
         began = self._clock()
         async with self._refreshing:
             wanted = set(await urls())
@@ -76,7 +76,7 @@ class ModelLists:
             self.version += 1
 
     async def _read(self, url: str) -> Mapping[str, Card] | None:
-        """None if the engine does not answer, or not with a list: then what it listed before still counts."""
+        """The engine's list now; None if it does not answer with one, in which case its previous list still counts."""
         try:
             answer = await wait_patiently(self._client.call("GET", f"{url.rstrip('/')}/v1/models"), LIST_S)
             data = answer.json()["data"] if answer.status == 200 else None
@@ -89,7 +89,7 @@ class ModelLists:
 
 
 def merge_cards(lists: Sequence[Mapping[str, Card]]) -> Mapping[str, Card]:
-    """Each name once, as the first of the lists describes it."""
+    """All names, each with the card of the first list that has it."""
     merged: dict[str, Card] = {}
     for cards in lists:
         for name, card in cards.items():

@@ -1,5 +1,5 @@
-"""Time limits that only the other side can miss. A busy process reads late what is there: an engine would be blamed, and its
-request lost, for what the router did not look at."""
+"""Time limits that only the other side can miss. A busy router may read an answer long after it arrived; a plain timeout would
+then blame the engine and lose its request."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LAST_LOOKS = 20
-"""Turns of the event loop, each of which reads what has arrived: a connection takes several."""
+"""Extra turns of the event loop, each of which reads what has arrived. Connecting takes several."""
 
 
 async def wait_patiently(call: Coroutine[Any, Any, T], seconds: float) -> T:
-    """The call's result. Raises TimeoutError if it is not there after this time, nor after LAST_LOOKS; the call is cancelled
-    then."""
+    """The call's result. If it is not done after this time and LAST_LOOKS turns, cancel it and raise TimeoutError."""
     task = asyncio.ensure_future(call)
     try:
         await asyncio.wait((task,), timeout=seconds)

@@ -1,4 +1,4 @@
-"""What an engine's HTTP status says: about the request, about the engine, and if another engine should be tried."""
+"""What an engine's HTTP status says about the request and the engine, and if another engine should be tried."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -6,16 +6,16 @@ from email.utils import parsedate_to_datetime
 from enum import Enum
 
 NOT_OURS = (501, 505)
-"""Server errors that say that the request is not supported."""
+"""Server errors that mean the request is not supported."""
 DOUBTFUL = (401, 403, 404, 405, 501)
-"""The client's mistake, or the engine's: another key, another list of models, another version."""
+"""The client's mistake, or an engine with another key, list of models or version."""
 ELSEWHERE = (408, 429)
 
 
 class Verdict(Enum):
-    """`ANSWERED`: the request is answered. `ELSEWHERE`: this engine can't answer it now, and another one may: nothing was
-    sent to the client yet, so it is tried. `DOUBTFUL`: one other engine is asked; only if that one answers it was this
-    engine's fault. `REFUSED`: the request's own fault, as far as one answer says; the client gets it."""
+    """`ANSWERED`: the request is answered. `ELSEWHERE`: this engine can't answer it now, so another one is tried, as nothing
+    was sent to the client yet. `DOUBTFUL`: one other engine is asked; only if that one answers was it this engine's fault.
+    `REFUSED`: as far as one answer shows, the request is at fault; the client gets the refusal."""
 
     ANSWERED = "answered"
     ELSEWHERE = "elsewhere"
@@ -24,7 +24,7 @@ class Verdict(Enum):
 
 
 def judge(status: int) -> Verdict:
-    """The verdict on an answer by its status."""
+    """The verdict on an answer, by its status."""
     if 200 <= status < 300:
         return Verdict.ANSWERED
     if status in DOUBTFUL:
@@ -35,7 +35,7 @@ def judge(status: int) -> Verdict:
 
 
 def retry_after_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
-    """The seconds of a Retry-After header (RFC 9110, 10.2.3), given as such or as a date; None without a valid one."""
+    """Seconds to wait by the Retry-After header (RFC 9110, 10.2.3: seconds or a date); None without a valid one."""
     value = next((value.decode("latin-1").strip() for name, value in headers if name.lower() == b"retry-after"), None)
     if value is None:
         return None

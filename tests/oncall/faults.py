@@ -307,7 +307,7 @@ FAULTS: Mapping[str, Fault] = {
     "distant_store": Fault(
         distant_store,
         "? Yes, by 2 of 2",
-        {"store.distance": "a round trip to the store takes", "routers.distance": "a choice waits for the index alone"},
+        {"store.distance": "a round trip to the store takes", "routers.distance": "a choice waits only for the index"},
         also=frozenset({"routers.answers", "routers.store"}),
         also_alerts=frozenset({"KvatlasDecisionsSlow", "KvatlasStoreFails"}),
         deadline_ms=FAR_DEADLINE_MS,

@@ -1,6 +1,6 @@
-"""Envoy's external processing, as an endpoint picker speaks it: no I/O.
+"""Envoy's external processing protocol from an endpoint picker's side. No I/O.
 
-ext_proc.proto    the messages; ext_proc_pb2.py is made of it
+ext_proc.proto    the messages; ext_proc_pb2.py is generated from it
 messages.py       reads and builds them
-stream_state.py   what may be sent when, on one stream
+stream_state.py   which messages may be sent when, on one stream
 """

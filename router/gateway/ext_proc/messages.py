@@ -1,6 +1,6 @@
-"""Envoy's messages of external processing, read and built with types: headers, metadata, pieces of bodies.
+"""Typed reading and building of Envoy's external processing messages: headers, metadata, pieces of bodies.
 
-Names of headers and metadata are those of the endpoint picker protocol 1.0.0 (Gateway API Inference Extension).
+Names of headers and metadata follow the endpoint picker protocol 1.0.0 (Gateway API Inference Extension).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from kvatlas_router.proxy.headers import RawHeaders
 DESTINATION = "x-gateway-destination-endpoint"
 """Header and metadata key of the endpoints to use, in order."""
 MOST_PIECE_BYTES = 62_000
-"""Of a body that is sent back in pieces: below Envoy's smallest usual limit of a message, 64 KiB."""
+"""Largest piece of a body that is sent back; below Envoy's smallest usual message limit, 64 KiB."""
 
 _LB = "envoy.lb"
 _SUBSET_HINT = "envoy.lb.subset_hint"
@@ -39,19 +39,19 @@ _UPSTREAM_ADDRESS = "upstream.address"
 
 
 def read_headers(headers: HeaderMap) -> RawHeaders:
-    """Names in lower case. Envoy sets `raw_value`, other gateways `value`."""
+    """The headers, with names in lower case. Envoy sets `raw_value`, other gateways `value`."""
     return [(each.key.lower().encode(), each.raw_value or each.value.encode()) for each in headers.headers]
 
 
 def first_value(headers: RawHeaders, name: bytes) -> str | None:
-    """The first value of a header that is not empty."""
+    """The header's first value that is not empty."""
     return next((value.decode("latin-1") for each, value in headers if each == name and value), None)
 
 
 def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
-    """The endpoints that the gateway restricts the choice to, in its order; None: it doesn't.
+    """The endpoints to which the gateway restricts the choice, in its order; None: no restriction.
 
-    A list, or texts separated by commas. Of another type: an empty subset, because a restriction is meant.
+    The value is a list or comma-separated text. Any other type gives an empty subset, because a restriction was meant.
     """
     metadata = message.metadata_context.filter_metadata
     if _SUBSET_HINT not in metadata or _SUBSET not in metadata[_SUBSET_HINT].fields:
@@ -64,7 +64,7 @@ def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
 
 
 def metadata_text(metadata: Mapping[str, Struct], namespace: str, key: str) -> str | None:
-    """A text in a namespace of dynamic metadata; a key with dots leads into structures. None if there is none."""
+    """A text in a namespace of dynamic metadata, or None. Dots in the key lead into nested structures."""
     if namespace not in metadata:
         return None
     *outer, last = key.split(".")
@@ -79,13 +79,13 @@ def metadata_text(metadata: Mapping[str, Struct], namespace: str, key: str) -> s
 
 
 def read_served(message: ProcessingRequest) -> str | None:
-    """The endpoint that answered, as the gateway says with the answer's headers; None if it doesn't."""
+    """The endpoint that answered, if the gateway names it along with the answer's headers; else None."""
     metadata = message.metadata_context.filter_metadata
     return _text(metadata[_LB], _SERVED) if _LB in metadata else None
 
 
 def read_upstream(message: ProcessingRequest) -> str | None:
-    """The same by Envoy's attribute, if the filter sends it (`response_attributes: [upstream.address]`)."""
+    """The endpoint that answered, from Envoy's attribute if the filter sends it (`response_attributes: [upstream.address]`)."""
     attributes = message.attributes
     return _text(attributes[_EXT_PROC_ATTRIBUTES], _UPSTREAM_ADDRESS) if _EXT_PROC_ATTRIBUTES in attributes else None
 
@@ -98,20 +98,20 @@ def _text(struct: Struct, key: str) -> str | None:
 
 
 def set_destination(response: ProcessingResponse, mutation: HeaderMutation, destinations: Sequence[str]) -> None:
-    """The endpoints to use, both ways: gateways read the header or the metadata."""
+    """Set the endpoints to use in both places, since gateways read either the header or the metadata."""
     value = ",".join(destinations)
     set_header(mutation, DESTINATION, value)
     response.dynamic_metadata.update({_LB: {DESTINATION: value}})
 
 
 def set_header(mutation: HeaderMutation, name: str, value: str) -> None:
-    """Set a header, whether it is there or not."""
+    """Add or replace a header."""
     header = HeaderValue(key=name, raw_value=value.encode())
     mutation.set_headers.append(HeaderValueOption(header=header, append_action=OVERWRITE_IF_EXISTS_OR_ADD))
 
 
 def refusal(status: int, headers: Mapping[str, str], body: bytes) -> ProcessingResponse:
-    """An answer of the picker's own instead of an engine's."""
+    """The picker's own answer in place of an engine's."""
     response = ProcessingResponse()
     immediate = response.immediate_response
     immediate.status.code = status
@@ -123,7 +123,7 @@ def refusal(status: int, headers: Mapping[str, str], body: bytes) -> ProcessingR
 
 
 def request_pieces(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
-    """A part of a request's body, sent back in full duplex; `last`: it is the body's end."""
+    """Messages that send part of a request's body back in full duplex. `last`: it is the body's end."""
     for piece, is_last in _pieces(body, last=last):
         response = ProcessingResponse()
         streamed = response.request_body.response.body_mutation.streamed_response
@@ -132,7 +132,7 @@ def request_pieces(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
 
 
 def answer_pieces(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
-    """The same of an answer's body."""
+    """Like `request_pieces`, for an answer's body."""
     for piece, is_last in _pieces(body, last=last):
         response = ProcessingResponse()
         streamed = response.response_body.response.body_mutation.streamed_response
@@ -150,9 +150,9 @@ def _pieces(body: bytes, *, last: bool) -> Iterator[tuple[bytes, bool]]:
 
 
 def headers_only(request_body: BodySendMode) -> ProcessingMode:
-    """Of an answer the headers, and its trailers if it has any, but not its body: then a stream ends when the answer ends.
+    """The mode that sends an answer's headers and trailers, not its body. With trailers, a stream lasts as long as the answer.
 
-    Envoy heeds it if the filter has `allow_mode_override`, and not in full duplex.
+    Envoy heeds it only if the filter has `allow_mode_override`, and not in full duplex.
     """
     return ProcessingMode(
         request_header_mode=SEND,

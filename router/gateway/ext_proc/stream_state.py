@@ -1,11 +1,11 @@
 """One stream of external processing as a state machine: what the gateway sent, and what may be sent back when. No I/O.
 
-A stream is one HTTP request. Its request and its answer are two halves, each in the order headers, body, trailers, and what
-is sent back keeps that order. In full duplex, nothing of the request is sent back before its destination is known, and then
-all of it; in the other modes each message gets one reply.
+A stream is one HTTP request. The request and its answer are two halves, each in the order headers, body, trailers; replies keep
+that order. In full duplex, the whole request is held until its destination is known. In the other modes each message gets one
+reply.
 
-A gateway may answer a request itself, before it was sent anywhere: then the answer comes while the request's half still
-waits, and is passed on like any other.
+A gateway may answer a request itself before sending it anywhere. That answer arrives while the request's half still waits, and
+is passed on like any other.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,8 +43,8 @@ from kvatlas_router.proxy.headers import RawHeaders
 class ResponseMode(StrEnum):
     """How much of an answer passes through the picker.
 
-    `whole`: all that the gateway sends. `headers`: the picker asks for the answer's headers only, where the gateway lets it
-    choose. `none`: the picker leaves the stream when it has sent the request back.
+    `whole`: everything that the gateway sends. `headers`: only the headers, if the gateway lets the picker choose. `none`: the
+    picker leaves the stream once it has sent the request back.
     """
 
     WHOLE = "whole"
@@ -53,14 +53,14 @@ class ResponseMode(StrEnum):
 
 
 class OutOfOrder(InvalidValue):
-    """A gateway's message that can't come at this point of its stream."""
+    """A gateway's message that is invalid at this point of its stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskDestination:
-    """The request's destination is needed: next is `forward`, or the stream ends with a refusal.
+    """The request needs a destination; call `forward` next, or end the stream with a refusal.
 
-    `body` None: it was not waited for. `too_long`: so the request is refused: an engine would read what nothing here has read.
+    `body` None: it was not waited for. `too_long`: refuse the request, because an engine must not read a body unread here.
     """
 
     head: RequestHead
@@ -70,8 +70,8 @@ class AskDestination:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """An answer begins: next is `pass_head`. `served`: the endpoint that answered, if the gateway says so; `upstream`: the
-    same by an attribute that Envoy has anyway. `over`: it has no body."""
+    """The answer's headers arrived; call `pass_head` next. `served`: the endpoint that answered, if the gateway names it.
+    `upstream`: the same from a standard attribute of Envoy. `over`: no body follows."""
 
     status: int
     headers: RawHeaders
@@ -82,7 +82,7 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """A part of an answer: next is `pass_part`. `over`: it is the last."""
+    """A part of the answer arrived; call `pass_part` next. `over`: it is the last."""
 
     body: bytes
     over: bool
@@ -93,20 +93,20 @@ Event = AskDestination | AnswerHead | AnswerPart
 
 
 class _Phase(Enum):
-    """Of either half."""
+    """The phase of a half."""
 
     HEADERS = auto()
-    """Nothing has come yet."""
+    """Nothing has arrived yet."""
     WAITING = auto()
-    """Of a request: what comes of it is kept, or is answered by `forward`."""
+    """Request only: arriving parts are kept until `forward` answers them."""
     PASSING = auto()
-    """What comes is sent back at once."""
+    """Arriving parts are sent back at once."""
     OVER = auto()
 
 
 @dataclass(slots=True)
 class StreamState:
-    """`wants_body`: does the decision read the body of this request? `most_body_bytes`: a longer one is too long.
+    """`wants_body`: true if the decision needs the request's body. `most_body_bytes`: the longest body allowed.
     `response_mode`: as configured. `request_mode`, `answer_mode`: how the gateway sends bodies."""
 
     wants_body: Callable[[RequestHead], bool]
@@ -125,12 +125,12 @@ class StreamState:
 
     @property
     def request_over(self) -> bool:
-        """Was all of the request sent back?"""
+        """True if the whole request was sent back."""
         return self._request is _Phase.OVER or (self._request is _Phase.PASSING and self.request_mode == NONE)
 
     @property
     def answer_over(self) -> bool:
-        """Was all of the answer that the gateway sends sent back, up to its end?"""
+        """True if every part of the answer that the gateway sends was sent back."""
         return self._answer is _Phase.OVER
 
     @property
@@ -139,11 +139,11 @@ class StreamState:
 
     @property
     def can_change_answer(self) -> bool:
-        """May parts of the answer's body be changed, or left out?"""
+        """True if parts of the answer's body may be changed or dropped."""
         return self.answer_mode == FULL_DUPLEX_STREAMED
 
     def receive(self, message: ProcessingRequest) -> Event | Iterator[ProcessingResponse]:
-        """What the message asks for, or the replies to it. Raises OutOfOrder."""
+        """Take a message. Returns the event for the caller to handle, or the replies to send. Raises OutOfOrder."""
         match message.WhichOneof("request"):
             case "request_headers":
                 return self._request_headers(message)
@@ -158,7 +158,7 @@ class StreamState:
             case "response_trailers":
                 return self._answer_trailers()
             case None:
-                return iter(())  # a kind of message that is newer than this code
+                return iter(())  # a kind of message newer than this code
             case other:
                 raise OutOfOrder(f"unknown message {other}")
 
@@ -180,7 +180,7 @@ class StreamState:
         return iter((self._headers_reply(),) if self.request_mode == BUFFERED else ())
 
     def _headers_reply(self) -> ProcessingResponse:
-        """In answer to the request's headers, without a destination: then the gateway sends the body."""
+        """The reply to the request's headers without a destination. The gateway then sends the body."""
         response = ProcessingResponse()
         response.request_headers.response.SetInParent()
         self._override_mode(response)
@@ -200,7 +200,7 @@ class StreamState:
             response.request_body.response.SetInParent()
             return iter((response,))
         if self._request is not _Phase.WAITING or self._head is None or self._kept_ends:
-            raise OutOfOrder("a piece of the request's body came without its headers, or behind its end")
+            raise OutOfOrder("a piece of the request's body came before its headers, or after its end")
         self._kept.append(part.body)
         self._kept_bytes += len(part.body)
         self._kept_ends = part.end_of_stream
@@ -215,14 +215,14 @@ class StreamState:
             self._request = _Phase.OVER
             return iter((_trailers_reply(),))
         if self._request is not _Phase.WAITING or self._head is None or self._trailers_kept or self._kept_ends:
-            raise OutOfOrder("request trailers came without headers, or behind the request's end")
+            raise OutOfOrder("request trailers came before the headers, or after the request's end")
         self._trailers_kept = True
         return AskDestination(self._head, b"".join(self._kept))
 
     def forward(self, destination: Destination) -> Iterator[ProcessingResponse]:
-        """Send the request on: its headers with the destination, and all of the body that is here.
+        """The replies that send the request on: its headers with the destination, and the body so far.
 
-        The body can be changed (`destination.body`) if it was given to the decision.
+        The body may be replaced (`destination.body`) if the decision was given it.
         """
         self._request = _Phase.OVER if self._kept_ends or self._trailers_kept else _Phase.PASSING
         headers = dict(destination.headers)
@@ -231,7 +231,7 @@ class StreamState:
         if changed and self._head is not None and self._head.first(b"content-length") is not None:
             headers["content-length"] = str(len(body))
         response = ProcessingResponse()
-        if self._body_was_asked and self.request_mode == BUFFERED:  # the headers have had their reply
+        if self._body_was_asked and self.request_mode == BUFFERED:  # the headers already got their reply
             self._request = _Phase.OVER
             common = response.request_body.response
             if changed:
@@ -261,7 +261,7 @@ class StreamState:
         return AnswerHead(status, headers, read_served(message), read_upstream(message), over)
 
     def pass_head(self, headers: Mapping[str, str], *, changes_length: bool = False) -> ProcessingResponse:
-        """The reply to an answer's headers, with further ones. `changes_length`: its body will have another length."""
+        """The reply to an answer's headers. `headers` are added. `changes_length`: the body will have another length."""
         response = ProcessingResponse()
         response.response_headers.response.SetInParent()
         mutation = response.response_headers.response.header_mutation
@@ -272,19 +272,19 @@ class StreamState:
 
     def _answer_body(self, part: HttpBody) -> AnswerPart:
         if self._answer is not _Phase.PASSING:
-            raise OutOfOrder("a piece of the answer's body came without its headers, or behind its end")
+            raise OutOfOrder("a piece of the answer's body came before its headers, or after its end")
         if part.end_of_stream:
             self._answer = _Phase.OVER
         return AnswerPart(part.body, part.end_of_stream)
 
     def _answer_trailers(self) -> AnswerPart:
         if self._answer is not _Phase.PASSING:
-            raise OutOfOrder("answer trailers came without headers, or behind the answer's end")
+            raise OutOfOrder("answer trailers came before the headers, or after the answer's end")
         self._answer = _Phase.OVER
         return AnswerPart(b"", over=True, trailers=True)
 
     def pass_part(self, part: AnswerPart, body: bytes) -> Iterator[ProcessingResponse]:
-        """The replies to a part of an answer: `body` goes on to the client, the part's own unless `can_change_answer`."""
+        """The replies to a part of an answer. If `can_change_answer`, the client gets `body` instead of the part's own."""
         if self.can_change_answer:
             yield from answer_pieces(body, last=part.over and not part.trailers)
         elif not part.trailers:

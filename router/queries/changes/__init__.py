@@ -1,6 +1,6 @@
-"""Changes of the index for those who keep a copy of it.
+"""Changes of the index, for programs that keep a copy of it.
 
-change.py    what a change is, and the messages of workers as changes that one tenant may see (pure)
-snapshot.py  what is held now, as changes
-follow.py    a snapshot, then the stream; or the stream from a position on
+change.py    pure: what a change is, and how workers' messages become changes that one tenant may see
+snapshot.py  the blocks held now, as changes
+follow.py    a snapshot and then the stream, or the stream from a position
 """

@@ -1,18 +1,18 @@
 """Workers' messages as changes that one tenant may see.
 
-A copy keeps for each worker an incarnation, its blocks, and during a snapshot of the worker a second set beside them:
+A copy keeps each worker's incarnation and blocks, and during a snapshot of the worker a second set of blocks:
 
     snapshot  blocks that a worker has now; `aside`: they belong to the second set
-    begin     the second set begins, empty
-    stored    blocks come, to the second set if there is one
-    removed   blocks go, likewise
-    cleared   all blocks of that set go
+    begin     an empty second set begins
+    stored    blocks are added, to the second set if there is one
+    removed   blocks are removed, likewise
+    cleared   all blocks of that set are removed
     end       the second set replaces the first
-    gone      the worker has nothing any more, until its next begin
+    gone      the worker has no blocks until its next begin
     live      the snapshot is over; changes follow
 
-Whatever is of a lower incarnation than the worker's is dropped; a higher one begins with a begin. Changes may come twice, with
-all that followed them: each says what holds from then on. An end without a second set changes nothing.
+Drop changes of a lower incarnation than the worker's; a higher one starts with a begin. Changes may be repeated, along with all
+that followed them, which is harmless because each sets a state. An end without a second set changes nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ _PLAIN = {wire.BEGIN: "begin", wire.END: "end", wire.CLEARED: "cleared"}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`position` None: within a snapshot, which can't be resumed."""
+    """A change. `position` None: it is part of a snapshot, which can't be resumed."""
 
     kind: str
     data: Mapping[str, Any]
@@ -42,21 +42,22 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What one caller may see. `sees`: a worker; `may_use`: a model."""
+    """What one caller may see. `sees`: true for a worker that it may see; `may_use`: true for a model that it may use."""
 
     tenant_id: str
     may_use: Callable[[str], bool] = lambda _: True
     sees: Callable[[str], bool] = lambda _: True
 
     def includes(self, scope: Scope) -> bool:
-        """Its own blocks, and those of its cache salts."""
+        """True for the caller's own blocks, including those of its cache salts."""
         is_own = scope.tenant_id == self.tenant_id or scope.tenant_id.startswith(self.tenant_id + PART_MARK)
         return is_own and self.may_use(scope.adapter_id or scope.model_id)
 
 
 @dataclass(slots=True)
 class _Worker:
-    """`seq` None: not known yet. `shown`: the caller knows of it. `aside`: a snapshot of it has begun and is not over."""
+    """`seq` None: not known yet. `shown`: the caller knows of it. `aside`: a snapshot of it is under way. `doubted`: it is
+    gone for the caller, until a higher incarnation begins."""
 
     incarnation: int
     seq: int | None = None
@@ -67,17 +68,17 @@ class _Worker:
 
 @dataclass(slots=True)
 class ChangeReader:
-    """Reads the stream's messages in order for one caller; those that the index does not apply are no changes."""
+    """Reads the stream's messages in order for one caller. Messages that the index does not apply give no changes."""
 
     view: View
     _workers: dict[str, _Worker] = field(default_factory=dict)
 
     def know(self, worker_id: str, incarnation: int, *, aside: bool) -> None:
-        """A worker as the store has it before the first message."""
+        """Record a worker's state in the store before the first message."""
         self._workers[worker_id] = _Worker(incarnation, shown=aside, aside=aside)
 
     def show(self, worker_id: str) -> None:
-        """The caller knows of this worker from now on."""
+        """Record that the caller knows of this worker from now on."""
         self._workers[worker_id].shown = True
 
     def read(self, raw: wire.RawMessage) -> list[dict[str, Any]]:
@@ -101,7 +102,7 @@ class ChangeReader:
         return [change for event in events for change in self._of_event(worker, event, scopes, raw[wire.SCOPES])]
 
     def gone(self, worker_id: str, incarnation: int) -> bool:
-        """The index has closed this incarnation. Is that news to the caller?"""
+        """Record that the index closed this incarnation. True if that is news to the caller."""
         worker = self._workers.get(worker_id)
         if not self.view.sees(worker_id) or (worker is not None and worker.incarnation > incarnation):
             return False
@@ -110,7 +111,7 @@ class ChangeReader:
         return is_news
 
     def _doubt(self, worker: _Worker) -> list[dict[str, Any]]:
-        """A message is missing: the index asks the worker for a snapshot too, and a copy has nothing of it until then."""
+        """Handle a missing message. The index asks the worker for a snapshot; until then, a copy has no blocks of it."""
         is_news = not worker.doubted
         worker.doubted = True
         return [{"kind": "gone"}] if is_news and worker.shown else []
@@ -140,7 +141,7 @@ class ChangeReader:
 
 
 def scope_fields(scope: Scope, block_size: int, block_bytes: int) -> dict[str, Any]:
-    """What a change says of its blocks."""
+    """A change's fields that describe its blocks."""
     return {
         "model_id": scope.model_id,
         "tokenizer_id": scope.tokenizer_id,

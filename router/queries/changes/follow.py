@@ -1,7 +1,7 @@
-"""A snapshot and then the changes, or the changes from a position on, for one caller at a time.
+"""A snapshot and then the changes, or the changes from a position, for one caller at a time.
 
-Each follower has a consumer of its own in JetStream, which is asked for more only as it reads: a slow one costs nothing here,
-and is told so when the stream has nothing of its position any more. Every replica of the index server can go on where another
+Each follower has its own JetStream consumer, which fetches more only as the follower reads. So a slow follower costs nothing
+here; it gets an error once the stream no longer has its position. Any replica of the index server can continue where another
 one stopped.
 """
 
@@ -38,15 +38,15 @@ from kvatlas_router.queries.changes.snapshot import read_snapshot
 
 MOST_FOLLOWERS = 64
 LOOK_S = 1.0
-"""How often followers hear of workers that the index has closed, which no message says."""
+"""How often the index is checked for workers that it has closed, since the stream does not report them."""
 
 
 class PositionLost(KvatlasError):
-    """The stream has not all changes after this position any more, or is another one."""
+    """The stream no longer has all changes after this position, or is another stream."""
 
 
 class TooManyFollowers(KvatlasError):
-    """As many as this process serves."""
+    """This process already serves the most followers that it can."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class _Counters:
 
 @dataclass(slots=True)
 class ChangeStreams:
-    """Every follower of this process. NATS is connected when the first one comes."""
+    """All followers of this process. NATS is connected for the first one."""
 
     store: Store
     nats: NatsAccess
@@ -67,7 +67,8 @@ class ChangeStreams:
     _records_at_s: float = float("-inf")
 
     async def follow(self, view: View, after: Position | None) -> AsyncGenerator[Change | None, None]:
-        """Until the stream's consumer is lost; None now and then, while nothing happens. `after` None: a snapshot first.
+        """Yield changes until the stream's consumer is lost, and None about each LOOK_S without one. `after` None: start with a
+        snapshot.
 
         Raises PositionLost, TooManyFollowers, Unreachable and KvatlasError before the first change.
         """
@@ -149,7 +150,7 @@ class ChangeStreams:
                 lost.cancel()
 
     async def _closed(self, shards: Sequence[ShardReader]) -> list[tuple[str, int]]:
-        """(worker, incarnation) of those that hold nothing by the index; read once a second for all followers."""
+        """(worker, incarnation) of workers that hold nothing according to the index; read once a second for all followers."""
         if monotonic() - self._records_at_s >= LOOK_S:
             self._records_at_s = monotonic()
             self._records = {id: one for shard in shards for id, one in (await shard.records()).items()}

@@ -1,4 +1,4 @@
-"""What workers hold now of the scopes that a caller may see, as changes of at most some hundred blocks."""
+"""The blocks that workers hold now in the scopes that a caller may see, as changes of at most a few hundred blocks."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from kvatlas_router.queries.changes.change import Change, ChangeReader, scope_fi
 async def read_snapshot(
     readers: Sequence[ShardReader], scopes: Mapping[bytes, Scope], reader: ChangeReader
 ) -> AsyncIterator[Change]:
-    """Not of one moment: messages that the stream has after a position from before are to follow (`store_copy`). `reader` gets
-    to know the workers. Raises Unreachable."""
+    """Read a snapshot. It is not of one moment: apply the stream's messages after a position taken before (`store_copy`).
+    Records the workers in `reader`. Raises Unreachable."""
     for shard in readers:
         places: dict[bytes, tuple[str, int, bool]] = {}
         for worker_id, record in (await shard.records()).items():

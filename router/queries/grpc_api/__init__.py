@@ -1,6 +1,6 @@
 """The index over gRPC.
 
-index.proto         our own questions, and the stream of changes; index_pb2.py is made of it
-kv_indexer.proto    what SGLang's gateway asks of an external index; kv_indexer_pb2.py is made of it
-server.py           the server of both
+index.proto         our own queries and the stream of changes; index_pb2.py is generated from it
+kv_indexer.proto    the queries of SGLang's gateway to an external index; kv_indexer_pb2.py is generated from it
+server.py           the server for both
 """

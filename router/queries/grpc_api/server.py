@@ -1,4 +1,4 @@
-"""The gRPC server: our own service, and SGLang's KV indexer as its gateway asks it. Callers prove themselves as over HTTP."""
+"""The gRPC server: our own service, and the KV indexer that SGLang's gateway calls. Callers authenticate as over HTTP."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ from kvatlas_router.tenancy.refusals import ForeignTenant, KeysUnknown, Unproven
 SERVICE = "kvatlas.index.v1.Index"
 SGLANG_SERVICE = "kv_indexer.v1.KVIndexer"
 MODEL_KEY = "x-kvatlas-model"
-"""Metadata of SGLang's questions, which name no model; without it the fleet must serve one alone."""
+"""Metadata with the model, since SGLang's queries name none. Without it, the fleet must serve only one model."""
 MOST_MESSAGE_BYTES = 16 << 20
 
 _NUMBER = re.compile(rb"-?[0-9]{1,20}")
@@ -53,7 +53,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class GrpcAddress:
-    """Where it listens. `credentials` None: in plain text."""
+    """Where the server listens. `credentials` None: plain text."""
 
     host: str
     port: int
@@ -61,7 +61,7 @@ class GrpcAddress:
 
 
 class GrpcServer:
-    """`port`: as bound, after `start`."""
+    """`port`: the bound port, after `start`."""
 
     def __init__(self, api: QueryApi, proof: Proof | None, address: GrpcAddress) -> None:
         self._api = api
@@ -103,11 +103,11 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self) -> None:
-        """Running answers have a second."""
+        """Stop. Running answers get one second."""
         await self._server.stop(1)
 
     def _answering(self, answer: Callable[[Q, Caller, Context], Awaitable[A]]) -> Callable[[Q, Context], Awaitable[A]]:
-        """A handler whose errors become a status with one line."""
+        """Wrap a handler, so that its errors become a status with one line."""
 
         async def handle(request: Q, context: Context) -> A:
             try:
@@ -167,7 +167,7 @@ class GrpcServer:
         return OverlapResponse(holders=holders)
 
     async def _follow(self, request: FollowRequest, context: Context) -> AsyncIterator[GrpcChange]:
-        """As `/kvatlas/changes`; gRPC itself notices a lost client, and waits for a slow one."""
+        """Like `/kvatlas/changes`. gRPC itself notices a lost client, and waits for a slow one."""
         try:
             after = read_position(request.position) if request.position else None
             async with aclosing(self._api.follow(await self._caller(context), after)) as changes:
@@ -184,8 +184,8 @@ class GrpcServer:
     async def _match(
         self, request: MatchExternalKvPrefixRequest, caller: Caller, context: Context
     ) -> MatchExternalKvPrefixResponse:
-        """By the engine's own hashes where the workers' blocks are keyed by them, else by sequence hashes. Workers without an
-        address are left out: the gateway knows workers by their URLs."""
+        """Match by the engine's own hashes if these key the workers' blocks, else by sequence hashes. Workers without an
+        address are left out, since the gateway knows workers by their URLs."""
         model = next((_to_bytes(v).decode() for k, v in context.invocation_metadata() or () if k == MODEL_KEY), None)
         hashes = await asyncio.to_thread(read_hashes, request.hashes)
         if request.max_blocks:
@@ -208,7 +208,7 @@ class GrpcServer:
 
 
 def read_hashes(fields: Sequence[bytes]) -> list[int]:
-    """Numbers as text, one a field, or packed ones of 8 little-endian bytes. Raises InvalidValue."""
+    """Hashes as text, one per field, or packed as 8 little-endian bytes each. Raises InvalidValue."""
     if all(map(_NUMBER.fullmatch, fields)):
         numbers = [int(field) for field in fields]
     else:

@@ -76,12 +76,12 @@ LINKS = (
         "requests of tenant default went to workers that publish tenant acme",
         "--tenant-id",
     ),
-    Link("chain", "pools.chains", "external:default: chain; own: ", "let all engines tell token ids", Level.WARNING),
+    Link("chain", "pools.chains", "external:default: chain; own: ", "let all engines report token ids", Level.WARNING),
     Link("clock", "clocks", "clock +90.", "synchronise the clocks"),
     Link("version", "nats.refused", "(version): message version 9", "the same version of kvatlas everywhere"),
     Link("old", "workers.versions", "0.0.1: old", "upgrade indexers first", Level.INFO),
     Link("twin-b", "workers.address", "twin-a, twin-b have the same address, http://twin:80", "--engine-url"),
-    Link("elsewhere", "workers.publishers", "and not heard on NATS at nats://127.0.0.1:", "the same --nats-url"),
+    Link("elsewhere", "workers.publishers", "but not heard on NATS at nats://127.0.0.1:", "the same --nats-url"),
 )
 
 

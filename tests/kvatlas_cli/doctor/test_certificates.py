@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
         (3.0, 3.0, "", Level.WARNING, "3 days left"),
         (-2.0, -2.0, "", Level.ERROR, "expired 2 days ago"),
         (60.0, None, "no PEM", Level.ERROR, "which can't be used: no PEM"),
-        (None, None, "", Level.OK, "its end is not known"),
+        (None, None, "", Level.OK, "expiry unknown"),
     ],
 )
 def test_days_left_decide(in_use: float | None, on_disk: float | None, error: str, level: Level, says: str) -> None:

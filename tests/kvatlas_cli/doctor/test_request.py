@@ -61,7 +61,7 @@ def test_another_model_tokenizer_or_tenant_is_named_with_the_nearest(ask: Ask) -
     assert done.code == 1 and "no worker serves model m with tokenizer n; there are m\n" in done.out
     done = ask(TOKENS, "--model-id", "m", "--tenant-id", "acme")
     assert done.code == 1
-    assert "nobody publishes blocks of its scope; the nearest has tenant default instead of acme" in done.out
+    assert "no worker publishes blocks of its scope; the nearest has tenant default instead of acme" in done.out
     assert "w1 holds 16 tokens of it in another scope: tenant default instead of acme" in done.out
 
 
@@ -82,7 +82,7 @@ def test_text_needs_an_engine_that_tokenizes_it(ask: Ask) -> None:
     done = ask({"model": "m", "prompt": "some text"})
     assert done.code == 1 and "no engine of m answered /tokenize" in done.out
     done = ask({"model": "mm", "prompt": "some text"})
-    assert done.code == 1 and "prompt of tokens that are not known, model mm" in done.out
+    assert done.code == 1 and "prompt of unknown tokens, model mm" in done.out
 
 
 @pytest.mark.anyio

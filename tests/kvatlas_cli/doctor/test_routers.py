@@ -60,7 +60,7 @@ async def test_a_router_with_one_tenant_says_so(installation: Installation) -> N
     condition = RouterCondition(sent_us=now_us(), proves_tenants=True, limits_shared=False)
     await write_answer_report(installation.store, "alone", POOL, AnswerReport(condition=condition))
     (alone,) = await installation.findings("routers.limits")
-    assert alone.level is Level.WARNING and "router alone: the store takes no part" in alone.line
+    assert alone.level is Level.WARNING and "router alone: clients' limits per minute are not shared" in alone.line
 
 
 async def test_a_router_that_is_far_from_the_store_says_what_that_costs(installation: Installation) -> None:

@@ -47,4 +47,4 @@ def test_no_if_one_role_is_missing() -> None:
 
 
 def test_no_if_all_workers_of_the_last_hour_are_gone() -> None:
-    assert "none of its workers is there any more (w1)" in judge_gone("model m", ["w1"]).line
+    assert "none of its workers is left (w1)" in judge_gone("model m", ["w1"]).line

@@ -120,12 +120,12 @@ async def test_a_pool_with_only_one_role_is_found(installation: Installation) ->
     ("records", "level", "line"),
     [
         ([worker("w", stores=("s",)), STORE], Level.OK, "shared stores that workers read: s"),
-        ([worker("w", stores=("s",))], Level.ERROR, "w: --shared-store is s, which nobody publishes"),
+        ([worker("w", stores=("s",))], Level.ERROR, "w: --shared-store is s, which is not published"),
         ([worker("w"), STORE], Level.ERROR, "shared store s is named by no worker"),
         (
             [worker("w", stores=("s",), block_size=32), STORE],
             Level.ERROR,
-            "w: the model or block size is not that of shared store s",
+            "w: the model or block size differs from that of shared store s",
         ),
     ],
 )

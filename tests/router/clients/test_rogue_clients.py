@@ -185,7 +185,7 @@ async def test_operators_calls_are_on_a_port_of_their_own_and_bookings_are_bound
             assert routed["worker"] == "w1"
             ids.append(routed["id"])
         full = await client.post(route, json=hints)
-        assert full.status_code == 503 and "3 requests of this client" in full.json()["error"]["message"]
+        assert full.status_code == 503 and "3 bookings of this client" in full.json()["error"]["message"]
         done = await client.post(f"{router.control_url}/kvatlas/done", json={"id": ids[0]})
         assert done.json() == {"known": True}
         many = await client.post(route, content=json.dumps({"block_hashes": list(range(1_000_000))}))

@@ -134,7 +134,7 @@ async def test_objects_are_read_as_the_pods_service_account_and_kept_while_the_a
         assert len(caplog.messages) == 1 and "InferenceObjective 'bad' is left out" in caplog.messages[0]
         namespace.status = 503
         await objects.read()
-        assert "keeping what was read last" in caplog.messages[-1] and objects.current.priorities == {"fast": 10}
+        assert "keeping the last value" in caplog.messages[-1] and objects.current.priorities == {"fast": 10}
 
 
 async def test_outside_a_pod_the_setting_is_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

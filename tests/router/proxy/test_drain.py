@@ -106,7 +106,7 @@ async def test_a_stopping_router_is_not_ready_and_lets_streams_end(
         else:
             first, second = text.strip().split("\n\n")
             assert first == EVENT.decode().strip()
-            assert "the router stops" in json.loads(second.removeprefix("data: "))["error"]["message"]
+            assert "the router is stopping" in json.loads(second.removeprefix("data: "))["error"]["message"]
 
 
 async def test_a_router_without_requests_stops_at_once(store: Store, valkey_url: str) -> None:
