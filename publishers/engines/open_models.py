@@ -1,7 +1,7 @@
-"""The open event forms as pydantic models: what any engine or tool may send, JSON or msgpack. `docs/events.md` describes them,
-and `docs/events.schema.json` is their JSON Schema.
+"""The open event forms as pydantic models. Any engine or tool may send them, as JSON or msgpack. `docs/events.md` describes
+them, and `docs/events.schema.json` is their JSON Schema.
 
-Fields that are not named here are ignored: an engine may send more than a publisher of this version knows.
+Unknown fields are ignored: an engine may send more than this version of the publisher knows.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -17,7 +17,7 @@ SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
 
 _Integer = Annotated[int, Field(strict=True, ge=MIN_HASH, le=MAX_HASH)]
 BlockHash = _Integer | Annotated[str, Field(strict=True, min_length=1, max_length=512)]
-"""An integer of 64 bits, signed or not, or text; the text of 16 lower-case hex digits is the integer."""
+"""A 64-bit integer, signed or not, or text. Text of 16 lower-case hex digits stands for the integer."""
 TokenId = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKEN_ID)]
 
 

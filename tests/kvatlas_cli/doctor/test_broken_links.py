@@ -66,7 +66,7 @@ LINKS = (
     Link("parts", "nats.refused", "(wrong_partition)", "--partitions of the store's layout"),
     Link("replay", SETTINGS, "but replay socket tcp://127.0.0.1:", "set --replay-endpoint"),
     Link("engine-url", SETTINGS, "but the engine does not answer at http://127.0.0.1:", "set --engine-url"),
-    Link("not-engine", SETTINGS, "is no sglang engine: it has no /health (status 404)", "set --engine-url"),
+    Link("not-engine", SETTINGS, "is not a sglang engine: it has no /health (status 404)", "set --engine-url"),
     Link("kind", SETTINGS, "is vllm's, but --engine is sglang", "set --engine vllm"),
     Link("model", "pools.models", f"--model-id is mock-mode, but the engine serves {MODEL}", f"set --model-id {MODEL}"),
     Link("tokenizer", "pools.tokenizers", "(mock-model, other)", "the same --tokenizer-id", Level.WARNING),
