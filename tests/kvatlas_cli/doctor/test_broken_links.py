@@ -57,7 +57,7 @@ class Link:
 SETTINGS = "workers.settings"
 LINKS = (
     Link("port-alone", SETTINGS, "does not answer: nothing is connected there", "if the engine runs"),
-    Link("http-alone", SETTINGS, "what listens there is no event socket", "set --endpoint to the event socket"),
+    Link("http-alone", SETTINGS, "the socket there is not an event socket", "set --endpoint to the event socket"),
     Link("topic-replay", SETTINGS, "publishes under topic '', but --topic is 'kv'", "leave --topic out"),
     Link("topic", SETTINGS, "publishes under topic '', but --topic is 'kv'", "leave --topic out"),
     Link("events-off", SETTINGS, "nothing is connected there", "start the engine with --kv-events-config"),
