@@ -143,10 +143,10 @@ def test_what_a_hybrid_holds_is_an_upper_bound_if_its_events_tell_no_groups() ->
     before = one.reuse.upper_bound
     one.learn_hybrid()
     assert not before
-    assert one.reuse.upper_bound == "the engine tells full attention only"
+    assert one.reuse.upper_bound == "the engine reports full attention only"
     one.empty()
     fold(one, store([1, 2]))
-    assert one.reuse.upper_bound == "the engine tells full attention only" and one.announced_blocks == 2
+    assert one.reuse.upper_bound == "the engine reports full attention only" and one.announced_blocks == 2
 
 
 def test_an_adapter_loaded_from_elsewhere_loses_its_blocks_and_only_these() -> None:
