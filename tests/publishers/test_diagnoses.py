@@ -204,7 +204,7 @@ async def test_heartbeats_that_are_none_are_told_once_and_counted(
         await until(lambda: own.counters.heartbeats_bad == 10_000, what="the sidecar counts them")
     lines = [line for line in caplog.messages if "invalid heartbeat on kvatlas.alive.w" in line]
     assert 2 <= len(lines) <= 4
-    assert "what else publishes there?" in lines[0] + lines[1]
+    assert "check what else publishes there" in lines[0] + lines[1]
 
 
 def stored(name: int, parent: int | None, token: int, **changed: Any) -> dict[str, Any]:

@@ -240,6 +240,6 @@ async def test_a_publisher_on_another_nats_is_named_there_too_and_when_it_is_stu
     said = (
         "elsewhere: NATS at nats://127.0.0.1:",
         "maximum messages exceeded",
-        "see the storage and limits of JetStream",
+        "check the storage and limits of JetStream",
     )
     await until(lambda: errors_say(SETTINGS, *said), deadline_s=DEADLINE_S, what="it says that it is stuck")
