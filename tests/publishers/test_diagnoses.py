@@ -221,7 +221,7 @@ def one_batch(*events: dict[str, Any]) -> bytes:
     [
         ({"parent_block_hash": 999}, "unknown_parent", "their parent block is unknown"),
         ({"parent_block_hash": 0}, "zero_parent", "they name 0 as their parent"),
-        ({"token_ids": [1 << 40] * 16}, "unindexable", "their token ids are above 32 bits"),
+        ({"token_ids": [1 << 40] * 16}, "unindexable", "their token ids exceed 32 bits"),
         ({"lora_id": 7}, "adapter_unnamed", "adapters that the engine reports by id only"),
         ({"medium": "cpu"}, "removal_untold", "no event reports their removal"),
         ({"block_size": "x"}, "unreadable_events", "events can't be read; the last one: BlockStored with block_size"),

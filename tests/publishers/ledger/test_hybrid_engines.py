@@ -98,7 +98,7 @@ def test_an_event_without_the_tokens_that_its_hashes_cover_tells_nothing_new() -
     [
         ({}, AttentionKind.CHUNKED_LOCAL, "--chunk-size"),
         ({"chunk_tokens": 3}, AttentionKind.CHUNKED_LOCAL, "chunk size 3"),
-        ({}, AttentionKind.OTHER, "not known here"),
+        ({}, AttentionKind.OTHER, "unknown kind of attention"),
         ({"granularity": 2}, MAMBA, "granularity is 2"),
         ({}, WINDOW, "window None"),
     ],
