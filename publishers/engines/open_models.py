@@ -26,13 +26,13 @@ class _Form(BaseModel):
 
 
 class BlockStored(_Form):
-    """Blocks of one chain were stored, first to last: each is the child of the one before it, the first one that of
+    """Blocks of one chain were stored, first to last. Each is the child of the previous one; the first is the child of
     `parent_block_hash` (null or "root": a prompt's first block).
 
-    With `token_ids` the blocks are keyed by their tokens, so that any router finds them. An engine that never tells them has
-    its blocks keyed by its own hashes, for requests that carry such hashes (an external chain). From one that tells them, an
-    event without them is of further copies of known blocks. `session_id`: instead of "root", for hashes that mean something
-    only within a session.
+    With `token_ids` the blocks are keyed by their tokens, so that any router finds them. If an engine never sends token ids,
+    its blocks are keyed by its own hashes, for requests that carry such hashes (an external chain). If it does, an event
+    without them reports further copies of known blocks. `session_id`: replaces "root" for hashes that are valid only within a
+    session.
     """
 
     type: Literal["block_stored"]
@@ -58,7 +58,7 @@ class BlockStored(_Form):
 
 
 class BlockRemoved(_Form):
-    """The blocks are gone from a tier; without `medium` from all tiers."""
+    """The blocks are gone from a tier, or from all tiers without `medium`."""
 
     type: Literal["block_removed"]
     block_hashes: list[BlockHash]
@@ -67,14 +67,14 @@ class BlockRemoved(_Form):
 
 
 class AllBlocksCleared(_Form):
-    """The worker holds nothing any more, in any tier."""
+    """The worker holds no blocks any longer, in any tier."""
 
     type: Literal["all_blocks_cleared"]
 
 
 class BatchFields(_Form):
-    """What a batch says besides its events. `model_id` and `tokenizer_id`, if given, must be the publisher's; `adapter_id` is
-    that of events without `lora_name`. `load`: request_active_slots and so on, as in docs/events.md."""
+    """The fields of a batch besides its events. `model_id` and `tokenizer_id`, if given, must be the publisher's. `adapter_id`:
+    for events without `lora_name`. `load`: request_active_slots and so on, as in docs/events.md."""
 
     engine_id: Name
     ts_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -125,7 +125,7 @@ class RouterEvent(_Form):
 
 
 class RouterFields(_Form):
-    """What a batch of the router protocol says besides its events. `shutdown`: the engine is about to stop."""
+    """The fields of a router protocol batch besides its events. `shutdown`: the engine is about to stop."""
 
     shutdown: bool = False
     load: dict[str, Any] | None = None
