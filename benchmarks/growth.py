@@ -48,7 +48,7 @@ class Point:
 
 
 async def measure(store: Store) -> dict[str, list[Point]]:
-    """By dimension."""
+    """Measured points by dimension."""
     return {name: [await _measure(store, *point) for point in points] for name, points in POINTS.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a process takes: processor time and memory, as Linux tells in /proc."""
+"""Processor time and memory of a process, from Linux's /proc."""
 
 import os
 from dataclasses import dataclass

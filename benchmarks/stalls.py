@@ -35,7 +35,7 @@ from kvatlas_publishers.stream.outbox import Outbox
 BLOCK_SIZE = 16
 CALL_MESSAGES = 64
 SWEEP_BLOCKS, SCRUB_BLOCKS = 2_000, 500
-"""As indexers sweep and scrub."""
+"""The amounts that indexers sweep and scrub."""
 
 COMPUTING_CALLS = 200
 COMPUTING = "local n = 0 for i = 1, 80000 do n = n + i % 7 end return n"
@@ -81,7 +81,7 @@ class BenchedWorker:
 
 
 async def apply_messages(index: ResidencyIndex, messages: Iterable[wire.RawMessage]) -> None:
-    """As an applier without a stream: some messages a call, and at most about 64 KiB unless one is larger."""
+    """Apply messages like an applier without a stream: several per call, at most about 64 KiB unless one is larger."""
     some: list[wire.RawMessage] = []
     size = 0
     for message in messages:
@@ -214,7 +214,7 @@ SHAPES: tuple[Callable[[ResidencyIndex], AsyncIterator[str]], ...] = (
 
 
 USUAL = (snapshots, values_of_many_holders)
-"""Those that fleets of usual size meet."""
+"""Shapes that fleets of usual size encounter."""
 
 
 async def measure(

@@ -27,7 +27,7 @@ KEPT = 4_096
 SLOW_LOG = {"slowlog-log-slower-than": str(SHORTEST_US), "slowlog-max-len": str(KEPT)}
 """Settings of a store whose longest call is read later."""
 NOT_OURS = frozenset({"CONFIG", "DEBUG", "FLUSHALL", "FLUSHDB", "INFO", "MEMORY", "SLOWLOG"})
-"""What benchmarks do around a measurement, and no part of kvatlas."""
+"""Commands that benchmarks run around a measurement, not part of kvatlas."""
 LOADING = "FUNCTION"
 
 
@@ -46,11 +46,11 @@ class StoreCalls:
         self._store = store
 
     async def longest(self) -> StoreCall | None:
-        """Of all but those that load functions."""
+        """The longest call that did not load functions."""
         return _longest(call for call in await self._slow() if call.command != LOADING)
 
     async def longest_load(self) -> StoreCall | None:
-        """Of those that load functions."""
+        """The longest call that loaded functions."""
         return _longest(call for call in await self._slow() if call.command == LOADING)
 
     async def result(self, during: str) -> Result:
@@ -88,7 +88,7 @@ class TimedStore(Store):
         super().__init__(store.client, RedisAccess(store.url))
         self._times = Path(f"/proc/{server_pid}/schedstat")
         self._log_id = -1
-        """Of the slow log's last entry that was looked at."""
+        """Id of the slow log's last entry that was read."""
         self._execute = store.client.execute_command
         self.client.execute_command = self._execute_timed
         self.forget()

@@ -1,4 +1,4 @@
-"""How long calls take, one after the other."""
+"""Measures the duration of consecutive calls."""
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence

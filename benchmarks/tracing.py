@@ -75,7 +75,7 @@ Step = Callable[[], Awaitable[None]]
 
 
 class _Encoder(SpanExporter):
-    """Does what an exporter does, but for the network."""
+    """Does an exporter's work without the network."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         encode_spans(spans).SerializeToString()
@@ -195,7 +195,7 @@ class Ingest:
         await self._apply()
 
     async def _apply(self) -> None:
-        """All that is in the outbox, as an indexer applies it."""
+        """Apply everything in the outbox, as an indexer does."""
         outbox, messages = self._changelog.outbox, []
         while (outgoing := outbox.take()) is not None:
             self._links.add(outgoing.headers)
@@ -223,7 +223,7 @@ def switched_off_us() -> float:
 
 
 async def measure() -> list[Result]:
-    """What each share costs beside traces switched off, in percent of processor time."""
+    """Cost of each share compared with traces switched off, in percent of processor time."""
     async with valkey_store() as store:
         routed = await router_cpu_us(store)
         ingest = Ingest(await open_redis_index(store, writer=True))

@@ -1,4 +1,4 @@
-"""Engine-side publishers: they publish what an engine's cache holds, without a loss that goes unseen.
+"""Engine-side publishers: they publish the blocks in an engine's cache, and notice every lost event.
 
     engine --ZMQ--> feed/subscriber --> publisher --> stream/changelog --------------> stream/sender --JetStream-->
                     |                                 |- ledger/        (held)         |
@@ -9,25 +9,25 @@ Pure (no I/O)
     feed/            connection_state, continuity: gaps and restarts of the feed; undecodable: bad payloads
     engines/         vllm, sglang, open_events: an engine's bytes as engine-neutral events; metrics: its metrics page as
                      its load
-    ledger/          what the engine holds, and the change of it that is announced (its flow: `ledger/ledger.py`)
+    ledger/          the blocks that the engine holds, and the changes that are published (flow: `ledger/ledger.py`)
     shared_store/    writes, notice, receiver: an engine's events of a shared store as events of the store's ledger
     stream/          changelog: ledger in, outbox out; incarnation, checkpoints; outbox: go-back-N over the messages
                      that message_split makes; puback: JetStream's answers
-Talking (thin)
+With I/O (thin)
     publisher        the embeddable Publisher: sender, control, heartbeat, duplicate_publisher, engines/poller in one task
                      group, stream/grants
     feed/            subscriber, replay: the engine's ZMQ sockets; dead_letters: a file
-    feed/            open_batches: batches of the open event forms, whichever way they come
+    feed/            open_batches: batches of the open event forms, from any receiver
     sidecar          `kvatlas publish`: feed, publisher and saved_state of one or several engine ranks
     sources/         engines that are not followed over ZMQ: drained_engine (TensorRT-LLM), eventless_engine, open_engine
     engines/         discovery: what a running engine offers
-    shared_store/    notifier: tells a shared store's publisher what an engine wrote; process: that publisher
+    shared_store/    notifier: reports an engine's writes to a shared store's publisher; process: that publisher
 
 Invariants
-- Nothing an engine sends stops its feed; whatever is left out is counted.
-- In doubt less is announced than is held, never more.
-- What was put in an incarnation, snapshot first, adds up to what the ledger announces, or a new incarnation is due.
-- Memory towards the bus is bounded: after an overflow of the outbox a new incarnation begins with a snapshot.
+- Nothing an engine sends stops its feed; everything left out is counted.
+- In doubt fewer blocks are published than are held, never more.
+- The messages of an incarnation, snapshot first, add up to the ledger's published blocks, or a new incarnation is due.
+- Memory for unsent messages is bounded: after an outbox overflow a new incarnation starts with a snapshot.
 """
 
 from kvatlas_publishers.feed.open_batches import OpenBatches

@@ -1,4 +1,4 @@
-"""Names of blocks, for callers that have token ids but no block hashes of their own."""
+"""Block names for callers that have token ids but no block hashes of their own."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -21,7 +21,7 @@ def block_names(
 ) -> list[EngineHash]:
     """Names of the full blocks: 8 bytes for the adapter and the salt, 8 for the chain.
 
-    Raises InvalidValue for token ids that can't be hashed, and for a parent that is no name with this adapter and salt.
+    Raises InvalidValue for token ids that can't be hashed, and if `parent` is not a name for this adapter and salt.
     """
     namespace = blake2b(repr((adapter, salt)).encode(), digest_size=NAMESPACE_BYTES).digest()
     above: int | None = None

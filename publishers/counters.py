@@ -1,4 +1,4 @@
-"""What a publisher counts: plain integers, because the hot path adds to them; telemetry reads them when asked."""
+"""A publisher's counters: plain integers, because the hot path adds to them. Telemetry reads them on request."""
 
 from dataclasses import asdict, dataclass
 
@@ -8,13 +8,13 @@ from kvatlas.fleet.records import EngineState
 
 @dataclass(slots=True)
 class PublisherCounters:
-    """Of one worker, since its publisher started. The ledger's own are in `Ledger.counters`."""
+    """Counters of one worker since its publisher started. The ledger's own are in `Ledger.counters`."""
 
     # from the engine
     engine_batches: int = 0
     engine_events: int = 0
     skipped_events: int = 0
-    """events that could not be decoded or indexed, in batches whose other events could"""
+    """events that could not be decoded or indexed, in otherwise usable batches"""
     poison: int = 0
     """payloads that could not be decoded at all (malformed, oversized, foreign), each kept as a dead letter"""
     poison_malformed: int = 0
@@ -33,11 +33,11 @@ class PublisherCounters:
     feed_lost: int = 0
     """batches that could not be decoded, fully or in part, and may have removed blocks"""
     folds_failed: int = 0
-    """batches that the ledger could not take in: everything held was dropped"""
+    """batches that the ledger could not fold, so everything held was dropped"""
     feed_unheard: int = 0
     """batches ignored because too many were lost like that"""
     event_gaps: int = 0
-    """in the numbers of events (open event forms)"""
+    """gaps in the event numbers (open event forms)"""
     event_restarts: int = 0
     event_duplicates: int = 0
     # published to the index
@@ -52,7 +52,7 @@ class PublisherCounters:
     messages: int = 0
     """put in the outbox"""
     acks: int = 0
-    """messages released because the stream has them"""
+    """messages released because the stream has stored them"""
     sends: int = 0
     sent_bytes: int = 0
     resends: int = 0
@@ -72,23 +72,23 @@ class PublisherCounters:
     snapshot_requests: int = 0
     snapshot_requests_ignored: int = 0
     heartbeats_bad: int = 0
-    """heard on this worker's subject, and no heartbeats of any publisher of it"""
+    """messages on this worker's heartbeat subject that are not valid heartbeats of it"""
     yields: int = 0
-    """times that another, newer publisher of this worker was heard"""
+    """times that this publisher yielded to a newer one of the same worker"""
     load_samples: int = 0
     load_failures: int = 0
     store_notices: int = 0
-    """sent to the publisher of the engine's shared store; of a store's publisher: received"""
+    """notices sent to the publisher of the engine's shared store; for a store's publisher: received"""
     store_notices_lost: int = 0
-    """not sent because NATS was away, or refused by it"""
+    """notices not sent because NATS was away or refused them"""
     store_notices_refused: int = 0
-    """received by a store's publisher, and of no use: damaged, or of another model, tenant or block size"""
+    """notices that a store's publisher could not use: damaged, or of another model, tenant or block size"""
     saves: int = 0
     saves_failed: int = 0
 
     @property
     def refused(self) -> int:
-        """Negative acknowledgements, for whatever reason."""
+        """Negative acknowledgements, for any reason."""
         return (
             self.refused_no_stream
             + self.refused_no_space
@@ -103,8 +103,8 @@ class PublisherCounters:
 
 @dataclass(frozen=True, slots=True)
 class PublisherGauges:
-    """One worker's publisher now. `silence_s` None: no batch came yet; `left_out`: the share of
-    `kvatlas_publishers.intake.verdict.Verdict`; `feed_connected` None: there is no event socket."""
+    """Current state of one worker's publisher. `silence_s` None: no batch yet; `left_out`: `Verdict.share` of
+    `kvatlas_publishers.intake.verdict`; `feed_connected` None: there is no event socket."""
 
     feed_connected: int | None
     silence_s: float | None

@@ -1,4 +1,4 @@
-"""Settings that contradict what a publisher sees: logged once with the cure, and told in its heartbeats and its status."""
+"""Settings that contradict what a publisher sees: logged once with the cure, and reported in heartbeats and status."""
 
 import logging
 from collections.abc import Sequence
@@ -9,26 +9,26 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class Diagnoses:
-    """What is wrong with one worker now, at most one diagnosis of each name."""
+    """One worker's current problems, at most one diagnosis per name."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self._by_name: dict[str, Diagnosis] = {}
         self.last_unreadable = ""
-        """The last line that said what of the engine's feed can't be read."""
+        """The last line about something unreadable in the engine's feed."""
 
     @property
     def current(self) -> Sequence[Diagnosis]:
         return tuple(self._by_name.values())
 
     def set(self, name: str, seen: str, cure: str, *, counts: bool = False) -> None:
-        """This is so now; logged unless it was so before. `counts`: what is seen has numbers that change."""
+        """Set a diagnosis; logged if new. `counts`: `seen` has numbers that change, so only a new cure is logged again."""
         found = Diagnosis(name=name, seen=seen[:MAX_DIAGNOSIS_TEXT], cure=cure[:MAX_DIAGNOSIS_TEXT])
         before, self._by_name[name] = self._by_name.get(name), found
         if before is None or (before.cure != found.cure if counts else before != found):
             log.warning("worker %s: %s; %s", self._worker_id, found.seen, found.cure)
 
     def clear(self, name: str) -> None:
-        """Nothing of this name is wrong now; logged if something was."""
+        """Clear a diagnosis; logged if it was set."""
         if (before := self._by_name.pop(name, None)) is not None:
-            log.info("worker %s: no longer so: %s", self._worker_id, before.seen)
+            log.info("worker %s: resolved: %s", self._worker_id, before.seen)

@@ -1,9 +1,9 @@
-"""Two publishers of one worker: the older one yields.
+"""If two publishers publish one worker, the older one yields.
 
-Both hear the worker's heartbeats. One that hears a higher incarnation than its own is the older: it publishes nothing more,
-answers no request, and its heartbeats are for people alone, until the other has been silent for longer than any heartbeat is
-late; then it publishes a new incarnation above the one it heard. So the index follows one of them and does not switch back and
-forth.
+Both receive the worker's heartbeats. A publisher that sees a higher incarnation than its own is the older one. It stops
+publishing and answering requests, and marks its heartbeats as informational. Once the other publisher has been silent for
+longer than any heartbeat can be late, it publishes a new incarnation above the other's. So the index follows one of them and
+does not switch back and forth.
 """
 
 import logging
@@ -23,13 +23,13 @@ from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.stream.changelog import Changelog
 
 SILENT_S = 6.0
-"""Longer than routers wait for a heartbeat, much shorter than until a worker is retired."""
+"""Longer than routers wait for a heartbeat, but much shorter than the time until a worker is retired."""
 
 log = logging.getLogger("kvatlas.publisher")
 
 
 class DuplicatePublisherWatch:
-    """`start`, then `run` until cancelled, then `stop`."""
+    """Call `start`, then `run` (until cancelled), then `stop`."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class DuplicatePublisherWatch:
         self._log = RateLimitedLog(log, f"worker {worker_id}: ")
 
     async def start(self) -> None:
-        """Listen. Raises nats errors if the connection is closed."""
+        """Subscribe to the heartbeats. Raises nats errors if the connection is closed."""
         self._subscription = await self._client.subscribe(alive_subject(self._worker_id), cb=self._on_heartbeat)
 
     async def run(self) -> None:
-        """Take the worker over when the other publisher is silent. Without NATS no publisher is heard, and none is silent."""
+        """Take the worker over once the other publisher is silent. Time without a NATS connection does not count."""
         while True:
             if not self._changelog.yielded:
                 await self._wakeup.wait()
@@ -74,7 +74,7 @@ class DuplicatePublisherWatch:
             await self._wakeup.wait(max(0.1, left_s))
 
     async def stop(self) -> None:
-        """Listen no longer."""
+        """Unsubscribe."""
         await unsubscribe(self._subscription, self._client)
 
     async def _on_heartbeat(self, msg: Msg) -> None:
@@ -82,7 +82,9 @@ class DuplicatePublisherWatch:
             heartbeat = read_heartbeat(msg.data, self._worker_id, time_ns() // 1_000)
         except InvalidValue as error:
             self._counters.heartbeats_bad += 1
-            self._log.report("heartbeat", f"invalid heartbeat on {msg.subject}: {error}; what else publishes there?")
+            self._log.report(
+                "heartbeat", f"invalid heartbeat on {msg.subject}: {error}; check what else publishes there"
+            )
             return
         if heartbeat.yielded:
             return
@@ -94,7 +96,7 @@ class DuplicatePublisherWatch:
             self._changelog.yield_worker()
             self._counters.yields += 1
             log.warning(
-                "worker %s: another publisher, of the engine at %s, has a newer incarnation (%d, ours is %d); this one yields: "
+                "worker %s: another publisher (engine at %s) has a newer incarnation (%d, ours is %d), so this one yields; "
                 "give each its own --worker-id",
                 self._worker_id,
                 heartbeat.endpoint.url or "an unknown address",

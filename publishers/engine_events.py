@@ -1,4 +1,4 @@
-"""What an engine reports about its cache, in a form that no longer depends on the engine.
+"""Events about an engine's cache, in a form that does not depend on the engine.
 
 The adapters in `publishers/engines` decode an engine's bytes into these events, and the ledger reads them.
 """
@@ -17,12 +17,12 @@ EngineHash = int | bytes
 
 
 PROCESS_TIERS = (Tier.HBM, Tier.CPU_DRAM)
-"""The tiers in the memory of the engine's own process. Disks and stores outlive it."""
+"""Tiers in the memory of the engine's own process. Disks and stores outlive it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalHashes:
-    """Blocks whose local hashes are known while their tokens are not: one for each hash of the event.
+    """Local hashes of blocks whose tokens are unknown: one for each hash of the event.
 
     `chain`: see `kvatlas.identity.Scope`. `root`: the hash before a prompt's first block (of external chains).
     """
@@ -32,25 +32,24 @@ class LocalHashes:
     root: int | None = None
 
 
-@dataclass(slots=True)  # not frozen: to make one would take three times as long, for each message
+@dataclass(slots=True)  # not frozen, which would triple the time to create one for each message
 class EngineStored:
     """Blocks were stored; one event for each physical copy.
 
-    `token_ids` holds `len(hashes) * block_size` ids, or none for an offload placeholder, which names blocks already known
-    by their hash. `extra_keys` has one entry a block, or is None; it contains neither the adapter nor the salt (canonical
-    form: `kvatlas.blocks.hashing`). `kind` and `window_tokens` describe the group's attention, None if the event does not tell
-    them. `lookahead_tokens`: how many tokens behind a block its hash covers; `lookahead`: those behind the last block.
-    `salt_inherited`: an event with a parent and without a salt has its parent's salt (vLLM sends the salt with the first block
-    only; SGLang with every event of a chain). `adapter_named` False: `adapter` is an id of the engine's own, not the name that
-    requests have. `removal_told` False: nobody says when these copies are gone (a store that others evict from, too).
-    `offloaded`: told by a KV connector of an engine whose hashes cover adapter, salt and extra keys, while the event may leave
-    them out: a hash that is known keeps its block. `local_hashes`: told instead of token ids. `sequence_hashes`: packed, told
-    instead of both by a publisher that computed them where the tokens are. `block_bytes`: of KV cache in a block, 0 if the
-    event does not tell them. `untold_keys`: what the engine keeps blocks apart by and its events don't say, for people; empty
-    if nothing. `located` False: from its hashes and parents can't be known where in a prompt the blocks are. `removes_held`:
-    the form is one of versions that may announce the removal of blocks that they still hold. `chunk_removal_told` False:
-    it is not known whether the removal of blocks larger than the engine's is reported. `maybe_again`: it may report blocks
-    that are held already, instead of new copies.
+    `token_ids`: `len(hashes) * block_size` ids, or none for an offload placeholder, which names blocks already known by their
+    hash. `extra_keys`: one entry per block, or None; neither the adapter nor the salt is in it (canonical form:
+    `kvatlas.blocks.hashing`). `kind` and `window_tokens`: the group's attention, None if not in the event. `lookahead_tokens`:
+    number of tokens behind a block that its hash covers; `lookahead`: the tokens behind the last block. `salt_inherited`: an
+    event with a parent but no salt has its parent's salt (vLLM sends the salt only with the first block, SGLang with every
+    event of a chain). `adapter_named` False: `adapter` is the engine's own id, not the name that requests use. `removal_told`
+    False: the removal of these copies is never reported (a store from which others evict too). `offloaded`: from a KV connector
+    of an engine whose hashes cover adapter, salt and extra keys, while the event may omit them; a known hash keeps its block.
+    `local_hashes`: sent instead of token ids. `sequence_hashes`: packed; sent instead of both by a publisher that has the
+    tokens. `block_bytes`: bytes of KV cache per block, 0 if not in the event. `untold_keys`: text for people about keys that
+    distinguish the engine's blocks but are missing in its events; empty if none. `located` False: hashes and parents don't show
+    where in a prompt the blocks are. `removes_held`: the event's form belongs to versions that may report the removal of blocks
+    that they still hold. `chunk_removal_told` False: it is unknown if the removal of blocks larger than the engine's is
+    reported. `maybe_again`: the event may report held blocks again instead of new copies.
     """
 
     hashes: Sequence[EngineHash]
@@ -81,13 +80,13 @@ class EngineStored:
 
     @property
     def chain(self) -> str:
-        """The chain that its blocks are of."""
+        """Chain of the event's blocks."""
         return OWN_CHAIN if self.local_hashes is None else self.local_hashes.chain
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRemoved:
-    """One physical copy of each block is gone; `last`: the last one of the tier and group, however many were counted."""
+    """One physical copy of each block is gone. `last`: it was the last one of the tier and group, even if more were counted."""
 
     hashes: Sequence[EngineHash]
     tier: Tier = Tier.HBM
@@ -97,7 +96,7 @@ class EngineRemoved:
 
 @dataclass(frozen=True, slots=True)
 class EngineDropped:
-    """All copies of each block are gone, in whatever tiers; `group` None: of all groups."""
+    """All copies of each block are gone, in all tiers. `group` None: in all groups."""
 
     hashes: Sequence[EngineHash]
     group: int | None = 0
@@ -105,14 +104,14 @@ class EngineDropped:
 
 @dataclass(frozen=True, slots=True)
 class EngineCleared:
-    """Every block of these tiers is gone; by default of all that the engine's own process has."""
+    """Every block of these tiers is gone, by default of all tiers in the engine's own process."""
 
     tiers: Sequence[Tier] = PROCESS_TIERS
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
-    """The engine's process begins: its own memory holds nothing yet."""
+    """The engine's process started: its own memory holds no blocks yet."""
 
 
 EngineEvent = EngineStarted | EngineStored | EngineRemoved | EngineDropped | EngineCleared
@@ -120,10 +119,10 @@ EngineEvent = EngineStarted | EngineStored | EngineRemoved | EngineDropped | Eng
 
 @dataclass(frozen=True, slots=True)
 class OpenHeader:
-    """What a batch of the open event forms says besides its events.
+    """The fields of a batch of the open event forms besides its events.
 
-    `event_ids`: the number of each event, with its bytes, if the form numbers events. `load`: as `read_load` of
-    `kvatlas.fleet.reported_load` takes it. `shutdown`: the engine is about to stop.
+    `event_ids`: the number of each event, with its bytes, if the form numbers events. `load`: input of
+    `kvatlas.fleet.reported_load.read_load`. `shutdown`: the engine is about to stop.
     """
 
     engine_id: str | None = None
@@ -134,13 +133,13 @@ class OpenHeader:
     load: Mapping[str, Any] | None = None
 
 
-@dataclass(slots=True)  # not frozen: to make one would take three times as long, for each message
+@dataclass(slots=True)  # not frozen, which would triple the time to create one for each message
 class EngineBatch:
     """One step's events. `skipped` describes each event that could not be decoded; the rest of the batch is used.
 
-    `lost`: a skipped event removed blocks, and which is not known: neither is what was held before it. `events` are those that
-    came after it. `unknown_at`: how many of the events came before one of a kind that is unknown here and names no blocks,
-    which may have removed some; None without one. `header`: of the open forms.
+    `lost`: a skipped event removed unknown blocks, so everything held before it is uncertain; `events` are those after it.
+    `unknown_at`: number of events before one of an unknown kind that names no blocks but may have removed some; None if there
+    is none. `header`: for the open forms.
     """
 
     events: Sequence[EngineEvent]
@@ -152,10 +151,11 @@ class EngineBatch:
     unknown_at: int | None = None
 
     def has_lost(self, *, distrust_unknown: bool) -> bool:
-        """May blocks be gone that no event names? `distrust_unknown`: an event of an unknown kind may have removed any."""
+        """True if blocks may be gone that no event names. `distrust_unknown`: assume that events of an unknown kind may remove
+        any block."""
         return self.lost or (distrust_unknown and self.unknown_at is not None)
 
     @property
     def known_events(self) -> Sequence[EngineEvent]:
-        """The events behind the last that may have removed any blocks."""
+        """The events after the last one that may have removed any block."""
         return self.events[self.unknown_at :] if self.unknown_at else self.events

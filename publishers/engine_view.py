@@ -1,4 +1,4 @@
-"""What a publisher knows of its engine besides its blocks: is it up, how much has it to do, which rank does it send."""
+"""A publisher's view of its engine besides its blocks: state, load, and the data-parallel rank of its events."""
 
 from collections.abc import Callable
 from time import monotonic
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EngineView:
-    """Of one engine; `hear` each batch of it."""
+    """The view of one engine. Call `hear` for each of its batches."""
 
     def __init__(
         self,
@@ -26,10 +26,10 @@ class EngineView:
         poller: "EnginePoller | None",
         feed_alive: Callable[[], bool] | None,
     ) -> None:
-        """`poller`: with an engine URL. `feed_alive`: is the engine's feed connected?"""
+        """`poller`: set with an engine URL. `feed_alive`: True if the engine's feed is connected."""
         self.poller = poller
         self.reported_load: WorkerState | None = None
-        """As an engine of the open event forms told it last."""
+        """Last load that an engine of the open event forms reported."""
         self.draining = False
         self._settings = settings
         self._ledger = ledger
@@ -40,8 +40,8 @@ class EngineView:
         self._created_s = monotonic()
 
     def hear(self, dp_rank: int | None) -> bool:
-        """A batch of this data-parallel rank came. Is it the worker's? Without a rank in the settings that of the first one is
-        its own."""
+        """Record a batch of this data-parallel rank. True if the rank is the worker's. If the settings have no rank, the first
+        batch sets it."""
         self._heard_s = monotonic()
         if dp_rank is None or dp_rank == self._heard_rank:
             return True
@@ -55,8 +55,8 @@ class EngineView:
 
     @property
     def state(self) -> EngineState:
-        """From the engine's health; without an engine URL from its feed; without a feed it is up. Once it drains: draining
-        instead of up."""
+        """The engine's state from its health; without an engine URL, from its feed; without a feed, up. A draining engine is
+        draining instead of up."""
         state = self._observed_state
         return EngineState.DRAINING if self.draining and state is EngineState.UP else state
 
@@ -68,7 +68,8 @@ class EngineView:
 
     @property
     def load(self) -> WorkerState | None:
-        """The engine's; of the host's memory that it does not tell what is announced from there counts as used."""
+        """The engine's load. If it does not report its use of host memory, the blocks published for that tier count as
+        used."""
         load = self.poller.load if self.reported_load is None and self.poller is not None else self.reported_load
         if load is None or load.cpu_used_bytes:
             return load
@@ -78,20 +79,20 @@ class EngineView:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens a block: from the engine's events, before the first one from its metrics."""
+        """Tokens per block: from the engine's events, or from its metrics before the first event."""
         return self._ledger.block_size or (self.poller.block_size if self.poller is not None else None)
 
     @property
     def feed_connected(self) -> bool | None:
-        """None: there is no feed."""
+        """True if the feed is connected; None if there is no feed."""
         return None if self._feed_alive is None else self._feed_alive()
 
     @property
     def silence_s(self) -> float | None:
-        """Since its last batch; None before the first."""
+        """Seconds since its last batch; None before the first."""
         return None if self._heard_s is None else monotonic() - self._heard_s
 
     @property
     def awaited_s(self) -> int | None:
-        """How long it has not been up since the publisher's start; None if it was, or nobody looks."""
+        """Seconds since the publisher's start if the engine has never been up; None if it was, or its health is not polled."""
         return int(monotonic() - self._created_s) if self.poller is not None and not self.poller.was_up else None

@@ -1,7 +1,7 @@
-"""A publisher that was given its fleet's id asks whose NATS this is: the indexers there answer.
+"""Checks that the NATS server belongs to the publisher's fleet, if the fleet id is set. The indexers answer.
 
-It asks before it publishes anything, and now and then later. Without an answer it goes on: no indexer is there that would take
-its workers for another fleet's, and its heartbeats have the id, by which an indexer that comes later knows it.
+The publisher asks before it publishes anything, and repeatedly later. Without an answer it continues: no indexer is there that
+could assign its workers to another fleet, and an indexer that starts later sees the fleet id in the heartbeats.
 """
 
 import anyio
@@ -17,12 +17,12 @@ ASK_EVERY_S = 30.0
 
 
 class FleetCheck:
-    """`ask`, then `run` until cancelled. Both raise OtherFleet."""
+    """Call `ask`, then `run` (until cancelled). Both raise OtherFleet."""
 
     def __init__(
         self, client: Client, fleet_id: str, workers: str, nats_name: str, every_s: float = ASK_EVERY_S
     ) -> None:
-        """`workers`: those that are published, in a line."""
+        """`workers`: ids of the published workers, in one line."""
         self._client = client
         self._fleet_id = fleet_id
         self._question = FleetIdentity(fleet=fleet_id, member=workers, publisher=True).pack()
@@ -30,7 +30,7 @@ class FleetCheck:
         self._every_s = every_s
 
     async def ask(self) -> None:
-        """Once. Raises OtherFleet if the indexers on this NATS are of another fleet."""
+        """Ask once. Raises OtherFleet if the indexers on this NATS belong to another fleet."""
         try:
             reply = await self._client.request(fleet_subject(self._fleet_id), self._question, timeout=ANSWER_S)
             found = FleetIdentity.unpack(reply.data)
@@ -43,7 +43,7 @@ class FleetCheck:
             )
 
     async def run(self) -> None:
-        """Ask again and again."""
+        """Ask repeatedly."""
         while True:
             await anyio.sleep(self._every_s)
             await self.ask()

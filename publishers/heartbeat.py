@@ -1,4 +1,4 @@
-"""Sends the worker's heartbeat each second: its incarnation, what the stream has of it, the engine's state and load (thin)."""
+"""Sends the worker's heartbeat each second: its incarnation, its acknowledged seq, the engine's state and load (thin)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,7 +18,7 @@ HEARTBEAT_S = 1.0
 
 
 class DoctorFacts(NamedTuple):
-    """What a heartbeat says for `kvatlas doctor` alone (`kvatlas.fleet.records.Heartbeat`)."""
+    """Fields of a heartbeat that only `kvatlas doctor` reads (`kvatlas.fleet.records.Heartbeat`)."""
 
     diagnoses: Sequence[Diagnosis] = ()
     served_names: Sequence[str] = ()
@@ -26,7 +26,7 @@ class DoctorFacts(NamedTuple):
 
 
 class HeartbeatSender:
-    """`run` until cancelled; `send` at once if something changed that routers should know."""
+    """Call `run` (until cancelled), and `send` at once when something changes that routers should know."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class HeartbeatSender:
         fleet_id: str | None = None,
         every_s: float = HEARTBEAT_S,
     ) -> None:
-        """While `quiet`, another publisher speaks for the worker: heartbeats are for people alone. `fleet_id`: the fleet
-        that it was given."""
+        """`quiet`: True while another publisher publishes the worker; heartbeats are then only for people. `fleet_id`: the
+        configured fleet."""
         self._client = client
         self._endpoint = endpoint
         self._outbox = outbox
@@ -55,7 +55,7 @@ class HeartbeatSender:
         self._every_s = every_s
 
     def heartbeat(self, state: EngineState | None = None) -> Heartbeat:
-        """The heartbeat to send now; `state`: instead of the engine's."""
+        """The heartbeat to send now. `state`: replaces the engine's state."""
         facts = self._doctor_facts()
         return Heartbeat(
             worker_id=self._outbox.worker_id,
@@ -74,7 +74,7 @@ class HeartbeatSender:
         )
 
     async def send(self, state: EngineState | None = None) -> None:
-        """Send one now. None is sent while NATS is not connected: old heartbeats are worth nothing."""
+        """Send one now. While NATS is not connected, none is sent, because old heartbeats are useless."""
         if not self._client.is_connected:
             return
         with suppress(NatsError):  # the connection was lost at this moment; the next heartbeat is a second away

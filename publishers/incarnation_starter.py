@@ -1,4 +1,4 @@
-"""Begins a worker's incarnations as they fall due: when the stream takes messages, and a grant allows the snapshot."""
+"""Begins a worker's incarnations when due, once the stream takes messages and a grant allows the snapshot."""
 
 import logging
 import random
@@ -25,7 +25,7 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class IncarnationStarter:
-    """`due`: woken when an incarnation is due, or when one that waits may go on."""
+    """`due`: woken when an incarnation is due, or a waiting one may continue."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class IncarnationStarter:
         rng: random.Random,
         on_begun: Callable[[], None],
     ) -> None:
-        """`partitions`: of the whole fleet."""
+        """`partitions`: number in the whole fleet."""
         self._client = client
         self._worker_id = worker_id
         self._partitions = partitions
@@ -53,7 +53,7 @@ class IncarnationStarter:
         self._on_begun = on_begun
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         changelog, sender = self._changelog, self._sender
         while True:
             await self._due.wait()
@@ -95,14 +95,14 @@ class IncarnationStarter:
             return changelog.begin_incarnation(incarnation, time_us(), inject_headers())
 
     def _grant_request(self, incarnation: int) -> GrantRequest | None:
-        """For a snapshot as large as it would be now; None if that needs no grant."""
+        """The request for a snapshot of the current size; None if it needs no grant."""
         size = self._changelog.snapshot_bytes
         if size <= UNGRANTED_SNAPSHOT_BYTES or self._changelog.yielded:
             return None
         return GrantRequest(worker_id=self._worker_id, incarnation=incarnation, snapshot_bytes=size)
 
     def _withdraw(self) -> None:
-        """A grant was refused: see `Changelog.withdraw`."""
+        """Called when a grant is refused: see `Changelog.withdraw`."""
         if self._changelog.withdraw(time_us()):
             log.warning(
                 "worker %s: changes were lost when the outbox was full, and no grant for a snapshot yet; "

@@ -63,10 +63,10 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class Publisher:
-    """Publishes what one worker holds. `async with`: its tasks live inside.
+    """Publishes one worker's blocks. Its tasks run inside `async with`.
 
-    Recording never waits for the network: the outbox is bounded, and after an overflow a new incarnation begins with all that
-    the ledger holds.
+    Recording never waits for the network. The outbox is bounded, and after an overflow a new incarnation starts with a snapshot
+    of the ledger.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Publisher:
         on_engine_restart: Callable[[], None] = lambda: None,
         on_start_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """`nats`: a connection, or where to connect to (with back-off, for ever). `ledger`: one that was saved.
+        """`nats`: a connection, or an address to connect to (retried with back-off, forever). `ledger`: a saved one.
 
-        `begin` False: nothing is published before `begin_publishing`. `feed_alive`: is the engine's feed connected? Used
-        without an engine URL. `has_replay`: can what its feed lost be asked for? `on_engine_change` and `on_engine_restart`,
-        with an engine URL: its state has changed, its process is another one. `on_start_over`: all that was known of the
-        cache is forgotten. Raises InvalidValue for impossible settings.
+        `begin` False: nothing is published before `begin_publishing`. `feed_alive`: True if the engine's feed is connected;
+        used without an engine URL. `has_replay`: True if lost events can be replayed. `on_engine_change` and
+        `on_engine_restart` need an engine URL: the engine's state changed, or its process was replaced. `on_start_over`: all
+        known blocks were dropped. Raises InvalidValue for impossible settings.
         """
         self.settings = settings
         self.worker_id = settings.worker_id
@@ -261,9 +261,9 @@ class Publisher:
         return await self._stack.__aexit__(kind, error, traceback)
 
     async def close_gently(self, deadline_s: float = 2.0) -> None:
-        """Before leaving: publish all that can be within the deadline, and say in heartbeats that the worker is draining.
+        """Call before leaving: publish what is possible within the deadline, and report the worker as draining in heartbeats.
 
-        The worker is not retired: its next publisher goes on from here, if it comes before the index retires the worker.
+        The worker is not retired: its next publisher continues from here if it starts before the index retires the worker.
         """
         with anyio.move_on_after(deadline_s, shield=True):
             await self._heartbeats.send(EngineState.DRAINING)
@@ -274,17 +274,17 @@ class Publisher:
                 await self._client.flush()
 
     def drain(self) -> None:
-        """Routers send the worker nothing new from now on: its engine is about to stop. It is published on until then."""
+        """The engine is about to stop: routers send the worker no new requests. It is still published until then."""
         self.engine.draining = True
         self.beat()
 
     def undrain(self) -> None:
-        """Its engine has begun again."""
+        """The engine has started again."""
         if self.engine.draining:
             self.engine.draining = False
             self.beat()
 
-    # ---------------------------------------------------------------- what the engine holds
+    # ---------------------------------------------------------------- recording
 
     async def stored(
         self,
@@ -330,7 +330,8 @@ class Publisher:
         self.record(EngineBatch([what or EngineCleared(tuple(_tier(tier) for tier in tiers))]))
 
     def record(self, batch: EngineBatch) -> None:
-        """Record an engine's batch. It is folded with what comes within the next 5 ms, at once if nothing is in flight."""
+        """Record an engine's batch. It is folded at once if nothing is in flight, else together with batches of the next 5
+        ms."""
         before = self.changelog.pending_events
         if not self.engine.hear(batch.dp_rank):
             self.counters.feed_unheard += 1
@@ -346,33 +347,33 @@ class Publisher:
             self._fold_wakeup.wake()
 
     def clear(self) -> None:
-        """The engine has dropped its cache, or its weights are others now: drop all known blocks. For who resets an engine's
-        cache: it tells its next batch only, which may be later than the next request."""
+        """Drop all known blocks, because the engine's cache was reset or its model has new weights. Whoever resets the cache
+        calls this: the engine reports the reset only with its next batch, perhaps after the next request."""
         self.record(EngineBatch([EngineCleared(tuple(Tier))]))
         self.settle()
 
     def start_over(self) -> None:
-        """What the engine holds is not known any more: drop everything, and begin an empty incarnation."""
+        """The engine's blocks are no longer known: drop everything, and begin an empty incarnation."""
         self.changelog.start_over(time_us())
         self._on_start_over()
         self._sender.wake()
         self._incarnation_wakeup.wake()
 
     def begin_publishing(self) -> None:
-        """Begin the first incarnation with what the ledger holds."""
+        """Begin the first incarnation with the ledger's blocks."""
         self.changelog.require_incarnation(IncarnationReason.START)
         self._incarnation_wakeup.wake()
 
     async def flush(self) -> None:
-        """Wait until the stream has acknowledged all that was recorded before; with NATS away, until it is back."""
+        """Wait until the stream has acknowledged everything recorded before. If NATS is away, this waits until it is back."""
         while not self.changelog.flushed:
             self._fold_wakeup.wake()
             await self._progress.wait()
 
     def forget_adapter(self, adapter: str) -> None:
-        """The engine has loaded the adapter again from elsewhere: drop the blocks that it computed before."""
+        """The engine reloaded the adapter from another path: drop its old blocks."""
         self.settle()
-        log.info("worker %s: adapter %s was loaded from elsewhere; dropping its blocks", self.worker_id, adapter)
+        log.info("worker %s: adapter %s was reloaded from another path; dropping its blocks", self.worker_id, adapter)
         events = self.changelog.forget_adapter(adapter)
         self._notify_store()
         if self.changelog.incarnation_due is not None:
@@ -381,7 +382,7 @@ class Publisher:
             self._sender.wake()
 
     def settle(self) -> None:
-        """Fold pending events into the ledger and publish the change now. One span."""
+        """Fold pending events into the ledger and publish the change now, in one span."""
         pending = self.changelog.pending_events
         counters = self.ledger.counters
         untold_before, chains_before, known = counters.removal_untold, counters.other_chain, self._told_of_blocks()
@@ -389,19 +390,19 @@ class Publisher:
             events = self.changelog.fold()
         except DATA_ERRORS as error:
             self.counters.folds_failed += 1
-            line = f"{pending} events of the engine not taken in ({type(error).__name__} {error}); dropping all known blocks"
+            line = f"{pending} engine events could not be applied ({type(error).__name__} {error}); dropping all known blocks"
             self._log.report("fold", line, logging.ERROR)
             self.start_over()
             return
         self._notify_store()
         if self._told_of_blocks() != known:
-            self.beat()  # routers need it to look a prompt up, and to price it
+            self.beat()  # routers need these facts to look up and price prompts
         self._report.diagnose_block_size()
         self._look_at_version()
         if counters.other_chain != chains_before:
             self._report.diagnose_chain()
         if (untold := counters.removal_untold) and not untold_before:
-            line = f"{untold} blocks left out: a connector stored them where nobody tells their removal (see --store-ttl-s)"
+            line = f"{untold} blocks left out: a connector stored them, and their removal is never reported (see --store-ttl-s)"
             self._log.report("untold", line, logging.INFO)
         self._tell_upper_bound(known[0].upper_bound)
         if self.changelog.incarnation_due is not None:
@@ -420,10 +421,10 @@ class Publisher:
                 elif self.changelog.incarnation_due is not None:
                     self._incarnation_wakeup.wake()
         elif pending:
-            self._signal_progress()  # nothing to publish: a flush that waits for it is done
+            self._signal_progress()  # nothing to publish, so a waiting flush is done
 
     def _told_of_blocks(self) -> tuple[ReuseOfGroups, int | None, int, str | None]:
-        """What heartbeats say of the worker's blocks."""
+        """The facts in heartbeats about the worker's blocks."""
         ledger = self.ledger
         return ledger.reuse, self.engine.block_size, ledger.block_bytes, ledger.chain
 
@@ -439,26 +440,26 @@ class Publisher:
 
     def _tell_upper_bound(self, before: str) -> None:
         if (why := self.ledger.reuse.upper_bound) != before and why:
-            log.warning("worker %s: %s; what it reuses is published as an upper bound", self.worker_id, why)
+            log.warning("worker %s: %s; its reusable blocks are published as an upper bound", self.worker_id, why)
 
     def _notify_store(self) -> None:
         if self._store_notifier is not None:
             self._store_notifier.collect()
 
     def checkpoint(self) -> None:
-        """Publish pending events, and a checkpoint of it all, out of turn."""
+        """Publish pending events and a checkpoint now, out of turn."""
         self.settle()
         self.changelog.checkpoint(time_us())
         self._sender.wake()
 
-    # ---------------------------------------------------------------- what is known
+    # ---------------------------------------------------------------- reports
 
     def gauges(self) -> PublisherGauges:
-        """For metrics; read on the exporter's thread."""
+        """Values for metrics; read on the exporter's thread."""
         return self._report.gauges()
 
     def status(self) -> dict[str, Any]:
-        """Everything an operator may ask for, as JSON types."""
+        """Everything that an operator may want to know, as JSON types."""
         return self._report.status()
 
     def beat(self) -> None:
@@ -468,7 +469,7 @@ class Publisher:
     # ---------------------------------------------------------------- tasks
 
     async def _fold_pending(self) -> None:
-        """Folds what was recorded: at once while nothing is in flight, else after lingering."""
+        """Fold recorded batches: at once while nothing is in flight, else after lingering."""
         while True:
             await self._fold_wakeup.wait(self.changelog.checkpoint_in(monotonic()))
             if self.changelog.pending_events:
@@ -482,8 +483,8 @@ class Publisher:
                 self._sender.wake()
 
     async def _expire_stored(self) -> None:
-        """Ends the time of blocks whose removal nobody tells."""
-        ttl_s = self.settings.store_ttl_s or STORE_TTL_S  # also of those that a saved ledger has from another setting
+        """Expire blocks whose removal is never reported."""
+        ttl_s = self.settings.store_ttl_s or STORE_TTL_S  # a saved ledger may have such blocks from another setting
         while True:
             await anyio.sleep(ttl_s / TICKS_TO_LIVE)
             if expired := self.ledger.expire():
@@ -501,12 +502,16 @@ class Publisher:
 
     def _on_engine_state(self, state: EngineState) -> None:
         self._on_engine_change(state)
-        if state is EngineState.ASLEEP:  # its cache is gone, and it says so only with the first batch after it woke up
+        if (
+            state is EngineState.ASLEEP
+        ):  # its cache is gone, but it reports that only with the first batch after waking up
             self.record(EngineBatch([EngineCleared()]))
         self.beat()
 
     def _on_new_weights(self, version: str) -> None:
-        log.warning("worker %s: weights are of version %s now; dropping all known blocks", self.worker_id, version)
+        log.warning(
+            "worker %s: model weights changed to version %s; dropping all known blocks", self.worker_id, version
+        )
         self.clear()
 
     def _on_too_large(self, seq: int) -> bool:

@@ -1,7 +1,7 @@
-"""What a publisher keeps over its own restart: the ledger, the position in the engine's feed, the last incarnation.
+"""State that a publisher keeps across restarts: the ledger, the position in the engine's feed, the last incarnation.
 
-One file, replaced as a whole (written beside, synced, renamed, folder synced), with a checksum. A file that is missing,
-torn, of another version or another worker's is not an error: the publisher then starts empty.
+It is one file with a checksum, replaced as a whole (new file written, synced, renamed, folder synced). If the file is missing,
+torn, of another version or of another worker, the publisher starts empty; this is not an error.
 """
 
 import os
@@ -22,9 +22,9 @@ _CHECKSUM_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """`ledger` and `continuity` are what their `dump` returned, `incarnation` the last one published. `started_us`: the engine
-    process' start time in microseconds since 1970, 0 if it is not known. `weight_version`, empty if it is not known, and
-    `adapter_roots`: what it computed with, as it said last; states of earlier publishers have neither."""
+    """`ledger` and `continuity` are the results of their `dump`; `incarnation` is the last one published. `started_us`: start
+    time of the engine's process in microseconds since 1970, 0 if unknown. `weight_version` (empty if unknown) and
+    `adapter_roots`: as the engine last reported them; states of earlier publishers have neither."""
 
     worker_id: str
     incarnation: int
@@ -36,7 +36,8 @@ class SavedState:
 
 
 class StateFile:
-    """The saved state of one worker. `warnings` counts the loads that found nothing usable; `warning` says why the last did."""
+    """The saved state of one worker. `warnings`: number of loads that found nothing usable; `warning`: the reason of the last
+    one."""
 
     def __init__(self, state_dir: Path, worker_id: str) -> None:
         self.path = state_dir / f"{worker_id}.state"
@@ -45,7 +46,7 @@ class StateFile:
         self.warning = ""
 
     def check_writable(self) -> None:
-        """Raises SettingsError if the folder can't be made or written: better now than at the first save."""
+        """Raises SettingsError if the folder can't be created or written, rather than failing at the first save."""
         folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ class StateFile:
             raise SettingsError(f"{line}; expected a folder for the saved ledger") from error
 
     def save(self, state: SavedState) -> None:
-        """Replace the file. After a crash at any moment it holds the old state or the new one. Raises OSError."""
+        """Replace the file. After a crash at any point it has either the old or the new state. Raises OSError."""
         model = [state.weight_version, dict(state.adapter_roots)]
         body = msgpack.packb(
             [state.worker_id, state.incarnation, state.continuity, state.ledger, state.started_us, *model]
@@ -83,7 +84,7 @@ class StateFile:
         return there
 
     def load(self) -> SavedState | None:
-        """The state saved last; None, with one counted warning, if there is none that can be used."""
+        """The last saved state; None, with one counted warning, if none is usable."""
         try:
             return self._unpack(self.path.read_bytes())
         except FileNotFoundError:

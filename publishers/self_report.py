@@ -1,4 +1,4 @@
-"""What a publisher says of itself: to operators (`status`), in metrics (`gauges`), and in heartbeats to `kvatlas doctor`."""
+"""A publisher's reports about itself: to operators (`status`), in metrics (`gauges`), and in heartbeats to `kvatlas doctor`."""
 
 from dataclasses import asdict
 from typing import Any
@@ -38,9 +38,9 @@ _NOT_STORED = (
     Reason.UNREADABLE_PAYLOADS,
     Reason.IGNORED,
 )
-"""What the ledger does not count as stored, or not as stored in full attention's groups."""
+"""Reasons for blocks that the ledger does not count as stored in groups of full attention."""
 BLOCKED_S = 2.0
-"""A refused message is sent again, and a new leader of the stream elected, within this time."""
+"""Within this time, refused messages are normally sent again, and a new leader of the stream is elected."""
 
 
 class SelfReport:
@@ -70,7 +70,7 @@ class SelfReport:
         self._intake = Intake()
 
     def gauges(self) -> PublisherGauges:
-        """For metrics; read on the exporter's thread."""
+        """Values for metrics; read on the exporter's thread."""
         outbox, digest, connected = self._changelog.outbox, self._ledger.digest, self._engine.feed_connected
         return PublisherGauges(
             None if connected is None else int(connected),
@@ -85,7 +85,7 @@ class SelfReport:
         )
 
     def status(self) -> dict[str, Any]:
-        """Everything an operator may ask for, as JSON types."""
+        """Everything that an operator may want to know, as JSON types."""
         changelog, outbox, ledger = self._changelog, self._changelog.outbox, self._ledger
         return {
             "worker_id": self._settings.worker_id,
@@ -121,7 +121,7 @@ class SelfReport:
         return DoctorFacts(found, names[:MAX_SERVED_NAMES], self._engine.awaited_s)
 
     def judge_intake(self, now_s: float) -> None:
-        """Judge whether what the engine reports counts; about once a second."""
+        """Judge how much of the engine's reports can be published. Call it about once a second."""
         poller = self._engine.poller
         serving = poller.serving if poller is not None and self._settings.events else Serving()
         publishes = bool(self._ledger.digest.blocks)
@@ -167,7 +167,7 @@ class SelfReport:
         }
 
     def diagnose_block_size(self) -> None:
-        """Does the setting fit the engine's blocks?"""
+        """Diagnose a block size setting that does not match the engine's blocks."""
         other, own = self._ledger.other_block_size, self._settings.block_size
         if other is None or self._counters.blocks_stored or self._ledger.digest.blocks:
             self._diagnoses.clear("block_size")
@@ -177,9 +177,9 @@ class SelfReport:
             self._diagnoses.set("block_size", seen, f"set --block-size {other}, or leave it out{why}")
 
     def diagnose_chain(self) -> None:
-        """Are blocks left out because other blocks come with token ids?"""
+        """Diagnose blocks left out because only other blocks have token ids."""
         if left_out := self._ledger.counters.other_chain:
-            seen = f"{left_out} blocks were reported without token ids, others with them: those without are left out"
+            seen = f"{left_out} blocks without token ids are left out, because others were reported with token ids"
             self._diagnoses.set("chain", seen, "send the token ids of every block, or of none")
 
     def _diagnose_blocked(self) -> Diagnosis:
@@ -187,11 +187,11 @@ class SelfReport:
         if self._sender.refused_without_stream:
             cure = "start an indexer on that NATS, or set --nats-url to the NATS that the indexers use"
         else:
-            cure = "see the storage and limits of JetStream, and what the publisher's NATS user may publish"
+            cure = "check the storage and limits of JetStream, and the permissions of the publisher's NATS user"
         return Diagnosis(name="publishing", seen=seen[:MAX_DIAGNOSIS_TEXT], cure=cure)
 
     @property
     def _server_name(self) -> str | None:
-        """The NATS server that it is connected to."""
+        """The NATS server that the publisher is connected to."""
         server = self._client.connected_url
         return None if server is None else redact_url(server.geturl())

@@ -1,4 +1,4 @@
-"""What the fleet needs to know of one worker, and how its publisher works."""
+"""Settings of one worker's publisher: facts about the worker that the fleet needs, and how the publisher works."""
 
 from typing import Self
 
@@ -30,14 +30,15 @@ from kvatlas_publishers.stream.checkpoints import CheckpointSettings
 from kvatlas_publishers.stream.outbox import OutboxLimits
 
 FETCHED_TIERS = (Tier.CPU_DRAM,)
-"""From which connectors read unless they are said to read from others: an engine serves its peers from its host memory."""
+"""Tiers that connectors read from by default: an engine serves its peers from its host memory."""
 
 
 class PublisherSettings(BaseModel):
-    """`block_bytes`: of KV cache; 0: `token_bytes` for each token of a block, 0: unknown. `engine_url`: where health and
-    metrics are read; without it the engine counts as up. `partitions`: of the whole fleet. `events` False: the engine
-    publishes none. `engine_id` and `hash_chain`: of the open event forms. `shared_store`: the store that the engine reads and
-    writes. `read_setup_us` and `read_us_per_mib`: of a store itself. `fleet_id`: other fleets' indexers ignore the worker."""
+    """`block_bytes`: bytes of KV cache per block; 0: `token_bytes` for each token, and if that is 0 too, unknown. `engine_url`:
+    source of health and metrics; without it the engine counts as up. `partitions`: number in the whole fleet. `events` False:
+    the engine publishes no events. `engine_id` and `hash_chain`: for the open event forms. `shared_store`: the store that the
+    engine reads and writes. `read_setup_us` and `read_us_per_mib`: for the publisher of a store. `fleet_id`: other fleets'
+    indexers ignore the worker."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 
@@ -86,7 +87,7 @@ class PublisherSettings(BaseModel):
 
     @classmethod
     def of(cls, settings: PublishSettings) -> Self:
-        """From a process' settings; with a data-parallel rank the worker is that rank's."""
+        """From a process's settings. With a data-parallel rank, the worker is that rank."""
         rank = settings.dp_rank
         return cls(
             worker_id=settings.worker_id if rank is None else rank_worker_id(settings.worker_id, rank),
@@ -132,7 +133,7 @@ class PublisherSettings(BaseModel):
 
     @property
     def ledger(self) -> LedgerSettings:
-        """The ledger's part. Raises InvalidValue for names that can't be a scope's."""
+        """The ledger's settings. Raises InvalidValue for names that are not valid in a scope."""
         return LedgerSettings(
             model_id=self.model_id,
             tokenizer_id=self.tokenizer_id or self.model_id,
@@ -175,13 +176,13 @@ class PublisherSettings(BaseModel):
 
     @property
     def _fetchable_tiers(self) -> tuple[str, ...]:
-        """Labels of the tiers that others fetch from."""
+        """Labels of the tiers from which others fetch."""
         return () if self.kv_connector is None else tuple(tier.label for tier in self.kv_tiers or FETCHED_TIERS)
 
     def endpoint(
         self, block_size: int | None, block_bytes: int, reuse: ReuseOfGroups, chain: str | None = None
     ) -> EngineEndpoint:
-        """What routers need to know of the worker; `block_size`, `block_bytes`, `reuse` and `chain` are the ledger's."""
+        """The facts about the worker that routers need; `block_size`, `block_bytes`, `reuse` and `chain` are the ledger's."""
         return EngineEndpoint(
             id=self.worker_id,
             kind=self.engine,
@@ -218,7 +219,7 @@ class PublisherSettings(BaseModel):
 
 
 def _token_bytes(settings: PublishSettings) -> int:
-    """By the model's configuration; 0 without one. Raises SettingsError."""
+    """KV bytes per token from the model's configuration; 0 without one. Raises SettingsError."""
     if settings.model_config_path is None:
         return 0
     return read_token_bytes(settings.model_config_path, settings.kv_cache_dtype)

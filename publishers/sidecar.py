@@ -1,4 +1,4 @@
-"""The publisher as a process: follows the feeds of one or several engine ranks and publishes what they hold."""
+"""The publisher process: follows the feeds of one or several engine ranks and publishes their blocks."""
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 SAVE_EVERY_S = 60.0
 SAVE_SHARE = 200
-"""Packing the state takes at most one part in this many of the time."""
+"""Packing the state takes at most 1/SAVE_SHARE of the time."""
 CLOSE_S = 3.0
 LOOK_S = 1.0
-"""Between two looks whether an engine without a connection lists other sockets."""
+"""Interval of checks if an engine without a connection lists other sockets."""
 _LIST_SOCKETS = (EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG)
 
 log = logging.getLogger("kvatlas.publisher")
@@ -48,13 +48,13 @@ log = logging.getLogger("kvatlas.publisher")
 async def run_sidecar(
     settings: PublishSettings | Sequence[PublishSettings], ready: Callable[[Sequence[Publisher]], None] | None = None
 ) -> None:
-    """Publish until cancelled; several settings are several engines or ranks, over the first one's NATS.
+    """Publish until cancelled. Several settings mean several engines or ranks, over the first one's NATS.
 
-    `ready` is called once every feed is caught up with and every worker is published. Cancelled, it saves the ledgers and says
-    in heartbeats that the workers are draining; they are not retired, so that a restarted sidecar goes on from there.
-    The first one's status page is served if its port is given. Raises Unreachable if NATS can't be reached and `wait` is
-    off, or a socket can't be opened, OtherFleet if NATS is another fleet's, and SettingsError for settings that contradict
-    each other or a status page's address that can't be used.
+    `ready` is called once every feed has caught up and every worker is published. On cancellation the sidecar saves the ledgers
+    and reports the workers as draining in heartbeats. They are not retired, so that a restarted sidecar can continue.
+    The status page of the first settings is served if its port is set. Raises Unreachable if NATS can't be reached and `wait`
+    is off, or a socket can't be opened; OtherFleet if NATS belongs to another fleet; SettingsError for contradicting settings
+    or an unusable address of the status page.
     """
     every = [settings] if isinstance(settings, PublishSettings) else list(settings)
     if not every:
@@ -104,11 +104,12 @@ async def run_sidecar(
 async def _status_page(
     settings: PublishSettings, published: Sequence[Publisher], workers: int, open_engines: Mapping[str, OpenEngine]
 ) -> AsyncIterator[None]:
-    """Served where a port is given, from before NATS is reached: who waits for it is alive."""
+    """Serve the status page if a port is set. It starts before NATS is reached, because a process that waits for NATS is
+    alive."""
     if settings.status_port is None:
         yield
         return
-    from kvatlas.runtime.http_server import listen, serve  # most sidecars of one machine serve no page
+    from kvatlas.runtime.http_server import listen, serve  # most sidecars on a machine serve no page
     from kvatlas_publishers.status import application
 
     listener = listen(settings.status_host, settings.status_port, "status page", settings.http)
@@ -141,8 +142,8 @@ class EngineSidecar:
     """One engine rank: its feed, its publisher, its saved state."""
 
     def __init__(self, settings: PublishSettings) -> None:
-        """Raises SettingsError without an endpoint, if a rank's endpoints have no port to add to, and for a folder that can't
-        be written."""
+        """Raises SettingsError if there is no endpoint, a rank's endpoints have no port to add to, or the state folder can't be
+        written."""
         rank = settings.dp_rank
         self._publisher_settings = PublisherSettings.of(settings)
         self.worker_id = self._publisher_settings.worker_id
@@ -172,7 +173,7 @@ class EngineSidecar:
         self._lmcache: LMCacheSubscription | None = None
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Load what was saved and open the feed. Raises Unreachable if its endpoint can't be used."""
+        """Load the saved state and open the feed. Raises Unreachable if its endpoint can't be used."""
         self._saved = self._load()
         ledger, continuity = self._restore(self._saved)
         self._publisher = publisher = Publisher(
@@ -251,7 +252,7 @@ class EngineSidecar:
                 self._save(publisher, feed)
 
     async def _follow_sockets(self, publisher: Publisher, feed: Feed, url: str) -> None:
-        """An engine with a port of its system's choice has another one after its restart, and lists it."""
+        """Follow an engine whose port is chosen by its operating system: after a restart it has another port, and lists it."""
         from kvatlas_publishers.engines.discovery import listed_source  # needs httpx: 6 MiB
 
         while True:
@@ -264,7 +265,7 @@ class EngineSidecar:
     def _record(self, batch: EngineBatch) -> None:
         self._publisher.record(batch)
         if self._lmcache is not None and any(isinstance(event, EngineCleared) for event in batch.events):
-            self._lmcache.restart()  # its chunks are in its server, which the engine's clear has not emptied
+            self._lmcache.restart()  # LMCache's server still has the chunks: the engine's clear does not empty it
 
     def _feed_alive(self) -> bool:
         return self._feed is not None and self._feed.alive
@@ -288,7 +289,7 @@ class EngineSidecar:
         return saved
 
     def _restore(self, saved: SavedState | None) -> tuple[Ledger, Continuity]:
-        """The saved ledger and position, or empty ones."""
+        """The saved ledger and feed position, or empty ones."""
         can_replay = self._feed_settings.replay_endpoint is not None
         if saved is not None:
             try:
@@ -299,7 +300,7 @@ class EngineSidecar:
         return Ledger(self._publisher_settings.ledger), Continuity(can_replay=can_replay)
 
     def _check_process(self, publisher: Publisher, feed: Feed) -> None:
-        """The engine's process may be another one than when the state was saved."""
+        """Start empty if the engine's process was replaced since the state was saved."""
         start_s = publisher.engine.poller.process_start_s if publisher.engine.poller is not None else None
         if self._saved is None or not self._saved.started_us or start_s is None:
             return
@@ -310,8 +311,8 @@ class EngineSidecar:
             self._saved = None
 
     def _drop_what_is_gone(self, publisher: Publisher) -> None:
-        """Nothing in the feed says so: what was computed with weights or adapters that changed while nobody looked, and what an
-        engine that sleeps had in HBM before."""
+        """Drop blocks whose loss the feed does not report: those computed with weights or adapters that changed while no
+        publisher ran, and those that a sleeping engine had in HBM."""
         if (poller := publisher.engine.poller) is None:
             return
         if poller.state is EngineState.ASLEEP:
@@ -326,7 +327,7 @@ class EngineSidecar:
             if feed.consistent and publisher.counters.engine_batches != self._saved_at:
                 started_s = monotonic()
                 state = self._state(publisher, feed)
-                # a million blocks take a second to pack: the larger the ledger, the less often it is saved
+                # packing a million blocks takes a second, so larger ledgers are saved less often
                 pause_s = max(SAVE_EVERY_S, SAVE_SHARE * (monotonic() - started_s))
                 with self._count_save(publisher) as file:
                     await anyio.to_thread.run_sync(file.save, state)
@@ -339,7 +340,7 @@ class EngineSidecar:
 
     @contextmanager
     def _count_save(self, publisher: Publisher) -> Iterator[StateFile]:
-        """An error is counted and logged: publishing goes on."""
+        """Count and log an error of saving; publishing continues."""
         assert self._state_file is not None
         batches = publisher.counters.engine_batches
         try:
@@ -352,7 +353,7 @@ class EngineSidecar:
             self._saved_at = batches
 
     def _state(self, publisher: Publisher, feed: Feed) -> SavedState:
-        """The ledger with the position in the feed that it belongs to."""
+        """The ledger with its matching position in the feed."""
         publisher.settle()
         poller = publisher.engine.poller
         return SavedState(

@@ -1,8 +1,8 @@
 """The HTTP server of a publisher process: a page for people; `/healthz`, `/readyz`, `/status` (JSON), `/metrics` for probes and
 scripts.
 
-`POST /clear` drops all known blocks: for who resets the engine's prefix cache or updates its weights. `POST /events` takes a
-batch of the open event forms, JSON or msgpack, for the worker that `?worker=` names, or for the only one.
+`POST /clear` drops all known blocks; call it after resetting the engine's prefix cache or updating its weights. `POST /events`
+takes a batch of the open event forms, JSON or msgpack, for the worker named by `?worker=`, or for the only one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,17 @@ from kvatlas_publishers.status_page import status_page
 
 
 class BatchTaker(Protocol):
-    """Whoever takes batches of the open event forms."""
+    """Takes batches of the open event forms."""
 
     def take(self, payload: bytes) -> EngineBatch:
-        """Record a batch. Raises EngineEventError for what is none."""
+        """Record a batch. Raises EngineEventError if it is not a batch."""
 
 
 def application(
     published: Sequence[Publisher], workers: int, takers: Mapping[str, BatchTaker] | None = None
 ) -> Starlette:
-    """`published` grows until every one of the process' `workers` is published. `takers`: by worker, those to which batches may
-    be sent here."""
+    """`published` grows until all of the process's `workers` are published. `takers`: by worker, those that accept batches
+    here."""
     life = token_hex(8)
 
     async def healthz(_: Request) -> Response:

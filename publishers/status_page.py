@@ -1,4 +1,4 @@
-"""What a sidecar shows people: each worker's engine, feed, blocks by tier, outbox, last snapshot, and what is wrong with it."""
+"""A sidecar's page for people: each worker's engine, feed, blocks by tier, outbox, last snapshot, and problems."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from kvatlas_publishers.publisher import Publisher
 from kvatlas_publishers.stream.changelog import Changelog
 
 MOST_NAMED = 3
-"""Workers in the page's title."""
+"""Limit of workers named in the page's title."""
 
 _COLUMNS = (
     Column("worker"),
@@ -33,7 +33,7 @@ _COLUMNS = (
 
 
 def status_page(published: Sequence[Publisher], workers: int) -> StatusPage:
-    """`published` grows until every one of the process' `workers` is published."""
+    """`published` grows until all of the process's `workers` are published."""
 
     async def sections() -> Section:
         return _workers_section(published)
@@ -95,7 +95,7 @@ def _state_cell(publisher: Publisher, feed_connected: int | None) -> Cell:
 
 
 def _snapshot_cell(changelog: Changelog, now_us: int) -> Cell:
-    """`changelog.incarnation_due`: a snapshot that waits."""
+    """The last snapshot, or the one that is due (`changelog.incarnation_due`)."""
     if (due := changelog.incarnation_due) is not None:
         return Cell(f"due now: {due.value}", Tone.WARNING)
     if changelog.begun_because is None:

@@ -40,7 +40,7 @@ class EnvoyProcess(ServerProcess):
 
     @property
     def url(self) -> str:
-        """Of its admin page."""
+        """Address of its admin page."""
         return f"http://{LOOPBACK}:{self.port}"
 
     @property

@@ -42,12 +42,12 @@ PICKERS = {
     "epp, headers only": ("whole", False),
     "epp, leaves": ("none", True),
 }
-"""By name: `--response-mode`, and whether Envoy sends the picker an answer's body."""
+"""(`--response-mode`, True if Envoy sends the picker the answer's body) by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one way to the engine. `cpu_ms`: processor time a request, by process."""
+    """Figures of one way to the engine. `cpu_ms`: processor time per request, by process."""
 
     name: str
     added_p50_ms: Mapping[str, float]
@@ -112,13 +112,13 @@ def _request(*, streamed: bool) -> bytes:
 
 
 def _headers(engine_url: str) -> dict[str, str]:
-    """For Envoy alone; the picker's choice replaces it."""
+    """Used by Envoy alone; the picker's choice replaces it."""
     engine = engine_url.removeprefix("http://")
     return {"content-type": "application/json", "x-gateway-destination-endpoint": engine}
 
 
 async def _compare(urls: Mapping[str, str], engine_url: str, *, streamed: bool) -> Mapping[str, tuple[float, float]]:
-    """By name: p50 and p99 of what is added to the engine asked directly."""
+    """(p50, p99) of the time added to a direct request, by name."""
     payload, headers = _request(streamed=streamed), _headers(engine_url)
     ways = {"": engine_url, **urls}
     times: dict[str, list[float]] = {name: [] for name in ways}

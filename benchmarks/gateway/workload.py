@@ -16,7 +16,7 @@ from kvatlas_simulator.demo.report import Phase
 from kvatlas_simulator.workload import generate_workload
 
 TURNS = 2
-"""Of each, one after the other, because the machine is shared."""
+"""Turns of each way, one after the other, because they share the machine."""
 
 
 async def measure() -> list[Phase]:

@@ -22,7 +22,7 @@ from kvatlas.store.connection import Store
 USE = ScopeUse(Scope("bench", "bench"), 16)
 WORKERS = 16
 BLOCKS_A_CALL = 8_000
-"""As many as an indexer under load sends in one call."""
+"""The number that an indexer under load sends in one call."""
 CALLS = 8
 ROUNDS = 40
 CHECKPOINT_EVERY = 1_000

@@ -26,7 +26,7 @@ HOLDERS = (4, 16, 64, 256)
 CALLS = 200
 LONGEST_CALL_MS = 5.0
 MOST_TIMES = 2.0
-"""With marks a lookup of 16 holders takes at most so many times as long."""
+"""Budget: a lookup of 16 holders with marks takes at most this many times as long."""
 
 _NO_MARKS = b"\x00\x96\x00\x00\x00\x00\x00\x00"
 
@@ -93,7 +93,7 @@ async def _store_cpu_s(store: Store) -> float:
 
 
 async def write_holders(store: Store, chain: bytes, holders: int, shape: str) -> None:
-    """What `holders` holders have of the chain, each to another depth."""
+    """The chain's blocks that `holders` holders have, each to another depth."""
     draw = random.Random(holders)
     hashes = [chain[at : at + 8] for at in range(0, len(chain), 8)]
     count, k = len(hashes), ShardKeys(0)

@@ -217,9 +217,9 @@ CHAPTERS = {
     "events": _write_events,
     "backends": write_backends,
 }
-"""Those of the short study: under ten minutes together on two free cores."""
+"""Chapters of the short study, under ten minutes together on two free cores."""
 SINGLE = {"gap": _write_gap, "live": write_live}
-"""Those that are only written when they are asked for."""
+"""Chapters that are written only on request."""
 
 
 def main(words: Sequence[str]) -> None:

@@ -61,7 +61,7 @@ class Recording:
     messages: list[PartitionBatch] = field(default_factory=list)
     changes: int = 0
     index: MemoryIndex = field(default_factory=MemoryIndex)
-    """In the end."""
+    """The index at the end."""
 
     @classmethod
     def of(cls, workload: Workload) -> "Recording":
@@ -114,7 +114,7 @@ def _at_once(when_us: float, action: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one backend. `opened`: what it holds after a restart, and when."""
+    """Figures of one backend. `opened`: its content after a restart, and when it was ready."""
 
     name: str
     changes_s: float
@@ -252,7 +252,7 @@ async def _running(work: Callable[[], None]) -> AsyncIterator[None]:
 
 
 def _local_hashes(request: LabRequest, block_tokens: int) -> list[int]:
-    """Of blocks that are all their content's id."""
+    """Local hashes of the request's blocks, each full of its content's id."""
     contents = request.prompt_contents(block_tokens)
     packed = (array("I", [content]).tobytes() * block_tokens for content in contents)
     return [signed(xxhash.xxh3_64_intdigest(one, seed=SEED)) for one in packed]
@@ -263,7 +263,7 @@ def _with(figures: Figures, index_bytes: int, opened: str) -> Figures:
 
 
 async def _measure_all(recording: Recording) -> tuple[list[Figures], Collection[str]]:
-    """And what was left out."""
+    """The figures of all backends, and the names of those left out."""
     figures = [await _measure_memory(recording), await _measure_server("Valkey", recording, None)]
     left_out = []
     try:

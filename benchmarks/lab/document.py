@@ -16,7 +16,7 @@ RESULTS = Path("docs/results.md")
 PICTURE = Path("docs/results.png")
 SIZES_PICTURE = Path("docs/worker-hours.png")
 CHAPTERS = ("policies", "sizes", "study", "gap", "terms", "events", "live", "backends")
-"""In their order."""
+"""The chapters, in order."""
 
 HEAD = f"""# Routing policies compared
 Written by `make lab` and `make lab STUDY=...`; don't edit. Each chapter ends with its version, machine and run time.

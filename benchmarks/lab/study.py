@@ -13,9 +13,9 @@ from kvatlas_simulator.lab.summary import Figures
 BLIND = ("least-loaded", "session", "prefix-hash", "cache-aware-tree", "weighted-scorers", "prefix-tokens", "lmetric")
 OURS = ("kvatlas", "kvatlas-3-replicas")
 CLOSE = 0.97
-"""Of the oracle's hit rate."""
+"""Share of the oracle's hit rate."""
 WORKERS = {8: 1_500, 16: 2_000}
-"""Of the fleet, to requests: a fuller fleet needs more of them until its caches are full."""
+"""Requests by fleet size: a larger fleet needs more of them until its caches are full."""
 CACHE_TOKENS = (250_000, 500_000, 1_000_000)
 LOADS = {"moderate": 1.0, "high": 2.0}
 """Times the trace's rate with 8 workers; with 16 twice that."""

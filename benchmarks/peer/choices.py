@@ -117,7 +117,7 @@ def _our_router(store: Store, source: PromptSource) -> AbstractAsyncContextManag
 
 @asynccontextmanager
 async def _their_router(source: PromptSource) -> AsyncIterator[Child]:
-    """With an engine for each worker that holds something, and one silent engine for all others."""
+    """Their router, with an engine for each worker that holds blocks, and one silent engine for all others."""
     holding = sorted({worker for depths in source.depths for worker in depths})
     with Engines(len(holding) + 1) as engines:
         sockets = {str(worker): engines.endpoints[i] for i, worker in enumerate(holding)}

@@ -35,7 +35,7 @@ class _Turn:
     further_bytes: float
     ledger_bytes: float | None
     idle_mib: dict[str, float]
-    """By part."""
+    """Idle memory by part."""
 
 
 async def measure(_: Store, subjects: Sequence[Subject], rounds: int = ROUNDS) -> list[Comparison]:

@@ -28,13 +28,13 @@ class Pipeline(Protocol):
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Of each process, by its part."""
+        """Process id by part."""
 
     async def depth(self, engine: int, tokens: Sequence[int]) -> int:
-        """How many leading blocks of a prompt a router finds with an engine."""
+        """Number of leading blocks of a prompt that a router finds at an engine."""
 
     async def index_bytes(self) -> int:
-        """What the index takes of memory."""
+        """Memory of the index."""
 
 
 @dataclass(frozen=True, slots=True)

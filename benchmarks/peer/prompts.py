@@ -24,7 +24,7 @@ class PromptSource:
         shared = (blocks - blocks // 8) * BLOCK_SIZE
         self.prefixes = [rng.choices(range(VOCABULARY), k=shared) for _ in range(PREFIXES)]
         self.depths = [self._draw_depths(rng, holders, shared // BLOCK_SIZE) for _ in range(PREFIXES)]
-        """Of each prefix: worker number to how many of its blocks it holds, all different."""
+        """For each prefix: number of its blocks that each worker holds, by worker number, all different."""
         self._rng = rng
 
     def _draw_depths(self, rng: random.Random, holders: int, blocks: int) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""How long it takes until a program can begin: the command's help, and the imports of a router and of an embedded publisher."""
+"""Start-up time of a program: the command's help, and the imports of a router and of an embedded publisher."""
 
 import asyncio
 import os

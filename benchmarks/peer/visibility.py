@@ -23,7 +23,7 @@ ENGINES = 64
 HASHES = 4
 RATE = 2_000
 MESSAGES = 256
-"""Of each engine."""
+"""Messages per engine."""
 SETTLED_S = 1.0
 QUIET_PROBES = 100
 PAUSE_S = 0.05

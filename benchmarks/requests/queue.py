@@ -47,12 +47,12 @@ ON = [
     "x-priority",
 ]
 WARM_UP_S = 10.0
-"""At the beginning there is no queue yet: these seconds are not counted."""
+"""Seconds not counted at the start, before a queue has formed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What clients saw; `per_s`: requests a second."""
+    """Results as clients saw them. `per_s`: requests per second."""
 
     name: str
     seen: Sequence[Seen]
@@ -72,7 +72,7 @@ class Run:
 
 
 def capacity_per_s() -> float:
-    """What the engines can serve with all slots taken."""
+    """Requests per second that the engines can serve with all slots taken."""
     cost = StepCost(decode_step_us=STEP_US)
     kv_tokens = SLOTS * (PROMPT_TOKENS + OUTPUT_TOKENS // 2)
     step_us = cost.step_us(prefill_tokens=0, decode_sequences=SLOTS, decode_kv_tokens=kv_tokens, swapped_in=0)
@@ -150,7 +150,7 @@ def _request(random: Random) -> Request:
 
 
 def tabulate(runs: Sequence[Run]) -> Table:
-    """By priority and tenant."""
+    """Results by priority and tenant."""
     names = [run.name for run in runs]
     table = Table(
         "requests",

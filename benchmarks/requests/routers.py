@@ -40,7 +40,7 @@ STEP_US = 20_000.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What clients saw."""
+    """Results as clients saw them."""
 
     name: str
     seen: Sequence[Seen]

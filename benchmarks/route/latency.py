@@ -45,7 +45,7 @@ async def measure(store: Store) -> list[Result]:
 
 @dataclass(frozen=True, slots=True)
 class _Medians:
-    """For one number of workers and length of the prompt, ms."""
+    """Medians for one number of workers and one prompt length, ms."""
 
     workers: int
     blocks: int

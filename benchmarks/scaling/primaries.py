@@ -135,7 +135,7 @@ async def _wait_until_applied(index: RedisIndex) -> None:
 
 
 def _sum_of(figures: dict[str, float], prefix: str) -> tuple[float, float]:
-    """Of all processes whose name begins so, and the busiest one's."""
+    """(sum over the processes whose name starts with `prefix`, the busiest one's value)."""
     found = [figure for name, figure in figures.items() if name.startswith(prefix)] or [0.0]
     return sum(found), max(found)
 

@@ -7,7 +7,7 @@ from benchmarks.process_usage import usage_of
 
 
 class Stretch:
-    """From its making on. `pids`: of each process, by name."""
+    """Processor time since it was created. `pids`: process ids by name."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = dict(pids)
@@ -19,10 +19,10 @@ class Stretch:
         return perf_counter() - self._began
 
     def cpu_s(self) -> dict[str, float]:
-        """Of each process until now."""
+        """Processor seconds of each process until now."""
         return {name: usage_of(pid).cpu_s - self._before[name] for name, pid in self._pids.items()}
 
     def share(self) -> dict[str, float]:
-        """Of a core, on average."""
+        """Average share of a core, by process."""
         seconds = self.seconds
         return {name: cpu_s / seconds for name, cpu_s in self.cpu_s().items()}

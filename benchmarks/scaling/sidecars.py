@@ -10,7 +10,7 @@ from benchmarks.scaling.processor_time import Stretch
 
 ENGINES = (1, 16, 64)
 HASHES, MESSAGES = 16, 4_096
-"""Of all engines together."""
+"""Hashes per message, and messages of all engines together."""
 
 
 async def report() -> list[Table]:

@@ -55,7 +55,7 @@ def hash_of(number: int) -> bytes:
 
 
 def holders_value(number: int) -> bytes:
-    """Of a block of the chain: half of the workers, another half at each place."""
+    """Holders value of a block of the chain: half of the workers, a different half for each block."""
     return b"".join(
         holder.to_bytes(3, "big") + b"\1" for holder in range(HOLDERS) if (number >> (holder % 16)) + holder & 1
     )
@@ -97,7 +97,7 @@ def fill_store(client: Redis, chain: int = CHAIN) -> None:
 
 
 def hostile_calls() -> Iterator[HostileCall]:
-    """Those that an auditor may make too are the auditor's."""
+    """All hostile calls. Calls that an auditor may make too are listed as the auditor's."""
     for function, act, keys, args in _reading():
         library = POOL_LIBRARY if function.startswith("kvatlas_pool") else INDEX_LIBRARY
         yield HostileCall("auditor", function, act, ("FCALL_RO", *_fcall(library.function(function), keys, *args)[1:]))

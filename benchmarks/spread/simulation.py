@@ -1,4 +1,4 @@
-"""What simulated engines make of a burst, once routers have placed its requests."""
+"""Simulates the engines' work on a burst, after routers have placed its requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Spread:
     hit_rate: float
     ttft_ms: Sequence[float]
     copies: float
-    """How many workers computed each prefix that no worker held at the start, on average."""
+    """Mean number of workers that computed each prefix that no worker held at the start."""
 
     @property
     def fullest(self) -> float:

@@ -30,9 +30,9 @@ from router_client import Prompt, RouterClient, RouterSettings
 GRANULARITIES = (1, 4, 16)
 ENGINES = 16
 HASHES = 16
-"""Blocks a message of an engine."""
+"""Blocks per message of an engine."""
 MESSAGES = 1_024
-"""Of each engine."""
+"""Messages per engine."""
 ROUNDS = 2
 PROMPTS = 200
 DEADLINE_S = 120
@@ -52,7 +52,7 @@ class Turn:
 
 
 async def measure(rounds: int = ROUNDS) -> dict[int, list[Turn]]:
-    """By granularity."""
+    """Turns by granularity."""
     turns: dict[int, list[Turn]] = defaultdict(list)
     for _ in range(rounds):
         for granularity in GRANULARITIES:
@@ -88,13 +88,13 @@ async def _measure(granularity: int) -> Turn:
 
 
 async def _overlap(router: RouterClient, engine: int, tokens: Sequence[int]) -> int:
-    """How many blocks a router finds with an engine; 0 also before it is known."""
+    """Number of blocks that a router finds at an engine; 0 also while the engine is unknown."""
     found = {one.worker_id: one.resident_blocks for one in await router.overlap(Prompt.of_tokens(SCOPE, [*tokens, 0]))}
     return found.get(f"{WORKER}-dp{engine}", 0)
 
 
 async def _missed(router: RouterClient, rng: random.Random) -> int:
-    """Of a prompt that an engine holds up to some block."""
+    """Blocks missed for a prompt that an engine holds up to some block."""
     engine, held = rng.randrange(ENGINES), rng.randint(1, CHAIN)
     chain = chain_tokens(engine, rng.randrange(MESSAGES * HASHES // CHAIN))
     new = rng.choices(range(VOCABULARY), k=(CHAIN - held) * BLOCK_SIZE)

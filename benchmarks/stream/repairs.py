@@ -40,7 +40,7 @@ RATE = 2_000
 FILL_RATE = 8_000
 """Messages a second: as fast as they are taken, more would wait in the sidecar than it holds of blocks."""
 MESSAGES = 320
-"""Of each rank, measured: ten seconds."""
+"""Measured messages per rank, which take ten seconds."""
 LARGE_BLOCKS, LEAVING_BLOCKS = 300_032, 4_096
 OTHER = "other"
 """The sidecar of the engine with LARGE_BLOCKS (rank 0) and of the 64 engines that clear their caches."""
@@ -177,7 +177,7 @@ async def _publish(engines: Child, messages: int, first: int, last: int, rate: i
 
 
 async def _wait_for(pipeline: OurPipeline, worker: str, tokens: list[int]) -> None:
-    """Until the worker's last chain is found."""
+    """Wait until the worker's last chain is found."""
     hashes = extend_chain(tokens, BLOCK_SIZE)
     with anyio.fail_after(FILLED_S):
         while (await pipeline.index.overlap(SCOPE, hashes)).depths().get(worker, 0) < CHAIN:

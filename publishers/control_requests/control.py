@@ -1,4 +1,4 @@
-"""Answers requests on a publisher's control subject: for a snapshot, its status, its digest, single blocks (thin)."""
+"""Answers requests on a publisher's control subject, for a snapshot, its status, its digest or single blocks (thin)."""
 
 from collections.abc import Callable, Mapping
 from time import time_ns
@@ -25,11 +25,11 @@ from kvatlas_publishers.ledger.ledger import Ledger
 from kvatlas_publishers.stream.changelog import Changelog
 
 MAX_SCOPES = 1_000
-"""A reply with more would not fit a message of the bus."""
+"""A reply with more would not fit into a message of the bus."""
 
 
 class ControlResponder:
-    """`start`, then `run` until cancelled, then `stop`."""
+    """Call `start`, then `run` (until cancelled), then `stop`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ControlResponder:
         partitions: int,
         diagnoses: Diagnoses,
     ) -> None:
-        """`checkpoint` folds and publishes what is pending, and a checkpoint of it all."""
+        """`checkpoint` folds and publishes pending events, then a checkpoint."""
         self._client = client
         self._worker_id = worker_id
         self._changelog = changelog
@@ -58,7 +58,7 @@ class ControlResponder:
         self._diagnoses = diagnoses
 
     async def start(self) -> None:
-        """Listen. Raises nats errors if the connection is closed."""
+        """Subscribe to requests. Raises nats errors if the connection is closed."""
         self._subscription = await self._client.subscribe(control_subject(self._worker_id))
 
     async def run(self) -> None:
@@ -67,7 +67,7 @@ class ControlResponder:
             await self._answer(msg)
 
     async def stop(self) -> None:
-        """Listen no longer."""
+        """Unsubscribe."""
         await unsubscribe(self._subscription, self._client)
 
     async def _answer(self, msg: Msg) -> None:
@@ -90,7 +90,7 @@ class ControlResponder:
                 return  # the publisher is being closed
 
     def reply(self, request: ControlRequest, headers: Mapping[str, str] | None = None) -> ControlReply:
-        """Carry a request out, and the reply to it. `headers`: with the request's trace context.
+        """Execute a request and return the reply. `headers`: have the request's trace context.
 
         Raises InvalidValue for an impossible `above`.
         """
@@ -128,7 +128,7 @@ class ControlResponder:
                 return self._drop(request)
 
     def _drop(self, request: ControlRequest) -> ControlReply:
-        """As if the engine had said that the blocks are gone; it says so itself when it stores them again."""
+        """Drop blocks as if the engine had reported their removal. If it stores them again, they are published again."""
         if (request.engine_hash is None) == (request.block is None):
             return self._make_reply(ok=False, note="expected either the engine_hash of blocks or a block")
         self._checkpoint()
@@ -145,7 +145,7 @@ class ControlResponder:
         return self._make_reply(blocks=blocks if names else [])
 
     def _is_partition_of(self, partitions: int) -> bool:
-        """Does a fleet with so many partitions (0: not told) read the worker's messages where they are published?"""
+        """True if a fleet with this many partitions (0: unknown) reads the worker's messages from where they are published."""
         if not partitions or partition_of(self._worker_id, partitions) == partition_of(
             self._worker_id, self._partitions
         ):
@@ -178,7 +178,7 @@ def marks_of(ledger: Ledger) -> list[int]:
 
 
 def digests_by_scope(ledger: Ledger) -> list[ScopeDigest] | None:
-    """What the ledger announces, counted from its snapshot; None for more scopes than fit one reply."""
+    """Digests of the ledger's published blocks, counted from its snapshot; None if there are too many scopes for a reply."""
     digests: dict[bytes, Digest] = {}
     for chunk in ledger.snapshot():
         digests.setdefault(chunk.scope_id, Digest()).add(chunk.scope_id, chunk.tier, chunk.hashes)

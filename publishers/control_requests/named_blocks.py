@@ -1,6 +1,6 @@
-"""The blocks that an engine hash stands for, and the engine hashes of a block: for questions about single blocks.
+"""Looks up the blocks of an engine hash, and the engine hashes of a block, for requests about single blocks.
 
-A walk over the ledger, if it is asked by the block. No batch passes here.
+A lookup by block searches the whole ledger. No batch passes through this module.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from kvatlas_publishers.ledger.lineage import Lineage
 
 
 def engine_hashes_of(text: str) -> list[EngineHash]:
-    """What an engine hash as people write it may be: a number of 64 bits (decimal, or 16 hex digits), the bytes that hex digits
-    write, or text."""
+    """The engine hashes that a person's text may mean: a 64-bit number (decimal, or 16 hex digits), the bytes of hex digits, or
+    the text itself."""
     found: list[EngineHash] = [text.encode()]
     digits = text.removeprefix("0x").removeprefix("-")
     if digits.isdecimal() and not text.startswith("0x") and len(digits) <= 20:
@@ -27,7 +27,7 @@ def engine_hashes_of(text: str) -> list[EngineHash]:
 
 
 def blocks_named(lineage: Lineage, text: str) -> list[NamedBlock]:
-    """The blocks that this engine hash stands for, in whatever scopes; empty if it is not known."""
+    """The blocks of this engine hash, in any scope; empty if the hash is unknown."""
     found = []
     for name in engine_hashes_of(text):
         for stretch in lineage.stretches_named(name):
@@ -37,7 +37,7 @@ def blocks_named(lineage: Lineage, text: str) -> list[NamedBlock]:
 
 
 def names_of(lineage: Lineage, block: NamedBlock) -> list[EngineHash]:
-    """The engine hashes that stand for a block."""
+    """The engine hashes of a block."""
     packed, scope_id = block.sequence_hash.to_bytes(HASH_BYTES, "little"), block.scope.scope_id
     names: list[EngineHash] = []
     for namespace in lineage.namespaces.values():

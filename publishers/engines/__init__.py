@@ -1,4 +1,4 @@
-"""From an engine's bytes to engine-neutral events: one file an engine."""
+"""Decoders from engines' bytes to engine-neutral events, one file per engine."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,13 +20,13 @@ _DECODERS: Mapping[EngineKind, Callable[[bytes], EngineBatch]] = {
 
 
 def decode_batch(kind: EngineKind, payload: bytes) -> EngineBatch:
-    """One ZMQ payload as a batch. Events that can't be decoded are named in `EngineBatch.skipped`.
+    """Decode one ZMQ payload. Undecodable events are listed in `EngineBatch.skipped`.
 
-    Raises EngineEventError, one line, for a payload that is no batch at all: above 8 MiB, not msgpack, of another shape;
-    and for an engine kind that has no ZMQ feed.
+    Raises EngineEventError with one line for a payload that is not a batch (above MAX_PAYLOAD_BYTES, not msgpack, another
+    shape) and for an engine kind without a ZMQ feed.
     """
     decoder = _DECODERS.get(kind)
     if decoder is None:
         known = ", ".join(sorted(_DECODERS))
-        raise EngineEventError(f"engine kind {str(kind)!r} has no feed of ZMQ batches; expected one of {known}")
+        raise EngineEventError(f"engine kind {str(kind)!r} has no ZMQ feed; expected one of {known}")
     return decoder(payload)

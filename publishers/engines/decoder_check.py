@@ -1,8 +1,8 @@
-"""Which engine wrote this? The feeds of vLLM and SGLang are so alike that each can be read as the other's, with wrong salts,
-groups and tiers; so what only one of them writes is looked for.
+"""Recognizes the engine that wrote a batch. vLLM's and SGLang's feeds are so alike that each can be read as the other's, with
+wrong salts, groups and tiers; so we look for what only one of them writes.
 
-Sources: the event classes of vLLM 0.9 to 0.33 and SGLang 0.4.7 to 0.5.23. Their first versions, five or six fields in an array,
-can't be told apart; then only the metrics page can.
+Sources: the event classes of vLLM 0.9 to 0.33 and SGLang 0.4.7 to 0.5.23. Batches of their first versions, with five or six
+fields in an array, look the same; only the metrics page distinguishes those.
 """
 
 from typing import Any
@@ -15,18 +15,18 @@ from kvatlas_publishers.diagnoses import Diagnoses
 _VLLM_NAMES = frozenset({"extra_keys", "group_idx", "kv_cache_spec_kind", "locality"})
 _SGLANG_NAMES = frozenset({"cache_salt"})
 _STORED_8, _STORED_9, _REMOVED_3 = 8, 9, 3
-"""Places in array events: extra keys (vLLM) or session id (SGLang); group (vLLM) or adapter (SGLang); group (vLLM)."""
+"""Positions in array events: extra keys (vLLM) or session id (SGLang); group (vLLM) or adapter (SGLang); group (vLLM)."""
 
 
 def kind_of_batch(payload: bytes) -> EngineKind | None:
-    """The engine that wrote a batch which could be decoded; None if it may be either."""
+    """The engine that wrote a decodable batch; None if it could be either."""
     outer = msgpack.unpackb(payload, strict_map_key=False)
     events = outer.get("events") if isinstance(outer, dict) else outer[1]
     return next((kind for event in events or () if (kind := _kind_of_event(event)) is not None), None)
 
 
 def kind_of_page(metrics_page: str) -> EngineKind | None:
-    """The engine whose metrics these are; None if there are none of either."""
+    """The engine that wrote this metrics page; None if it has metrics of neither."""
     for line in metrics_page.splitlines():
         if line.startswith("vllm:"):
             return EngineKind.VLLM
@@ -36,7 +36,7 @@ def kind_of_page(metrics_page: str) -> EngineKind | None:
 
 
 def diagnose_kind(diagnoses: Diagnoses, kind: EngineKind, found: EngineKind, source: str) -> None:
-    """`kind`: the one that is set; `found`: the one that `source` is of."""
+    """Diagnose a wrong engine kind. `kind`: the configured one; `found`: the one that wrote `source`."""
     own = EngineKind.VLLM if kind is EngineKind.MOCK else kind  # the simulated engine speaks vLLM's protocols
     if found is own:
         diagnoses.clear("engine")
@@ -53,7 +53,7 @@ def _kind_of_event(event: Any) -> EngineKind | None:
         if not _SGLANG_NAMES.isdisjoint(event):
             return EngineKind.SGLANG
         hashes = event.get("block_hashes")
-        # SGLang's are signed; vLLM's were before it wrote maps
+        # SGLang's are signed; vLLM's were too, until it switched to maps
         negative = isinstance(hashes, list) and any(type(one) is int and one < 0 for one in hashes)
         return EngineKind.SGLANG if negative else _kind_of_hashes(hashes)
     if not isinstance(event, list) or len(event) < 2:

@@ -1,11 +1,11 @@
 """Asks a running engine over HTTP for its kind, model, block size, and where its KV events are.
 
     vLLM     /v1/models, /kv_event_sources (later versions), /metrics (`vllm:cache_config_info`), /server_info (development
-             servers)
+             servers only)
     SGLang   /v1/models, /server_info (earlier: /get_server_info): `page_size`, `kv_events_config`, `dp_size`,
              `disaggregation_mode`, `disaggregation_bootstrap_port`
 
-If an engine does not say where its events are, the usual ports are tried: events on 5557, replay on 5558.
+If an engine does not list its event sockets, the usual ports are tried: events on 5557, replay on 5558.
 """
 
 import json
@@ -32,14 +32,14 @@ ANSWER_S = 5.0
 CONNECT_S = 1.0
 
 _INFO = "vllm:cache_config_info"
-_WILDCARDS = ("*", "0.0.0.0", "::", "[::]")  # noqa: S104 - what engines call their own address
+_WILDCARDS = ("*", "0.0.0.0", "::", "[::]")  # noqa: S104 - engines report these as their own address
 _EAGLE = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 """SGLang's speculative algorithms that key its tree by pairs (`SpeculativeAlgorithm.is_eagle`, 0.5.6 to 0.5.23)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """The event feed of one rank; `rank` None: the engine's only one. Endpoints can be connected to from here."""
+    """The event feed of one rank; `rank` None: the engine has only one. The endpoints are ready to connect to."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -49,10 +49,10 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class EngineOffer:
-    """What one engine offers. `block_size` None: not known. `notes`: what the user should know, a line each.
+    """What one engine offers. `block_size` None: unknown. `notes`: what the user should know, one line each.
 
     `sources` empty: it publishes no events. `ranks`: its data-parallel ranks, (None,) if there is only one.
-    `assumed`: it does not say its sources, these are the usual ones. `connector`: how it fetches KV from others, if it says.
+    `assumed`: it does not list its sources, so these are the usual ones. `connector`: how it fetches KV from others, if known.
     """
 
     kind: EngineKind
@@ -77,10 +77,10 @@ async def discover(
     access: EngineAccess = NO_KEY,
     worker_id: str = "",
 ) -> EngineOffer:
-    """Ask an engine what it offers. `model_id`, `kind`: if known already; `events` False: don't look for its events;
+    """Ask an engine what it offers. `model_id`, `kind`: if already known; `events` False: don't look for its events;
     `worker_id`: the engine's name in `access`.
 
-    Raises Unreachable, one line, if it does not answer or lists no model.
+    Raises Unreachable with one line if the engine does not answer or lists no model.
     """
     host = urlsplit(url).hostname or ""
     async with engine_http(url, worker_id, access, ANSWER_S) as client:
@@ -113,7 +113,7 @@ async def discover(
 
 
 async def listed_source(url: str, rank: int | None, kind: EngineKind) -> EventSource | None:
-    """Where an engine says that the events of a rank (None: its only one) are now; None if it does not say."""
+    """The current event sockets of a rank (None: the engine's only one) as the engine lists them; None if it does not."""
     host = urlsplit(url).hostname or ""
     async with httpx.AsyncClient(base_url=url.rstrip("/"), timeout=ANSWER_S, trust_env=False) as client:
         try:
@@ -138,15 +138,15 @@ _REMEDIES = {
 
 
 def _unlisted_note(model_id: str, listed: Sequence[str]) -> Sequence[str]:
-    """A note if the engine lists other models than the given one."""
+    """A note if the engine does not list the given model."""
     if not listed or model_id in listed:
         return ()
     return (f"it lists {', '.join(listed)}, not {model_id}: requests that name {model_id} may fail there",)
 
 
 def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> EngineOffer:
-    """From vLLM's answers; `listed`: `/kv_event_sources`, a map from rank to the configuration of its publisher, as vLLM 0.33
-    has it; None: a version that does not list its event sources."""
+    """The offer in vLLM's answers. `listed`: `/kv_event_sources` (vLLM 0.33), a map from rank to its publisher's
+    configuration; None for versions that do not list their event sources."""
     ranks, block_size, caching = _cache_config(metrics_page)
     sources: list[EventSource] = []
     if isinstance(listed, Mapping):
@@ -178,8 +178,8 @@ def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> Engi
 
 
 def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOffer:
-    """From SGLang's server info: its command line's arguments and, from 0.5.22 on with `--grpc-port`, where the sockets of this
-    node's ranks are."""
+    """The offer in SGLang's server info: its command-line arguments and, since 0.5.22 with `--grpc-port`, the sockets of this
+    node's ranks."""
     try:
         config = json.loads(info.get("kv_events_config") or "{}")
     except (ValueError, TypeError):
@@ -228,7 +228,7 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
 
 
 def _listed_by_sglang(info: Mapping[str, Any], host: str) -> Mapping[int, EventSource]:
-    """The sockets that SGLang lists, by rank: those of the ranks on its own node."""
+    """The sockets that SGLang lists, by rank. It lists only ranks on its own node."""
     listed = info.get("kv_event_sources")
     found: dict[int, EventSource] = {}
     for one in listed if isinstance(listed, list) else ():
@@ -244,7 +244,7 @@ def _listed_by_sglang(info: Mapping[str, Any], host: str) -> Mapping[int, EventS
 
 
 def resolve_endpoint(endpoint: str, host: str) -> str:
-    """An engine's own endpoint as one to connect to: its machine is `host`, that of its HTTP address."""
+    """An endpoint that an engine reports, as an address to connect to. `host`: the engine's host, from its HTTP address."""
     scheme, _, rest = endpoint.partition("://")
     name, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not colon:
@@ -255,7 +255,7 @@ def resolve_endpoint(endpoint: str, host: str) -> str:
 
 
 def shift_port(endpoint: str, by: int) -> str:
-    """The endpoint with `by` added to its port; one without a port as it is."""
+    """The endpoint with `by` added to its port; unchanged if it has none."""
     address, colon, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + by}" if colon and port.isdigit() and endpoint.startswith("tcp://") else endpoint
 
@@ -302,7 +302,7 @@ async def _get_json(client: httpx.AsyncClient, path: str) -> Any:
 
 
 def _cache_config(metrics_page: str) -> tuple[int, int | None, bool]:
-    """(data-parallel ranks, tokens a block, is prefix caching on?) as vLLM's metrics say."""
+    """(data-parallel ranks, tokens per block, True if prefix caching is on) from vLLM's metrics."""
     lines = [line for line in metrics_page.splitlines() if line.startswith(_INFO)]
     ranks: set[str] = set()
     block_size: int | None = None
@@ -320,8 +320,7 @@ def _cache_config(metrics_page: str) -> tuple[int, int | None, bool]:
 
 
 async def _check_sockets(offer: EngineOffer) -> EngineOffer:
-    """The offer without replay sockets that don't listen. An event socket that does not is left out if it was assumed, else
-    noted."""
+    """Drop replay sockets that don't listen. Drop an event socket that doesn't if it was only assumed, otherwise note it."""
     sources: list[EventSource] = []
     notes = list(offer.notes)
     for source in offer.sources:

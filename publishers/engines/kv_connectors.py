@@ -1,7 +1,7 @@
-"""How an engine fetches KV from others, as its configuration says (pure).
+"""How an engine fetches KV from others, according to its configuration (pure).
 
-vLLM     /server_info?config_format=json (its development server alone): `kv_transfer_config` of an OffloadingConnector, also
-         inside a MultiConnector, with a `p2p` tier, or one that takes router hints (KVCR)
+vLLM     /server_info?config_format=json (development server only): `kv_transfer_config` of an OffloadingConnector, also
+         inside a MultiConnector, with a `p2p` tier or one that takes router hints (KVCR)
 SGLang   /server_info: `hicache_storage_backend` kvcr, and its `hicache_storage_backend_extra_config`
 """
 
@@ -20,8 +20,8 @@ P2P_PORT = 5710
 
 @dataclass(frozen=True, slots=True)
 class FoundConnector:
-    """`port`: where others fetch, of the first data-parallel rank; None: not known. `tiers` empty: as the connector usually
-    reads."""
+    """`port`: where others fetch from the first data-parallel rank; None: unknown. `tiers` empty: the connector's usual
+    ones."""
 
     connector: KvConnector
     port: int | None = None
@@ -29,7 +29,7 @@ class FoundConnector:
 
 
 def vllm_connector(server_info: Any) -> FoundConnector | None:
-    """From vLLM's answer; None if it names no connector that fetches what a request names."""
+    """The connector in vLLM's server info; None if it has none that can fetch the blocks a request names."""
     config = _get(_get(server_info, "vllm_config"), "kv_transfer_config")
     for extra in _offloading_configs(config):
         for tier in _list(_get(extra, "secondary_tiers")):
@@ -42,7 +42,7 @@ def vllm_connector(server_info: Any) -> FoundConnector | None:
 
 
 def sglang_connector(info: Mapping[str, Any]) -> FoundConnector | None:
-    """From SGLang's server info."""
+    """The connector in SGLang's server info."""
     if info.get("hicache_storage_backend") != "kvcr":
         return None
     extra = info.get("hicache_storage_backend_extra_config")

@@ -1,8 +1,8 @@
-"""Bytes of KV cache a token, from a model's configuration (`config.json` as Hugging Face's transformers writes it).
+"""Bytes of KV cache per token, from a model's configuration (`config.json` as Hugging Face's transformers writes it).
 
 A layer keeps a key and a value for each KV head: 2 x layers x KV heads x head size x bytes of the data type. Multi-head latent
 attention (DeepSeek V2 and later) keeps one latent vector and one rotary key instead. Layers without a cache that grows with the
-prompt (linear attention, mamba) keep nothing a token. Of an instance with several GPUs it is the sum over them.
+prompt (linear attention, mamba) keep nothing per token. For an instance with several GPUs, the result is the sum over them.
 """
 
 import json
@@ -20,12 +20,12 @@ _DTYPE_BYTES = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8"), 1),
 }
 DTYPES = ("auto", *_DTYPE_BYTES)
-"""Names of data types of the cache; `auto`: the model's own."""
+"""Data types of the cache; `auto`: the model's own."""
 _CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
 def read_token_bytes(path: Path, dtype: str = "auto") -> int:
-    """From a configuration file, or a folder that has one. Raises SettingsError with one line."""
+    """Read a configuration file, or `config.json` in a folder. Raises SettingsError with one line."""
     file = path / "config.json" if path.is_dir() else path
     try:
         with file.open("rb") as opened:
@@ -40,7 +40,8 @@ def read_token_bytes(path: Path, dtype: str = "auto") -> int:
 
 
 def token_bytes_of(config: Any, dtype: str = "auto") -> int:
-    """From a parsed configuration; of a multimodal model its text model's. Raises InvalidValue, naming the field."""
+    """Bytes per token from a parsed configuration; a multimodal model's text model counts. Raises InvalidValue, naming the
+    field."""
     if not isinstance(config, dict):
         raise InvalidValue("no JSON object; expected a model's configuration")
     nested = (

@@ -1,13 +1,13 @@
-"""Events of LMCache's multiprocess server (0.5.6): which chunks its CPU memory holds, for all engines that are attached to it.
+"""Events of LMCache's multiprocess server (0.5.6): the chunks in its CPU memory, which all attached engines share.
 
     batch   {enabled, incarnation, next_cursor, lost, events}
     record  {seq, kind: stored | removed, medium: CPU, model_name, block_hashes: [bytes], parent_block_hash, token_ids}
 
 Decisions that the records leave open:
-- A chunk is in the server once: hearing of it twice is not two copies.
-- Records tell tokens alone, while adapter, salt and images of their prompts may be others: they count as a connector's
-  (`EngineStored.offloaded`), which are believed only while the engine itself uses none of these.
-- `lost`, and another `incarnation`: what was told before is not certain any more; all of it is withdrawn.
+- The server holds a chunk once: two reports of it are not two copies.
+- Records carry tokens only, but their prompts may have an adapter, a salt or images. So they count as a connector's blocks
+  (`EngineStored.offloaded`), which are trusted only while the engine itself uses none of these.
+- `lost`, or a new `incarnation`: earlier reports may be outdated, so all chunks are withdrawn.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,17 +20,17 @@ from kvatlas.validation import MAX_BLOCK_TOKENS
 from kvatlas_publishers.engine_events import EngineEvent, EngineHash, EngineRemoved, EngineStored
 
 MAX_EVENTS = 1024
-"""The most that the server puts in one batch."""
+"""The server's limit for one batch."""
 MAX_BATCH_BYTES = 32 << 20
 _NAME = b"lmcache\x00"
-"""Before each hash: the engine's own connector may tell of the same chunks under other names."""
+"""Prefix of each hash: the engine's own connector may report the same chunks under other names."""
 
 
 class ChunkEvents:
-    """Batches of one server as engine events. `held`: the names of the chunks that are held."""
+    """Converts one server's batches to engine events. `held`: names of the chunks it holds."""
 
     def __init__(self, held: Iterable[EngineHash] = ()) -> None:
-        """`held`: names that a ledger knows already, of which those of LMCache's chunks count."""
+        """`held`: names that a ledger already knows; only those of LMCache chunks are kept."""
         self.held = {name for name in held if isinstance(name, bytes) and name.startswith(_NAME)}
         self._incarnation: int | None = None
 
@@ -40,8 +40,7 @@ class ChunkEvents:
         return [EngineRemoved(sorted(held), Tier.CPU_DRAM)] if held else []
 
     def decode(self, payload: bytes) -> list[EngineEvent]:
-        """The events of a batch as bytes. Raises EngineEventError for one that can't be read, and where the server records
-        none."""
+        """The events of an encoded batch. Raises EngineEventError if it can't be read or the server records no events."""
         try:
             batch = unpack(payload, max_bytes=MAX_BATCH_BYTES)
         except InvalidValue as error:

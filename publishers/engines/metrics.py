@@ -1,13 +1,12 @@
 """Reads an engine's state and load from its metrics page (pure; `kvatlas_publishers.engines.poller` fetches it).
 
-Names as released: vLLM 0.9 to 0.33 (`vllm:*`), SGLang 0.4.7 to 0.5.23 (`sglang:*`).
+Metric names are those of vLLM 0.9 to 0.33 (`vllm:*`) and SGLang 0.4.7 to 0.5.23 (`sglang:*`).
 
-`queued_prefill_tokens` is an estimate: engines report how many requests wait, not how long their prompts are. It is the
-requests waiting times the mean prompt length so far (prompt tokens over finished requests), which counts cached tokens
-as work too: too high if prefixes are shared.
+`queued_prefill_tokens` is an estimate: engines report how many requests wait, but not how long their prompts are. We multiply
+the waiting requests by the mean prompt length so far (prompt tokens over finished requests). This counts cached tokens as
+work, so it is too high if prompts share prefixes.
 
-A page with a number that no engine can mean (infinite, negative, beyond 53 bits) is refused as a whole; fractions are taken
-as 0 to 1.
+A page with an impossible number (infinite, negative, beyond 53 bits) is refused as a whole. Fractions are clamped to 0 to 1.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,14 +22,14 @@ _PROCESS_START = "process_start_time_seconds"
 _SLEEP = "vllm:engine_sleep_state"
 _CONFIG = "vllm:cache_config_info"
 MAX_SAMPLES = 10_000
-"""Of the wanted metrics."""
+"""Limit for the samples of the metrics read here."""
 MAX_START_S = MAX_NUMBER // 1_000_000
 _SAME_REQUESTS = {"tp_rank", "pp_rank", "moe_ep_rank", "pid"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """An engine's metric names. Of several, the first that the page has counts (others are older)."""
+    """An engine's metric names. If there are several, the first one on the page counts; the others are older names."""
 
     running: str
     waiting: str
@@ -46,9 +45,9 @@ class _Names:
     host_total_tokens: str = ""
     rank_labels: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
-    """Counters that move while it computes."""
+    """Counters that advance while the engine computes."""
     other_attention: tuple[str, ...] = ()
-    """Of pools besides full attention's: on every page, and above 0 for hybrid models alone."""
+    """Gauges of pools for other attention than full. On every page, but above 0 only for hybrid models."""
 
     @property
     def all(self) -> set[str]:
@@ -95,13 +94,14 @@ _NAMES: Mapping[EngineKind, _Names] = {EngineKind.VLLM: _VLLM, EngineKind.MOCK: 
 
 
 def has_metrics(kind: EngineKind) -> bool:
-    """Does an engine of this kind have a metrics page that can be read? TensorRT-LLM's gives each sample away once."""
+    """True if this engine kind has a readable metrics page. TensorRT-LLM's returns each sample only once, so it has none."""
     return kind in _NAMES
 
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """What the metrics page does not say; 0: not known. `token_bytes`: of KV cache a token, if `block_bytes` is not known."""
+    """Facts that are not on the metrics page; 0: unknown. `token_bytes`: KV bytes per token, used if `block_bytes` is
+    unknown."""
 
     worker_id: str
     kind: EngineKind
@@ -117,8 +117,8 @@ class LoadContext:
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
     """One sample of an engine's metrics. `process_start_s`: seconds since 1970; it changes when the engine restarts.
-    `block_size`: tokens a block of its cache, if the page says; its events have the last word. `block_bytes`: bytes a block, if
-    the page says; 0: unknown. `hybrid`: it has a cache for other attention than full. `prompt_tokens`: of all requests so
+    `block_size`: tokens per block, if on the page; the engine's events take precedence. `block_bytes`: bytes per block; 0 if
+    not on the page. `hybrid`: the engine has a cache for other attention than full. `prompt_tokens`: total of all requests so
     far."""
 
     load: WorkerState
@@ -131,9 +131,9 @@ class EngineMetrics:
 
 
 def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
-    """An engine's `/metrics` page as its load. Missing metrics count as 0.
+    """Read an engine's `/metrics` page. Missing metrics count as 0.
 
-    Of an instance with several data-parallel ranks only the samples of the context's rank count.
+    If an instance has several data-parallel ranks, only samples of the context's rank count.
     Raises InvalidValue for a page that is not in Prometheus' text format or has impossible numbers, and for an engine kind
     without metrics.
     """
@@ -193,7 +193,7 @@ def _read(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
 
 
 class _Samples:
-    """The samples of the wanted metrics; histograms, most of a page, are left out before parsing."""
+    """The samples of the metrics read here. Other lines, most of them histograms, are dropped before parsing."""
 
     def __init__(self, page: str, names: _Names, dp_rank: int | None) -> None:
         from prometheus_client.parser import text_string_to_metric_families  # brings an HTTP server: 2 MiB
@@ -226,7 +226,7 @@ class _Samples:
         return self._by_name.get(name, ())
 
     def total(self, name: str) -> float:
-        """The sum over models and data-parallel ranks; ranks that compute the same requests together count once."""
+        """The sum over models and data-parallel ranks. Ranks that compute the same requests together count once."""
         together: dict[frozenset[tuple[str, str]], float] = {}
         for labels, value in self.of(name):
             if value == value:
@@ -235,7 +235,7 @@ class _Samples:
         return sum(together.values())
 
     def first_max(self, names: Iterable[str]) -> float:
-        """The largest sample of the first name that the page has: a usage is that of the fullest pool."""
+        """The largest sample of the first name on the page. For a usage, that is the fullest pool's."""
         for name in names:
             values = [value for _, value in self.of(name) if value == value]
             if values:
@@ -243,7 +243,7 @@ class _Samples:
         return 0.0
 
     def first_total(self, names: Iterable[str]) -> float:
-        """The total of the first name that the page has."""
+        """The total of the first name on the page."""
         return next((self.total(name) for name in names if self.of(name)), 0.0)
 
     def mean_prompt_tokens(self) -> float:
@@ -261,7 +261,7 @@ class _Samples:
 
 
 def _capacity(samples: _Samples, names: _Names, context: LoadContext) -> tuple[int, int]:
-    """(blocks in the engine's device cache, tokens a block); 0 for what is not known."""
+    """(blocks in the engine's device cache, tokens per block); 0 if unknown."""
     block_size = context.block_size or 0
     blocks = 0
     for labels, _ in samples.of(_CONFIG):
@@ -274,15 +274,15 @@ def _capacity(samples: _Samples, names: _Names, context: LoadContext) -> tuple[i
 
 
 def _told_block_bytes(samples: _Samples, total_blocks: int) -> int:
-    """Bytes of a block by the cache's size and number of blocks, which vLLM says if it was started with that size (of one
-    GPU); 0: unknown."""
+    """Bytes per block: the cache's size divided by its number of blocks. vLLM reports the size (of one GPU) only if it was
+    set at start; 0: unknown."""
     sizes = [_number(labels.get("kv_cache_memory_bytes")) for labels, _ in samples.of(_CONFIG)]
     return min(MAX_BLOCK_BYTES, max(sizes, default=0) // total_blocks) if total_blocks else 0
 
 
 def _host_bytes(samples: _Samples, names: _Names, block_size: int, block_bytes: int) -> tuple[int, int]:
-    """(used, total) bytes of the cache in the host's memory; 0 for what is not known. vLLM says its size only: in blocks, or,
-    of the offloading connector, in GiB."""
+    """(used, total) bytes of the cache in host memory; 0 if unknown. vLLM reports only the total: in blocks, or in GiB for the
+    offloading connector."""
     if block_size and list(samples.of(names.host_total_tokens)):
         used, total = (int(samples.total(name)) for name in (names.host_used_tokens, names.host_total_tokens))
         return used * block_bytes // block_size, total * block_bytes // block_size
@@ -301,7 +301,7 @@ def _active_blocks(samples: _Samples, names: _Names, usage: float, total_blocks:
 
 
 def _decimal(text: str | None) -> float:
-    """0 for other text, and for a size that no machine has."""
+    """A decimal number; 0 for other text, and for a size that no machine has."""
     try:
         value = float(text or 0)
     except ValueError:
@@ -310,7 +310,7 @@ def _decimal(text: str | None) -> float:
 
 
 def _number(text: str | None, largest: int = MAX_NUMBER) -> int:
-    """Raises InvalidValue for a larger one; 0 for other text."""
+    """A whole number; 0 for other text. Raises InvalidValue for a number above `largest`."""
     if text is None or not text.isascii() or not text.isdecimal():
         return 0
     if len(text) > 20 or int(text) > largest:

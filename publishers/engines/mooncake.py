@@ -1,15 +1,15 @@
-"""Mooncake's master's KV events (the envelope of its RFC 1527, as mooncake_master publishes it since July 2026): what the store
-has, and what it evicted.
+"""KV events of Mooncake's master (the envelope of its RFC 1527, which mooncake_master publishes since July 2026): objects that
+the store received and evicted.
 
     ZMQ [topic, seq (from 1), payload]; payload: msgpack [ts in ms, events, dp_rank]
     event: {event_type: stored | removed | cleared, event_id, tenant_id, backend_id, medium, seq_hashes, object_key?,
             model_name?, lora_name?, parent_hash?, base_block_idx?, token_ids?, block_size?, group_id?, ...}
 
 Decisions that the wire leaves open:
-- `seq_hashes` are rolling sequence hashes as here (XXH3-64); the master reads them off object keys that are one number. Other
-  keys (an engine's own hashes) can't be tied to a prompt: such an event is skipped by name.
+- `seq_hashes` are rolling sequence hashes like ours (XXH3-64). The master takes them from object keys that consist of one
+  number. Other keys (an engine's own hashes) can't be matched to a prompt; such an event is skipped by name.
 - The master knows neither parents nor tokens, so its stored blocks are further copies of known ones. It has no replay.
-- An object that loses one of several replicas is not reported as removed: a removal is one from the whole store.
+- The loss of one of several replicas is not reported, so a removal means that the whole store lost the object.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ _SEPARATOR = "\0"
 
 
 class ObjectName(NamedTuple):
-    """Whose block an object is: `model` and `adapter` are empty if the event names none; `hash`: packed sequence hash."""
+    """Identity of an object's block. `model` and `adapter` are empty if the event names none; `hash`: packed sequence hash."""
 
     model: str
     adapter: str
@@ -35,7 +35,7 @@ class ObjectName(NamedTuple):
     hash: bytes
 
     def pack(self) -> bytes:
-        """As an engine hash."""
+        """This name as an engine hash."""
         return _SEPARATOR.join((self.model, self.adapter, self.tenant, "")).encode() + self.hash
 
     @classmethod
@@ -46,7 +46,7 @@ class ObjectName(NamedTuple):
 
 
 def decode_batch(payload: bytes) -> EngineBatch:
-    """One ZMQ payload; hashes are packed `ObjectName`s. Raises EngineEventError for one that is no batch."""
+    """Decode one ZMQ payload; its hashes are packed `ObjectName`s. Raises EngineEventError if it is not a batch."""
     try:
         outer = unpack(payload, max_bytes=MAX_PAYLOAD_BYTES, strict_map_key=False)
     except InvalidValue as error:
@@ -78,7 +78,7 @@ def _event(raw: Any) -> EngineEvent:
         raise EngineEventError(f"{kind} with seq_hashes {hashes!r:.60}; expected an array of 64-bit integers")
     if not hashes:
         key = raw.get("object_key")
-        raise EngineEventError(f"{kind} object {key!r:.80}: its key is no sequence hash, so its block is not known")
+        raise EngineEventError(f"{kind} object {key!r:.80}: its key is not a sequence hash, so its block is unknown")
     model, adapter, tenant = (_text(kind, raw, name) for name in ("model_name", "lora_name", "tenant_id"))
     names = [ObjectName(model, adapter, tenant, one.to_bytes(HASH_BYTES, "little")).pack() for one in hashes]
     if kind == "removed":

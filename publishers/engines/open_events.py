@@ -1,16 +1,17 @@
-"""The open event forms: what engines and tools send that are neither vLLM nor SGLang, as JSON or msgpack (`open_models`).
+"""Decodes the open event forms (`open_models`), JSON or msgpack, of engines and tools other than vLLM and SGLang.
 
     {engine_id, ts_ms?, ..., events: [{type: block_stored | block_removed | all_blocks_cleared, ...}]}
     {events: [{event_id, data: {stored: {parent_hash?, blocks}} | {removed: {block_hashes}} | "cleared"}], shutdown}
 
 Decisions that the forms leave open:
-- A block is in a tier once: hearing of it twice is not two copies (`LedgerSettings.set_semantics`).
-- A removal without a medium is one from all tiers; a stored block without one is in the device's memory.
-- Text of 16 lower-case hex digits and the integer that it writes are one block hash; so are a negative integer and its 64 bits.
-- Blocks of an engine that never tells token ids are keyed by their hashes (`kvatlas.blocks.external_chain`), each chain from
-  "root" or its session.
-- The router protocol tells no block size: the publisher's setting says it.
-- A batch's tenant is the tenant of its stored blocks; without one a block has its parent's, at a root the publisher's own.
+- A tier holds a block once: two reports of it are not two copies (`LedgerSettings.set_semantics`).
+- A removal without a medium removes the block from all tiers. A stored block without a medium is in device memory.
+- Text of 16 lower-case hex digits is the same block hash as the integer it spells; a negative integer is the same as its 64
+  bits unsigned.
+- Blocks of an engine that never reports token ids are keyed by their hashes (`kvatlas.blocks.external_chain`); each chain
+  starts at "root" or at its session.
+- The router protocol has no block size; the publisher's setting applies.
+- A batch's tenant applies to its stored blocks. Without one, a block has its parent's tenant, and a root the publisher's.
 """
 
 import json
@@ -50,14 +51,14 @@ from kvatlas_publishers.engines.open_models import (
 from kvatlas_publishers.engines.payload import MAX_PAYLOAD_BYTES
 
 _JSON_STARTS = b"{[ \t\r\n"
-"""Of these no batch in msgpack begins with any: it is a map."""
+"""No msgpack batch begins with one of these bytes, because it is a map."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
 _ALL_TIERS = tuple(Tier)
 _REMOVALS = ("block_removed", "all_blocks_cleared")
 
 
 def decode_batch(payload: bytes) -> EngineBatch:
-    """One payload in either form, JSON or msgpack. Raises EngineEventError for one that is no batch."""
+    """Decode a payload in either form, JSON or msgpack. Raises EngineEventError if it is not a batch."""
     try:
         return batch_of(_parse(payload))
     except RecursionError as error:
@@ -65,8 +66,8 @@ def decode_batch(payload: bytes) -> EngineBatch:
 
 
 def batch_of(raw: Any) -> EngineBatch:
-    """A batch in either form as JSON types. Events that can't be read are named in `EngineBatch.skipped`; see
-    `engines.payload.decode` for what such an event makes lost. Raises EngineEventError for what is no batch."""
+    """A batch in either form, given as JSON types. `EngineBatch.skipped` lists unreadable events; `engines.payload.decode`
+    explains which of them make the batch lost. Raises EngineEventError if it is not a batch."""
     raw_events = raw.get("events") if isinstance(raw, dict) else None
     if not isinstance(raw_events, list):
         raise EngineEventError(f"batch is {raw!r:.60}; expected an object with events")
@@ -110,7 +111,7 @@ def _parse(payload: bytes) -> Any:
             if payload[:1] >= b"\x80":
                 raise EngineEventError(f"payload of {error}") from error
             raise EngineEventError(f"payload of {len(payload)} bytes that are neither JSON nor msgpack") from error
-    if payload.count(b"[") + payload.count(b"{") > MAX_OTHER_VALUES:  # two bytes of them become 64
+    if payload.count(b"[") + payload.count(b"{") > MAX_OTHER_VALUES:  # an empty one grows from 2 bytes to 64
         raise EngineEventError(f"payload with more than {MAX_OTHER_VALUES} arrays and objects")
     try:
         return json.loads(payload)
@@ -119,7 +120,7 @@ def _parse(payload: bytes) -> Any:
 
 
 def _can_only_store(raw: Any) -> bool:
-    """Does an event that can't be read take no blocks away?"""
+    """True if an unreadable event can't have removed blocks."""
     if not isinstance(raw, dict):
         return False
     data = raw.get("data")
@@ -127,7 +128,7 @@ def _can_only_store(raw: Any) -> bool:
 
 
 def _named_blocks(raw: Any) -> list[EngineHash]:
-    """The block hashes that an event names which can't be read otherwise; empty if it names none, or others."""
+    """The block hashes named by an otherwise unreadable event; empty if it names none, or any of another type."""
     named = raw.get("block_hashes") if isinstance(raw, dict) else None
     if not isinstance(named, list) or any(type(one) not in (int, str) for one in named):
         return []
@@ -176,14 +177,14 @@ def _stored(stored: BlockStored, batch: BatchFields) -> EngineStored:
 
 
 def _engine_hash(told: int | str) -> EngineHash:
-    """One name for each block, however it was written."""
+    """A block's one name, whatever form its hash has."""
     if isinstance(told, int):
         return told & MAX_HASH
     return int(told, 16) if len(told) == 16 and _HEX_DIGITS.issuperset(told) else told.encode()
 
 
 def _name(block_hash: EngineHash) -> str:
-    """The hash as the text that external chains are made of."""
+    """The hash as text, as external chains use it."""
     return hash_text(block_hash) if isinstance(block_hash, int) else block_hash.decode()
 
 
@@ -191,8 +192,8 @@ def _name(block_hash: EngineHash) -> str:
 
 
 def _numbered_batch(raw_events: Sequence[Any], fields: RouterFields) -> EngineBatch:
-    """Its events and their numbers. One that can't be read has a number all the same if it can only store; else its number is
-    missing, and that is a gap."""
+    """The batch's events with their ids. An unreadable event keeps its id if it can only store; otherwise its id is left out,
+    which counts as a gap."""
     events: list[EngineEvent] = []
     event_ids: list[tuple[int, bytes]] = []
     skipped: list[str] = []
@@ -220,7 +221,7 @@ def _numbered_batch(raw_events: Sequence[Any], fields: RouterFields) -> EngineBa
 
 
 def _numbered_event(event: RouterEvent) -> EngineEvent:
-    """A stored event without a block size: its publisher's is meant."""
+    """One event of the router protocol. A stored one has block size 0, which stands for the publisher's."""
     data = event.data
     if isinstance(data, StoredData):
         blocks, parent = data.stored.blocks, data.stored.parent_hash

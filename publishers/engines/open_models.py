@@ -1,7 +1,7 @@
-"""The open event forms as pydantic models: what any engine or tool may send, JSON or msgpack. `docs/events.md` describes them,
-and `docs/events.schema.json` is their JSON Schema.
+"""The open event forms as pydantic models. Any engine or tool may send them, as JSON or msgpack. `docs/events.md` describes
+them, and `docs/events.schema.json` is their JSON Schema.
 
-Fields that are not named here are ignored: an engine may send more than a publisher of this version knows.
+Unknown fields are ignored: an engine may send more than this version of the publisher knows.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -17,7 +17,7 @@ SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
 
 _Integer = Annotated[int, Field(strict=True, ge=MIN_HASH, le=MAX_HASH)]
 BlockHash = _Integer | Annotated[str, Field(strict=True, min_length=1, max_length=512)]
-"""An integer of 64 bits, signed or not, or text; the text of 16 lower-case hex digits is the integer."""
+"""A 64-bit integer, signed or not, or text. Text of 16 lower-case hex digits stands for the integer."""
 TokenId = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKEN_ID)]
 
 
@@ -26,13 +26,13 @@ class _Form(BaseModel):
 
 
 class BlockStored(_Form):
-    """Blocks of one chain were stored, first to last: each is the child of the one before it, the first one that of
+    """Blocks of one chain were stored, first to last. Each is the child of the previous one; the first is the child of
     `parent_block_hash` (null or "root": a prompt's first block).
 
-    With `token_ids` the blocks are keyed by their tokens, so that any router finds them. An engine that never tells them has
-    its blocks keyed by its own hashes, for requests that carry such hashes (an external chain). From one that tells them, an
-    event without them is of further copies of known blocks. `session_id`: instead of "root", for hashes that mean something
-    only within a session.
+    With `token_ids` the blocks are keyed by their tokens, so that any router finds them. If an engine never sends token ids,
+    its blocks are keyed by its own hashes, for requests that carry such hashes (an external chain). If it does, an event
+    without them reports further copies of known blocks. `session_id`: replaces "root" for hashes that are valid only within a
+    session.
     """
 
     type: Literal["block_stored"]
@@ -58,7 +58,7 @@ class BlockStored(_Form):
 
 
 class BlockRemoved(_Form):
-    """The blocks are gone from a tier; without `medium` from all tiers."""
+    """The blocks are gone from a tier, or from all tiers without `medium`."""
 
     type: Literal["block_removed"]
     block_hashes: list[BlockHash]
@@ -67,14 +67,14 @@ class BlockRemoved(_Form):
 
 
 class AllBlocksCleared(_Form):
-    """The worker holds nothing any more, in any tier."""
+    """The worker holds no blocks any longer, in any tier."""
 
     type: Literal["all_blocks_cleared"]
 
 
 class BatchFields(_Form):
-    """What a batch says besides its events. `model_id` and `tokenizer_id`, if given, must be the publisher's; `adapter_id` is
-    that of events without `lora_name`. `load`: request_active_slots and so on, as in docs/events.md."""
+    """The fields of a batch besides its events. `model_id` and `tokenizer_id`, if given, must be the publisher's. `adapter_id`:
+    for events without `lora_name`. `load`: request_active_slots and so on, as in docs/events.md."""
 
     engine_id: Name
     ts_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -125,7 +125,7 @@ class RouterEvent(_Form):
 
 
 class RouterFields(_Form):
-    """What a batch of the router protocol says besides its events. `shutdown`: the engine is about to stop."""
+    """The fields of a router protocol batch besides its events. `shutdown`: the engine is about to stop."""
 
     shutdown: bool = False
     load: dict[str, Any] | None = None

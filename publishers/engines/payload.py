@@ -1,8 +1,8 @@
-"""What the feeds of vLLM and SGLang share: the outer batch, and events as maps or as arrays.
+"""The format that the feeds of vLLM and SGLang share: the outer batch, and events as maps or arrays.
 
-The outer batch is `[ts, events, data_parallel_rank]`; missing and extra trailing fields are tolerated everywhere, and a
-map in its place too (one released revision of vLLM). An event is a map with its tag under "type" (vLLM 0.24, SGLang 0.5.20 and
-later) or an array that starts with its tag.
+The outer batch is `[ts, events, data_parallel_rank]`, or a map (one released revision of vLLM). Missing and extra trailing
+fields are tolerated everywhere. An event is a map with its tag under "type" (vLLM 0.24, SGLang 0.5.20 and later) or an array
+that starts with its tag.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,10 @@ from kvatlas.validation import MAX_BLOCK_TOKENS
 from kvatlas_publishers.engine_events import EngineBatch, EngineDropped, EngineEvent, EngineHash
 
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
-"""SGLang removes a leaf of its tree in one event: with pages of one token, nine bytes for each token of a long prompt."""
+"""SGLang removes a leaf of its tree in one event. With pages of one token that is 9 bytes per token of a long prompt."""
 
 Fields = Mapping[str, Any]
-"""An event's fields by name; those left out are absent."""
+"""An event's fields by name. Fields that the event omits are absent."""
 
 _HASH_TYPES = ({int}, {bytes}, {int, bytes})
 
@@ -27,12 +27,12 @@ def decode(
     fields: Mapping[str, Sequence[str]],
     event_of: Callable[[str, Fields], EngineEvent],
 ) -> EngineBatch:
-    """A batch, its events made by `event_of(tag, fields)`; `fields` has the order of each tag's fields in an array.
+    """Decode a batch; `event_of(tag, fields)` makes its events. `fields`: for each tag, the order of its fields in an array.
 
-    An event with an unknown tag, and one that `event_of` refuses with InvalidValue, is skipped by name. Unless it stores
-    blocks, or names a tier that is unknown here (whose blocks are never published), it may have removed blocks: the hashes
-    that it names are dropped. Without any, an event of a known tag makes the batch `lost` up to there, one of another tag
-    `unknown_at` there. Raises EngineEventError for a payload that is no batch.
+    An event with an unknown tag, or refused by `event_of` with InvalidValue, is skipped by name. It may have removed blocks,
+    unless it stores blocks or names an unknown tier (whose blocks are never published). So the hashes it names are dropped. If
+    it names none, a known tag makes the batch `lost` up to there, and an unknown tag sets `unknown_at` there. Raises
+    EngineEventError if the payload is not a batch.
     """
     try:
         outer = unpack(payload, max_bytes=MAX_PAYLOAD_BYTES, strict_map_key=False)
@@ -79,7 +79,7 @@ def decode(
 
 
 def _named_blocks(raw: Any) -> list[EngineHash]:
-    """The block hashes that an event names which can't be read otherwise; empty if it names none."""
+    """The block hashes named by an otherwise unreadable event; empty if it names none."""
     found = raw.get("block_hashes") if isinstance(raw, dict) else raw[1] if isinstance(raw, list) and raw[1:] else None
     if not isinstance(found, list):
         return []
@@ -124,7 +124,7 @@ def tokens_of(tag: str, fields: Fields) -> list[int]:
 
 
 def tokens_of_pairs(tag: str, fields: Fields) -> tuple[list[int], Sequence[int]]:
-    """(the event's `token_ids`, the token behind the last block). Single tokens have none behind.
+    """(the event's `token_ids`, the token behind the last block). The second is empty unless tokens come in pairs.
 
     With EAGLE, SGLang keys its tree by pairs (t[j], t[j+1]): the block at tokens 16..31 has the pairs that *start* there, so
     it covers token 32 too, as vLLM's lookahead hashes do. Raises EngineEventError.
@@ -133,18 +133,18 @@ def tokens_of_pairs(tag: str, fields: Fields) -> tuple[list[int], Sequence[int]]
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], list):
         return tokens_of(tag, fields), ()
     if any(not isinstance(pair, list) or len(pair) != 2 for pair in tokens):
-        raise EngineEventError(f"{tag} with token_ids of which some are pairs and some are not")
+        raise EngineEventError(f"{tag} with token_ids that mix pairs and single tokens")
     firsts, seconds = [pair[0] for pair in tokens], [pair[1] for pair in tokens]
     if firsts[1:] != seconds[:-1]:
-        raise EngineEventError(f"{tag} with pairs of tokens that don't follow each other")
+        raise EngineEventError(f"{tag} with token pairs that don't overlap; expected (a, b), (b, c) and so on")
     _integers(tag, seconds)
     return _integers(tag, firsts), seconds[-1:]
 
 
 def _integers(tag: str, tokens: list[Any]) -> list[int]:
-    """The tokens, as they are. Raises EngineEventError if some are no integers."""
+    """The tokens, unchanged. Raises EngineEventError if any is not an integer."""
     try:
-        integers = type(sum(tokens)) is int  # a look at each one's type takes three times as long
+        integers = type(sum(tokens)) is int  # three times as fast as checking each one's type
     except TypeError:
         integers = False
     if not integers:
@@ -153,7 +153,7 @@ def _integers(tag: str, tokens: list[Any]) -> list[int]:
 
 
 def text_of(tag: str, fields: Fields, name: str) -> str | None:
-    """A field that is text or nil; an empty text is none. Raises EngineEventError."""
+    """A field of text or nil; empty text counts as nil. Raises EngineEventError."""
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
         raise EngineEventError(f"{tag} with {name} {value!r:.60}; expected text or nil")
@@ -161,12 +161,12 @@ def text_of(tag: str, fields: Fields, name: str) -> str | None:
 
 
 def is_adapter_named(fields: Fields) -> bool:
-    """False if the event has an adapter by its id alone."""
+    """False if the event identifies an adapter only by its id."""
     return bool(fields.get("lora_name")) or fields.get("lora_id") in (None, "")
 
 
 def adapter_of(tag: str, fields: Fields) -> str | None:
-    """The adapter's name: `lora_name`, or if the engine does not write that, `lora_id` as text. Raises EngineEventError."""
+    """The adapter's name: `lora_name`, or `lora_id` as text if there is no name. Raises EngineEventError."""
     name = text_of(tag, fields, "lora_name")
     if name is not None:
         return name

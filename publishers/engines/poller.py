@@ -25,12 +25,12 @@ from kvatlas_publishers.intake.verdict import Serving
 POLL_S = 1.0
 ANSWER_S = 2.0
 _WEIGHTS_PAGES = {EngineKind.VLLM: "/weight_info", EngineKind.SGLANG: "/get_model_info"}
-"""Have `weight_version`: vLLM 0.33 with its RL endpoints, SGLang 0.5.2 and later."""
+"""Pages with `weight_version`: vLLM 0.33 with its RL endpoints, SGLang 0.5.2 and later."""
 MAX_PAGE_BYTES = 8 << 20
 FAILURES_TO_DOWN = 3
-"""Unanswered polls in a row before a busy engine counts as down; if it refuses connections, two are enough."""
+"""Consecutive unanswered polls before a busy engine counts as down. Two are enough if it refuses connections."""
 FAILURES_TO_SUSPECT = 2 * FAILURES_TO_DOWN
-"""And before its address is suspected: later than the feed finds that the engine's process is gone."""
+"""Consecutive unanswered polls before its address is suspected: later than the feed notices that the process is gone."""
 _HAVE_HEALTH = (EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG, EngineKind.TENSORRT_LLM)
 _ADDRESS_CURE = "see the engine's log; if it runs, set --engine-url to its HTTP address"
 
@@ -38,7 +38,7 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class EnginePoller:
-    """`state` and `load` as of the last poll. An engine is down until it was healthy once."""
+    """`state` and `load` as of the last poll. An engine counts as down until its first healthy answer."""
 
     def __init__(
         self,
@@ -59,14 +59,13 @@ class EnginePoller:
         poll_s: float = POLL_S,
         access: EngineAccess = NO_KEY,
     ) -> None:
-        """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now;
-        `on_adapter_moved(name)`: the adapter is loaded from another path now; `on_new_weights(version)`: the model's weights
-        are others now; `on_block_bytes(bytes)`: its metrics say how large its blocks are; `block_bytes`: how large they are, 0:
-        unknown; `on_hybrid`: its metrics show a cache for other attention than full, called once; `on_version`: `version` was
-        asked for. `feed_alive`: is the engine's
-        event socket connected?"""
+        """`on_change(state)`: the state changed; `on_restart`: the engine's process was replaced;
+        `on_adapter_moved(name)`: the adapter is now loaded from another path; `on_new_weights(version)`: the model has new
+        weights; `on_block_bytes(bytes)`: the metrics report a new block size in bytes; `block_bytes`: the known size, 0 if
+        unknown; `on_hybrid`: the metrics show a cache for other attention than full, called once; `on_version`: `version` was
+        read. `feed_alive`: True if the engine's event socket is connected."""
         self.served_names: Sequence[str] = ()
-        """Under which the engine serves its model, and where that was loaded from, as it listed them last."""
+        """Names under which the engine serves its model, and the paths it was loaded from, as last listed."""
         self._models_listed = False
         self.was_up = False
         self.state = EngineState.DOWN
@@ -86,9 +85,9 @@ class EnginePoller:
         self._feed_alive = feed_alive
         self._hybrid = False
         self.adapter_roots: dict[str, str] = {}
-        """Where each adapter that the engine listed was loaded from, as it listed it last."""
+        """Path that each adapter was loaded from, as last listed."""
         self.weight_version = ""
-        """Of the model's weights, as the engine said last; empty: it never did."""
+        """Version of the model's weights, as last reported; empty: never reported."""
         self.version = ""
         """The engine's version as SGLang reports it; empty: unknown."""
         self._weights_page = _WEIGHTS_PAGES.get(context.kind)
@@ -101,7 +100,7 @@ class EnginePoller:
         self._has_metrics = has_metrics(context.kind)
         self._poll_s = poll_s
         self._refused: dict[str, int] = {}
-        """Pages refused for want of a key, with the status."""
+        """Status of each page that was refused for lack of a valid key."""
         self._failures = 0.0
         self._asleep = False
         self._asked_server_info = False
@@ -120,7 +119,7 @@ class EnginePoller:
             await self._poll(client)
 
     def compare(self, weight_version: str, adapter_roots: Mapping[str, str]) -> None:
-        """With what the engine said to an earlier publisher: what has changed since then has changed now."""
+        """Compare with what an earlier publisher saw, and report the differences as changes."""
         version, self.weight_version = self.weight_version, self.weight_version or weight_version
         if version and weight_version not in ("", version):
             self._on_new_weights(version)
@@ -132,7 +131,7 @@ class EnginePoller:
         return engine_http(self._url, self._context.worker_id, self._access, ANSWER_S)
 
     async def _poll(self, client: httpx.AsyncClient) -> None:
-        """Raises no error of the engine: a failed poll is a result."""
+        """Poll the engine. Its errors are recorded, not raised."""
         try:
             health = await self._ask_health(client)
             status, page = await self._get(client, "/metrics") if self._has_metrics else (404, b"")
@@ -150,7 +149,7 @@ class EnginePoller:
             self._record_metrics(page.decode(errors="replace"))
         elif status != 404:  # SGLang has the page only with --enable-metrics, TensorRT-LLM none for us
             self._counters.load_failures += 1
-        # an adapter of vLLM may have been loaded again from another path
+        # vLLM may have reloaded an adapter from another path
         if self._context.kind is EngineKind.VLLM or not self._models_listed:
             await self._list_models(client)
         await self._ask_weight_version(client)
@@ -158,9 +157,9 @@ class EnginePoller:
         self._set_state(EngineState.ASLEEP if self._asleep else EngineState.UP)
 
     async def _ask_health(self, client: httpx.AsyncClient) -> int:
-        """The status of its health page. One that was up and is only late there counts as well if its metrics page answers:
-        SGLang's health page waits for a token, behind the prompts that are computed. Whether it computes is not for a page to
-        say."""
+        """The status of the engine's health page. SGLang's health page waits for a token, behind the prompts being computed. So
+        an engine that was up counts as healthy (200) if only this page is late: `_poll` still needs its metrics page. Whether
+        the engine makes progress is not judged here."""
         try:
             return (await self._get(client, "/health"))[0]
         except (httpx.TimeoutException, TimeoutError):
@@ -169,7 +168,7 @@ class EnginePoller:
             return 200
 
     async def _get(self, client: httpx.AsyncClient, path: str) -> tuple[int, bytes]:
-        """(status, body). Raises httpx' errors, TimeoutError if the whole of it takes too long, InvalidValue if it is too
+        """(status, body). Raises httpx errors, TimeoutError if the whole answer takes too long, InvalidValue if it is too
         large."""
         body = bytearray()
         with anyio.fail_after(ANSWER_S):
@@ -184,7 +183,7 @@ class EnginePoller:
         return answer.status_code, bytes(body)
 
     async def _list_models(self, client: httpx.AsyncClient) -> None:
-        """vLLM lists adapters as models with a parent; `root` is where one was loaded from."""
+        """Read the model list. vLLM lists adapters as models with a parent; `root` is the path that a model was loaded from."""
         try:
             status, body = await self._get(client, "/v1/models")
             listed: Any = loads(body) if status == 200 else None
@@ -207,7 +206,7 @@ class EnginePoller:
         self.served_names = tuple(served) or self.served_names
 
     async def _ask_weight_version(self, client: httpx.AsyncClient) -> None:
-        """The version of the weights, which an RL trainer updates. An engine without such a page is not asked again."""
+        """Read the version of the weights, which an RL trainer updates. An engine without such a page is not asked again."""
         if self._weights_page is None:
             return
         try:
@@ -269,19 +268,19 @@ class EnginePoller:
             self._set_state(EngineState.DOWN)
 
     def _diagnose_key(self) -> None:
-        """Pages that the engine refused in the last poll that asked for them."""
+        """Diagnose pages that the engine refused when they were last requested."""
         if not self._refused:
             self._diagnoses.clear("engine_key")
             return
         path, status = next(iter(self._refused.items()))
-        sent = "the key that it is given" if self._access.key_of(self._context.worker_id) else "a call without a key"
+        sent = "the configured key" if self._access.key_of(self._context.worker_id) else "a call without a key"
         seen = f"the engine at {self._url} refuses {sent}: status {status} for {path}"
         self._diagnoses.set("engine_key", seen, f"{KEY_CURE}, to routers too")
 
     def _diagnose_address(self, health_status: int) -> None:
         if health_status == 404 and self._context.kind in _HAVE_HEALTH:
             seen = (
-                f"what answers at {self._url} is no {self._context.kind.value} engine: it has no /health (status 404)"
+                f"the server at {self._url} is not a {self._context.kind.value} engine: it has no /health (status 404)"
             )
             self._diagnoses.set("engine_url", seen, _ADDRESS_CURE)
         else:
@@ -294,7 +293,7 @@ class EnginePoller:
             self._on_change(state)
 
     async def _ask_server_info(self, client: httpx.AsyncClient) -> None:
-        """SGLang's capacity, which its metrics page has only in later versions."""
+        """Read SGLang's capacity from its server info: only later versions have it on the metrics page."""
         for path in ("/server_info", "/get_server_info"):
             try:
                 status, body = await self._get(client, path)

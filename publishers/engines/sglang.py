@@ -1,17 +1,17 @@
-"""SGLang's KV events, versions 0.5.7 to 0.5.23; earlier ones are recognised, and what can't be known of them is not claimed.
+"""SGLang's KV events, versions 0.5.7 to 0.5.23. Earlier ones are recognized, but blocks that their events don't prove are not
+published.
 
-Hashes are signed 64-bit integers, used as they come. There are no groups and no extra keys; every event of a chain has its
-salt. `AllBlocksCleared` is a reset of the whole cache: the device tier and the host's; the tiers behind them count as
-cleared too, since the tree that names their blocks is gone. A shared pool (EXTERNAL) is evicted by others too, who don't say
-so.
+Hashes are signed 64-bit integers, used unchanged. There are no groups and no extra keys; every event of a chain has its salt.
+`AllBlocksCleared` resets the whole cache: the device tier and the host's. The tiers behind them count as cleared too, since the
+tree that names their blocks is gone. Others also evict from a shared pool (EXTERNAL), and no event reports that.
 
-- Up to 0.5.5 a block's hash is that of its own tokens (Python's `hash`), and what hangs on another node of the tree looks like
-  a root: where in a prompt such a block is can't be known. From 0.5.6 on hashes are SHA-256 chains, by which roots are checked.
-- 0.5.6 announces the removal of a node that it splits, and holds on to it.
-- From 0.5.9 on events name a medium, so no check is needed there.
-- The tree keeps prompts with an `extra_key` apart, and so it does adapters: no event has the former, none before 0.5.22 the
-  latter, and hashes cover neither. Such blocks look plain.
-- The salt: 0.5.18 and 0.5.19 have it in `metadata`, later ones as `cache_salt`; before, it is a part of the extra key.
+- Up to 0.5.5 a block's hash covers only its own tokens (Python's `hash`), and blocks below another node of the tree look like
+  roots, so their place in the prompt is unknown. Since 0.5.6 hashes are SHA-256 chains, which lets us check roots.
+- 0.5.6 reports the removal of a node that it splits but still holds.
+- Since 0.5.9 events name a medium, so no check is needed.
+- The tree separates prompts by `extra_key` and by adapter. No event has the extra key, events before 0.5.22 have no adapter,
+  and hashes cover neither. Such blocks look plain.
+- The salt is in `metadata` in 0.5.18 and 0.5.19, in `cache_salt` later, and part of the extra key before.
 """
 
 import hashlib
@@ -54,17 +54,17 @@ UNTOLD_KEYS = "SGLang's events don't have the extra keys of requests (nor, befor
 _NO_PAGE = 5_740_354_900_026_072_187
 """Python's hash of no tokens: the parent of roots in the first versions."""
 LEAST_VERSION = (0, 5, 7)
-"""The first whose events say what it holds, and where."""
+"""The first version whose events report reliably which blocks it holds, and where."""
 
 
 def is_too_old(version: str) -> bool:
-    """Is this SGLang's version before the least one? False for a text that is no version."""
+    """True if this SGLang version is below LEAST_VERSION. False for text that is not a version."""
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     return numbers is not None and tuple(map(int, numbers.groups())) < LEAST_VERSION
 
 
 def decode_batch(payload: bytes) -> EngineBatch:
-    """One ZMQ payload. Raises EngineEventError for one that is no batch."""
+    """Decode one ZMQ payload. Raises EngineEventError if it is not a batch."""
     return wire.decode(payload, _FIELDS, _event)
 
 
@@ -107,8 +107,8 @@ def _salt(tag: str, fields: wire.Fields) -> str | None:
 def _is_located(
     hashes: Sequence[EngineHash], parent: EngineHash | None, tokens: Sequence[int], block_size: int, *, pairs: bool
 ) -> bool:
-    """Is the first hash that of a prompt's first page, if it is said to be one (0.5.6 and later)? SHA-256 of its tokens as 32
-    bits, of both tokens of each pair; the first 64 bits of it, signed."""
+    """False if the event claims to start at a prompt's first page, but its first hash is not that page's (0.5.6 and later):
+    SHA-256 of the tokens as 32-bit integers (of pairs: both tokens), its first 64 bits, signed."""
     if parent is not None:
         return parent != _NO_PAGE
     page = tokens[:block_size]

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's KV cache events as trtllm-serve returns them (1.2, 1.3): records of JSON, each read only once by whoever asks.
+"""TensorRT-LLM's KV cache events as trtllm-serve returns them (1.2, 1.3): JSON records, each returned to only one reader.
 
     {"event_id", "data", "window_size", "attention_dp_rank"?, "layer_group_id"?, "hash_algo"?}
     data: created {num_blocks_per_cache_level}, stored {parent_hash, blocks}, removed {block_hashes},
@@ -6,14 +6,14 @@
     block: {block_hash, tokens: [{token_id, token_extra_id}], cache_level, priority, mm_keys?, cache_salt?}
 
 Decisions that the records leave open:
-- A group is a window size (and layer group). The largest window is full attention; what a smaller one's blocks mean for reuse
-  is not known here, so such a model is published as an upper bound.
-- A block is in the engine's tree once: hearing of it twice is not two copies (`LedgerSettings.set_semantics`). A removal takes
-  the block whatever level it is in, so the level is remembered. Level 0 is HBM, all others are DRAM.
-- Adapters are not told (and by some versions salts neither), but they are in the engine's hash. So of each stored run the first
-  and the last plain block's hash are computed from their tokens: if one is another, the run is left out. An adapter is in
-  every block's hash, a salt in that of a prompt's first block.
-- A block with images (`mm_keys`, `token_extra_id`) and what is behind it in the same run are left out.
+- A group is a window size (and layer group). The largest window is full attention. We can't tell what the blocks of a smaller
+  window mean for reuse, so such a model is published as an upper bound.
+- The engine's tree holds a block once: two reports of it are not two copies (`LedgerSettings.set_semantics`). A removal does
+  not name the block's level, so we remember it. Level 0 is HBM, all others are DRAM.
+- Events omit adapters (and in some versions salts), but the engine's hashes cover them. So the hashes of the first and the last
+  plain block of each stored run are computed from their tokens; if one differs, the run is left out. An adapter is in every
+  block's hash, a salt only in that of a prompt's first block.
+- A block with images (`mm_keys`, `token_extra_id`) and all later blocks of its run are left out.
 """
 
 import json
@@ -28,7 +28,7 @@ from kvatlas.validation import MAX_BLOCK_TOKENS, MAX_NUMBER
 from kvatlas_publishers.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
 
 HASH_ALGORITHM = "v1_block_key"
-"""The one that can be computed here; records without `hash_algo` have it."""
+"""The only one that can be computed here. Records without `hash_algo` use it."""
 MAX_BODY_BYTES = 64 << 20
 MAX_GROUPS = 64
 MAX_ALGORITHM = 40
@@ -49,13 +49,13 @@ class Record:
 
     @property
     def kind(self) -> Any:
-        """`type` of its data."""
+        """The `type` of the record's data."""
         data = self.fields.get("data")
         return data.get("type") if isinstance(data, dict) else None
 
 
 def read_records(body: bytes) -> Sequence[Record]:
-    """The records of one answer, in order. Raises EngineEventError, one line, for an answer that is no array of records."""
+    """The records of one answer, in order. Raises EngineEventError with one line if it is not an array of records."""
     try:
         raw_records = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -72,7 +72,7 @@ def read_records(body: bytes) -> Sequence[Record]:
 
 
 def plain_block_hash(token_ids: Sequence[int], parent_hash: int) -> int:
-    """The engine's hash (`v1_block_key`) of a block of text without adapter and salt; `parent_hash` 0: a prompt's first."""
+    """The engine's hash (`v1_block_key`) of a text block without adapter and salt; `parent_hash` 0: a prompt's first block."""
     seed = (len(token_ids) ^ parent_hash * 0xBF58476D1CE4E5B9) & _U64
     for token in token_ids:
         mixed = token & _U32
@@ -84,17 +84,17 @@ def plain_block_hash(token_ids: Sequence[int], parent_hash: int) -> int:
 
 
 class EventDecoder:
-    """Records of one engine process as engine events; `forget` at another one.
+    """Converts the records of one engine process to engine events. Call `forget` when the process changes.
 
-    `verified`: stored runs whose hashes are those of their tokens; `foreign`: those whose are not; `foreign_algorithm`: if they
-    say so, whose they are.
+    `verified`: number of stored runs whose hashes match their tokens; `foreign`: number of those whose hashes don't.
+    `foreign_algorithm`: the hash algorithm that foreign runs name, if any.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Back to an engine process of which nothing is known."""
+        """Reset for a new engine process."""
         self.verified = self.foreign = 0
         self.foreign_algorithm = ""
         self._groups: dict[tuple[int, int], int] = {}
@@ -102,7 +102,7 @@ class EventDecoder:
         self._offloaded: set[tuple[int, int]] = set()
 
     def decode(self, record: Record) -> list[EngineEvent]:
-        """The record's events. Raises EngineEventError for one that can't be read."""
+        """The record's events. Raises EngineEventError if it can't be read."""
         fields = record.fields
         data = fields.get("data")
         if not isinstance(data, dict):
@@ -125,7 +125,7 @@ class EventDecoder:
         raise EngineEventError(f"unknown event {kind!r:.60}")
 
     def _group(self, fields: Fields) -> int:
-        """The group's index; 0 of an engine that tells no windows."""
+        """The group's index; 0 if the engine reports no windows."""
         window, layers = fields.get("window_size") or 0, fields.get("layer_group_id") or 0
         if type(window) is not int or type(layers) is not int or not 0 <= window <= MAX_NUMBER:
             raise EngineEventError(f"event of window_size {window!r:.40} and layer_group_id {layers!r:.40}")
@@ -156,7 +156,7 @@ class EventDecoder:
         kind = AttentionKind.FULL if (fields.get("window_size") or 0) == self._largest_window else AttentionKind.OTHER
         salt = blocks[0].get("cache_salt") if blocks else None
         first = 0
-        while first < len(plain):  # blocks of one size and level together: the last may be short
+        while first < len(plain):  # one event for consecutive blocks of the same size and level; the last may be short
             size, level = len(plain[first].tokens), plain[first].level
             last = first + 1
             while last < len(plain) and (len(plain[last].tokens), plain[last].level) == (size, level):
@@ -176,11 +176,11 @@ class EventDecoder:
             first = last
 
     def _is_plain(self, run: Sequence["_Block"], parent: int | None) -> bool:
-        """Are the hashes of the run's blocks those of their tokens, and of the salt that is told?"""
+        """True if the hashes of the run's blocks match their tokens and the reported salt."""
         first, last, before = run[0], run[-1], run[-2].hash if len(run) > 1 else parent
         if parent is None and first.salt is None and first.hash & _U64 != plain_block_hash(first.tokens, 0):
             return False
-        if before is None:  # a salted block's hash can't be computed: neither can it be known to have no adapter
+        if before is None:  # a salted block's hash can't be computed, so we can't tell if it has an adapter
             return first.salt is None
         return last.hash & _U64 == plain_block_hash(last.tokens, before)
 
@@ -203,7 +203,7 @@ class EventDecoder:
         return [EngineRemoved(names, tier, group) for names, tier in removed if names]
 
     def _updated(self, data: Fields, group: int) -> list[EngineEvent]:
-        """A block that went to another level; its priority says nothing of where it is."""
+        """A block moved to another level. A change of priority alone does not affect us."""
         diff = data.get("cache_level")
         if diff is None:
             return []
@@ -227,7 +227,7 @@ class _Block:
 
 
 def _plain_run(raw_blocks: Sequence[Any]) -> list[_Block]:
-    """The blocks of text and one salt that the run begins with. Raises EngineEventError for other fields than a block has."""
+    """The leading blocks of the run that hold text and share one salt. Raises EngineEventError for a malformed block."""
     run: list[_Block] = []
     for raw in raw_blocks:
         salt, level, name = raw.get("cache_salt"), raw.get("cache_level"), raw.get("block_hash")

@@ -1,27 +1,27 @@
-"""vLLM's KV events, versions 0.9 to 0.33 (and the simulated engine's, which speaks the same).
+"""vLLM's KV events, versions 0.9 to 0.33 (and those of the simulated engine, which uses the same protocol).
 
 Decisions that the wire leaves open:
-- A group's attention is what its spec kind says; events without one (0.20, 0.21 and before, offloading, removals) leave it to
-  what other events of the group say.
+- A group's spec kind defines its attention. Events without one (0.20, 0.21 and before, offloading, removals) use what other
+  events of the group said.
 - With EAGLE, a block's hash may cover tokens behind the block (0.33, `lookahead_token_ids`): then a hit drops no block.
-- `locality` REMOTE (0.26 and later) says that the copy is not in this worker's own memory: GPU is then remote_hbm; FS and
-  OBJ and STORAGE are shared storage, so object_store; CPU of another host has no tier here and is skipped by name.
-- Events of other tiers than the device's are a KV connector's (offloading, Mooncake, LMCache): with tokens, but without salt
-  and extra keys, although the hash covers them.
-- Removals are told for GPU and CPU, and by tiers that name themselves in `ownership`. A file system's or object store's tier
-  (STORAGE) tells none, nor do the connectors of Mooncake's store and of LMCache in the engine's process, whose medium is "cpu".
+- `locality` REMOTE (0.26 and later) means that the copy is not in this worker's own memory. GPU then becomes remote_hbm; FS,
+  OBJ and STORAGE are shared storage, so object_store. CPU of another host has no tier here and is skipped by name.
+- Events of tiers other than the device's come from a KV connector (offloading, Mooncake, LMCache). They have tokens, but
+  neither salt nor extra keys, although the hash covers both.
+- Removals are reported for GPU and CPU, and by tiers that name themselves in `ownership`. The tier of a file system or object
+  store (STORAGE) reports none. Neither do the connectors of Mooncake's store and of in-process LMCache (medium "cpu").
 - LMCache's multiprocess connector reports chunks as CPU, without group and locality. Their removal is reported only if its
   server has the event stream.
-- `AllBlocksCleared` may stand for the device tier alone, or for a connector's CPU tier too (`/sleep`, `/pause`,
-  `reset_prefix_cache` with `reset_connector`): no event says which. So it clears both. Disks and stores keep theirs, as in the
+- `AllBlocksCleared` may cover the device tier only, or a connector's CPU tier too (`/sleep`, `/pause`, `reset_prefix_cache`
+  with `reset_connector`), and the event does not say which. So it clears both. Disks and stores keep their blocks, as in the
   offloading connector (`TieringOffloadingManager.reset_cache`, 0.33).
-- A request with `kv_cache_report_mode: "full"` (0.26 and later, so maps) has what it finds in the cache reported as stored,
-  exactly as a new copy is, from the prompt's first block on: see `ledger.hit_reports`.
-- `remaining_copy_counts` (proposed for versions after 0.33) says how many copies of each removed block are left: a block is
-  held until none is. A version that reports a removal with the last copy only is read with `--set-semantics`.
-- An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
-- Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain, so all is
-  an upper bound.
+- For a request with `kv_cache_report_mode: "full"` (0.26 and later, so maps), vLLM reports cache hits as stored blocks, from
+  the prompt's first block on. They look exactly like new copies: see `ledger.hit_reports`.
+- `remaining_copy_counts` (proposed for versions after 0.33): how many copies of each removed block are left. A block is held
+  until none is left. For a version that reports only the last copy's removal, use `--set-semantics`.
+- Before 0.14 events have an adapter's id but not its name, so requests can't be matched to such blocks.
+- Before 0.17 the engine's hash covers salt and multimodal items, but events omit them: such blocks look plain, so everything
+  is an upper bound.
 """
 
 import re
@@ -71,7 +71,7 @@ _FIELDS = {
 
 _TOLD_MEDIA = (None, "GPU", "CPU")
 _SHARED_STORES = ("cpu", "MOONCAKE", "L2", "redis", "REMOTE", "REMOTE+CPU")
-"""A tuple, so that a medium is compared and not hashed: it may be of any type."""
+"""A tuple, because a medium may be of any type, even an unhashable one."""
 _REMOTE_TIERS = {
     Tier.HBM: Tier.REMOTE_HBM,
     Tier.REMOTE_HBM: Tier.REMOTE_HBM,
@@ -81,19 +81,19 @@ _REMOTE_TIERS = {
 
 
 _CONTENT_HASH = re.compile(r"(?:^|:)[0-9a-f]{64}$")
-"""A multimodal identifier that the engine made itself, perhaps behind its adapter's name."""
+"""A multimodal identifier that the engine generated, possibly prefixed with the adapter's name."""
 _TAGS = (("lora", str), ("mm", str), ("cache_salt", str), ("prompt_embeds", bytes))
-"""What 0.33 hashes; `to_event_extra_keys` writes them without the tag "until consumers handle the tagged keys"."""
+"""Tags of the keys that 0.33 hashes. `to_event_extra_keys` drops the tags "until consumers handle the tagged keys"."""
 
 
 def decode_batch(payload: bytes) -> EngineBatch:
-    """One ZMQ payload. Raises EngineEventError for one that is no batch."""
+    """Decode one ZMQ payload. Raises EngineEventError if it is not a batch."""
     return wire.decode(payload, _FIELDS, _event)
 
 
 def decode_simulated_batch(payload: bytes) -> EngineBatch:
-    """One of the simulated engine. It reports each block that it drops from the CPU tier: a clear is of the device tier alone.
-    It never reports hits.
+    """Decode a payload of the simulated engine. That engine reports each block it drops from the CPU tier, so a clear affects
+    only the device tier. It never reports hits.
 
     Raises EngineEventError, as `decode_batch` does."""
     batch = decode_batch(payload)
@@ -154,7 +154,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
 
 
 def _without_copies(tag: str, hashes: Sequence[EngineHash], left: Any) -> list[EngineHash]:
-    """The hashes of which no copy is left."""
+    """The hashes with no copy left."""
     if not isinstance(left, list) or len(left) != len(hashes) or any(type(one) is not int or one < 0 for one in left):
         raise EngineEventError(f"{tag} with remaining_copy_counts {left!r:.60}; expected a count for each hash")
     return [name for name, copies in zip(hashes, left, strict=True) if not copies]
@@ -176,12 +176,12 @@ def _tier(tag: str, fields: wire.Fields) -> Tier:
         raise kind(f"{tag} with locality {locality!r:.60}; expected LOCAL or REMOTE")
     remote = _REMOTE_TIERS.get(tier)
     if remote is None:
-        raise UnknownTier(f"{tag} of remote {tier.label}, for which there is no tier")
+        raise UnknownTier(f"{tag} with remote {tier.label}; no tier matches it")
     return remote
 
 
 def _is_removal_told(fields: wire.Fields) -> bool:
-    """Does an event say when the blocks are gone? A tier that names itself as their owner says so."""
+    """True if an event will report the blocks' removal. A tier that names itself as owner reports it."""
     return fields.get("medium") in _TOLD_MEDIA or fields.get("ownership") is not None
 
 
@@ -202,7 +202,7 @@ def _window(tag: str, fields: wire.Fields) -> int | None:
 
 
 def _lookahead(tag: str, fields: wire.Fields) -> Sequence[int]:
-    """The tokens behind the last block that its hash covers, from `lookahead_token_ids`: an array of them for each block."""
+    """The tokens behind the last block that its hash covers. `lookahead_token_ids` has one array of tokens per block."""
     ahead = fields.get("lookahead_token_ids")
     if not ahead and (ahead is None or isinstance(ahead, list)):
         return ()
@@ -219,7 +219,7 @@ def _lookahead(tag: str, fields: wire.Fields) -> Sequence[int]:
 
 
 def _untagged(key: Any) -> Sequence[Any]:
-    """A key as events have it, of one that says what it is."""
+    """The form that events use for a tagged key. Other keys stay as they are."""
     if not isinstance(key, (list, tuple)) or len(key) < 2 or (key[0], type(key[1])) not in _TAGS:
         return (key,)
     if key[0] == "lora":
@@ -230,12 +230,12 @@ def _untagged(key: Any) -> Sequence[Any]:
 def _split_extra_keys(
     keys: Sequence[Any], lora_name: str | None, first_is_root: bool, ids_have_offsets: bool
 ) -> tuple[list[ExtraKeys] | None, str | None]:
-    """(canonical keys without salt, one entry a block; salt or None) of an event's `extra_keys`.
+    """Split an event's `extra_keys` into (canonical keys without salt, one entry per block; salt or None).
 
-    vLLM writes LoRA name, multimodal keys, salt (first block of a prompt only), embedding digest. A text after the LoRA
-    name in a prompt's first block is the salt. Versions that write events as arrays may write a multimodal identifier
-    without its offset, as text too: one that has the form of a content hash is not taken for a salt. Keys that say themselves
-    what they are (0.33's own, `_TAGS`) are understood. Raises EngineEventError for keys that are not of this form.
+    vLLM writes LoRA name, multimodal keys, salt (first block of a prompt only), embedding digest. Text after the LoRA name in
+    a prompt's first block is the salt. Versions that write events as arrays may also write a multimodal identifier as text,
+    without its offset; so text in the form of a content hash is not taken for a salt. Tagged keys (0.33's own, `_TAGS`) are
+    accepted too. Raises EngineEventError for keys of any other form.
     """
     salt: str | None = None
     canonical: list[ExtraKeys] = []

@@ -1,1 +1,1 @@
-"""From an engine's ZMQ sockets to engine batches without a gap."""
+"""Reads engine batches from an engine's sockets without gaps."""

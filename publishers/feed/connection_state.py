@@ -1,16 +1,16 @@
-"""The connection to an engine's event socket, and what it means for the feed (pure; times are the caller's seconds).
+"""State of the connection to an engine's event socket, and the feed's next task (pure; times are the caller's seconds).
 
     CONNECTING --connected--> CONNECTED --disconnected--> LOST --GRACE_S--> AWAY --connected--> CONNECTED
          `--------------------GRACE_S---------------------------------------^
 
-ZMQ connects again by itself, so a lost connection does not count as the engine's end before GRACE_S.
+ZMQ reconnects by itself, so the engine counts as down only after its connection was lost for GRACE_S.
 
-What the feed does next, in this order:
+The feed's next task is the first of these that applies:
 
-    RESTART     the engine's process is known to be another one
-    RECONNECT   the connection was lost and is back: what was missed meanwhile is asked for
-    TAKE        a message came
-    PROBE       first connection, or silence: replay is asked whether a last batch was lost. The pause doubles each time
+    RESTART     the engine's process was replaced
+    RECONNECT   the connection was lost and is back: ask replay for the batches missed meanwhile
+    TAKE        a message arrived
+    PROBE       first connection, or silence: ask replay if a last batch was lost. The pause doubles each time
 """
 
 from enum import Enum, auto
@@ -24,7 +24,7 @@ LONGEST_SILENCE_S = 15.0
 
 
 class Connection(Enum):
-    """Where the connection stands."""
+    """State of the connection."""
 
     CONNECTING = auto()
     CONNECTED = auto()
@@ -33,12 +33,12 @@ class Connection(Enum):
 
     @property
     def alive(self) -> bool:
-        """Is the engine there, as far as the connection tells?"""
+        """True if the engine is up, judging by the connection."""
         return self in (Connection.CONNECTED, Connection.LOST)
 
 
 class Task(Enum):
-    """What the feed does next."""
+    """The feed's next task."""
 
     WAIT = auto()
     TAKE = auto()
@@ -48,7 +48,7 @@ class Task(Enum):
 
 
 class ConnectionState:
-    """Records what happens to the connection, and says what the feed does next: `next_task`, then `finish`."""
+    """Records connection events and decides the feed's next task. Call `next_task`, then `finish`."""
 
     def __init__(self, first_silence_s: float, now_s: float) -> None:
         self._connections = 0  # a bound socket may have several
@@ -63,25 +63,25 @@ class ConnectionState:
     # ---------------------------------------------------------------- what happened
 
     def record_connect(self) -> None:
-        """The socket has one connection more."""
+        """The socket has one more connection."""
         self._connections += 1
         self._connected_once = True
-        self._probe_due = True  # what was sent before is asked for, not waited for
+        self._probe_due = True  # ask at once for batches sent before
         self._reconnect_due = self._reconnect_due or self._was_lost
         self._was_lost = False
 
     def record_disconnect(self, now_s: float) -> None:
-        """The socket has one connection less."""
+        """The socket lost one connection."""
         self._connections = max(0, self._connections - 1)
         self._was_lost = self._was_lost or not self._connections
         self._lost_s = now_s
 
     def record_restart(self) -> None:
-        """The engine's process is another one now."""
+        """The engine's process was replaced."""
         self._restart_due = True
 
     def request_probe(self) -> None:
-        """Replay is to be asked as soon as there is no message."""
+        """Ask replay as soon as no message waits."""
         self._probe_due = True
 
     # ---------------------------------------------------------------- what follows
@@ -98,7 +98,8 @@ class ConnectionState:
         return Connection.LOST if self._connected_once else Connection.CONNECTING
 
     def next_task(self, now_s: float, *, message: bool, engine_up: bool) -> Task:
-        """`message`: one was received. `engine_up`: the engine is known to be up, whatever the connection says."""
+        """`message`: True if one was received. `engine_up`: True if the engine is known to be up, regardless of the
+        connection."""
         if self._restart_due:
             self._restart_due = False
             return Task.RESTART
@@ -114,7 +115,7 @@ class ConnectionState:
         return Task.WAIT
 
     def finish(self, task: Task, now_s: float) -> None:
-        """The task is done: after TAKE, RECONNECT and PROBE the silence is counted from here."""
+        """The task is done. TAKE, RECONNECT and PROBE restart the silence timer."""
         if task in (Task.WAIT, Task.RESTART):
             return
         if task is not Task.PROBE:

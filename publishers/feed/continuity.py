@@ -1,22 +1,23 @@
 """Detects gaps and restarts in one engine's feed: a pure state machine over (seq, payload).
 
-An engine's seq starts at 0 in every process, and nothing else names the process: only its payloads tell it from another one.
-So the digests of the last payloads are remembered (bounded), and every replay starts at the oldest of the last few and is
-compared with all of them that it brings.
+An engine's seq starts at 0 in every process, and messages carry no process id, so only payloads identify the process. We
+remember the digests of the last payloads (bounded). Every replay starts a few batches back, and its payloads are compared with
+the remembered ones.
 
     next in order                        take
-    seq remembered, same payload         a duplicate: ignored
+    seq remembered, same payload         a duplicate: ignore
     seq remembered, another payload      a restart: start over
-    seq ahead                            a gap: ask replay, a few times; the same process without a gap: take, else start over
+    seq ahead                            a gap: ask replay, a few times; if it fills the gap from the same process, take;
+                                         else start over
     nothing taken yet, seq above 0       a late joiner: ask replay from 0 and take what leads up to it without a gap
-    silence, or reconnected              ask replay: else neither a lost last batch is by_seq, nor another process whose next
-                                         seq happens to follow ours
+    silence, or reconnected              ask replay: this reveals a lost last batch, and another process whose next seq happens
+                                         to follow ours
 
-To start over is to drop everything held (the caller empties its ledger and begins a new incarnation) and go on from what is
-certain: blocks stored before are then unknown, and so not announced, which is safe.
+To start over, the caller drops everything held (it empties its ledger and begins a new incarnation) and continues from the
+batches that are certain. Blocks stored earlier are then unknown and not published, which is safe.
 
-The caller does what a Step says, in this order: empty, take, then ask replay and give what it brings to `take_replay`, before
-it offers the next message.
+The caller does what a Step says, in this order: empty, take, then ask replay and pass its answer to `take_replay`. Only then it
+offers the next message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,23 +30,23 @@ from kvatlas.errors import InvalidValue
 from kvatlas_publishers.feed.payload_digests import DIGEST_BYTES, PayloadDigests
 
 REMEMBERED_PAYLOADS = 16_384
-"""More than an engine's replay buffer (10,000 by default): what a replay brought comes again on the feed."""
+"""More than an engine's replay buffer (10,000 by default), because the feed repeats batches that a replay returned."""
 COMPARED_PAYLOADS = 16
-"""A replay starts at most this far back. One payload would reveal another process that is behind ours; several also reveal one
-whose next seq happened to follow ours."""
+"""A replay starts at most this far back. One payload would reveal another process that is behind ours. Several also reveal one
+whose next seq happens to follow ours."""
 SAVED_PAYLOADS = 256
 REPLAY_TRIES = 3
-"""Replays in a row that lack something before everything held is dropped."""
+"""Consecutive incomplete replays before everything held is dropped."""
 
 MAX_SEQ = (1 << 64) - 2  # the end marker of a replay has all bits set
 
 Batch = tuple[int, bytes]
-"""A seq and the payload that came with it."""
+"""A seq and its payload."""
 
 
-@dataclass(slots=True)  # not frozen: to make one would take three times as long, for each message
+@dataclass(slots=True)  # not frozen, which would triple the time to create one for each message
 class Step:
-    """What the caller does now. `why` is one line for the log, empty if nothing is unusual."""
+    """The caller's next actions. `why` is one line for the log, empty if nothing is unusual."""
 
     empty: bool = False
     take: Sequence[Batch] = ()
@@ -54,7 +55,7 @@ class Step:
 
     @property
     def is_next_batch(self) -> bool:
-        """Is there nothing to do but to take the batch that was offered?"""
+        """True if the only thing to do is to take the offered batch."""
         return len(self.take) == 1 and self.ask_from is None and not self.empty and not self.why
 
 
@@ -65,7 +66,7 @@ class ContinuityCounters:
     gaps: int = 0
     gaps_filled: int = 0
     started_over: int = 0
-    """Times that everything held was dropped, for whatever reason."""
+    """How often everything held was dropped, for any reason."""
     late_joins: int = 0
     replays_failed: int = 0
 
@@ -84,14 +85,14 @@ class Continuity:
 
     @property
     def replay_from(self) -> int:
-        """The seq that a replay is asked from."""
+        """First seq to ask replay for."""
         if self.last_seq is None:
             return 0
         return self.last_seq + 1 - min(len(self._digests), COMPARED_PAYLOADS)
 
     @property
     def unproven(self) -> bool:
-        """Something is held, and the last replay that should have confirmed it was incomplete."""
+        """True if something is held, but the last replay that should have confirmed it was incomplete."""
         return self._failures > 0
 
     @property
@@ -102,7 +103,7 @@ class Continuity:
     # ---------------------------------------------------------------- what came
 
     def offer(self, seq: int, payload: bytes) -> Step:
-        """A message of the feed. Raises InvalidValue for a seq that no message has."""
+        """Take a message of the feed. Raises InvalidValue for an impossible seq."""
         if not 0 <= seq <= self._max_seq:
             raise InvalidValue(f"feed seq {seq}; expected 0 to {self._max_seq}")
         last = self.last_seq
@@ -127,11 +128,11 @@ class Continuity:
         return Step(ask_from=self.replay_from, why=f"{why}; asking replay")
 
     def probe(self) -> Step:
-        """The feed has been silent: ask whether a last batch was lost."""
+        """The feed was silent: ask if a last batch was lost."""
         return Step(ask_from=self.replay_from) if self.can_replay else Step()
 
     def resume(self) -> Step:
-        """At the start, with a loaded state: ask whether the engine's process is still the saved one."""
+        """Call at the start, with a loaded state: ask if the engine's process is still the saved one."""
         if self.last_seq is None:
             return self.probe()
         if not self.can_replay:
@@ -139,21 +140,21 @@ class Continuity:
         return Step(ask_from=self.replay_from)
 
     def restart(self) -> Step:
-        """The engine's process is known to be another one. What the caller has queued of the feed may be of either process:
-        it drops that first."""
+        """The engine's process was replaced. The caller first drops its queued messages, which may come from either
+        process."""
         return self._restart(None, "engine restarted: its process start time changed")
 
     def reconnect(self) -> Step:
-        """The connection was lost, and is back: ask what was missed, and whether it is still the same process."""
+        """The connection was lost and is back: ask what was missed, and if it is still the same process."""
         if self.can_replay or self.last_seq is None:
             return self.probe()
         return self._start_over([], "connection was lost, and no replay socket is set to ask what was missed")
 
     def take_replay(self, batches: Sequence[Batch], complete: bool) -> Step:
-        """What the last replay brought, in the order it came. `complete`: its end marker came too.
+        """Take the batches of the last replay, in the order received. `complete`: True if its end marker arrived too.
 
-        One that is complete and has no gap is the engine's own word, later than the message that made us ask: a message that
-        it does not have, and that is not older than all it has, is not of this engine process.
+        A complete replay without a gap is the engine's own record, and newer than the message that made us ask. If it lacks
+        that message, and the message is not older than the whole replay, then another process sent it.
         """
         pending, self._pending = self._pending, None
         by_seq = dict(batches)
@@ -190,15 +191,15 @@ class Continuity:
         return Step(take=self._record_taken(after), why=why)
 
     def _is_other(self, seq: int, payload: bytes) -> bool:
-        """Was another payload taken with this seq?"""
+        """True if a different payload was taken with this seq."""
         known = self._digests.get(seq)
         return known is not None and known != xxh3_128_digest(payload)
 
     # ---------------------------------------------------------------- what follows
 
     def _retry(self, by_seq: Mapping[int, bytes], pending: Batch | None, why: str, after: Sequence[Batch] = ()) -> Step:
-        """A replay lacks something: what it brought in order is taken, and it is asked again, a few times. Without `pending`
-        and any batch, at the next probe."""
+        """A replay was incomplete: take what it returned in order, and ask again, a few times. If it was empty and no message
+        is pending, ask at the next probe."""
         failures = self._failures + 1
         self.counters.replays_failed += 1
         if failures >= REPLAY_TRIES:
@@ -209,7 +210,7 @@ class Continuity:
         return replace(step, ask_from=ask_from, why=f"{why} (try {failures} of {REPLAY_TRIES})")
 
     def _join(self, by_seq: Mapping[int, bytes], whole: bool, pending: Batch | None) -> Step:
-        """Nothing is held: take what leads up to the message that came, or to the replay's end."""
+        """Nothing is held: take the batches that lead up to the pending message, or to the replay's end."""
         if not whole:
             self.counters.replays_failed += 1
             if (by_seq or pending is not None) and self._failures + 1 < REPLAY_TRIES:
@@ -240,7 +241,7 @@ class Continuity:
         self.forget()
 
     def forget(self) -> None:
-        """Back to the start of a feed of which nothing is known."""
+        """Reset to the start of an unknown feed."""
         self.last_seq = None
         self._digests.clear()
         self._pending = None
@@ -284,10 +285,10 @@ class Continuity:
 
 
 def _first_batches(by_seq: Mapping[int, bytes], whole: bool, pending: Batch | None) -> list[Batch]:
-    """What to begin with: the longest part without a gap that has `pending` in it and what follows it. Without `pending`, or
-    if it is not the engine's (see `Continuity.take_replay`): the longest part that ends the replay.
+    """The batches to start with: the longest part without a gap that contains `pending`. Without `pending`, or if another
+    process sent it (see `Continuity.take_replay`): the longest part at the replay's end.
 
-    A batch counts as pending's own past only if the replay has `pending` itself: else it may be of another process.
+    Earlier batches belong to the process of `pending` only if the replay contains `pending` itself.
     """
     if pending is not None and by_seq.get(pending[0]) == pending[1]:
         first = last = pending[0]

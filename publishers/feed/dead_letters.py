@@ -14,16 +14,16 @@ KEPT_PAYLOAD_BYTES = 64 << 10
 
 
 class DeadLetters:
-    """Appends to `path`. At half of `max_bytes` the file becomes `<path>.1`, which replaces the one before."""
+    """Appends to `path`. At half of `max_bytes` the file is renamed to `<path>.1`, replacing an earlier one."""
 
     def __init__(self, path: Path | None, worker_id: str, max_bytes: int = MAX_FILE_BYTES) -> None:
-        """`path` None keeps nothing."""
+        """`path` None: keep nothing."""
         self.path = path
         self._worker_id = worker_id
         self._half_bytes = max_bytes // 2
 
     def keep(self, why: str, seq: int | None, payload: bytes) -> bool:
-        """False if it was not kept: there is no path, or the file can't be written."""
+        """Keep a payload. False if there is no path or the file can't be written."""
         if self.path is None:
             return False
         letter = {

@@ -4,7 +4,7 @@ from kvatlas.errors import SettingsError
 
 
 def endpoint_of_rank(endpoint: str, dp_rank: int | None) -> str:
-    """The endpoint of one data-parallel rank, as vLLM and SGLang count: the port plus the rank.
+    """The endpoint of one data-parallel rank, by the rule of vLLM and SGLang: the port plus the rank.
 
     Raises SettingsError if the endpoint has no port to add to.
     """
@@ -23,7 +23,7 @@ def endpoint_of_rank(endpoint: str, dp_rank: int | None) -> str:
 
 
 def to_connect(endpoint: str) -> str:
-    """An engine's own endpoint, which may name all its interfaces, as one to connect to on this machine."""
+    """An address to connect to on this machine, for an endpoint that an engine binds, perhaps on all its interfaces."""
     for wildcard in ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"):
         if endpoint.startswith(wildcard):
             return "tcp://127.0.0.1:" + endpoint.removeprefix(wildcard)

@@ -1,15 +1,15 @@
-"""Reads the KV events of an engine that gives each of them away once, over HTTP (TensorRT-LLM's trtllm-serve).
+"""Reads KV events over HTTP from an engine that returns each event only once (TensorRT-LLM's trtllm-serve).
 
     POST /kv_cache_events   an array of records, at once or after up to two seconds without any (1.3.0rc9 and before)
 
-There is no replay: what another reader took, or an answer that was lost, is gone. `event_id` counts without a gap, so it shows:
+There is no replay: events of a lost answer, or taken by another reader, are gone. `event_id` has no gaps, which reveals this:
 
     next in order         take
     anything else         start over: drop everything held, and go on from this record
-    no answer             start over: what the engine gave away may be lost, or it is another process by now
+    no answer             start over: returned events may be lost, or the engine was restarted
 
-To drop what is held is safe; a block whose removal was lost is not. Since each time costs the index a new incarnation it is
-rationed, as for undecodable payloads: two readers of one engine take each other's events all the time.
+Dropping everything held is safe; keeping a block whose removal was lost is not. Each time costs the index a new incarnation,
+so it is rationed, as for undecodable payloads: two readers of one engine take each other's events all the time.
 """
 
 import logging
@@ -32,18 +32,16 @@ from kvatlas_publishers.feed.undecodable import STARTING_OVER, Distrust
 
 PATH = "/kv_cache_events"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05
-"""After an answer with records, and after empty ones, each half as long again as the one before."""
+"""Pause after an answer with records, and its limit. After each empty answer the pause grows by half."""
 RETRY_S = 0.5
 _STREAMS = ("event-stream", "ndjson", "jsonl")
-_ARRAY = (
-    "expected one JSON array, as trtllm-serve's /kv_cache_events answers: an API that streams its events is not read"
-)
+_ARRAY = "expected one JSON array, as from trtllm-serve's /kv_cache_events: streamed events are not supported"
 ANSWER_S = 30.0
-"""An engine may wait two seconds for events, and answer late while it is busy."""
+"""An engine may wait two seconds for events, and a busy one answers late."""
 SUSPICIOUS_GAPS = 3
-"""So many gaps, and another reader is the likely cause."""
+"""From this many gaps on, another reader is the likely cause."""
 FOREIGN_RUNS = 8
-"""So many stored runs whose hash is not that of their tokens, and none whose is."""
+"""Diagnose the hashes from this many stored runs whose hashes don't match their tokens, if none match."""
 
 log = logging.getLogger("kvatlas.publisher")
 
@@ -57,7 +55,7 @@ class DrainPosition:
         self.restarts = 0
 
     def take(self, event_id: int) -> str:
-        """Go to this record. Returns why what is held is no longer certain; empty if it is."""
+        """Move to this record. Returns why the held blocks are no longer certain; empty if they are."""
         last, self.last_id = self.last_id, event_id
         if last is None or event_id == last + 1:
             return ""
@@ -101,7 +99,7 @@ class EventDrain:
     async def run(self) -> None:
         """Read until cancelled."""
         pause_s = FIRST_PAUSE_S
-        # one request at a time: of two, each would get some of the records
+        # one request at a time: two would split the records between them
         async with engine_http(self.url, self._worker_id, self._access, ANSWER_S) as client:
             while True:
                 taken = await self._read(client)
@@ -109,7 +107,7 @@ class EventDrain:
                 await anyio.sleep(pause_s)
 
     async def _read(self, client: httpx.AsyncClient) -> int | None:
-        """How many records came; None if there was no answer."""
+        """Number of records received; None if there was no answer."""
         body = bytearray()
         try:
             with anyio.fail_after(ANSWER_S):
@@ -133,7 +131,7 @@ class EventDrain:
                 self._record_failure(EngineEventError(f"no answer in {ANSWER_S:g} s"), b"")
             else:
                 self._record_failure(
-                    EngineEventError(f"an answer that does not end in {ANSWER_S:g} s; {_ARRAY}"), bytes(body)
+                    EngineEventError(f"answer did not end within {ANSWER_S:g} s; {_ARRAY}"), bytes(body)
                 )
             return None
         except (httpx.HTTPError, EngineEventError) as error:
@@ -164,7 +162,7 @@ class EventDrain:
             self._start_over(f"POST {self.url}: {why}", forget=True)
 
     def _take(self, records: Sequence[Record]) -> None:
-        """Give the records' events on, in batches between which everything held is dropped."""
+        """Pass the records' events on, in one batch up to each point where everything held is dropped."""
         events: list[EngineEvent] = []
         skipped: list[str] = []
         for record in records:
@@ -189,7 +187,7 @@ class EventDrain:
         self._diagnose()
 
     def _pass_on(self, events: list[EngineEvent], skipped: list[str]) -> tuple[list[EngineEvent], list[str]]:
-        """Returns two empty lists, for what comes next."""
+        """Pass a batch on. Returns two empty lists for the next one."""
         if self._has_ranks or not self._distrust.is_trusted(monotonic()):
             self._counters.feed_unheard += bool(events)
         elif events or skipped:
@@ -197,7 +195,7 @@ class EventDrain:
         return [], []
 
     def _start_over(self, why: str, *, forget: bool) -> None:
-        """`forget`: it may be another engine process."""
+        """`forget`: True if it may be another engine process."""
         if forget:
             self._decoder.forget()
         self._counters.feed_gaps = self._position.gaps
@@ -210,17 +208,21 @@ class EventDrain:
     def _diagnose(self) -> None:
         if self._position.gaps >= SUSPICIOUS_GAPS:
             seen = f"events of {self.url} were missing {self._position.gaps} times"
-            cure = "let nothing else read that address (each event is given away once), or raise event_buffer_max_size"
+            cure = (
+                "stop other readers of that address (each event is returned only once), or raise event_buffer_max_size"
+            )
             self._diagnoses.set("gaps", seen, cure)
         decoder = self._decoder
         if decoder.verified or decoder.foreign < FOREIGN_RUNS:
             self._diagnoses.clear("hashes")
         elif decoder.foreign_algorithm:
             theirs = decoder.foreign_algorithm
-            seen = f"events arrive from {self.url}, and nothing of them is published: their block hashes are {theirs}"
+            seen = f"events arrive from {self.url}, but none of them is published: their block hashes are {theirs}"
             cure = f"set kv_cache_config's use_kv_cache_manager_v2 to false: its hashes are {HASH_ALGORITHM}"
             self._diagnoses.set("hashes", seen, cure)
         else:
-            seen = f"block hashes of {self.url} are not those of plain prompts' tokens: adapters, or another version's hashes"
-            cure = f"set kv_cache_config's hash algorithm to {HASH_ALGORITHM}; of requests with adapters nothing is published"
+            seen = f"block hashes of {self.url} don't match their tokens: adapters, or another version's hashes"
+            cure = (
+                f"set kv_cache_config's hash algorithm to {HASH_ALGORITHM}; requests with adapters can't be published"
+            )
             self._diagnoses.set("hashes", seen, cure)

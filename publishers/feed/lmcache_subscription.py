@@ -2,11 +2,11 @@
 (`kvatlas_publishers.feed.lmcache_grpc`).
 
 Over ZMQ a DEALER sends `[request id, operation, payload...]`, each frame msgpack; the server answers `[request id, operation,
-answer]`. `subscribe_kv_events(instance_id, model_name, cursor, max_events)` is answered again and again: each batch after the
-one before was acknowledged by `[request id, b"", b"ack"]`, the end by an answer without its last frame. A subscription lapses
+answer]`. `subscribe_kv_events(instance_id, model_name, cursor, max_events)` gets many answers: each batch follows once the
+previous one is acknowledged by `[request id, b"", b"ack"]`. An answer without its last frame is the end. A subscription lapses
 if its instance sends no `ping`.
 
-Whatever ends it, all of the server's chunks are withdrawn, and it is subscribed to again from the beginning of its log.
+When a subscription ends for any reason, we withdraw all chunks of the server and subscribe again from the start of its log.
 """
 
 import logging
@@ -31,7 +31,7 @@ from kvatlas_publishers.ledger.ledger import Ledger
 GRPC = "grpc://"
 SUBSCRIBE = "subscribe_kv_events"
 PING = 22
-"""Its operation has a number; later ones have their names."""
+"""The ping operation's number. Newer operations have names."""
 LOOK_S = 0.5
 PING_S = 5.0
 SILENT_S = 15.0
@@ -41,7 +41,8 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class LMCacheSubscription:
-    """`run` until cancelled. Gives what the server's CPU memory holds to `on_batch`, once the engine's block size is known."""
+    """`run` until cancelled. Passes the chunks in the server's CPU memory to `on_batch` once the engine's block size is
+    known."""
 
     def __init__(
         self,
@@ -52,8 +53,8 @@ class LMCacheSubscription:
         *,
         on_batch: Callable[[EngineBatch], object],
     ) -> None:
-        """`model_name`: as the engine names its model to LMCache. `ledger`: the one that is folded into now. Raises
-        SettingsError for gRPC without the extra that it needs."""
+        """`model_name`: the engine's name for its model in LMCache. `ledger`: returns the ledger in use. Raises SettingsError
+        for gRPC if the extra for it is not installed."""
         if endpoint.startswith(GRPC) and find_spec("grpc") is None:
             expected = "expected tcp://, or gRPC's packages: pip install 'kvatlas[lmcache]'"
             raise SettingsError(f"--lmcache-endpoint is {endpoint}; {expected}")
@@ -63,7 +64,7 @@ class LMCacheSubscription:
         self._on_batch = on_batch
         self._log = RateLimitedLog(log, f"worker {worker_id}: ")
         self._worker_id = worker_id
-        self._instance_id = secrets.randbits(62)  # one subscription for each; engines have their own
+        self._instance_id = secrets.randbits(62)  # an id allows one subscription; engines have their own ids
         self._chunks = ChunkEvents()
         self._again = False
         self._subscribed = False
@@ -74,9 +75,9 @@ class LMCacheSubscription:
         self._again = True
 
     async def run(self, context: zmq.asyncio.Context) -> None:
-        while self._ledger().block_size is None:  # chunks are cut by it
+        while self._ledger().block_size is None:  # chunks are split into blocks of this size
             await anyio.sleep(LOOK_S)
-        self._chunks = ChunkEvents([name for _, _, name in self._ledger().resident()])  # of a saved ledger
+        self._chunks = ChunkEvents([name for _, _, name in self._ledger().resident()])  # from a saved ledger
         self._withdraw()
         while True:
             self._again = False
@@ -95,7 +96,7 @@ class LMCacheSubscription:
             self._on_batch(EngineBatch(events))
 
     async def _follow(self, context: zmq.asyncio.Context) -> None:
-        """One subscription, until it ends. Raises EngineEventError saying why, nothing if all is to be told again."""
+        """Follow one subscription until it ends. Raises EngineEventError with the reason; returns if `restart` was called."""
         self._subscribed = False
         if self._endpoint.startswith(GRPC):
             from kvatlas_publishers.feed.lmcache_grpc import stream  # needs the extra

@@ -1,15 +1,15 @@
-"""Batches of the open event forms, between whoever receives them and the publisher.
+"""Passes batches of the open event forms from their receiver to the publisher.
 
-The forms number events, name their engine, tell loads and say when the engine stops. What that means is decided here, the same
-for each way by which batches come (ZMQ, standard input, HTTP, the embedded API):
+The forms number events, name their engine, report loads and announce the engine's shutdown. This module applies them in the
+same way for all receivers (ZMQ, standard input, HTTP, the embedded API):
 
-    another engine's batch     ignored, and a diagnosis; the first engine heard is the worker's, unless the settings name it
-    another model's batch      its stored blocks are left out, and a diagnosis
+    another engine's batch     ignored and diagnosed; unless the settings name the engine, the first one seen is the worker's
+    another model's batch      its stored blocks are left out, and it is diagnosed
     event in order             taken
-    event heard before         a duplicate: ignored
-    event ahead, or going back a gap or a restart: everything held is dropped, and the event taken; rationed, since each time
-                               costs the index a new incarnation: a source that goes on like that is ignored for a while
-    shutdown                   the worker drains, until its engine begins again
+    event seen before          a duplicate: ignored
+    event ahead, or going back a gap or a restart: everything held is dropped, then the event is taken. This costs the index a
+                               new incarnation, so it is rationed: a source that keeps doing it is ignored for a while
+    shutdown                   the worker drains until its engine starts again
 """
 
 import logging
@@ -33,7 +33,7 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class OpenBatches:
-    """Of one publisher, whose engine is of kind `open`. Give it what comes, in order."""
+    """Takes all batches of one publisher whose engine kind is `open`, in order."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -46,21 +46,21 @@ class OpenBatches:
         self._ignored: list[str] = []
 
     def take(self, told: bytes | dict[str, Any]) -> EngineBatch:
-        """Record a batch of either form: its bytes (JSON or msgpack), or the decoded object. Returns it: `skipped` names what
-        of it can't be read, and what is ignored. Raises EngineEventError for what is no batch."""
+        """Record a batch of either form, as bytes (JSON or msgpack) or as a decoded object. Returns it; `skipped` lists what
+        was unreadable or ignored. Raises EngineEventError if it is not a batch."""
         batch = decode_batch(told) if isinstance(told, bytes) else batch_of(told)
         if batch.has_lost(distrust_unknown=True):
             self._publisher.counters.feed_lost += 1
         return replace(batch, skipped=[*batch.skipped, *self.record(batch)])
 
     def forget(self) -> None:
-        """The source begins anew: it may be another engine process, and count from anywhere."""
+        """The source starts again: it may be another engine process, and its numbers may start anywhere."""
         self._continuity.forget()
         self._engine_id = self._settings.engine_id
         self._publisher.undrain()
 
     def record(self, batch: EngineBatch) -> Sequence[str]:
-        """Record a decoded batch. Returns what of it is ignored, and why, a line each."""
+        """Record a decoded batch. Returns one line for each part that was ignored, with the reason."""
         self._ignored = []
         header = batch.header or OpenHeader()
         if not self._is_own_engine(header):
@@ -83,7 +83,7 @@ class OpenBatches:
         if self._engine_id is None:
             self._engine_id = header.engine_id
             return True
-        seen = f"there are batches of engine {header.engine_id}, but the worker is engine {self._engine_id}: they are ignored"
+        seen = f"batches of engine {header.engine_id} are ignored: the worker is engine {self._engine_id}"
         self._report_ignored("engine_id", seen, "run a publisher for each engine, or set --engine-id")
         return False
 
@@ -92,7 +92,7 @@ class OpenBatches:
         told = header.model_id or own[0], header.tokenizer_id or own[1]
         if told == own:
             return True
-        seen = f"there are batches of model {told[0]} with tokenizer {told[1]}: their blocks are left out"
+        seen = f"blocks of model {told[0]} with tokenizer {told[1]} are left out: the worker has another model"
         self._report_ignored("model", seen, "run a publisher with that --model-id and --tokenizer-id")
         return False
 
@@ -104,14 +104,14 @@ class OpenBatches:
     def _report_unknown_parents(self) -> None:
         left_out = self._publisher.ledger.counters.unknown_parent
         if left_out > self._left_out:
-            why = "the block before them is not known; for a session's first block, name the session in session_id"
+            why = "their parent block is unknown; for a session's first block, name the session in session_id"
             self._log.report("parents", f"{left_out - self._left_out} blocks left out: {why}", logging.INFO)
         self._left_out = left_out
 
     # ---------------------------------------------------------------- events
 
     def _in_order(self, event_ids: Sequence[tuple[int, bytes]], events: Sequence[EngineEvent]) -> Sequence[EngineEvent]:
-        """The events to record. What is held is dropped before one that does not follow."""
+        """The events to record. Drops everything held before an event that is out of order."""
         counted, taken, now_s = self._continuity.counters, list[EngineEvent](), monotonic()
         for (event_id, told), event in zip(event_ids, events, strict=True):
             restarts, last_id = counted.restarts, self._continuity.last_seq
@@ -131,18 +131,18 @@ class OpenBatches:
         if self._distrust.is_trusted(now_s):
             return taken
         counters.feed_unheard += 1
-        self._ignored.append("events are ignored for a while: their numbers did not follow each other too often")
+        self._ignored.append("events are ignored for a while: too many were out of order")
         return ()
 
     def _completed(self, event: EngineEvent) -> Sequence[EngineEvent]:
-        """The event with what the settings say of it; none if that is missing."""
+        """The event completed from the settings; nothing if a needed setting is missing."""
         if not isinstance(event, EngineStored) or event.local_hashes is None:
             return (event,)
         if event.chain != OWN_CHAIN:
             local = replace(event.local_hashes, chain=f"{EXTERNAL_PREFIX}{self._settings.hash_chain}")
             return (replace(event, local_hashes=local),)
         if self._settings.block_size is None:
-            seen = "events of the router protocol tell no block size: their blocks are left out"
+            seen = "events of the router protocol have no block size: their blocks are left out"
             self._report_ignored("block_size_untold", seen, "set --block-size to the engine's")
             return ()
         return (replace(event, block_size=self._settings.block_size),)

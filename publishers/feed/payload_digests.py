@@ -1,4 +1,4 @@
-"""Digests of an engine's last payloads: 16 bytes for each, so that 64 feeds remember a million of them in 16 MiB."""
+"""Digests of an engine's last payloads, 16 bytes each: 64 feeds remember a million of them in 16 MiB."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ DIGEST_BYTES = 16
 
 
 class PayloadDigests:
-    """Of consecutive seqs; of more than `most`, the first are forgotten."""
+    """Digests of consecutive seqs. Keeps the last `most`."""
 
     def __init__(self, most: int, first_seq: int = 0, digests: Sequence[bytes] = ()) -> None:
-        """`digests`: of the payloads from `first_seq` on."""
+        """`digests`: initial digests, from `first_seq` on."""
         self._most_bytes = most * DIGEST_BYTES
         self._first_seq = first_seq
         self._packed = bytearray().join(digests)
@@ -20,7 +20,7 @@ class PayloadDigests:
         return len(self._packed) // DIGEST_BYTES
 
     def add(self, seq: int, payload: bytes) -> None:
-        """The payload of the seq that follows the last one; the first may have any."""
+        """Add the payload of the next seq. The first one may have any seq."""
         packed = self._packed
         if not packed:
             self._first_seq = seq
@@ -30,12 +30,12 @@ class PayloadDigests:
             self._first_seq += 1
 
     def get(self, seq: int) -> bytes | None:
-        """None: not remembered."""
+        """The payload's digest; None if not remembered."""
         at = (seq - self._first_seq) * DIGEST_BYTES
         return bytes(self._packed[at : at + DIGEST_BYTES]) if 0 <= at < len(self._packed) else None
 
     def last(self, most: int) -> tuple[int, list[bytes]]:
-        """(first seq, digests) of the last ones, at most so many."""
+        """(first seq, digests) of the last ones, at most `most`."""
         first = self._first_seq + max(0, len(self) - most)
         at = (first - self._first_seq) * DIGEST_BYTES
         ends = range(at + DIGEST_BYTES, len(self._packed) + 1, DIGEST_BYTES)

@@ -1,5 +1,5 @@
-"""Receives a ZMQ socket's messages (thin). What waits already is received without a task switch, and without a look at the
-socket's state: `zmq.asyncio` asks for that state, which is a few system calls, around each message.
+"""Receives a ZMQ socket's messages (thin). Waiting messages are received without a task switch and without checking the
+socket's state. `zmq.asyncio` checks it around each message, which costs a few system calls.
 """
 
 import asyncio
@@ -8,18 +8,18 @@ import zmq
 
 
 class Receiver:
-    """Of one socket, for one task."""
+    """Receives from one socket, in one task."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
         self._descriptor = int(socket.getsockopt(zmq.FD))
 
     def receive_queued(self) -> list[bytes] | None:
-        """The frames of a message that waits; None if none does."""
+        """The frames of a waiting message; None if none waits."""
         receive, frames = self._socket.recv, []
         try:
             while True:
-                frame = receive(zmq.NOBLOCK, copy=False)  # it knows whether more follow: to ask the socket costs more
+                frame = receive(zmq.NOBLOCK, copy=False)  # the frame has a `more` flag, cheaper than asking the socket
                 frames.append(frame.bytes)
                 if not frame.more:
                     return frames
@@ -27,15 +27,15 @@ class Receiver:
             return None
 
     async def receive(self, timeout_s: float) -> list[bytes] | None:
-        """The frames of the next message; None if none came within about `timeout_s`."""
+        """The frames of the next message; None if none arrives within about `timeout_s`."""
         frames = self.receive_queued()
-        if frames is None:  # from here on the descriptor becomes readable with the next message, not before
+        if frames is None:  # from here on, only the next message makes the descriptor readable
             await self._wait(timeout_s)
             frames = self.receive_queued()
         return frames
 
     async def _wait(self, timeout_s: float) -> None:
-        """Wait until something happens on the socket, which may also be no message."""
+        """Wait for any event on the socket. It need not be a message."""
         loop = asyncio.get_running_loop()
         happened = asyncio.Event()
         loop.add_reader(self._descriptor, happened.set)  # it stays readable until the next receive

@@ -1,4 +1,4 @@
-"""Asks an engine's replay socket for batches it sent before (thin).
+"""Asks an engine's replay socket for earlier batches (thin).
 
 Sources: vLLM 0.9 to 0.33 and SGLang 0.4.7 to 0.5.23. Request: `[b"", seq]`; answers: `[b"", (topic,) seq, payload]`, ended
 by `[b"", (b"",) ff*8, b""]`. Up to vLLM 0.32 a slow reader can lose batches and the end, hence the deadline.
@@ -16,13 +16,13 @@ from kvatlas_publishers.feed.zmq_sockets import open_socket
 SEQ_BYTES = 8
 END_SEQ = b"\xff" * SEQ_BYTES
 SILENCE_S = 2.0
-"""Longest wait for the next answer: engines look at the socket ten times a second, and between scheduler steps."""
+"""Longest wait for the next answer. Engines check the socket ten times a second, between scheduler steps."""
 DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The batches in the order they came, and whether the end marker did."""
+    """The batches in the order received. `complete`: True if the end marker arrived."""
 
     batches: list[tuple[int, bytes]]
     complete: bool
@@ -35,9 +35,9 @@ async def request_replay(
     silence_s: float = SILENCE_S,
     deadline_s: float = DEADLINE_S,
 ) -> Replay:
-    """What the engine still has from `first_seq` on. It may start at a later seq without saying so.
+    """Ask for the batches that the engine still has from `first_seq` on. The answer may start at a later seq without notice.
 
-    Each request has a socket of its own, so that no late answer to an earlier one is taken for its own.
+    Each request uses its own socket, so that it never receives a late answer to an earlier request.
     """
     socket = open_socket(context, zmq.DEALER)
     socket.setsockopt(zmq.RCVHWM, 0)

@@ -1,6 +1,6 @@
-"""Follows one engine's KV events over ZMQ (thin: what they mean is in connection_state, continuity, engines and ledger).
+"""Follows one engine's KV events over ZMQ (thin: the rules are in connection_state, continuity, engines and ledger).
 
-Nothing stops it: an undecodable payload is counted, kept as a dead letter, and skipped (see `undecodable`).
+It never stops on bad input: an undecodable payload is counted, kept as a dead letter, and skipped (see `undecodable`).
 """
 
 import logging
@@ -33,20 +33,20 @@ from kvatlas_publishers.feed.undecodable import RATION_S, STARTING_OVER, Distrus
 from kvatlas_publishers.feed.zmq_sockets import open_socket
 
 POLL_S = 0.5
-"""Longest wait for a message before the connection is looked at."""
+"""Longest wait for a message before the connection is checked."""
 QUEUED_MESSAGES = 10_000
 PAYLOADS_TO_RECOGNIZE = 64
-"""So many are looked at for the engine that wrote them: of an engine's first ones each, then one in RECOGNITION_STRIDE."""
+"""Number of payloads checked for the engine that wrote them: each of the first ones, then one in RECOGNITION_STRIDE."""
 RECOGNITION_STRIDE = 16
 BATCHES_AT_ONCE = 16
-"""After so many messages other tasks have their turn."""
+"""Number of messages taken before other tasks get a turn."""
 
 log = logging.getLogger("kvatlas.publisher")
 
 
 @dataclass(frozen=True, slots=True)
 class FeedSettings:
-    """Where an engine's sockets are. `bind`: the engine connects to the event socket, so it is bound here.
+    """An engine's sockets. `bind`: bind the event socket here, and the engine connects to it.
 
     `distrust_poison`: see `kvatlas_publishers.feed.undecodable`."""
 
@@ -62,8 +62,8 @@ class FeedSettings:
 
 
 class Feed:
-    """`open`, `catch_up`, `run` until cancelled, `close`. Gives each batch to `on_batch`; calls `on_empty` if everything held
-    is to be dropped."""
+    """Call `open`, `catch_up`, `run` (until cancelled), `close`. Passes each batch to `on_batch`; calls `on_empty` when
+    everything held must be dropped."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class Feed:
         on_alive: Callable[[], None] = lambda: None,
         engine_up: Callable[[], bool | None] = lambda: None,
     ) -> None:
-        """`on_alive`: `alive` has changed. `engine_up`: is the engine known to be up, whatever the connection says (None:
-        nothing else tells)? If so, replay is asked for what it does without a connection."""
+        """`on_alive`: called when `alive` changes. `engine_up`: True if the engine is known to be up, regardless of the
+        connection (None: unknown). If so, replay is asked for its events even without a connection."""
         self.continuity = continuity
         self.consistent = True
-        """Every batch up to the feed's position was given to `on_batch`."""
+        """True if every batch up to the feed's position was passed to `on_batch`."""
         self._settings = settings
         self._worker_id = worker_id
         self._counters = counters
@@ -120,7 +120,7 @@ class Feed:
         events = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
         address = f"inproc://monitor-{id(self)}"
         self._socket.monitor(address, events)
-        self._monitor = self._context.socket(zmq.PAIR)  # outlives the monitoring: what is told to nobody blocks
+        self._monitor = self._context.socket(zmq.PAIR)  # outlives the monitoring: without a reader, reports would block
         self._monitor.connect(address)
         self._socket.setsockopt(zmq.SUBSCRIBE, self._topic)
         self._subscribe_to_all(True)
@@ -142,11 +142,11 @@ class Feed:
 
     @property
     def is_away(self) -> bool:
-        """Has nothing been connected for longer than a connection may be lost?"""
+        """True if there was no connection for longer than the grace time."""
         return self._connection is Connection.AWAY
 
     def move(self, endpoint: str, replay_endpoint: str | None) -> bool:
-        """The engine's sockets are elsewhere now. False if they are where they were, or can't be used."""
+        """Follow the engine's sockets to a new address. False if it is unchanged or can't be used."""
         before = self._settings
         if (endpoint, replay_endpoint) == (before.endpoint, before.replay_endpoint) or before.bind:
             return False
@@ -159,15 +159,13 @@ class Feed:
         self._settings = replace(before, endpoint=endpoint, replay_endpoint=replay_endpoint)
         self._socket_watch = SocketWatch(endpoint, replay_endpoint, before.topic, before.rank)
         self.continuity.can_replay = replay_endpoint is not None
-        log.info(
-            "worker %s: the engine's event socket is %s now; it was %s", self._worker_id, endpoint, before.endpoint
-        )
+        log.info("worker %s: the engine's event socket moved to %s from %s", self._worker_id, endpoint, before.endpoint)
         return True
 
     async def catch_up(self) -> None:
-        """Before the first incarnation: is the engine's process still the saved one, and what did it send before?
+        """Before the first incarnation: check if the engine's process is still the saved one, and read its earlier batches.
 
-        Returns when replay has confirmed the saved state, or it was dropped. Nothing may be published before.
+        Returns when replay has confirmed the saved state, or the state was dropped. Don't publish anything before that.
         """
         await self._follow(self.continuity.resume())
         while self.continuity.unproven:
@@ -180,12 +178,12 @@ class Feed:
             await self._receive()
 
     def record_restart(self) -> None:
-        """The engine's process is known to be another one now."""
+        """The engine's process was replaced."""
         self._state.record_restart()
 
     @property
     def alive(self) -> bool:
-        """Is the engine there, as far as the connection tells? False before it was there once."""
+        """True if the engine is up, judging by the connection. False until it has connected once."""
         return self._state.connection(monotonic()).alive
 
     # ---------------------------------------------------------------- receiving
@@ -218,13 +216,12 @@ class Feed:
                 self._diagnose(engine_up)
 
     def _drop_queued(self) -> None:
-        """What waits in the socket may be of either engine process: replay brings it again."""
+        """Drop queued messages: they may come from either engine process, and replay returns them again."""
         while self._receiver.receive_queued() is not None:
             pass
 
     async def _take_queued(self, frames: list[bytes]) -> None:
-        """Take this message, and those that wait behind it without a task switch for each, as long as nothing but the next
-        batch comes and other tasks had their turn lately."""
+        """Take this message, and queued ones without a task switch each: while they are in order, up to BATCHES_AT_ONCE."""
         queued: list[bytes] | None = frames
         while queued is not None and (message := self._read(queued)) is not None:
             seq, payload = message
@@ -247,7 +244,7 @@ class Feed:
                 return
 
     def _read(self, frames: list[bytes]) -> tuple[int, bytes] | None:
-        """Seq and payload of a message, its batch decoded; None (recorded) if it can't be."""
+        """Seq and payload of a message, with its batch decoded; None if undecodable, which is recorded."""
         if len(frames) < 2 or len(frames[-2]) != SEQ_BYTES:
             why = f"message of {len(frames)} frames; expected topic, seq of {SEQ_BYTES} bytes, payload"
             self._undecodable.record_message(why, None, frames[-1])
@@ -266,7 +263,7 @@ class Feed:
         return seq, payload
 
     async def _follow(self, step: Step, *, probes: bool = False) -> None:
-        """Do what the continuity says, until it asks for nothing more. `probes`: nobody told of a batch to ask for."""
+        """Execute the continuity's steps until it asks for no more replay. `probes`: no message announced a missing batch."""
         while True:
             if step.why:
                 what_follows = f"; {STARTING_OVER}" if step.empty else ""
@@ -287,7 +284,7 @@ class Feed:
                 self._state.request_probe()
 
     async def _take_all(self, batches: Sequence[tuple[int, bytes]]) -> None:
-        """The position says already that all of them are taken: so all are, also if this is cancelled."""
+        """Take all batches, even if cancelled: the feed's position already includes them."""
         left = iter(batches)
         self.consistent = False
         try:
@@ -352,7 +349,7 @@ class Feed:
     # ---------------------------------------------------------------- settings that look wrong
 
     def _subscribe_to_all(self, wanted: bool) -> None:
-        """Receive messages under other topics too, until ours is heard: else a wrong topic is silence."""
+        """Also receive other topics until a message of ours arrives. Otherwise a wrong topic would go unnoticed."""
         if self._topic and wanted is not self._all_topics:
             self._all_topics = wanted
             self._socket.setsockopt(zmq.SUBSCRIBE if wanted else zmq.UNSUBSCRIBE, b"")
@@ -386,7 +383,7 @@ class Feed:
     # ---------------------------------------------------------------- connection
 
     async def _watch_connection(self) -> None:
-        # a bound socket may have several connections, of which a handshake does not say which one it is
+        # a bound socket may have several connections, and a handshake does not name its connection
         connected = zmq.EVENT_ACCEPTED if self._settings.bind else zmq.EVENT_HANDSHAKE_SUCCEEDED
         while True:
             event = int((await recv_monitor_message(self._monitor))["event"])
@@ -409,7 +406,7 @@ class Feed:
         if self._connection.alive != before.alive:
             self._on_alive()
         endpoint = self._settings.endpoint
-        if self._connection is Connection.AWAY:  # a wrong address looks like an engine that is not there yet
+        if self._connection is Connection.AWAY:  # a wrong address looks like an engine that has not started yet
             log.warning("worker %s: event socket %s is not connected; receiving no events", self._worker_id, endpoint)
         elif self._connection is Connection.CONNECTED and before is not Connection.LOST:
             log.info("worker %s: event socket %s is connected", self._worker_id, endpoint)

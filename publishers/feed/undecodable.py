@@ -1,15 +1,14 @@
-"""What to do about payloads and events of an engine that can't be decoded.
+"""Handles an engine's undecodable payloads and events.
 
-Anybody may send to the feed's socket. A foreign message that took a seq would make the engine's own message of that seq
-look like one of another engine process, and everything held would be dropped. So an undecodable payload is set aside: the next
-message shows whether its seq was the engine's.
+Any process may send to the feed's socket. If a foreign message took a seq, the engine's own message of that seq would look as
+if another engine process had sent it, and everything held would be dropped. So an undecodable payload is set aside until the
+next message shows if its seq was the engine's.
 
-An undecodable payload, or one that is too large, may have been a removal: to claim less is safe, to claim a block that is gone
-is not. So everything held is dropped then, and the worker begins again, empty. Of an event that can't be read the blocks that
-it names are dropped, and only if it is a removal that names none, everything. An event of an unknown kind that names no blocks
-drops everything with `--distrust-poison`; by default not, or an engine with a new kind of event would hardly ever count. Each
-time costs the index a new incarnation, so it is rationed: an engine that goes on like that is ignored for a while, and the
-worker claims nothing.
+An undecodable or oversized payload may have been a removal. Claiming too little is safe; claiming a block that is gone is not.
+So everything held is dropped, and the worker starts again, empty. For a single unreadable event, only the blocks it names are
+dropped; a removal that names none drops everything. An event of an unknown kind that names no blocks drops everything only with
+`--distrust-poison`: otherwise an engine with a new kind of event would hardly ever publish. Each drop costs the index a new
+incarnation, so it is rationed: an engine that keeps doing it is ignored for a while, and the worker claims nothing.
 """
 
 from collections import deque
@@ -30,19 +29,19 @@ MAX_ASIDE = 64
 REMEMBERED_PAYLOADS = 256
 
 BURST = 8
-"""Losses that are answered at once: a few bad payloads in a long replay cost what was stored before the last of them only."""
+"""Losses handled immediately. A few bad payloads in a long replay then cost only the blocks stored before the last of them."""
 RATION_S = 15.0
-"""One more is answered after each."""
+"""After a burst, one loss is handled in this time."""
 
 
 class UndecodableQueue:
-    """Payloads set aside that would have been the next ones in order, by seq without a gap (pure)."""
+    """Payloads set aside that would have been next in order, without a gap in seq (pure)."""
 
     def __init__(self) -> None:
         self._aside: list[Batch] = []
 
     def put(self, seq: int, payload: bytes, last_seq: int | None) -> None:
-        """Set a payload aside. `last_seq`: the last that was taken, None for none."""
+        """Set a payload aside. `last_seq`: the last seq taken; None: none yet."""
         next_seq = self._aside[-1][0] + 1 if self._aside else None
         if seq == next_seq:
             self._aside = [*self._aside, (seq, payload)][-MAX_ASIDE:]
@@ -50,7 +49,8 @@ class UndecodableQueue:
             self._aside = [(seq, payload)]
 
     def take_before(self, seq: int) -> Sequence[Batch]:
-        """A good message of this seq came: the payloads that lead up to it were the engine's, all others were not."""
+        """A readable message with this seq arrived. Returns the payloads that lead up to it, which were the engine's; all
+        others were not."""
         aside, self._aside = self._aside, []
         if not aside or aside[-1][0] < seq - 1:
             return []
@@ -58,7 +58,7 @@ class UndecodableQueue:
 
 
 class Distrust:
-    """Rations how often everything held is dropped (pure; times are the caller's seconds). A batch is only taken while the
+    """Limits how often everything held is dropped (pure; times are the caller's seconds). Batches are taken only while the
     feed `is_trusted`."""
 
     def __init__(self, burst: int = BURST, ration_s: float = RATION_S) -> None:
@@ -69,8 +69,8 @@ class Distrust:
         self._trusted = True
 
     def record_loss(self, now_s: float) -> bool:
-        """Something undecodable may have removed blocks. True if everything held is to be dropped; False while the feed is not
-        trusted: nothing is held then."""
+        """Something undecodable may have removed blocks. Returns True if everything held must be dropped; False while the feed
+        is not trusted, because nothing is held then."""
         if not self.is_trusted(now_s):
             return False
         self._left -= 1.0
@@ -78,7 +78,7 @@ class Distrust:
         return True
 
     def is_trusted(self, now_s: float) -> bool:
-        """May batches of the engine be taken now?"""
+        """True if batches of the engine may be taken now."""
         if self._at_s is not None:
             self._left = min(float(self._burst), self._left + max(0.0, now_s - self._at_s) / self._ration_s)
         self._at_s = now_s
@@ -104,7 +104,7 @@ class UndecodableRecorder:
         self._recorded: deque[bytes] = deque(maxlen=REMEMBERED_PAYLOADS)
 
     def record_payload(self, seq: int, payload: bytes, error: EngineEventError) -> None:
-        """A payload that is no batch. One that was set aside, or is replayed, is recorded once."""
+        """Record a payload that is not a batch. If it is offered again (set aside, or replayed), it is not recorded twice."""
         digest = xxh3_128_digest(payload)
         if digest in self._recorded:
             return
@@ -116,7 +116,7 @@ class UndecodableRecorder:
         self._record(str(error), seq, payload)
 
     def record_message(self, why: str, seq: int | None, payload: bytes) -> None:
-        """A message that no engine sends: its frames or its seq are wrong."""
+        """Record a message whose frames or seq are wrong, so that no engine sent it."""
         self._counters.poison_frames += 1
         self._record(why, seq, payload)
 

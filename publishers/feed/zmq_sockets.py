@@ -1,4 +1,4 @@
-"""ZMQ sockets: each of ours works on IPv4 and IPv6, and none holds up its process' end."""
+"""ZMQ sockets that work on IPv4 and IPv6 and don't delay the process's exit."""
 
 from typing import Any, TypeVar
 
@@ -8,7 +8,7 @@ S = TypeVar("S", bound="zmq.Socket[Any]")
 
 
 def open_socket(context: "zmq.Context[S]", kind: int) -> S:
-    """A socket that connects to, and binds, addresses of both families."""
+    """A socket that can connect to and bind addresses of both families."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)

@@ -1,1 +1,1 @@
-"""How much of what an engine reports can be published, and the diagnosis if almost nothing can."""
+"""The share of an engine's reported blocks that can be published, and the diagnosis if it is almost none."""

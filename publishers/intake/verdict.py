@@ -1,12 +1,10 @@
-"""What a publisher takes in of what its engine tells, and the one diagnosis of a feed of which (nearly) nothing counts (pure;
-times are the caller's seconds).
+"""Judges how much of an engine's feed can be published, and why if it is almost nothing (pure; times are the caller's seconds).
 
-    events come, and less than a tenth of their blocks can be published    the most frequent reason, its share, its cure
-    the engine serves requests, nothing is published, no event comes      the engine's settings
+    at most a tenth of the reported blocks can be published               the most frequent reason, its share, its cure
+    the engine serves requests, no events arrive, nothing is published    the engine's settings
     the feed has holes again and again                                    the replay socket
 
-It is judged over the last one to two periods in which events came: what was so an hour ago says nothing, and an engine that
-is idle keeps its verdict.
+The verdict covers the last one to two periods with events. Older periods don't count, and an idle engine keeps its verdict.
 """
 
 from collections import deque
@@ -15,15 +13,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 LEAST_TOLD = 8
-"""Fewer blocks and events say nothing yet."""
+"""Minimum number of reported blocks and events for a verdict."""
 LEFT_OUT_SHARE = 0.9
 PERIOD_S = 60.0
 HOLES = 3
 HOLES_S = 600.0
-"""So many holes in this time that replay did not fill: everything held was dropped at each."""
+"""This many holes within this time that replay did not fill; each dropped everything held."""
 SERVING_S = 10.0
 SERVED_TOKENS = 1_024
-"""An engine that ran requests for so long, or took in so many prompt tokens, must have stored a block."""
+"""An engine that ran requests for this long, or read this many prompt tokens, must have stored a block."""
 
 
 class Reason(StrEnum):
@@ -46,8 +44,8 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Counts since the publisher's start. `told`: blocks of full attention that events told, and one for each event or batch
-    that is left out as a whole; `left_out`: of these, by reason. `unfilled`: holes in the feed that replay did not fill."""
+    """Counts since the publisher's start. `told`: reported blocks of full attention, plus one for each event or batch left out
+    as a whole; `left_out`: those of them that were left out, by reason. `unfilled`: holes that replay did not fill."""
 
     told: int = 0
     left_out: Mapping[Reason, int] | None = None
@@ -56,7 +54,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What the engine's metrics say of its work. `prompt_tokens`: since its start."""
+    """The engine's work according to its metrics. `prompt_tokens`: total since its start."""
 
     running: bool = False
     prompt_tokens: float = 0.0
@@ -64,7 +62,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`reason` None: nothing is wrong. `share`: of `told`, what was left out, by whatever reason; `of_reason`: by this one."""
+    """`reason` None: nothing is wrong. `left_out`: blocks left out for any reason; `of_reason`: those left out for this one."""
 
     reason: Reason | None = None
     told: int = 0
@@ -93,7 +91,7 @@ class Intake:
         self.verdict = Verdict()
 
     def judge(self, taken: Taken, serving: Serving, *, publishes: bool, now_s: float) -> Verdict:
-        """`publishes`: is any block published now?"""
+        """`publishes`: True if any block is published now."""
         if not self._periods:
             self._periods.append((now_s, Taken()))
         since_s, _ = self._periods[-1]
@@ -121,13 +119,13 @@ class Intake:
         return self.verdict
 
     def _is_silent(self, taken: Taken, serving: Serving, *, publishes: bool, now_s: float) -> bool:
-        """Does the engine serve requests while it reports nothing and nothing is published?"""
+        """True if the engine serves requests, but reports nothing and nothing is published."""
         passed_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
         if publishes or taken.told != self._told or self._served_from is None:
             self._told, self._served_s, self._served_from = taken.told, 0.0, serving.prompt_tokens
             return False
-        self._served_from = min(self._served_from, serving.prompt_tokens)  # it begins anew with the engine
+        self._served_from = min(self._served_from, serving.prompt_tokens)  # the count restarts with the engine
         self._served_s += passed_s if serving.running else 0.0
         return self._served_s >= SERVING_S or serving.prompt_tokens - self._served_from >= SERVED_TOKENS
 

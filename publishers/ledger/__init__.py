@@ -1,1 +1,1 @@
-"""What one engine holds, and the change of it that is published."""
+"""The ledger of one engine's blocks, and the changes that are published."""

@@ -1,8 +1,7 @@
 """Blocks of a chain, and the namespace that a chain belongs to.
 
-A ledger has blocks by the million, and most of a chain's neighbours have all in common but their hashes. So they are one
-record, a **stretch**, for as long as they do; what makes one of them different cuts it out first. Only the ledger's own parts
-change a stretch:
+A ledger has millions of blocks, and most neighbors in a chain differ only in their hashes. So they share one record, a
+**stretch**. Any operation that makes a block different cuts it out first. Only these parts of the ledger change a stretch:
 
 names, children            lineage
 copies                     residency, shared_hashes
@@ -23,11 +22,11 @@ COPIES_BITS = 24
 COPIES_FIELD = (1 << COPIES_BITS) - 1
 
 ORPHAN = -1
-"""`Stretch.usable` of blocks that are held while one of their ancestors is not."""
+"""`Stretch.usable` of blocks that are held although one of their ancestors is not."""
 
 
 class Namespace:
-    """The chains of one (adapter, salt, kind of chain): the same tokens at a root are another block in another namespace.
+    """The chains of one (adapter, salt, kind of chain). The same root tokens are a different block in each namespace.
 
     `root_salt` is the salt if it is hashed into the first block (not mapped to the tenant), else None.
     """
@@ -43,10 +42,10 @@ class Namespace:
         self.root_salt = root_salt
         self.chain = chain
         self.roots: dict[bytes, Stretch] = {}
-        """The beginnings of its chains, by their first packed sequence hash."""
+        """The first stretch of each chain, by its first packed sequence hash."""
 
     def stretches(self) -> Iterator["Stretch"]:
-        """All of its blocks, parents before children, each chain as far as it goes before the next branch."""
+        """All of its blocks, depth first, parents before children."""
         waiting = list(self.roots.values())
         while waiting:
             stretch = waiting.pop()
@@ -55,14 +54,14 @@ class Namespace:
 
 
 class Stretch:
-    """Consecutive blocks of one chain. What is said of blocks is true of each of them.
+    """Consecutive blocks of one chain. The fields about a block apply to each of them.
 
-    `index`: the first block's place in the chain. `hashes`: the packed sequence hashes. `children`: what follows the last
-    block. `copies`: how many engine hashes hold a block, by tier (see COPIES_BITS). `usable`: flags of the tiers it is usable
-    in, 0 if it is not held, ORPHAN if it is held behind a hole. `named`: how many engine hashes stand for it.
+    `index`: the first block's place in the chain. `hashes`: the packed sequence hashes. `children`: the stretches behind the
+    last block. `copies`: number of engine hashes that hold a block, by tier (see COPIES_BITS). `usable`: flags of the tiers in
+    which a block is usable; 0 if not held; ORPHAN if held behind a hole. `named`: number of engine hashes of a block.
 
-    `plain`: one engine hash stands for each block, `names` has them, and the device tier has one copy of it or none, of which
-    no count is kept elsewhere; nor is there any copy in another tier. Else it is a `Block`.
+    `plain`: each block has exactly one engine hash, in `names`. The device tier has one copy of it or none, not counted
+    anywhere else, and no other tier has a copy. A stretch that is not plain is a `Block`.
     """
 
     __slots__ = (
@@ -89,7 +88,7 @@ class Stretch:
         names: tuple[EngineHash, ...] = (),
         copies: int = 0,
     ) -> None:
-        """With `names` it is plain."""
+        """A stretch with `names` is plain."""
         self.namespace = namespace
         self.index = index
         self.hashes = hashes
@@ -104,12 +103,12 @@ class Stretch:
         self.runs = 0
 
     def __len__(self) -> int:
-        """Its blocks."""
+        """Number of blocks."""
         return len(self.hashes) // HASH_BYTES
 
     @property
     def sequence_hash(self) -> bytes:
-        """The first block's, packed."""
+        """The first block's packed sequence hash."""
         return self.hashes[:HASH_BYTES]
 
     def child(self, sequence_hash: bytes) -> "Stretch | None":
@@ -146,8 +145,8 @@ class Stretch:
             self.children = None
 
     def cut(self, at: int) -> "Stretch":
-        """Cut a plain one before its block number `at`, which is not the first. This is the part before from now on; returns
-        the other one."""
+        """Cut a plain stretch before its block number `at`, which is not the first. This stretch keeps the first part; returns
+        the second."""
         end = at * HASH_BYTES
         rest = Stretch(self.namespace, self.index + at, self.hashes[end:], self, self.names[at:], self.copies)
         rest.usable = self.usable
@@ -156,7 +155,7 @@ class Stretch:
         return rest
 
     def absorb(self, child: "Stretch") -> None:
-        """Go on with the blocks of the only child, a plain one like this."""
+        """Append the blocks of the only child, which is plain like this stretch."""
         self.hashes += child.hashes
         self.names += child.names
         self._take_children_of(child)
@@ -168,8 +167,8 @@ class Stretch:
 
 
 Block = NewType("Block", Stretch)
-"""A stretch of one block that is not plain: its copies are counted by name in the holdings, any number of engine hashes may
-stand for it, and `names` has one of these, or is empty."""
+"""A stretch of one block that is not plain: its copies are counted by name in the holdings, it may have any number of engine
+hashes, and `names` has one of them or is empty."""
 
 
 def packed_hashes(stretches: Iterable[Stretch]) -> bytes:

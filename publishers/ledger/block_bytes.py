@@ -1,7 +1,6 @@
-"""How many bytes of KV cache a block has: the one place that says it, by scope and tier. What the index, heartbeats, loads and
-prices say of bytes is read from here.
+"""Bytes of KV cache per block, by scope and tier. The index, heartbeats, loads and prices all read them from here.
 
-Of several sources the first that knows counts:
+The first source with a value counts:
 
     the engine's events    of the scope and tier, else of the scope's device tier, else of its other tiers
     the settings           --block-bytes, or a model's configuration
@@ -22,22 +21,22 @@ class BlockBytes:
         self._metrics = 0
 
     def tell(self, scope_id: bytes, tier: Tier, block_bytes: int) -> bool:
-        """An event says it. True if it said otherwise, or nothing, before."""
+        """Set the size from an event. True if it was unknown or different before."""
         of_scope = self._by_scope.setdefault(scope_id, {})
         before, of_scope[tier] = of_scope.get(tier), block_bytes
         self._lately[tier] = block_bytes
         return before != block_bytes
 
     def tell_metrics(self, block_bytes: int) -> None:
-        """The engine's metrics say it."""
+        """Set the size from the engine's metrics."""
         self._metrics = block_bytes
 
     def forget_scope(self, scope_id: bytes) -> None:
-        """The scope has no blocks any more."""
+        """The scope has no blocks left."""
         self._by_scope.pop(scope_id, None)
 
     def told(self, scope_id: bytes) -> int:
-        """What events said of the scope."""
+        """The scope's size according to events; 0: unknown."""
         return _first(self._by_scope.get(scope_id, {}), Tier.HBM)
 
     def of(self, scope_id: bytes, block_size: int | None, tier: Tier = Tier.HBM) -> int:
@@ -45,7 +44,7 @@ class BlockBytes:
         return _first(self._by_scope.get(scope_id, {}), tier) or self._untold(block_size)
 
     def of_worker(self, block_size: int | None, tier: Tier = Tier.HBM) -> int:
-        """Bytes of the worker's blocks in a tier; the blocks of a model are alike in all scopes."""
+        """Bytes of the worker's blocks in a tier. A model's blocks have the same size in all scopes."""
         return _first(self._lately, tier) or self._untold(block_size)
 
     def _untold(self, block_size: int | None) -> int:
@@ -53,5 +52,5 @@ class BlockBytes:
 
 
 def _first(by_tier: dict[Tier, int], tier: Tier) -> int:
-    """The tier's, else the device's, else that of any tier."""
+    """The tier's size, else the device tier's, else any tier's."""
     return by_tier.get(tier) or by_tier.get(Tier.HBM) or next(iter(by_tier.values()), 0)

@@ -1,43 +1,43 @@
-"""What the ledger counts."""
+"""The ledger's counters."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class LedgerCounters:
-    """Since the ledger was made. In blocks, unless a field names something else."""
+    """Counts since the ledger was created, in blocks unless a field says otherwise."""
 
     stored: int = 0
     removed: int = 0
     cleared_events: int = 0
     removed_unknown: int = 0
-    """Removals of a copy that was never stored here: it is older than the ledger."""
+    """Removals of a copy that is older than the ledger, so it was never stored here."""
     sparse: int = 0
-    """Stored in groups of other attention than full: of these only marks are published."""
+    """Stored in groups of other attention than full, for which only marks are published."""
     unknown_parent: int = 0
     zero_parent: int = 0
-    """Blocks with an unknown parent that is named 0, by which some engines mean none."""
+    """Blocks with unknown parent 0, which some engines send for no parent."""
     parents_found: int = 0
-    """Left out for their parent at first, and taken in once that was known."""
+    """Left out at first for their unknown parent, and accepted once it was known."""
     unindexable: int = 0
-    """Token ids beyond 32 bits, or not a full block's each, or an adapter or salt that can't name a scope."""
+    """Token ids beyond 32 bits, tokens that are not a full block each, or an adapter or salt that is not valid in a scope."""
     other_block_size: int = 0
     placeholder_unknown: int = 0
     other_chain: int = 0
     """Left out: reported without token ids by an engine that reports them for other blocks."""
     adapter_unnamed: int = 0
-    """Left out: of an adapter whose name neither the engine nor the settings tell."""
+    """Left out: neither the engine nor the settings name their adapter."""
     engine_too_old: int = 0
-    """Left out: of a version whose events don't say where in a prompt a block is."""
+    """Left out: this engine version's events don't say where in a prompt a block is."""
     parent_removed: int = 0
-    """Stored behind a block that the engine holds, though it announced its removal."""
+    """Stored behind a block that the engine still holds, although it reported its removal."""
     removal_untold: int = 0
-    """Left out: stored by a connector where nobody tells their removal."""
+    """Left out: stored by a connector whose removals are never reported."""
     store_told: int = 0
-    """Told to the shared store's publisher."""
+    """Reported to the shared store's publisher."""
     store_unknown: int = 0
-    """Stored in the shared store, but which blocks they are is not known: not told."""
+    """Stored in the shared store, but not reported to its publisher, because the blocks can't be identified."""
     withdrawn: int = 0
     restored: int = 0
     judged_removals: int = 0
-    """Removals of a hash that stands for several blocks, any of which may be gone: all of these count as gone."""
+    """Removals of a hash of several blocks. Any of them may be gone, so all count as gone."""

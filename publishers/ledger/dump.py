@@ -3,16 +3,15 @@
     [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting, variants, groups, lookahead
      tokens, unproven, small blocks, untold keys, reports]
 
-`identity` is what the sequence hashes depend on: a ledger saved under other settings is refused. `namespaces`: [adapter,
-salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root, chain, bytes a block].
-`owners`: for each name the position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names,
+`identity`: the settings that sequence hashes depend on; a ledger saved with other settings is refused. `namespaces`: [adapter,
+salt, packed sequence hashes, packed u32 parents (position in the namespace + 1, or 0 at a root), chain, bytes per block].
+`owners`: for each name, the position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names,
 counts]. `shared`: [name, [[position of block, [[position of holding, count]]]]]. `awaiting`: [hashes, parent, packed tokens,
 adapter, salt, extra keys, lookahead, local hashes or nil, chain, packed sequence hashes]. `variants`: [hash, the parent's
 hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. `unproven`: see `Residency.unproven`; nil if the
-engine uses keys. `small blocks`: [parts of a block, [[hash, anchor, number]]], see `marks.small_blocks`. `untold keys`: what
-the engine's events don't tell its blocks apart by; `reports`: see `HitReports.dump`; both absent in states of earlier
-versions. Usable residency and marks are not
-saved: they are computed from the rest.
+engine uses keys. `small blocks`: [parts of a block, [[hash, anchor, number]]], see `marks.small_blocks`. `untold keys`: keys of
+blocks that the engine's events omit; `reports`: see `HitReports.dump`; earlier versions saved neither. Usable residency and
+marks are not saved: they are computed from the rest.
 """
 
 import sys
@@ -52,7 +51,7 @@ class SavedHolding:
 
 @dataclass(frozen=True, slots=True)
 class SavedCopies:
-    """What is certainly one block's of a shared hash: (position of the holding, count)."""
+    """Copies of a shared hash that certainly belong to one block: (position of the holding, count)."""
 
     block: int
     counts: list[tuple[int, int]]
@@ -80,8 +79,8 @@ class SavedLedger:
     reports: list[Any]
 
     def restore(self, lineage: Lineage, residency: Residency, awaiting: AwaitingParent) -> None:
-        """Fill the empty parts of a ledger that knows the groups already. Raises InvalidValue, LookupError, TypeError or
-        ValueError if it contradicts itself."""
+        """Fill the empty parts of a ledger that already knows the groups. Raises InvalidValue, LookupError, TypeError or
+        ValueError if the dump contradicts itself."""
         holdings = [residency.add_holding(saved.tier, saved.group) for saved in self.holdings]
         for holding, saved in zip(holdings, self.holdings, strict=True):
             holding.counts.update(saved.counts)
@@ -102,7 +101,7 @@ class SavedLedger:
                 residency.enter_tiers(name, Block(block))
 
     def _restore_lineage(self, lineage: Lineage, residency: Residency) -> list[Stretch]:
-        """Make the blocks and their names, plain ones with their copies. Returns the stretch of each block, in the dump's
+        """Make the blocks and their names, and the copies of plain ones. Returns the stretch of each block, in the dump's
         order."""
         copies_of = self._plain_copies(residency)
         blocks: list[Stretch] = []
@@ -121,7 +120,7 @@ class SavedLedger:
                     and end not in branches
                     and copies == copies_of.get(start + end)
                 ):
-                    continue  # it follows the block before it, and is as that is
+                    continue  # same stretch: it follows the block before it and is like it
                 position = parents[first]
                 if position > first:
                     raise InvalidValue(f"saved block {first} comes before its parent {position - 1}")
@@ -150,7 +149,7 @@ class SavedLedger:
         return dict(zip(self.owners, self.names, strict=True))
 
     def _plain_copies(self, residency: Residency) -> dict[int, int]:
-        """The copies of each block that may be in a plain stretch, by position."""
+        """Number of copies of each block that may be in a plain stretch, by position."""
         names = set(self.names)
         if len(names) < len(self.names):
             raise InvalidValue("a saved hash stands for two blocks and is not shared")
@@ -180,7 +179,7 @@ def pack(
     *,
     uses_keys: bool,
 ) -> bytes:
-    """The dump."""
+    """Make the dump."""
     namespaces: list[list[Any]] = []
     position_of: dict[Stretch, int] = {}
     start = 0

@@ -1,10 +1,10 @@
-"""An engine's KV cache groups as its events describe them, and what follows from them for reuse.
+"""An engine's KV cache groups as its events describe them, and their consequences for reuse.
 
-The kind of a group is remembered from any event of it, whatever the tier: removals and offloading don't tell it. Only of an
-engine that never told a kind group 0 is taken for full attention. Blocks are announced in the size of full attention, and with
-several groups of it (of the model and its draft, or where context parallelism enlarges those of one) in the smallest; the
-larger ones count with the sparse groups. What no event tells is a setting: the chunk size of chunked attention, the scheduler's
-block size, EAGLE and its groups.
+A group's kind is remembered from any of its events, in any tier, because removals and offloading events omit it. If an engine
+never reports a kind, group 0 counts as full attention. Blocks are published in the size of full attention. If several groups
+have full attention (model and draft, or context parallelism that enlarges one group's blocks), the smallest size counts, and
+groups with larger blocks are treated as sparse. Facts that no event reports are settings: the chunk size of chunked attention,
+the scheduler's block size, EAGLE and its groups.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from kvatlas_publishers.ledger.settings import LedgerSettings
 
 @dataclass(frozen=True, slots=True)
 class ToldGroup:
-    """A group as its events describe it. `block_size` is the largest told: blocks at a prompt's end may be smaller. 0 if only
-    a connector told of the group, whose blocks may have any size."""
+    """A group as its events describe it. `block_size`: the largest reported, because blocks at a prompt's end may be smaller; 0
+    if only a connector reported the group, because its blocks may have any size."""
 
     kind: AttentionKind
     window_tokens: int | None
@@ -28,12 +28,12 @@ class ToldGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReuseOfGroups:
-    """What an engine's groups mean for reuse.
+    """Consequences of an engine's groups for reuse.
 
-    `rule`: needed where residency is not enough, with the bits of each sparse group in `Stretch.held_by`; else None.
-    `upper_bound`: why what is told is only an upper bound of what is reused; empty if it is exact, or less. `eagle`: a hit
-    drops a block. `groups`: how many KV cache groups there are. `alignment_tokens`: hits are multiples of this; 0: of blocks.
-    `lookahead_tokens`: how many tokens behind a block its hash covers.
+    `rule`: set if residency is not enough to tell what is reusable, and `bits` has each sparse group's bits in
+    `Stretch.held_by`; else None. `upper_bound`: why the published blocks are only an upper bound of reuse; empty if they are
+    exact or fewer. `eagle`: a hit drops a block. `groups`: number of KV cache groups. `alignment_tokens`: hits are multiples of
+    this; 0: of blocks. `lookahead_tokens`: number of tokens behind a block that its hash covers.
     """
 
     rule: ResumptionRule | None = None
@@ -46,25 +46,25 @@ class ReuseOfGroups:
 
 
 class EngineGroups:
-    """See the module. `told`: by index."""
+    """See the module. `told`: the reported groups, by index."""
 
     def __init__(self, settings: LedgerSettings) -> None:
         self.settings = settings
         self.told: dict[int, ToldGroup] = {}
         self.lookahead_tokens = 0
         self.untold_keys = ""
-        """See `EngineStored`; what the engine's events have shown last."""
+        """See `EngineStored`; as in the engine's latest events."""
         self._seen: set[tuple[int, AttentionKind | None, int | None, int, int, str]] = set()
 
     def learn(self, event: EngineStored) -> bool:
-        """Take in what the event tells of its group. True if that was new."""
+        """Learn an event's facts about its group. True if any was new."""
         size, is_full = event.block_size, event.kind is not None and event.kind.is_full
         if event.offloaded or (is_full and not 0 < len(event.token_ids) == size * len(event.hashes)):
-            size = 0  # events of sparse groups have the tokens of blocks that were skipped too
+            size = 0  # events of sparse groups also have the tokens of skipped blocks
         shape = (event.group, event.kind, event.window_tokens, size, event.lookahead_tokens, event.untold_keys)
         if shape in self._seen:
             return False
-        if len(self._seen) >= 4096:  # no engine has so many; an odd one costs time, not memory
+        if len(self._seen) >= 4096:  # no engine has that many; this bounds the memory for an odd one
             self._seen.clear()
         self._seen.add(shape)
         ahead = max(self.lookahead_tokens, event.lookahead_tokens)
@@ -82,20 +82,20 @@ class EngineGroups:
         return True
 
     def restore(self, told: Mapping[int, ToldGroup], lookahead_tokens: int, untold_keys: str) -> None:
-        """As it was saved."""
+        """Restore the saved groups."""
         self.told = dict(told)
         self.lookahead_tokens = lookahead_tokens
         self.untold_keys = untold_keys
 
     @property
     def smallest_full(self) -> int:
-        """Tokens of the smallest full blocks of full attention; 0 if that is not told."""
+        """Tokens of the smallest full blocks of full attention; 0 if unknown."""
         sizes = [one.block_size for one in self.told.values() if one.kind.is_full and one.block_size]
         return min(sizes, default=0)
 
     def told_block_size(self, event: EngineStored, known: int | None) -> int | None:
-        """Tokens of full attention's smallest full blocks as the event tells it; of groups that tell no kind, the largest
-        blocks are the full ones. None if it tells nothing new. `known`: what was told before."""
+        """Tokens of full attention's smallest full blocks according to the event. If groups report no kind, the largest blocks
+        are the full ones. None if the event has nothing new. `known`: the size so far."""
         if event.offloaded or not self.is_full(event.group) or event.block_size < 1:
             return None
         if event.local_hashes is None and not 0 < len(event.token_ids) == event.block_size * len(event.hashes):
@@ -105,19 +105,19 @@ class EngineGroups:
         return None if smaller and self.settings.block_size is None else size
 
     def is_full(self, group: int) -> bool:
-        """Does a group need every block before a position? False for one whose kind is not known yet."""
+        """True if a group needs every block before a position. False while its kind is unknown."""
         if not self.told:
             return group == 0
         told = self.told.get(group)
         return told is not None and told.kind.is_full
 
     def is_resident(self, group: int, block_size: int | None) -> bool:
-        """Is what the group holds announced, in blocks of this many tokens? That is full attention, but for larger blocks."""
+        """True if the group's blocks are published, in blocks of this many tokens: full attention, except larger blocks."""
         told = self.told.get(group)
         return self.is_full(group) and (told is None or block_size is None or told.block_size <= block_size)
 
     def reuse(self, block_size: int | None) -> ReuseOfGroups:
-        """What the groups mean for reuse, in blocks of this many tokens, those that are announced."""
+        """The groups' consequences for reuse. `block_size`: tokens per published block."""
         reuse = self._reuse(block_size)
         return replace(reuse, lookahead_tokens=self.lookahead_tokens, upper_bound=reuse.upper_bound or self.untold_keys)
 
@@ -126,12 +126,12 @@ class EngineGroups:
         eagle = settings.eagle and not self.lookahead_tokens
         told = sorted(self.told.items())
         if not told or block_size is None:
-            why = "the engine tells full attention only" if settings.hybrid and not told else ""
+            why = "the engine reports full attention only" if settings.hybrid and not told else ""
             return ReuseOfGroups(upper_bound=why, eagle=eagle, alignment_tokens=settings.alignment_tokens)
         count = len(told)
         sparse = [index for index, _ in told if not self.is_resident(index, block_size)]
         if len(sparse) == count:
-            return ReuseOfGroups(eagle=eagle, groups=count)  # without full attention nothing is announced
+            return ReuseOfGroups(eagle=eagle, groups=count)  # without full attention nothing is published
         try:
             rule = self._rule(told, block_size, eagle)
         except InvalidValue as error:
@@ -149,16 +149,14 @@ class EngineGroups:
         return ReuseOfGroups(rule, bits, "", eagle, count, aligned)
 
     def _rule(self, told: list[tuple[int, ToldGroup]], block_size: int, eagle: bool) -> ResumptionRule:
-        """Raises InvalidValue if the groups' rules, or their sizes, can't be computed with."""
+        """The groups' rule. Raises InvalidValue if a group's kind or the sizes are not supported."""
         settings = self.settings
         groups = []
         for index, group in told:
             if group.kind is AttentionKind.OTHER:
-                raise InvalidValue(f"group {index} has a kind of attention that is not known here")
+                raise InvalidValue(f"group {index} has an unknown kind of attention")
             if group.kind is AttentionKind.CHUNKED_LOCAL and not settings.chunk_tokens:
-                raise InvalidValue(
-                    f"group {index} has chunked attention, and its chunk size is not known (--chunk-size)"
-                )
+                raise InvalidValue(f"group {index} has chunked attention, but its chunk size is unknown (--chunk-size)")
             drops = eagle and (index in settings.eagle_groups if settings.eagle_groups else group.kind.is_full)
             groups.append(
                 AttentionGroup(

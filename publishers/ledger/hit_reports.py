@@ -1,16 +1,17 @@
-"""Events that store new copies of blocks, or report what a request has found in the cache: which, the wire doesn't say.
+"""Distinguishes events of new copies from reports of cache hits, which look the same on the wire.
 
 vLLM reports the hits of a request with `kv_cache_report_mode: "full"` as if they were stored. Such a report begins at the
-prompt's first block, has an event for each group, and all blocks of full attention in it are held, as is the last one of a
-window or of mamba; earlier ones of these groups may be gone. So events are of new copies if one of them
+prompt's first block and has one event per group. All its blocks of full attention are held, and so is the last block of a
+window or mamba group; earlier blocks of those groups may be gone. So events store new copies if one of them
 
 - has a parent,
-- leaves out blocks (`EngineStored.token_ids` are those of more blocks than it names), or
-- names a block that must be held in a report, and is not. That counts only while every copy is known: since the engine's start
-  or a clear.
+- leaves out blocks (`EngineStored.token_ids` cover more blocks than it names), or
+- names a block that a report would require to be held, but that is not held. This counts only while every copy is known: since
+  the engine's start or a clear.
 
-Of all others it is certain only that what a report needs is held now. Their copies are **doubtful**: a removal takes a certain
-copy first, so a block is claimed only while a copy is certainly left. What is stored behind a block shows that it is held.
+For all other events we know only that the blocks a report requires are held now. Their copies are **doubtful**: a removal takes
+a certain copy first, so a block is claimed only while a copy is certainly left. A child stored behind a block proves that the
+block is held.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,30 +26,30 @@ from kvatlas_publishers.ledger.block import Stretch
 from kvatlas_publishers.ledger.engine_groups import EngineGroups
 
 MOST_DOUBTS = 131_072
-"""Doubtful hashes remembered (about 100 bytes each) besides those that are held."""
+"""Limit of doubtful hashes per group (about 100 bytes each). Beyond it, only hashes with a certain copy are kept."""
 
 _LAST_IS_HELD = (AttentionKind.SLIDING_WINDOW, AttentionKind.SLIDING_WINDOW_MLA, AttentionKind.MAMBA)
 
 
 class HitReports:
-    """The doubtful copies in one engine's device tier. `held(tier, group, name)`: is a copy certain?"""
+    """The doubtful copies in one engine's device tier. `held(tier, group, name)`: True if a copy is certain."""
 
     def __init__(self, groups: EngineGroups, held: Callable[[Tier, int, EngineHash], bool]) -> None:
         self.knows_all = False
-        """Has every event since the engine held nothing been seen?"""
+        """True if we have seen every event since the engine was empty."""
         self._groups = groups
         self._held = held
         self._doubts: dict[int, dict[EngineHash, int]] = {}
-        """By group: doubtful copies of each hash."""
+        """Number of doubtful copies of each hash, by group."""
         self._run_end = 0
         self._run_is_new = False
 
     def begin_batch(self) -> None:
-        """Positions of events count from a batch's beginning."""
+        """A new batch begins: event positions start at 0 again."""
         self._run_end = 0
 
     def stored(self, events: Sequence[EngineEvent], at: int, event: EngineStored) -> Sequence[EngineStored]:
-        """What `event`, the batch's event number `at`, certainly adds to the copies of its group."""
+        """The copies that `event`, the batch's event number `at`, certainly adds to its group."""
         if at >= self._run_end:
             run = list(_run(events, at))
             self._run_end = at + len(run)
@@ -66,7 +67,8 @@ class HitReports:
         return (event,) if all(taken) else list(self._parts(event, taken))
 
     def lost_before(self, event: EngineStored, parent: Stretch | None) -> list[EngineHash]:
-        """The blocks before the event's, up to `parent`, of which a doubtful copy must be a real one: certain from now on."""
+        """Blocks up to `parent` whose doubtful copy must be a real one, since the event stored a child. They are certain from
+        now on."""
         doubts = self._doubts.get(event.group)
         if not doubts or not self._groups.is_full(event.group):
             return []
@@ -94,33 +96,33 @@ class HitReports:
         return event if len(names) == len(event.hashes) else replace(event, hashes=names)
 
     def dropped(self, event: EngineDropped) -> None:
-        """All copies are gone."""
+        """All copies of these hashes are gone."""
         for group, doubts in self._doubts.items():
             if event.group in (None, group):
                 for name in event.hashes:
                     doubts.pop(name, None)
 
     def cleared(self) -> None:
-        """The device tier is empty: every copy is known from now on."""
+        """The device tier is empty. From now on every copy is known."""
         self._doubts.clear()
         self.knows_all = True
 
     # ---------------------------------------------------------------- saved state
 
     def dump(self) -> list[Any]:
-        """For `restore`."""
+        """The state for `restore`."""
         groups = [[group, list(doubts), list(doubts.values())] for group, doubts in self._doubts.items()]
         return [self.knows_all, groups]
 
     def restore(self, saved: Sequence[Any]) -> None:
-        """What `dump` returned. Raises TypeError or ValueError for anything else."""
+        """Restore the state that `dump` returned. Raises TypeError or ValueError for anything else."""
         self.knows_all, groups = saved
         self._doubts = {group: dict(zip(names, counts, strict=True)) for group, names, counts in groups}
 
     # ---------------------------------------------------------------- judgement
 
     def _is_new(self, event: EngineStored) -> bool:
-        """Is this certainly no report?"""
+        """True if this is certainly not a report."""
         if len(event.token_ids) != event.block_size * len(event.hashes):
             return True
         if not self.knows_all:
@@ -132,7 +134,7 @@ class HitReports:
         )
 
     def _needed(self, event: EngineStored) -> Sequence[bool]:
-        """For each of its blocks: must it be held if this is a report?"""
+        """For each block of the event: True if it must be held in case this is a report."""
         count = len(event.hashes)
         if self._groups.is_full(event.group):
             return [True] * count
@@ -140,7 +142,7 @@ class HitReports:
         return [False] * (count - 1) + [told is not None and told.kind in _LAST_IS_HELD] * min(count, 1)
 
     def _parts(self, event: EngineStored, taken: Sequence[bool]) -> Iterator[EngineStored]:
-        """The stretches of its blocks that are taken."""
+        """The runs of the event's blocks that are taken."""
         hashes, size, full = event.hashes, event.block_size, self._groups.is_full(event.group)
         first = 0
         for is_taken, run in groupby(taken):
@@ -162,7 +164,7 @@ class HitReports:
 
     @staticmethod
     def _take(doubts: dict[EngineHash, int], name: EngineHash) -> bool:
-        """One doubtful copy less, if there is one."""
+        """Remove a doubtful copy. False if there is none."""
         count = doubts.get(name, 0)
         if count > 1:
             doubts[name] = count - 1
@@ -171,14 +173,14 @@ class HitReports:
         return count > 0
 
     def _trim(self, group: int) -> None:
-        """Forget those of which no copy is certain."""
+        """Forget doubtful hashes without a certain copy."""
         kept = {name: count for name, count in self._doubts[group].items() if self._held(Tier.HBM, group, name)}
         self._doubts[group] = kept
         self.knows_all = False
 
 
 def _run(events: Sequence[EngineEvent], at: int) -> Iterator[EngineStored]:
-    """The events from `at` on that can be of one request's step: one for each group, in order."""
+    """The events from `at` on that may come from one step of one request: one per group, in order."""
     group = -1
     for event in events[at:]:
         if not isinstance(event, EngineStored) or not event.maybe_again or event.group <= group:

@@ -1,4 +1,4 @@
-"""Reference counts of the copies that an engine holds, by (tier, group)."""
+"""Reference counts of an engine's copies, by (tier, group)."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from kvatlas_publishers.ledger.block import COPIES_BITS
 
 
 class Holding:
-    """`counts`: engine hash to copies, none at zero; none of plain stretches. `peers`: the counts of the tier's other indexable
-    groups.
+    """`counts`: copies by engine hash, without zeros and without plain stretches. `peers`: the counts of the tier's other
+    indexable groups.
 
-    A group is indexable if it is one of full attention, which residency is about; `unit` is one copy's part of
-    `Stretch.copies`. Of a sparse group whose blocks decide where a prompt can be resumed, `bit` is the bit in `Stretch.held_by`
-    and `other_tiers` are its counts in other tiers; `bit` is 0 for all other groups. `part_bits` are those before it, of the
-    group's other blocks in an announced one, if its blocks are smaller (`marks.small_blocks`).
+    A group is indexable if it has full attention: residency covers only these. `unit`: one copy in `Stretch.copies`. If a
+    sparse group's blocks decide where a prompt can be resumed, `bit` is its bit in `Stretch.held_by`, and `other_tiers` are its
+    counts in other tiers; all other groups have `bit` 0. `part_bits`: the bits before it, for the group's other blocks within a
+    published one, if its blocks are smaller (`marks.small_blocks`).
     """
 
     __slots__ = ("bit", "counts", "flag", "group", "indexable", "other_tiers", "part_bits", "peers", "tier", "unit")
@@ -30,20 +30,20 @@ class Holding:
         self.other_tiers: list[dict[EngineHash, int]] = []
 
     def in_all(self, name: EngineHash) -> bool:
-        """Is the hash held in every indexable group of the tier? vLLM reuses a block only then."""
+        """True if every indexable group of the tier holds the hash. vLLM reuses a block only then."""
         if name not in self.counts:
             return False
         return not self.peers or all(name in counts for counts in self.peers)
 
 
 class Holdings:
-    """All holdings of one engine, in the order in which it first named them."""
+    """All holdings of one engine, in the order of their first events."""
 
     def __init__(self) -> None:
         self.by_group: dict[tuple[Tier, int], Holding] = {}
         self.indexed: list[Holding] = []
         self.sparse: list[Holding] = []
-        """Those with a bit."""
+        """Holdings with a bit."""
 
     def add(self, tier: Tier, group: int, indexable: bool, bits: Sequence[int] = ()) -> Holding:
         holding = self.by_group[tier, group] = Holding(tier, group, indexable, bits)
@@ -66,5 +66,5 @@ class Holdings:
         return [holding for holding in self.indexed if holding.tier is tier]
 
     def is_held(self, name: EngineHash) -> bool:
-        """Is the hash, of no plain stretch, held in all indexable groups of some tier?"""
+        """True if all indexable groups of some tier hold the hash. Not for hashes of plain stretches."""
         return any(holding.in_all(name) for holding in self.indexed)

@@ -1,7 +1,7 @@
-"""From a change of the usable residency to index events, in the order that keeps every prefix of them prefix-closed.
+"""Turns changes of usable residency into index events, ordered so that residency is prefix-closed after each event.
 
-The order within a batch: added tiers, lost tiers, removals child first, stores parent first. With granularity g only the
-blocks whose index % g == g-1 are announced; `parent` is then the announced block before.
+The order within a batch: added tiers, lost tiers, removals child first, stores parent first. With granularity g, only blocks
+with index % g == g-1 are published; `parent` is then the previous published block.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ _Run = tuple[Namespace, int, bytes, bytes | None, int]
 
 
 class IndexEvents:
-    """Makes the events of one worker. `digest` and `blocks` are of everything that is announced now."""
+    """Makes the events of one worker. `digest` and `blocks` cover everything published now."""
 
     __slots__ = ("_last", "_step", "blocks", "digest")
 
@@ -36,20 +36,20 @@ class IndexEvents:
         self.blocks = 0
 
     def announced(self, stretch: Stretch) -> Iterator[tuple[int, int]]:
-        """The blocks that are announced now: (number in the stretch, sequence hash)."""
+        """The published blocks: (number in the stretch, sequence hash)."""
         if stretch.usable > 0:
             for at, value in enumerate(unpack_hashes(stretch.hashes)):
                 if (stretch.index + at) % self._step == self._last:
                     yield at, value
 
     def _hashes(self, stretch: Stretch) -> bytes:
-        """Those that are, or would be, announced."""
+        """Hashes of the blocks that are published if usable."""
         return stretch.hashes if self._step == 1 else thin(stretch.hashes, self._step, stretch.index)
 
     # ---------------------------------------------------------------- changes
 
     def make(self, change: UsableChange, cleared: bool) -> list[IndexEvent]:
-        """The events of a change. `cleared`: the engine cleared a tier, so one event may say that all is gone."""
+        """The events of a change. `cleared`: the engine cleared a tier, so one event may remove everything."""
         events: list[IndexEvent] = []
         removed = change.removed
         if self._step > 1:
@@ -93,7 +93,7 @@ class IndexEvents:
             self.digest.add(scope_id, tier, hashes, -1)
 
     def _add_moved(self, moved: list[_WithFlags], events: list[IndexEvent]) -> None:
-        """Blocks that stay and whose tiers changed: first every added tier, then every lost one."""
+        """Blocks that stay but changed tiers: first every added tier, then every lost one."""
         announced = [(stretch, before) for stretch, before in moved if self._hashes(stretch)]
         announced.sort(key=_depth)
         for tier in Tier:
@@ -106,13 +106,13 @@ class IndexEvents:
                 self._add_lost(scope_id, tier.flag, hashes, events)
 
     def _add_removed(self, removed: list[_WithFlags], events: list[IndexEvent]) -> None:
-        """One event for each scope and set of tiers if no block of one is an ancestor of a block of another; else as the
-        depths require. A block in several tiers is gone with the last of its tiers' events."""
+        """One event per scope and set of tiers, unless a block of one set is an ancestor of a block of another; then as many as
+        the depths require. A block in several tiers is gone with the last of its tiers' events."""
         if len(removed) > 1:
             removed.sort(key=_depth, reverse=True)
         _, first_flags = removed[0]
         if any(flags != first_flags for _, flags in removed):
-            # Deeper blocks first whatever their tiers; of equal depth none is another's ancestor.
+            # Deeper blocks first, in any tier. Blocks of equal depth are never ancestors of each other.
             removed.sort(key=_flags)
             removed.sort(key=_depth, reverse=True)
             self._add_removed_of_several_tiers(removed, events)
@@ -142,7 +142,8 @@ class IndexEvents:
     # ---------------------------------------------------------------- runs of a chain
 
     def _runs(self, added: Iterable[Stretch]) -> Iterator[_Run]:
-        """Consecutive blocks of one chain with the same tiers, every `granularity`-th of them. `added`: parents first."""
+        """Runs of consecutive blocks of one chain with the same tiers, every `granularity`-th of them. `added`: parents
+        first."""
         run: list[Stretch] = []
         for stretch in added:
             if run and (stretch.parent is not run[-1] or stretch.usable != run[-1].usable):
@@ -153,7 +154,7 @@ class IndexEvents:
             yield from self._run(run, run[-1].usable)
 
     def _runs_of_moved(self, moved: dict[Stretch, None]) -> Iterator[_Run]:
-        """Runs of announced blocks that come by depth, chains mixed: each chain is found by following parents."""
+        """Runs of published blocks that are sorted by depth with chains mixed. Parents are followed to find each chain."""
         after: dict[Stretch, Stretch] = {}
         heads: list[Stretch] = []
         for stretch in moved:
@@ -169,7 +170,7 @@ class IndexEvents:
             yield from self._run(run, 0)
 
     def _run(self, stretches: Sequence[Stretch], flags: int) -> Iterator[_Run]:
-        """One run, or none if none of the blocks is announced. Those between the stretches are not."""
+        """One run; none if none of its blocks is published. Blocks between the stretches are not published."""
         head = stretches[0]
         packed = self._hashes(head) if len(stretches) == 1 else b"".join(map(self._hashes, stretches))
         if not packed:
@@ -184,13 +185,13 @@ class IndexEvents:
         yield head.namespace, flags, packed, parent, first_index
 
     def _first_index(self, stretch: Stretch) -> int:
-        """The first announced block's, in this stretch or behind it."""
+        """Index of the first published block in this stretch or behind it."""
         return stretch.index + (self._last - stretch.index) % self._step
 
     # ---------------------------------------------------------------- snapshots
 
     def chunks(self, namespaces: Iterable[Namespace]) -> list[SnapshotChunk]:
-        """All that is announced now, chain by chain."""
+        """Everything published now, chain by chain."""
         chunks: list[SnapshotChunk] = []
         for namespace in namespaces:
             for _, flags, packed, parent, first_index in self._runs(_usable(namespace)):
@@ -203,7 +204,7 @@ class IndexEvents:
 
 
 def _usable(namespace: Namespace) -> Iterator[Stretch]:
-    """The usable blocks of a namespace, each chain as far as it goes before the next branch."""
+    """The usable blocks of a namespace, depth first."""
     waiting = [stretch for stretch in namespace.roots.values() if stretch.usable > 0]
     while waiting:
         stretch = waiting.pop()
@@ -212,7 +213,7 @@ def _usable(namespace: Namespace) -> Iterator[Stretch]:
 
 
 def _holder_of(stretch: Stretch | None, index: int) -> Stretch | None:
-    """The stretch with the block at this place of the chain that ends with `stretch`; None before the chain's beginning."""
+    """The stretch with block `index` of the chain that ends with `stretch`; None for a negative index."""
     if index < 0:
         return None
     while stretch is not None and stretch.index > index:

@@ -1,26 +1,27 @@
-"""What one engine holds, and the change of it that is announced.
+"""The blocks that one engine holds, and the changes that are published.
 
     EngineStored --resolver--> blocks --+
     EngineRemoved, EngineCleared -------+--residency--> changed blocks --prefix_closure--> change --index_events--> events
                                               |                                              +----> marks --mark_events----+
                                               +--sparse_holdings------------------------------------+
 
-An engine batch becomes the change of usable residency (prefix-closed, full-attention groups only), as events in an order in
-which each of them leaves a prefix-closed residency. Where the model has other groups too, the marks say at which of these
-blocks a prompt can be resumed; what events tell of the groups is learned before a batch is folded.
+An engine batch becomes a change of usable residency (prefix-closed, full-attention groups only), as events in an order that
+keeps residency prefix-closed after each of them. If the model has other groups too, marks say at which of these blocks a prompt
+can be resumed. Facts about the groups are learned from a batch before it is folded.
 
-Left out, counted, and still referenced, so that a later removal finds its count:
-- blocks whose parent is unknown, or known only in another scope: never re-rooted, and resolved once it is known;
-- blocks that can't be hashed: token ids beyond 32 bits, tokens that are not a full block each;
+The following blocks are left out and counted. Their references are kept, so that a later removal finds its count:
+- blocks whose parent is unknown, or known only in another scope: never re-rooted, but resolved once the parent is known;
+- blocks that can't be hashed: token ids beyond 32 bits, or tokens that are not a full block each;
 - blocks of another size than the engine's (partial blocks);
-- blocks told without token ids by an engine that tells these of others. Only of one that never does, blocks are of an external
-  chain;
-- blocks of an engine whose hashes and parents don't say where in a prompt they are;
-- offload placeholders of an unknown hash. Those of a known one are copies of its block, in any scope. So are a connector's
-  events with tokens; those of an unknown hash are left out if the engine uses adapters, salts or extra keys at all.
-A block left out is taken in if the engine stores it again in a way that can be understood.
+- blocks reported without token ids by an engine that reports them for other blocks. If an engine never reports token ids, its
+  blocks belong to an external chain instead;
+- blocks of an engine whose hashes and parents don't reveal their place in the prompt;
+- offload placeholders of an unknown hash. Those of a known hash are copies of its block, in any scope. The same holds for a
+  connector's events with tokens; if their hash is unknown, they are left out only if the engine uses adapters, salts or extra
+  keys at all.
+A block that was left out is accepted if the engine stores it again in a form that can be resolved.
 
-In doubt everything here under-reports: a count never exceeds the engine's own.
+In doubt the ledger under-reports: a count never exceeds the engine's own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,9 +62,9 @@ from kvatlas_publishers.ledger.settings import LedgerSettings
 __all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]
 
 REMEMBERED_EVICTIONS = 65_536
-"""Engine hashes remembered after their last copy is gone, at most (about 400 bytes each); no more than were held at once."""
+"""Limit of engine hashes remembered after their last copy is gone (about 400 bytes each); never more than were held at once."""
 LEAST_REMEMBERED = 1_024
-"""Engine hashes remembered of an engine that holds less than that."""
+"""Engine hashes remembered at least, even if the engine holds fewer."""
 
 
 class Ledger:
@@ -73,17 +74,17 @@ class Ledger:
         self.settings = settings
         self.counters = LedgerCounters()
         self.other_block_size: int | None = None
-        """Tokens of the engine's blocks, if they are not those that the settings say."""
+        """Tokens per block of the engine, if the settings say otherwise."""
         self.block_bytes_of = BlockBytes(settings)
         self._remembered_evictions = remembered_evictions
         self._most_held = LEAST_REMEMBERED
-        """How many engine hashes have been held at once."""
+        """The most engine hashes ever held at once."""
         self.store_writes: StoreWrites | None = None
-        """What the engine tells of the shared store, if the settings name one."""
+        """The engine's events about the shared store, if the settings name one."""
         self._begin_empty()
 
     def empty(self) -> None:
-        """Forget everything. No event says so: the caller starts a new incarnation."""
+        """Forget everything. This makes no events: the caller starts a new incarnation."""
         self.lineage.release()
         self._begin_empty()
 
@@ -98,11 +99,11 @@ class Ledger:
         self._reports = HitReports(self.groups, self._is_resident)
         self._regrouped = False
         self.chain: str | None = None
-        """The one that its blocks are of (`kvatlas.identity.Scope.chain`); None until the engine tells blocks."""
+        """Chain of the engine's blocks (`kvatlas.identity.Scope.chain`); None until the engine reports blocks."""
         self._begin(Holdings(), self.settings.block_size)
 
     def _begin(self, holdings: Holdings, block_size: int | None) -> None:
-        """Know nothing but the holdings' counts."""
+        """Start again with only the holdings' counts."""
         settings = self.settings
         self.lineage = Lineage(settings, self.block_bytes_of)
         self._resolver = BlockResolver(self.lineage, self.counters, block_size)
@@ -126,7 +127,7 @@ class Ledger:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens of the engine's full blocks; None until that is known."""
+        """Tokens of the engine's full blocks; None until known."""
         return self._resolver.block_size
 
     @property
@@ -135,60 +136,60 @@ class Ledger:
         return self.block_bytes_of.of_worker(self.block_size)
 
     def set_told_block_bytes(self, block_bytes: int) -> None:
-        """What the engine's metrics say of them; it counts if neither events nor settings say anything."""
+        """Set the size from the engine's metrics, which is used if neither events nor settings give one."""
         self.block_bytes_of.tell_metrics(block_bytes)
         self.lineage.read_block_bytes()
 
     @property
     def uses(self) -> dict[bytes, ScopeUse]:
-        """Every scope that the last fold's events, or a snapshot taken before the next one, may name."""
+        """Every scope that may appear in the last fold's events, or in a snapshot taken before the next fold."""
         return self.lineage.uses
 
     @property
     def digest(self) -> Digest:
-        """Of all that is announced now."""
+        """Digest of everything published now."""
         return self._index_events.digest
 
     @property
     def awaiting_events(self) -> int:
-        """Stored events that wait for their parent."""
+        """Number of stored events that wait for their parent."""
         return len(self._resolver.awaiting)
 
     @property
     def digest_words(self) -> list[int]:
-        """`Digest.words` of all that is announced now, followed by `MarkDigest.words` if marks count."""
+        """`Digest.words` of everything published now, followed by `MarkDigest.words` if marks are used."""
         words = self.digest.words
         return words if self._marks is None else words + self._mark_events.digest.words
 
     @property
     def dropped(self) -> int | None:
-        """See `SnapshotBegin`: None if residency says all."""
+        """See `SnapshotBegin`; None if marks are not used."""
         return None if self.reuse.rule is None else self.reuse.rule.dropped
 
     @property
     def marked_blocks(self) -> int:
-        """How many blocks are marked now."""
+        """Number of blocks marked now."""
         return self._mark_events.digest.marks
 
     @property
     def announced_blocks(self) -> int:
-        """How many blocks are announced now, in whatever tiers."""
+        """Number of blocks published now, in any tier."""
         return self._index_events.blocks
 
     @property
     def orphans(self) -> int:
-        """How many blocks the engine holds behind a hole."""
+        """Number of blocks that the engine holds behind a hole."""
         return self._closure.orphans
 
     # ---------------------------------------------------------------- folding
 
     def fold(self, batch: EngineBatch) -> list[IndexEvent]:
-        """Take one batch in. Returns the net change of what is announced, in the order in which it must be published.
+        """Fold one batch. Returns the net change of published blocks, in the order in which it must be published.
 
-        Not if the batch told something of the engine's groups by which other blocks are announced or marked: see
-        `take_regrouped`.
+        The result does not count if the batch revealed facts about the engine's groups that change which blocks are published
+        or marked: see `take_regrouped`.
         """
-        self.lineage.forget_unused_scopes()  # what was folded before is published by now
+        self.lineage.forget_unused_scopes()  # earlier changes are published by now
         events: list[IndexEvent] = [Cleared()] if self._learn(batch) else []
         residency, writes = self._residency, self.store_writes
         residency.forgotten.drop_unnamed()
@@ -256,7 +257,7 @@ class Ledger:
         return events
 
     def _store(self, events: Sequence[EngineEvent], at: int, event: EngineStored) -> None:
-        """Store the engine's own copies, as far as the batch's event number `at` makes them certain."""
+        """Store the engine's own copies that the batch's event number `at` makes certain."""
         residency, reports = self._residency, self._reports
         if self.settings.set_semantics or event.tier is not Tier.HBM:
             residency.store(event)
@@ -273,15 +274,15 @@ class Ledger:
             residency.store(event)
 
     def expire(self) -> list[EngineRemoved]:
-        """The removals of blocks that have not been stored again since four calls ago, and whose removal nobody tells. They are
-        to be folded."""
+        """Removals of blocks whose removal is never reported, and that were not stored again during the last four calls. Fold
+        them."""
         return self._connector.expire()
 
     def forget_adapter(self, adapter: str) -> list[IndexEvent]:
-        """The engine has loaded the adapter again from elsewhere: no request will use what it computed before, whose blocks
-        have other engine hashes. Returns the change, as `fold` does.
+        """The engine reloaded the adapter from another path. No request will use its old blocks, because new ones have other
+        engine hashes. Returns the change, as `fold` does.
 
-        If an engine hash stands for blocks with and without the adapter, all is forgotten: see `take_regrouped`.
+        If an engine hash stands for blocks with and without the adapter, everything is forgotten: see `take_regrouped`.
         """
         self.lineage.forget_unused_scopes()
         self._residency.forgotten.drop_unnamed()
@@ -297,7 +298,7 @@ class Ledger:
         return self._settle(cleared=False)
 
     def _settle(self, *, cleared: bool) -> list[IndexEvent]:
-        """The events of what changed since the last call."""
+        """Events of the changes since the last call."""
         change: UsableChange | None = None
         events: list[IndexEvent] = []
         if changed := self._residency.take_changed():
@@ -308,32 +309,32 @@ class Ledger:
         return events if self._marks is None else self._with_marks(self._marks, change, events)
 
     def learn_hybrid(self) -> None:
-        """The engine's model has other attention too, whatever its events say."""
+        """The engine's model also has other attention than full, even if its events don't show it."""
         self.settings = replace(self.settings, hybrid=True)
         self.groups.settings = self.settings
         self.reuse = self.groups.reuse(self.block_size)
 
     def ages(self) -> list[tuple[Tier, int, EngineHash, int]]:
-        """(tier, group, name, calls of `expire` since it was last stored) of the blocks whose removal nobody tells."""
+        """(tier, group, name, calls of `expire` since it was last stored) of blocks whose removal is never reported."""
         return self._connector.ages()
 
     def restore_ages(self, ages: Mapping[tuple[Tier, int, EngineHash], int]) -> None:
-        """Of a ledger that was loaded: what `ages` said when it was saved, and what has passed since."""
+        """Restore the ages of a loaded ledger: those that `ages` returned when it was saved, plus the ticks since."""
         self._connector.restore(self.resident(), ages)
 
     @property
     def uses_keys(self) -> bool:
-        """Has the engine told an adapter, a salt or extra keys?"""
+        """True if the engine has reported an adapter, a salt or extra keys."""
         return self._resolver.uses_keys
 
     def take_regrouped(self) -> bool:
-        """Have the engine's groups turned out to be others since the last call? Then the caller starts a new incarnation."""
+        """True if the engine's groups turned out different since the last call. Then the caller starts a new incarnation."""
         regrouped, self._regrouped = self._regrouped, False
         return regrouped
 
     def _with_marks(self, marks: Marks, change: UsableChange | None, events: list[IndexEvent]) -> list[IndexEvent]:
-        """The events of a change in residency, with those of the marks around them: of any beginning of these, what is
-        marked is held."""
+        """The events of a change in residency, surrounded by those of the marks, so that marked blocks are held after each
+        event."""
         touched = self._residency.sparse.take_changed()
         if change is not None:
             touched += change.added
@@ -346,7 +347,7 @@ class Ledger:
         return self._mark_events.make(mark_change, events)
 
     def _learn(self, batch: EngineBatch) -> bool:
-        """Learn the sizes and groups that a batch tells. True if all that was announced is forgotten."""
+        """Learn sizes and groups from a batch. True if all published blocks are forgotten."""
         learned = forgot_all = False
         for event in batch.events:
             if isinstance(event, EngineStored):
@@ -367,7 +368,7 @@ class Ledger:
         return forgot_all
 
     def _regroup(self) -> None:
-        """Bring residency and marks in line with what is known of the engine's groups."""
+        """Bring residency and marks in line with the known groups."""
         reuse = self.groups.reuse(self.block_size)
         holdings = self._residency.holdings.by_group.values()
         size = self.block_size
@@ -384,7 +385,7 @@ class Ledger:
         self._restore(saved)
 
     def _learn_block_size(self, event: EngineStored) -> bool:
-        """True if blocks were resolved by another size than the one that the event tells."""
+        """True if blocks were resolved by another size than the event's."""
         known = self.block_size
         size = self.groups.told_block_size(event, known)
         if size is None or size == known:
@@ -396,7 +397,8 @@ class Ledger:
         return known is not None
 
     def _forget_blocks(self) -> bool:
-        """Blocks were resolved by the size of a partial one: all are out, until they are stored again. Were some announced?"""
+        """Blocks were resolved by the size of a partial block, so all are dropped until they are stored again. True if some
+        were published."""
         announced = self.announced_blocks > 0
         uses_keys = self._resolver.uses_keys
         self._residency.end_removals()
@@ -405,23 +407,23 @@ class Ledger:
         self._resolver.uses_keys = uses_keys
         return announced
 
-    # ---------------------------------------------------------------- what is known
+    # ---------------------------------------------------------------- state
 
     def snapshot(self) -> list[SnapshotChunk]:
-        """All that is announced now; at most 32 KiB of hashes a chunk, each of one chain."""
+        """Everything published now. Each chunk has at most 32 KiB of hashes, of one chain."""
         return self._index_events.chunks(self.lineage.namespaces.values())
 
     def mark_snapshot(self) -> list[Marked | Heads]:
-        """All marks now, and their heads; at most 32 KiB of hashes an event."""
+        """All marks and their heads; at most 32 KiB of hashes per event."""
         return [] if self._marks is None else self._mark_events.snapshot(self._marks)
 
     def marked(self) -> Iterator[tuple[bytes, int]]:
-        """What is marked now: (scope id, sequence hash)."""
+        """The marked blocks: (scope id, sequence hash)."""
         for block in self._marks.marked if self._marks is not None else ():
             yield block.namespace.scope_id, int.from_bytes(block.sequence_hash, "little")
 
     def resident(self) -> Iterator[tuple[Tier, int, EngineHash]]:
-        """What the engine holds: (tier, group, engine hash), whether it can be announced or not."""
+        """Everything the engine holds, publishable or not: (tier, group, engine hash)."""
         for holding, name in self._residency.resident():
             yield holding.tier, holding.group, name
 
@@ -429,7 +431,7 @@ class Ledger:
         return self._residency.is_resident(tier, group, name)
 
     def announced(self) -> Iterator[tuple[bytes, Tier, EngineHash, int]]:
-        """What is announced now: (scope id, tier, engine hash, sequence hash), one for each engine hash that holds it."""
+        """The published blocks: (scope id, tier, engine hash, sequence hash), once per engine hash that holds the block."""
         tiers = {holding.tier: holding for holding in self._residency.holdings.indexed}
         for stretch in self.lineage.plain():
             for place, value in self._index_events.announced(stretch):
@@ -448,7 +450,7 @@ class Ledger:
     # ---------------------------------------------------------------- saved state
 
     def dump(self) -> bytes:
-        """All of it but the counters, for the saved state."""
+        """The whole ledger except its counters, for the saved state."""
         return ledger_dump.pack(
             self.settings.identity,
             self.block_size,
@@ -464,8 +466,8 @@ class Ledger:
     def load(
         cls, dumped: bytes, settings: LedgerSettings, *, remembered_evictions: int = REMEMBERED_EVICTIONS
     ) -> "Ledger":
-        """The ledger that `dump` wrote. Raises InvalidValue for other bytes, and for one saved under settings by which
-        blocks have other hashes. Granularity may differ."""
+        """Load a ledger that `dump` wrote. Raises InvalidValue for other bytes, and if it was saved with settings that give
+        blocks other hashes. Granularity may differ."""
         ledger = cls(settings, remembered_evictions=remembered_evictions)
         saved = ledger_dump.unpack(dumped, settings.identity)
         try:
@@ -485,7 +487,7 @@ class Ledger:
         return ledger
 
     def _check_block_size(self, saved: int | None) -> None:
-        """Raises InvalidValue if what was saved has other blocks than the engine's groups ask for now."""
+        """Raises InvalidValue if the saved blocks have another size than the engine's groups now require."""
         size = self.settings.block_size or self.groups.smallest_full or saved
         if size != saved:
             raise InvalidValue(f"saved ledger of blocks of {saved} tokens; expected {size}")

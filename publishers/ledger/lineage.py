@@ -1,11 +1,11 @@
-"""Which block of which chain each engine hash stands for: engine hash -> (scope, sequence hash, parent, index).
+"""Maps each engine hash to a block and its chain: engine hash -> (scope, sequence hash, parent, index).
 
-An engine names blocks by hashes of its own. The ledger computes the sequence hash when a block is first stored, and
-remembers it after the block is evicted (bounded, first evicted first forgotten), so that a child that is stored late
-still finds its parent's chain. A block without a name stays only while blocks with one descend from it.
+An engine names blocks by its own hashes. The ledger computes the sequence hash when a block is first stored, and remembers it
+after the block is evicted (bounded, first evicted first forgotten), so that a child stored late still finds its parent's chain.
+A block without a name is kept only while a named block descends from it.
 
-What is usual, is done to plain stretches as a whole (`add`, `find_evicted`, `cut`). For all else a block is taken out of its
-stretch first (`block`, `take_out`, `extend`).
+Common operations work on whole plain stretches (`add`, `find_evicted`, `cut`). All others first take a block out of its stretch
+(`block`, `take_out`, `extend`).
 """
 
 from collections import OrderedDict
@@ -25,13 +25,14 @@ from kvatlas_publishers.ledger.engine_hashes.variants import Variants
 from kvatlas_publishers.ledger.settings import LedgerSettings
 
 LONG_STRETCH = 128
-"""Blocks that a stretch has at most: to take one out, the names behind it are moved."""
+"""Maximum number of blocks in a stretch. Taking a block out moves the names behind it."""
 SHORT_STRETCH = 16
-"""Blocks below which a stretch is joined with the one before it: engines announce what they generate block by block."""
+"""A stretch of fewer blocks is joined with the one before it, because engines report generated tokens block by block."""
 
 
 class Place(NamedTuple):
-    """Where a stored event's blocks belong: behind the last block of `parent`, or at a root. `hashes`: theirs, packed."""
+    """Where a stored event's blocks belong: behind the last block of `parent`, or at a root. `hashes`: the blocks' packed
+    sequence hashes."""
 
     namespace: Namespace
     parent: Stretch | None
@@ -47,35 +48,35 @@ class Part(NamedTuple):
 
 
 class Lineage:
-    """Engine hashes, the blocks they stand for, and the chains of these. Decides nothing of residency."""
+    """Engine hashes, their blocks, and the blocks' chains. Does not decide residency."""
 
     def __init__(self, settings: LedgerSettings, block_bytes: BlockBytes) -> None:
         self._settings = settings
         self.block_bytes = block_bytes
         self.counts: dict[EngineHash, int] = {}
-        """Where copies in the device tier are counted, of blocks that are not plain: the holding's."""
+        """Counts of copies in the device tier, for blocks that are not plain. It is the holding's own dictionary."""
         self.namespaces: dict[tuple[str | None, str | None, str], Namespace] = {}
-        """By (adapter, salt, chain): those that have blocks."""
+        """Namespaces that have blocks, by (adapter, salt, chain)."""
         self.uses: dict[bytes, ScopeUse] = {}
-        """Of each scope that has blocks, and of those that had some since `forget_unused_scopes` was called."""
+        """Scopes that have blocks, or had some since the last call of `forget_unused_scopes`."""
         self.known: dict[EngineHash, Stretch] = {}
-        """The stretch with the block that a hash stands for; of a shared hash the first one."""
+        """The stretch with a hash's block; for a shared hash, the first one."""
         self.changed: list[Stretch] = []
-        """Stretches whose copies have changed, and parts cut off others, since residency took them; some may come twice."""
+        """Stretches whose copies changed, and parts cut off others, since residency last took them; may list some twice."""
         self.evicted: OrderedDict[EngineHash, None] = (
             OrderedDict()
         )  # finding a dict's first key again and again is slow
-        """The known hashes that no tier holds, in the order of their eviction."""
+        """Known hashes that no tier holds, in order of eviction."""
         self.variants = Variants()
         self._others: dict[EngineHash, list[Block]] = {}
-        """The further blocks of a shared hash."""
+        """Further blocks of each shared hash."""
         self._namespaces_of: dict[bytes, int] = {}
-        """How many namespaces each scope has."""
+        """Number of namespaces of each scope."""
         self._maybe_unused: set[bytes] = set()
 
     def release(self) -> None:
-        """Take all blocks apart, which refer to each other in circles: an emptied ledger's memory is free at once, and no
-        collector has to find it. To be used no more."""
+        """Break the reference cycles between blocks, so that an emptied ledger's memory is freed at once, without the garbage
+        collector. Don't use the lineage afterwards."""
         for blocks in (self.known.values(), self.variants.detached.values(), *self._others.values()):
             for block in blocks:
                 block.parent = block.children = None
@@ -85,9 +86,9 @@ class Lineage:
     # ---------------------------------------------------------------- chains
 
     def namespace(self, adapter: str | None, salt: str | None, block_size: int, chain: str = OWN_CHAIN) -> Namespace:
-        """The namespace of a root's chain; kept only while it has blocks, since each request may bring a salt of its own.
+        """The namespace of a root's chain. It is kept only while it has blocks, since each request may have its own salt.
 
-        Raises InvalidValue if adapter or salt can't be a scope's field.
+        Raises InvalidValue if adapter or salt is not a valid field of a scope.
         """
         found = self.namespaces.get((adapter, salt, chain))
         if found is None:
@@ -102,18 +103,18 @@ class Lineage:
         return found
 
     def tell_block_bytes(self, namespace: Namespace, tier: Tier, block_bytes: int) -> None:
-        """An event says how many bytes a block of the namespace has in the tier."""
+        """Record the block size in bytes that an event gives for the namespace and tier."""
         if self.block_bytes.tell(namespace.scope_id, tier, block_bytes):
             self.read_block_bytes()
 
     def read_block_bytes(self) -> None:
-        """Sizes have changed: scopes have the new ones from now on."""
+        """Update the scopes' block sizes after a change."""
         for scope_id, use in self.uses.items():
             if (now := self.block_bytes.of(scope_id, use.block_size)) != use.block_bytes:
                 self.uses[scope_id] = replace(use, block_bytes=now)
 
     def extend(self, namespace: Namespace, parent: Stretch | None, packed: bytes) -> list[Block]:
-        """The blocks of packed sequence hashes that follow `parent`; blocks that don't exist yet are made."""
+        """The blocks of packed sequence hashes that follow `parent`. Creates missing ones."""
         blocks: list[Block] = []
         for at in range(0, len(packed), HASH_BYTES):
             sequence_hash = packed[at : at + HASH_BYTES]
@@ -127,7 +128,7 @@ class Lineage:
     def add(
         self, namespace: Namespace, parent: Stretch | None, packed: bytes, names: Sequence[EngineHash], copies: int
     ) -> list[Stretch]:
-        """Make plain stretches of blocks that don't exist yet, whose names are unknown so far."""
+        """Make plain stretches of new blocks, whose names are not known yet."""
         if parent is not None:
             parent = self._join(parent)
         made: list[Stretch] = []
@@ -158,8 +159,8 @@ class Lineage:
         return made
 
     def _join(self, stretch: Stretch) -> Stretch:
-        """A short plain stretch together with the one that it continues, if they are alike. What was announced is alike: so
-        both were settled, and change nothing if they are settled once more."""
+        """Join a short plain stretch with the one that it continues, if they are alike. As both are published alike, both are
+        settled, and settling them again changes nothing."""
         before = stretch.parent
         if (
             before is None
@@ -176,21 +177,21 @@ class Lineage:
     # ---------------------------------------------------------------- parts of stretches
 
     def cut(self, stretch: Stretch, at: int) -> Stretch:
-        """Cut a plain stretch before its block number `at`, which is not the first. Returns the part from there on."""
+        """Cut a plain stretch before its block number `at`, which is not the first. Returns the second part."""
         rest = stretch.cut(at)
         self.known.update(dict.fromkeys(rest.names, rest))
         self.changed.append(rest)
         return rest
 
     def cut_out(self, part: Part) -> Stretch:
-        """These blocks of a plain stretch as one of their own."""
+        """Make these blocks of a plain stretch a stretch of their own."""
         stretch, first, last = part
         if last < len(stretch.names):
             self.cut(stretch, last)
         return self.cut(stretch, first) if first else stretch
 
     def take_out(self, stretch: Stretch, at: int) -> Block:
-        """The block number `at` of a stretch by itself, its copies counted by name."""
+        """Separate block number `at` from its stretch. Its copies are then counted by name."""
         if stretch.plain:
             stretch = self.cut_out(Part(stretch, at, at + 1))
             stretch.plain = False
@@ -199,7 +200,7 @@ class Lineage:
         return Block(stretch)
 
     def block(self, name: EngineHash) -> Block | None:
-        """The block that a hash stands for (of a shared one the first), taken out of its stretch; None if it is unknown."""
+        """A hash's block (a shared hash's first one), taken out of its stretch; None if unknown."""
         stretch = self.known.get(name)
         if stretch is None:
             return None
@@ -216,8 +217,8 @@ class Lineage:
                 self.take_out(stretch, at)
 
     def find_evicted(self, place: Place, names: Sequence[EngineHash]) -> list[Part] | None:
-        """What plain stretches of evicted blocks a stored event begins with, block for block. None if the names stand for
-        anything else."""
+        """The plain stretches of evicted blocks that a stored event begins with, block for block. None if the names stand for
+        other blocks."""
         parts: list[Part] = []
         at = 0
         while at < len(names) and (stretch := self.known.get(names[at])) is not None:
@@ -234,7 +235,7 @@ class Lineage:
         return parts
 
     def drop(self, block: Stretch | None) -> None:
-        """Forget the block and its ancestors, up to the first that has a name or another descendant."""
+        """Forget the block and its ancestors, up to the first one with a name or another descendant."""
         while block is not None and not block.named and block.children is None:
             parent = block.parent
             if parent is not None:
@@ -261,7 +262,7 @@ class Lineage:
                 self._maybe_unused.add(namespace.scope_id)
 
     def forget_unused_scopes(self) -> None:
-        """Drop the scopes without blocks. Called after all events that name them were published."""
+        """Drop scopes without blocks. Call it after all events that name them were published."""
         for scope_id in self._maybe_unused:
             if scope_id not in self._namespaces_of:
                 self.uses.pop(scope_id, None)
@@ -271,11 +272,11 @@ class Lineage:
     # ---------------------------------------------------------------- names
 
     def add_name(self, name: EngineHash, block: Block) -> None:
-        """`name`, unknown so far, stands for `block` from now on."""
+        """From now on the new `name` stands for `block`."""
         self.known[name] = block
         if self.variants.detached.pop(name, None) is not None:
             self.variants.touch((name,))
-            return  # it counts already
+            return  # already counted
         block.named += 1
         if block.named == 1:
             block.names = (name,)
@@ -285,15 +286,14 @@ class Lineage:
             self.variants.add(name, block)
 
     def share_name(self, name: EngineHash, block: Block) -> None:
-        """`name` stands for `block` too, besides the block that it is known for."""
+        """The known `name` also stands for `block`."""
         self._others.setdefault(name, []).append(block)
         block.named += 1
         if block.named == 1:
             block.names = (name,)
 
     def find_parent(self, event: EngineStored) -> Stretch | None:
-        """The stretch that ends with the block that the event names as its parent; None if it is not known in the event's
-        namespace."""
+        """The stretch that ends with the event's parent block; None if the parent is unknown in the event's namespace."""
         name = event.parent
         stretch = None if name is None else self.find(name, event)
         if stretch is not None and stretch.plain and stretch.names[-1] != name:
@@ -301,18 +301,18 @@ class Lineage:
         return stretch
 
     def stretches_named(self, name: EngineHash) -> list[Stretch]:
-        """The stretches with the blocks that a hash stands for, in whatever namespaces."""
+        """The stretches with a hash's blocks, in any namespace."""
         known = self.known.get(name)
         return [] if known is None else [known, *self._others.get(name, ())]
 
     def names_of(self, block: Stretch) -> list[EngineHash]:
-        """The hashes that stand for a block that is not plain. A walk over all."""
+        """The hashes of a block that is not plain. Searches all hashes."""
         others = [name for name, blocks in self._others.items() if any(one is block for one in blocks)]
         return [*(name for name, one in self.known.items() if one is block), *others]
 
     def find(self, name: EngineHash, event: EngineStored) -> Stretch | None:
-        """The stretch with the block that the event means by `name`, its parent's or one of its own; None if it is not known in
-        the event's namespace."""
+        """The stretch with the block that the event means by `name` (its parent or one of its own); None if unknown in the
+        event's namespace."""
         block = self.known.get(name)
         if block is None:
             return None
@@ -326,7 +326,7 @@ class Lineage:
         return None
 
     def mark_evicted(self, names: Iterable[EngineHash]) -> None:
-        """No tier holds the hashes any more."""
+        """No tier holds these hashes any longer."""
         evicted = self.evicted
         for name in names:
             evicted[name] = None
@@ -340,8 +340,8 @@ class Lineage:
             self.variants.touch((name,))
 
     def trim(self, capacity: int) -> tuple[dict[EngineHash, Stretch], list[Block]]:
-        """Forget the hashes evicted first, down to `capacity`. Returns them with what they were known for, and all blocks that
-        lost a hash with others behind them."""
+        """Forget the hashes evicted first, down to `capacity`. Returns them with their stretches, and all blocks that lost a
+        hash while others are behind them."""
         forgotten: dict[EngineHash, Stretch] = {}
         lost: list[Block] = []
         while len(self.evicted) > capacity:
@@ -359,7 +359,7 @@ class Lineage:
         return forgotten, lost
 
     def _forget_last(self, stretch: Stretch) -> None:
-        """Forget the last block of a plain stretch that nothing follows."""
+        """Forget the last block of a plain stretch without children."""
         del self.known[stretch.names[-1]]
         if len(stretch.names) > 1:
             stretch.names, stretch.hashes = stretch.names[:-1], stretch.hashes[:-HASH_BYTES]

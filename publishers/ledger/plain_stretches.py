@@ -1,4 +1,4 @@
-"""The usual events of an engine, done to plain stretches in one go: one copy of each block, in the device tier."""
+"""Applies common engine events to whole plain stretches: one copy of each block, in the device tier."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,15 +10,15 @@ from kvatlas_publishers.ledger.lineage import Lineage, Part, Place
 
 
 class PlainStretches:
-    """Sets the copies of whole stretches; whatever it can't do so is left to `Residency`, block by block."""
+    """Sets the copies of whole stretches. `Residency` handles everything else block by block."""
 
     def __init__(self, lineage: Lineage, holdings: Holdings) -> None:
         self._lineage = lineage
         self._indexed = holdings.indexed
 
     def store(self, event: EngineStored, place: Place) -> bool:
-        """Store blocks that were evicted, as they were, then new ones, whose hashes are neither known nor counted. False, and
-        nothing is done, for any other."""
+        """Store evicted blocks again as they were, then new ones whose hashes are neither known nor counted. For any other
+        event, do nothing and return False."""
         lineage, names = self._lineage, event.hashes
         if event.offloaded or lineage.variants.detached or place.parent in lineage.variants.names:
             return False
@@ -64,8 +64,8 @@ class PlainStretches:
         return removed
 
     def _is_new(self, names: Sequence[EngineHash], first_hash: bytes, after: Part | None, place: Place) -> bool:
-        """Are these hashes neither known nor counted, each once, and does no block begin where they belong: behind the part
-        `after`, or at the place itself?"""
+        """True if these hashes are distinct, neither known nor counted, and their place (behind the part `after`, or the place
+        itself) is free."""
         once = dict.fromkeys(names)
         if len(once) < len(names) or not self._lineage.known.keys().isdisjoint(once):
             return False
@@ -80,7 +80,7 @@ class PlainStretches:
 
 
 def _parts(stretch: Stretch, names: Sequence[EngineHash]) -> Iterator[Part]:
-    """The parts of a plain stretch that are these names', last part first."""
+    """The parts of a plain stretch that have these names, last part first."""
     if len(names) == len(stretch.names):
         yield Part(stretch, 0, len(names))
         return

@@ -1,7 +1,7 @@
-"""Usable residency: of the blocks an engine holds, those whose ancestors it holds too, in some tier.
+"""Usable residency: the held blocks whose ancestors are all held too, in any tier.
 
-An engine can't reuse anything behind a hole, so only this part is announced. It is kept from batch to batch: work is per
-block that a batch changed, and per descendant only if a hole opens or is filled.
+An engine can't reuse anything behind a hole, so only this part is published. It is updated from batch to batch: the work is
+proportional to the changed blocks, plus their descendants if a hole opens or is filled.
 """
 
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ _SECOND_TIER = 1 << COPIES_BITS
 
 @dataclass(slots=True)
 class UsableChange:
-    """What one batch changed in the usable residency; flags are those of `kvatlas.blocks.tiers`.
+    """One batch's change of usable residency; flags are those of `kvatlas.blocks.tiers`.
 
-    `removed`: (blocks, flags they had), in no order of depth. `added`: blocks that became usable, parents first. `moved`:
-    (blocks, flags they had) of those whose tiers changed. `Stretch.usable` has the flags from now on.
+    `removed`: (blocks, previous flags), in no order of depth. `added`: blocks that became usable, parents first. `moved`:
+    (blocks, previous flags) of blocks whose tiers changed. `Stretch.usable` has the new flags.
     """
 
     removed: list[tuple[Stretch, int]] = field(default_factory=list)
@@ -28,7 +28,7 @@ class UsableChange:
 
 
 class PrefixClosure:
-    """The only writer of `Stretch.usable`. `orphans` counts the blocks that are held behind a hole."""
+    """The only writer of `Stretch.usable`. `orphans`: number of blocks held behind a hole."""
 
     __slots__ = ("orphans",)
 
@@ -36,7 +36,7 @@ class PrefixClosure:
         self.orphans = 0
 
     def settle(self, changed: Iterable[Stretch]) -> UsableChange:
-        """Bring `usable` in line with `copies` for the blocks whose copies changed, and for their descendants."""
+        """Update `usable` from `copies` for the blocks whose copies changed, and for their descendants."""
         change = UsableChange()
         removed, moved, added = change.removed, change.moved, change.added
         entering: list[Stretch] = []
@@ -75,7 +75,7 @@ class PrefixClosure:
         return change
 
     def _withdraw(self, change: UsableChange) -> None:
-        """Blocks are gone: those held behind them are no longer usable. `removed` grows while it is walked."""
+        """Blocks are gone, so the blocks held behind them are no longer usable. `removed` grows during the loop."""
         removed = change.removed
         before = {id(block): flags for block, flags in change.moved}
         for block, _ in removed:
@@ -90,7 +90,7 @@ class PrefixClosure:
                     change.withdrawn += len(child)
 
     def _restore(self, block: Stretch, change: UsableChange) -> None:
-        """A hole was filled: the blocks held behind it are usable again, chain by chain, parents first."""
+        """A hole was filled, so the blocks held behind it are usable again: chain by chain, parents first."""
         waiting = [child for child in block.iter_children() if child.usable == ORPHAN]
         while waiting:
             child = waiting.pop()

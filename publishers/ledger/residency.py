@@ -1,7 +1,7 @@
-"""Which blocks the engine holds: copies of hashes, as (tier, group) counts them, become copies of blocks.
+"""The blocks that the engine holds. Copies of hashes, counted by (tier, group), become copies of blocks.
 
-Counts are references, since engines announce each physical copy: a block is held in a tier while a hash that stands for it
-has a copy in every indexable group of that tier.
+Counts are reference counts, since engines report each physical copy. A block is held in a tier while one of its hashes has a
+copy in every indexable group of that tier.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ from kvatlas_publishers.ledger.plain_stretches import PlainStretches
 class Residency:
     """The only writer of the holdings' counts and of `Stretch.copies`.
 
-    An engine's usual events are of plain stretches: one copy of each block, in the device tier. Their counts are not in the
-    holdings, which spares most of a ledger's memory and work. Before anything else happens to a block it is taken out.
+    Most blocks are in plain stretches: one copy each, in the device tier. Their counts are not in the holdings, which saves
+    most of a ledger's memory and work. A block is taken out of its stretch before anything else happens to it.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Residency:
         set_semantics: bool,
         one_by_one: bool,
     ) -> None:
-        """`bits`: of the sparse groups that decide where a prompt can be resumed (`ReuseOfGroups.bits`). `one_by_one`: no
-        stretch may be plain."""
+        """`bits`: bits of the sparse groups that decide where a prompt can be resumed (`ReuseOfGroups.bits`). `one_by_one`:
+        True if no stretch may be plain."""
         self.holdings = holdings
         self.shared = SharedHashes(lineage, holdings, counters, on_change=self._change_copies)
         parts = max(map(len, bits.values()), default=1)
@@ -59,13 +59,14 @@ class Residency:
         self._counters = counters
         self._counting = not set_semantics
         self.unproven: set[EngineHash] = set()
-        """Hashes whose block an offloaded event's tokens alone say: it is another one if the engine has keys for it."""
+        """Hashes whose block is known only from an offloaded event's tokens. It is another block if the engine has keys for
+        it."""
         self._evicted: list[EngineHash] = []
         self._shared_removals: list[tuple[EngineHash, Holding]] = []
         self._plain_removals: dict[EngineHash, None] = {}
         self._one_by_one = one_by_one
         self._device = self._find_device()
-        """The holding that plain stretches are of: the device tier's only one of full attention."""
+        """The holding of plain stretches: the device tier's only one of full attention."""
 
     def _find_device(self) -> Holding | None:
         device = self.holdings.of_tier(Tier.HBM)
@@ -75,7 +76,7 @@ class Residency:
         return device[0]
 
     def take_changed(self) -> list[Stretch]:
-        """What has changed its copies since the last call; some may come twice."""
+        """Stretches whose copies changed since the last call; some may be listed twice."""
         if self._evicted or self._shared_removals:
             self.end_removals()
         self.sparse.tie_small()
@@ -87,12 +88,12 @@ class Residency:
         return changed
 
     def count_by_name(self) -> None:
-        """No stretch is plain from now on, and the holdings have every count."""
+        """From now on no stretch is plain, and the holdings have every count."""
         self._lineage.take_out_all()
         self._device = None
 
     def resident(self) -> Iterator[tuple[Holding, EngineHash]]:
-        """What the engine holds, whether it can be announced or not."""
+        """Everything the engine holds, publishable or not."""
         for holding in self._by_group.values():
             for name in holding.counts:
                 yield holding, name
@@ -103,7 +104,7 @@ class Residency:
                         yield self._device, name
 
     def is_resident(self, tier: Tier, group: int, name: EngineHash) -> bool:
-        """Does the engine hold a copy?"""
+        """True if the engine holds a copy."""
         holding = self._by_group.get((tier, group))
         if holding is None or name in holding.counts:
             return holding is not None
@@ -111,21 +112,21 @@ class Residency:
         return holding is self._device and stretch is not None and stretch.plain and stretch.copies > 0
 
     def is_removed(self, tier: Tier, group: int, name: EngineHash) -> bool:
-        """Has a block been known whose last copy is gone?"""
+        """True if the hash is known but its last copy is gone."""
         self.end_removals()
         return name in self._lineage.known and not self.is_resident(tier, group, name)
 
     # ---------------------------------------------------------------- saved state
 
     def plain_copies(self, name: EngineHash) -> int | None:
-        """How many copies are counted of a hash that may be in a plain stretch; None if it can't be."""
+        """Number of copies of a hash that may be in a plain stretch; None if it can't be in one."""
         if self._device is None or any(name in one.counts for one in self._indexed if one is not self._device):
             return None
         copies = self._device.counts.get(name, 0)
         return copies if copies <= 1 else None
 
     def restore_plain(self, place: Place, names: Sequence[EngineHash], copies: int) -> list[Stretch]:
-        """Make plain stretches of saved blocks, whose copies were counted by name."""
+        """Make plain stretches from saved blocks, whose copies were counted by name."""
         assert self._device is not None, "no saved block is plain without"
         made = self._lineage.add(place.namespace, place.parent, place.hashes, names, copies)
         if copies:
@@ -145,7 +146,7 @@ class Residency:
             self._store(event)
 
     def _split_by_knowledge(self, event: EngineStored) -> Iterator[EngineStored]:
-        """An offloaded event, its known hashes as a placeholder has them: they keep their blocks."""
+        """Split an offloaded event. Its known hashes become placeholders, so they keep their blocks."""
         hashes, size, known = event.hashes, event.block_size, self._lineage.known
         if len(event.token_ids) != len(hashes) * size:
             yield event
@@ -189,7 +190,7 @@ class Residency:
             self._enter_awaiting(hashes)
 
     def _store_each(self, event: EngineStored, blocks: Sequence[Block], holding: Holding) -> None:
-        """The store of any hashes, one after the other."""
+        """Store any hashes, one by one."""
         hashes = event.hashes
         counts, unit, changed, shared = holding.counts, holding.unit, self._lineage.changed, self._shared_hashes
         block_of, count_of, counting = self._block_of, counts.get, self._counting
@@ -226,7 +227,8 @@ class Residency:
             changed.append(block)
 
     def _enter_awaiting(self, names: Sequence[EngineHash]) -> None:
-        """What waited for these hashes is held as its own hashes are, behind the very hash that it named as its parent."""
+        """Resolve the events that waited for these hashes. Their blocks are held as their own hashes are, behind exactly the
+        hash that they named as their parent."""
         variants = self._lineage.variants
         for name, block, parent_name in self._resolver.resolve_awaiting(names):
             self.enter_tiers(name, block)
@@ -234,7 +236,7 @@ class Residency:
                 variants.hang(name, parent_name)
 
     def _hang(self, event: EngineStored, blocks: Sequence[Block]) -> None:
-        """Note which hash of its parent's block each of these blocks is found behind, where there are several."""
+        """If a block's parent has several hashes, note behind which of them the block is found."""
         variants, parent_name = self._lineage.variants, event.parent
         for name, block in zip(event.hashes, blocks, strict=True):
             if parent_name is not None and block.parent in variants.names and name not in self._shared_hashes:
@@ -242,7 +244,7 @@ class Residency:
             parent_name = name
 
     def _detach(self, name: EngineHash) -> bool:
-        """The hash stands for no block for now. False if it is none that can be detached."""
+        """Detach a hash: for now it stands for no block. False if it can't be detached."""
         if name in self._shared_hashes or (block := self._lineage.block(name)) is None:
             return False
         del self._lineage.known[name]
@@ -252,27 +254,27 @@ class Residency:
         return True
 
     def _attach(self, name: EngineHash) -> None:
-        """The hash stands for its block again."""
+        """Undo `_detach`: the hash stands for its block again."""
         block = self._lineage.variants.detached[name]
         self._lineage.add_name(name, block)
         self.enter_tiers(name, block)
         self._enter_awaiting([name])
 
     def _leave(self, name: EngineHash, block: Block) -> None:
-        """The block is no longer held by this hash, whatever is held of the hash."""
+        """The block is no longer held by this hash, even if copies of the hash are held."""
         self.sparse.leave(name, block)
         for holding in {holding.tier: holding for holding in self._indexed if holding.in_all(name)}.values():
             block.copies -= holding.unit
         self._lineage.changed.append(block)
 
     def _split(self, name: EngineHash, owner: Block, holding: Holding, copies_before: int) -> None:
-        """The hash stands for several blocks from now on: which of them a sparse group holds can't be known."""
+        """From now on the hash stands for several blocks, and we can't tell which of them a sparse group holds."""
         self.sparse.leave(name, owner)
         self.shared.split(name, owner, holding, copies_before)
 
     def _store_by_hash(self, event: EngineStored, holding: Holding) -> None:
-        """Count copies of hashes that the event resolves to no blocks; those known by their hash are held then: a
-        placeholder's in any scope, else in the event's own."""
+        """Count copies of hashes that the event does not resolve to blocks. If a hash is known, its block is held: a
+        placeholder's in any scope, others' in the event's own scope."""
         counts, lineage, shared = holding.counts, self._lineage, self.shared
         placeholder = not event.token_ids and event.local_hashes is None
         for name in event.hashes:
@@ -295,7 +297,7 @@ class Residency:
                 self._lineage.changed.append(owner)
 
     def hold(self, name: EngineHash, group: int) -> None:
-        """The device tier turns out to have a copy of a known hash, of which none was counted."""
+        """The device tier turns out to hold a copy of a known hash that was not counted."""
         self.end_removals()
         event, holding = EngineStored([name], None, (), 0, group=group), self._by_group[Tier.HBM, group]
         if holding.indexable:
@@ -304,7 +306,7 @@ class Residency:
             self.sparse.store(event, holding, counting=True)
 
     def remove(self, event: EngineRemoved) -> None:
-        """One copy of each hash is gone, or the last one."""
+        """Remove one copy of each hash, or all copies if the event is the last one's."""
         hashes, counters = event.hashes, self._counters
         holding = self._by_group.get((event.tier, event.group))
         if event.last and holding is not None:
@@ -351,7 +353,7 @@ class Residency:
                 evicted.append(name)
 
     def drop(self, event: EngineDropped) -> None:
-        """All copies of each hash in the group, or in all groups, are gone."""
+        """Remove all copies of each hash in the group, or in all groups."""
         held = [one for one in self._by_group.values() if event.group is None or one.group == event.group]
         self._counters.removed_unknown += sum(not any(self._copies(name, one) for one in held) for name in event.hashes)
         for holding in held:
@@ -363,8 +365,8 @@ class Residency:
         return holding.counts.get(name, 0) or int(self.is_resident(holding.tier, holding.group, name))
 
     def end_removals(self) -> None:
-        """A run of removals ended: an engine may remove a chain's parents first, and only the whole run shows which blocks of
-        shared hashes they were, and which parts of stretches."""
+        """Apply a finished run of removals. An engine may remove a chain's parents first, so only the whole run shows which
+        blocks of shared hashes and which parts of stretches are gone."""
         if self._plain_removals:
             self._plain.remove(self._plain_removals)
             self._plain_removals = {}
@@ -376,7 +378,7 @@ class Residency:
             self._shared_removals.clear()
 
     def clear(self, event: EngineCleared) -> None:
-        """All copies in the tiers are gone."""
+        """Remove all copies in the tiers."""
         self.end_removals()
         self._counters.cleared_events += 1
         cleared = [holding for holding in self._by_group.values() if holding.tier in event.tiers]
@@ -386,7 +388,7 @@ class Residency:
         for holding in cleared:
             if not holding.indexable or holding.tier in done:
                 continue
-            done.add(holding.tier)  # one pass for all its groups: copies count what is held in all of them
+            done.add(holding.tier)  # one pass per tier: `copies` counts hashes held in all its groups
             for name in holding.counts:
                 block = block_of(name)
                 if block is not None and name not in shared and holding.in_all(name):
@@ -400,19 +402,19 @@ class Residency:
         self._lineage.mark_evicted([name for name in removed if not self.holdings.is_held(name)])
 
     def forget_unproven(self) -> None:
-        """The engine uses keys: which blocks these hashes stand for is not known."""
+        """The engine uses keys, so the blocks of unproven hashes are unknown."""
         self.forget_names(self.unproven)
         self.unproven.clear()
 
     def forget_names(self, names: Iterable[EngineHash]) -> None:
-        """These hashes stand for no blocks any more, whatever is held of them; see `ForgottenNames`."""
+        """These hashes no longer stand for blocks, even if copies are held; see `ForgottenNames`."""
         self.end_removals()
         self.forgotten.forget(names)
 
     # ---------------------------------------------------------------- tiers and groups
 
     def add_holding(self, tier: Tier, group: int) -> Holding:
-        """A (tier, group) that the engine names for the first time. What the tier's other groups hold is not in it yet."""
+        """Add a (tier, group) on its first event. It does not hold the blocks of the tier's other groups yet."""
         self.end_removals()
         indexable = self._groups.is_resident(group, self._resolver.block_size)
         peers = self.holdings.of_tier(tier) if indexable else []
@@ -428,7 +430,7 @@ class Residency:
         return holding
 
     def enter_tiers(self, name: EngineHash, block: Block) -> None:
-        """A hash became known: its block is held wherever the hash is."""
+        """A hash became known: its block is held wherever the hash is held."""
         if self.sparse:
             self.sparse.enter(name, block)
         flags = 0
@@ -442,7 +444,7 @@ class Residency:
             self._lineage.mark_evicted([name])
 
     def forget(self, forgotten: Mapping[EngineHash, Stretch]) -> None:
-        """The lineage has forgotten these hashes, which stood for these blocks."""
+        """The lineage has forgotten these hashes of these blocks."""
         if self.sparse:
             for name, block in forgotten.items():
                 if name not in self._shared_hashes:

@@ -1,4 +1,4 @@
-"""What the ledger can't learn from the engine's events."""
+"""Settings of the ledger: facts that it can't learn from the engine's events."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,17 +12,16 @@ from kvatlas.validation import MAX_BLOCK_BYTES
 class LedgerSettings:
     """Identity and event semantics of one engine.
 
-    `block_size`: tokens of a full block; None takes that of the largest block seen. `granularity` g announces only blocks
-    with index % g == g-1. `chunk_tokens`: the chunk size of chunked attention, 0 if unknown; `alignment_tokens`: the
-    scheduler's block size, 0 takes the smallest that fits all groups; `eagle`: the engine speculates with EAGLE, and
-    `eagle_groups` are the KV cache groups with its layers, by default those of full attention. `hybrid`: the model has other
-    attention too, of which the events say nothing. `set_semantics`: the engine
-    announces hits again, so a copy counts once however often it is announced (vLLM with `kv_cache_report_mode="full"`).
-    `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
-    `adapter_ids`: the names of adapters by the ids of an engine that tells no names; of others' blocks nothing is held.
-    `keep_untold`: hold blocks whose removal nobody tells, until `Ledger.expire` says so. `has_store`: those of an object store
-    are in a shared store with a publisher of its own (`kvatlas_publishers.shared_store`).
-    Raises InvalidValue for sizes below 1 or names that can't be a scope's.
+    `block_size`: tokens of a full block; None: the largest block seen. `granularity` g: publish only blocks with
+    index % g == g-1. `chunk_tokens`: the chunk size of chunked attention; 0: unknown. `alignment_tokens`: the scheduler's block
+    size; 0: the smallest that fits all groups. `eagle`: the engine speculates with EAGLE; `eagle_groups`: the KV cache groups
+    with its layers, by default those of full attention. `hybrid`: the model also has other attention, which its events don't
+    show. `set_semantics`: the engine reports hits again, so a copy counts once, however often it is reported (vLLM with
+    `kv_cache_report_mode="full"`). `salt_is_tenant`: a cache salt is the tenant's id; else it is hashed. `adapter_ids`: adapter
+    names by id, for an engine that reports only ids; blocks of other adapters are left out. `keep_untold`: hold blocks whose
+    removal is never reported until `Ledger.expire` removes them. `has_store`: object store blocks are in a shared store with
+    its own publisher (`kvatlas_publishers.shared_store`).
+    Raises InvalidValue for sizes below 1 and names that are not valid in a scope.
     """
 
     model_id: str
@@ -59,12 +58,12 @@ class LedgerSettings:
                 raise InvalidValue(f"{what} {number}; expected 0 (unknown) or more")
 
     def block_bytes_of(self, block_size: int | None) -> int:
-        """Bytes of KV cache in a block of so many tokens; 0: unknown."""
+        """Bytes of KV cache in a block of `block_size` tokens; 0: unknown."""
         return self.block_bytes or min(MAX_BLOCK_BYTES, self.token_bytes * (block_size or 0))
 
     @property
     def identity(self) -> list[str | int | bool | None]:
-        """Settings by which blocks have other hashes, or other counts."""
+        """Settings that affect the blocks' hashes or counts."""
         of_engine = [
             self.model_id,
             self.tokenizer_id,

@@ -1,7 +1,8 @@
-"""Shared stores: what the publishers of engines tell of one, and the publisher of the store itself.
+"""Shared stores: notices about a store from engines' publishers, and the publisher of the store itself.
 
     engine's ledger -> writes -> notice --NATS--> receiver -> the store's ledger -> publisher
 
-A store outlives its writers, and a chain in it may have several: so it has a publisher of its own, under which it is a holder
-as a worker is one. What notices lose is less than the store holds; what they would keep too long ends with its time to live.
+A store outlives its writers, and several may write one chain. So a store has its own publisher, which makes it a holder like a
+worker. A lost notice only means that less is published than the store holds; blocks published for too long end with their time
+to live.
 """

@@ -1,4 +1,4 @@
-"""Sends what an engine's publisher knows of a shared store to the store's publisher (thin; core NATS)."""
+"""Sends an engine publisher's notices about a shared store to the store's publisher (thin; core NATS)."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from kvatlas_publishers.ledger.connectors.shared_store_notice import StoreCleare
 from kvatlas_publishers.ledger.ledger import Ledger
 
 EVERY_S = 5.0
-"""A notice without changes is sent so often: a store's publisher that has just started learns of the writer's keys."""
+"""Interval of notices without changes. They tell a store's publisher that has just started if the writer uses keys."""
 LOOK_S = 0.5
 MOST_WAITING = 1_024
-"""Notices kept while NATS is away; if they are more, one takes their place that says that all is gone."""
+"""Limit of notices kept while NATS is away. Beyond it, a single notice that all blocks are gone replaces them."""
 
 
 class StoreNotifier:
-    """Of one worker and one store; `collect` after each fold, `run` until cancelled."""
+    """Notifies one store for one worker. Call `collect` after each fold, and `run` until cancelled."""
 
     def __init__(
         self, client: Client, store_id: str, worker_id: str, counters: PublisherCounters, ledger: Callable[[], Ledger]
@@ -33,11 +33,11 @@ class StoreNotifier:
         self._waiting: deque[bytes] = deque()
 
     def collect(self) -> None:
-        """Take what the ledger has learned of the store."""
+        """Take the ledger's changes of the store."""
         ledger = self._ledger()
         writes, size = ledger.store_writes, ledger.block_size
         changes = writes.take() if writes is not None else []
-        if not changes or size is None:  # without a size, no block was ever known
+        if not changes or size is None:  # without a size, no block is known yet
             return
         self._waiting.extend(encode(size, ledger.uses_keys, changes))
         if len(self._waiting) > MOST_WAITING:

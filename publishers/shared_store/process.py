@@ -1,8 +1,8 @@
-"""`kvatlas publish --engine store`: publishes what a shared store holds, whoever wrote it.
+"""`kvatlas publish --engine store`: publishes the blocks that a shared store holds, from all its writers.
 
-What engines' connectors wrote is told by their publishers, and is held for the time to live after it was last told. What
-LMCache's server holds it tells itself. The saved ledger says how old each block is; it is deleted when more is gone than time
-tells, and made again with the next save.
+Engines' publishers report the blocks that connectors wrote; each is held for its time to live after the last report. LMCache's
+server reports its own blocks. The saved ledger includes each block's age. It is deleted when blocks are gone before their time,
+and written again by the next save.
 """
 
 import logging
@@ -43,7 +43,7 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class SharedStore:
-    """One store; it has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
+    """One store. It has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
 
     def __init__(self, settings: PublishSettings) -> None:
         """Raises SettingsError for a state folder that can't be written."""
@@ -60,7 +60,7 @@ class SharedStore:
         self._log = RateLimitedLog(log, f"store {self.worker_id}: ")
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Load what was saved. Raises Unreachable if the master's endpoint can't be used."""
+        """Load the saved state. Raises Unreachable if the master's endpoint can't be used."""
         ledger, incarnation = self._load()
         self._client, self._context = client, context
         self._publisher = publisher = Publisher(
@@ -105,7 +105,7 @@ class SharedStore:
         async with publisher:
             publisher.begin_publishing()
             subscription = await self._client.subscribe(notices_to_store(self.worker_id), cb=self._on_notice)
-            with suppress(NatsError, TimeoutError):  # a connection that comes back subscribes again
+            with suppress(NatsError, TimeoutError):  # after a reconnect, the client subscribes again
                 await self._client.flush()
             try:
                 async with anyio.create_task_group() as tasks:
@@ -143,16 +143,16 @@ class SharedStore:
         for adapter in adapters_gone(notice):
             publisher.forget_adapter(adapter)
         if any(not isinstance(change, StoredInStore) for change in notice.changes):
-            self._drop_saved(f"worker {writer} says that blocks are gone")
+            self._drop_saved(f"worker {writer} reported that blocks are gone")
         if events:
             publisher.record(EngineBatch(events))
 
     def _on_master(self, batch: EngineBatch) -> None:
-        """Mooncake's master reports what it stored and evicted for all writers."""
+        """Take a report of Mooncake's master: blocks that it stored and evicted for all writers."""
         publisher = self._publisher
         batch = objects_of(batch, publisher.ledger.settings)
         if any(isinstance(event, EngineRemoved) and event.hashes for event in batch.events):
-            self._drop_saved("Mooncake's master says that blocks are gone")
+            self._drop_saved("Mooncake's master reported that blocks are gone")
         publisher.record(batch)
 
     def _on_start_over(self) -> None:
@@ -170,11 +170,11 @@ class SharedStore:
                 log.info("store %s: saved state deleted: %s", self.worker_id, why)
         except OSError as error:
             path = self._state_file.path
-            log.warning("store %s: %s can't be deleted (%s), though %s", self.worker_id, path, error.strerror, why)
+            log.warning("store %s: %s can't be deleted (%s), although %s", self.worker_id, path, error.strerror, why)
 
     async def _save_regularly(self, file: StateFile) -> None:
         counters = self._publisher.ledger.counters
-        saved_at, cleared = monotonic(), 0  # counters begin with the process, so a clear before this is seen too
+        saved_at, cleared = monotonic(), 0  # counters start at 0 with the process, so earlier clears are noticed too
         while True:
             await anyio.sleep(CLEAR_LOOK_S)
             if counters.cleared_events != cleared:
@@ -203,7 +203,7 @@ class SharedStore:
             publisher.counters.saves += 1
 
     def _load(self) -> tuple[Ledger, int]:
-        """The saved ledger, older by the time that has passed, and its incarnation; or an empty one."""
+        """The saved ledger, aged by the time since, and its incarnation; or an empty one."""
         saved = self._state_file.load() if self._state_file is not None else None
         if saved is None:
             return Ledger(self._settings.ledger), 0
@@ -220,9 +220,9 @@ class SharedStore:
 
 
 def _read_ages(packed: bytes) -> tuple[float, dict[tuple[Tier, int, EngineHash], int]]:
-    """When it was saved (seconds since 1970), and the ticks that each block was old. Raises InvalidValue."""
+    """(time of the save in seconds since 1970, age of each block in ticks). Raises InvalidValue."""
     try:
         saved_s, ages = msgpack.unpackb(packed)
         return float(saved_s), {(Tier(tier), int(group), name): int(age) for tier, group, name, age in ages}
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise InvalidValue(f"ages of its blocks: {error}") from error
+        raise InvalidValue(f"ages of blocks: {error}") from error

@@ -1,1 +1,1 @@
-"""Engines that are not followed over ZMQ: each with the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
+"""Engines that are not followed over ZMQ. Each class has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""

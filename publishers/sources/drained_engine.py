@@ -1,7 +1,7 @@
-"""An engine whose KV events are read over HTTP, each once (TensorRT-LLM): its reader and its publisher.
+"""An engine whose KV events are read over HTTP, each only once (TensorRT-LLM): its reader and its publisher.
 
-Nothing is saved: what the engine gave away after the last save is lost, and no answer tells one engine process from another. So
-its publisher starts empty, and learns of blocks as the engine stores them.
+Nothing is saved: events returned after the last save would be lost, and answers don't identify the engine's process. So its
+publisher starts empty, and learns of blocks as the engine stores them.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class DrainedEngine:
-    """One such engine; it has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
+    """One such engine. It has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
 
     def __init__(self, settings: PublishSettings) -> None:
         self._settings = PublisherSettings.of(settings)
@@ -30,7 +30,7 @@ class DrainedEngine:
         self._dead_letters = DeadLetters(letters, self.worker_id)
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Opens no socket: events are asked for over HTTP."""
+        """Opens no socket: events are requested over HTTP."""
         self._publisher = publisher = Publisher(self._settings, nats=client, begin=False)
         assert self._settings.engine_url is not None, "settings of a drained engine have its address"
         self._drain = EventDrain(

@@ -1,7 +1,7 @@
-"""An engine without KV events: its heartbeat and load are published, and that its residency is not known.
+"""An engine without KV events. Its heartbeat and load are published, and the fact that its residency is unknown.
 
-Routers predict it from the requests they send there (`EngineEndpoint.events`), for one incarnation: when the engine restarts, a
-new one begins, which ends every prediction.
+Routers predict its blocks from the requests they send it (`EngineEndpoint.events`), within one incarnation. When the engine
+restarts, a new incarnation begins and ends all predictions.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class EventlessEngine:
-    """One such engine rank; it has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
+    """One such engine rank. It has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
 
     def __init__(self, settings: PublishSettings) -> None:
         self._settings = PublisherSettings.of(settings)
@@ -61,5 +61,5 @@ class EventlessEngine:
             self._was_up = True
 
     def _start_over(self, why: str) -> None:
-        log.warning("worker %s: %s; dropping what was predicted of its cache", self.worker_id, why)
+        log.warning("worker %s: %s; dropping all predictions of its cache", self.worker_id, why)
         self._publisher.start_over()

@@ -1,8 +1,8 @@
-"""An engine of the open event forms without a ZMQ socket: its batches are read from standard input, or come to the status
+"""An engine of the open event forms without a ZMQ socket. Its batches are read from standard input, or posted to the status
 page.
 
-Nothing is saved, since neither way can be asked what was missed: the publisher starts empty, and learns of blocks as it is
-told. When standard input ends, what was read is published, and the worker leaves.
+Nothing is saved, because neither source can replay missed batches: the publisher starts empty and learns of blocks from new
+batches. When standard input ends, everything read is published and the worker leaves.
 """
 
 import logging
@@ -29,14 +29,14 @@ from kvatlas_publishers.settings import PublisherSettings
 
 READ_BYTES = 1 << 16
 LINES_AT_ONCE = 64
-"""After so many lines other tasks have their turn."""
+"""Number of lines read before other tasks get a turn."""
 FLUSH_S = 30.0
 
 log = logging.getLogger("kvatlas.publisher")
 
 
 class OpenEngine:
-    """One such engine; it has the methods of `EngineSidecar`, and `take` for what is sent to the page."""
+    """One such engine. It has the methods of `EngineSidecar`, and `take` for batches posted to the page."""
 
     def __init__(self, settings: PublishSettings) -> None:
         self._settings = PublisherSettings.of(settings)
@@ -82,8 +82,8 @@ class OpenEngine:
                 await publisher.close_gently()
 
     def take(self, payload: bytes) -> EngineBatch:
-        """Record one batch. Raises EngineEventError for what is none: it is counted, and kept as a dead letter. Nothing is
-        dropped for it: a caller that is given the error sends the batch again."""
+        """Record one batch. If it is not a batch, it is counted, kept as a dead letter, and EngineEventError is raised. No
+        blocks are dropped, because the caller gets the error and sends the batch again."""
         try:
             batch = self._batches.take(payload)
         except EngineEventError as error:
@@ -97,14 +97,14 @@ class OpenEngine:
     # ---------------------------------------------------------------- standard input
 
     async def _read_lines(self, chunks: AsyncIterator[bytes]) -> None:
-        """A batch a line; a line that can't be read is skipped."""
+        """Read one batch per line. Unreadable lines are skipped."""
         rest, number, too_long = b"", 0, False
         async for chunk in chunks:
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 number += 1
                 if too_long:
-                    too_long = False  # the end of a line of which the beginning was dropped
+                    too_long = False  # the end of a line whose beginning was dropped
                 else:
                     self._take_line(number, line)
                 if number % LINES_AT_ONCE == 0:
@@ -139,7 +139,7 @@ class OpenEngine:
             counters.dead_letters_dropped += 1
 
     def _record_loss(self, why: str) -> None:
-        """Blocks may be gone that are still claimed: see `kvatlas_publishers.feed.undecodable`."""
+        """Some claimed blocks may be gone: see `kvatlas_publishers.feed.undecodable`."""
         if self._distrust.record_loss(monotonic()):
             self._start_over(why)
 
@@ -157,13 +157,13 @@ class OpenEngine:
 
 
 async def _stdin_chunks() -> AsyncIterator[bytes]:
-    """What comes on standard input, until it ends."""
+    """Chunks of standard input, until it ends."""
     handle, waits = sys.stdin.fileno(), True
     while True:
         if waits:
             try:
                 await anyio.wait_readable(handle)
-            except OSError:  # a file is always readable, and can't be waited for
+            except OSError:  # a file is always readable, so it can't be waited for
                 waits = False
         else:
             await anyio.lowlevel.checkpoint()

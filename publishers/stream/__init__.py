@@ -1,1 +1,1 @@
-"""From index events to acknowledged messages in JetStream."""
+"""Sends index events to JetStream as acknowledged messages."""

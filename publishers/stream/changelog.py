@@ -1,11 +1,11 @@
-"""One worker's residency as a change log: engine events go into the ledger, its changes into the outbox (pure).
+"""One worker's residency as a change log: engine events go into the ledger, and the ledger's changes into the outbox (pure).
 
 Invariants:
-- what was put in the outbox of an incarnation, snapshot first, adds up to what the ledger announces, unless the outbox
-  takes nothing more; then a new incarnation is due. One that is due for another reason may wait for a grant, and the index
-  is told of every change until it begins. One that is due because changes were lost withdraws all that the old one claims as
-  soon as a grant is refused: removals may be among what was lost;
-- a new incarnation is above every one before it, the saved one and every requested one.
+- the messages put in an incarnation's outbox, snapshot first, add up to the ledger's published blocks, unless the outbox is
+  full; then a new incarnation is due. An incarnation due for another reason may wait for a grant, and every change is published
+  until it begins. If changes were lost, removals may be among them; so as soon as a grant is refused, all blocks of the old
+  incarnation are withdrawn;
+- a new incarnation is above all earlier ones, the saved one and every requested one.
 """
 
 import random
@@ -23,7 +23,7 @@ from kvatlas_publishers.stream.outbox import Headers, Outbox, OutboxLimits
 
 
 class IncarnationReason(StrEnum):
-    """Why a new incarnation is due, as logs and status say it."""
+    """Why a new incarnation is due, as in logs and status."""
 
     START = "publisher start"
     STARTED_OVER = "all known blocks were dropped"
@@ -56,7 +56,7 @@ class Changelog:
         self.begun_because: IncarnationReason | None = None
         self.saved_incarnation = saved_incarnation
         self.yielded = False
-        """Another publisher publishes this worker: no incarnation begins here."""
+        """True while another publisher publishes this worker: no incarnation begins here."""
         self._counters = counters
         self._checkpoints = CheckpointClock(checkpoints or CheckpointSettings())
         self._rng = rng or random.Random()
@@ -64,38 +64,38 @@ class Changelog:
         self.snapshot_request: Headers = None
         self._pending: list[EngineEvent] = []
         self._sealed = False
-        """The next change is the last one of this incarnation."""
+        """True if the next change is the last one of this incarnation."""
         self._lost = False
-        """Changes did not fit in the outbox, and the index claims what was there before."""
+        """True if changes did not fit in the outbox, so the index still has the state before them."""
 
     # ---------------------------------------------------------------- from the engine
 
     @property
     def pending_events(self) -> int:
-        """Engine events recorded and not folded yet."""
+        """Number of engine events recorded but not folded yet."""
         return len(self._pending)
 
     def record(self, batch: EngineBatch) -> None:
-        """Keep a batch's events until `fold`: batches that are folded together cost one change."""
+        """Keep a batch's events until `fold`. Batches folded together cost only one change."""
         self._counters.engine_batches += 1
         self._counters.engine_events += len(batch.events)
         self._counters.skipped_events += len(batch.skipped)
         self._pending.extend(batch.events)
 
     def fold(self) -> list[IndexEvent]:
-        """Fold what was recorded into the ledger. Returns the change, for `publish` before the next fold."""
+        """Fold the recorded events into the ledger. Returns the change; `publish` it before the next fold."""
         if not self._pending:
             return []
         events, self._pending = self._pending, []
         return self._unless_regrouped(self.ledger.fold(EngineBatch(events)), IncarnationReason.REGROUPED)
 
     def forget_adapter(self, adapter: str) -> list[IndexEvent]:
-        """See `Ledger.forget_adapter`. Pending events were folded before."""
+        """See `Ledger.forget_adapter`. Fold pending events first."""
         return self._unless_regrouped(self.ledger.forget_adapter(adapter), IncarnationReason.STARTED_OVER)
 
     def _unless_regrouped(self, change: list[IndexEvent], reason: IncarnationReason) -> list[IndexEvent]:
-        """The ledger's change; if the engine's groups turned out to be others, that all is gone, then nothing more until the
-        new incarnation, which says where the worker can resume."""
+        """The ledger's change. If the engine's groups turned out different: a Cleared event, then nothing more until the new
+        incarnation, whose marks show where the worker can resume."""
         if not self.ledger.take_regrouped():
             return change
         if self.outbox.incarnation or self.incarnation_due is not None:
@@ -104,8 +104,8 @@ class Changelog:
         return [Cleared()]
 
     def publish(self, events: Sequence[IndexEvent], now_us: int, now_s: float, headers: Headers = None) -> int:
-        """Put a change in the outbox. Returns how many messages it takes; 0 also if the outbox takes nothing more before the
-        new incarnation that is due, whose snapshot will have it all."""
+        """Put a change in the outbox. Returns the number of messages; also 0 if the outbox takes nothing more until the due
+        incarnation, whose snapshot will include the change."""
         if not events or self.outbox.overflowed or not self.outbox.incarnation:
             return 0
         messages = self.outbox.put(events, self.ledger.uses, now_us, headers)
@@ -119,8 +119,8 @@ class Changelog:
         return messages
 
     def start_over(self, now_us: int) -> None:
-        """What the engine holds is not known any more: the ledger is empty, and a new incarnation says so; the one before says
-        it at once."""
+        """The engine's blocks are no longer known: empty the ledger and require a new incarnation. The current one publishes
+        the loss at once."""
         self._pending.clear()
         announced = self.ledger.announced_blocks > 0
         self.ledger.empty()
@@ -130,8 +130,7 @@ class Changelog:
             self.require_incarnation(IncarnationReason.STARTED_OVER)
 
     def withdraw(self, now_us: int) -> bool:
-        """The snapshot that is due has to wait. If changes were lost, the old incarnation ends by saying that all is gone.
-        Returns if it does."""
+        """The due snapshot has to wait. If changes were lost, end the old incarnation with a Cleared event and return True."""
         if not self._lost:
             return False
         self._lost = False
@@ -142,24 +141,24 @@ class Changelog:
     # ---------------------------------------------------------------- incarnations
 
     def split_smaller(self, seq: int) -> bool:
-        """The stream refused this message for its size: a new incarnation is due, in messages of at most half of that. False if
-        they can't be any smaller."""
+        """The stream refused this message for its size: require a new incarnation with messages of at most half of that. False
+        if they can't be smaller."""
         if not self.outbox.halve_messages(seq):
             return False
-        self._lost = False  # nothing of this incarnation is sent any more
+        self._lost = False  # no more messages of this incarnation are sent
         self.require_incarnation(IncarnationReason.TOO_LARGE)
         return True
 
     def require_incarnation(self, reason: IncarnationReason) -> None:
-        """A new incarnation is due. The first reason stands."""
+        """A new incarnation is due. The first reason is kept."""
         if self.incarnation_due is None:
             self.incarnation_due = reason
 
     def request_snapshot(self, above: int, headers: Headers = None) -> bool:
-        """Incarnation `above` is in doubt. False if ours is above it already, so that nothing needs to be done.
+        """Incarnation `above` is in doubt. False if ours is already above it, so that there is nothing to do.
 
-        `headers`: the trace context of the request, which `snapshot_request` has until the snapshot begins. Raises
-        InvalidValue if no incarnation is left above it.
+        `headers`: the request's trace context, kept in `snapshot_request` until the snapshot begins. Raises InvalidValue if no
+        incarnation is left above it.
         """
         if self.outbox.incarnation > above:
             return False
@@ -182,14 +181,14 @@ class Changelog:
 
     @property
     def snapshot_bytes(self) -> int:
-        """About how large a snapshot would be now."""
+        """Approximate size of a snapshot now."""
         return (self.ledger.digest.blocks + 3 * self.ledger.marked_blocks) * HASH_BYTES
 
     def begin_incarnation(self, incarnation: int, now_us: int, headers: Headers = None) -> bool:
-        """Begin the incarnation that is due with a snapshot of all that is announced, pending events folded in. `headers`: of
-        its messages.
+        """Begin the due incarnation with a snapshot of everything published, after folding pending events. `headers`: for its
+        messages.
 
-        False, and nothing is done, if yielded, or if meanwhile one above `incarnation` was requested (take another number).
+        Does nothing and returns False if yielded, or if one above `incarnation` was requested meanwhile (use another number).
         """
         if self.yielded or incarnation <= max(self.outbox.incarnation, self.saved_incarnation, self._requested):
             return False
@@ -218,21 +217,21 @@ class Changelog:
     # ---------------------------------------------------------------- another publisher of the worker
 
     def record_heartbeat(self, incarnation: int) -> bool:
-        """A heartbeat of this worker was heard. True if it is of another publisher, and the newer one."""
+        """A heartbeat of this worker arrived. True if it is from a newer publisher."""
         if not self.outbox.incarnation or incarnation <= self.outbox.incarnation:
             return False
         self._requested = max(self._requested, incarnation)
         return True
 
     def yield_worker(self) -> None:
-        """Publish nothing more until `take_over`; what the engine holds is followed all the same."""
+        """Publish nothing more until `take_over`, but continue to follow the engine."""
         self.yielded = True
         self._lost = False
         self.outbox.drop()
         self.require_incarnation(IncarnationReason.TAKEN_OVER)
 
     def take_over(self) -> None:
-        """The other publisher is silent: a new incarnation is due, above what was heard of it."""
+        """The other publisher is silent: a new incarnation above its own is due."""
         self.yielded = False
 
     # ---------------------------------------------------------------- checkpoints
@@ -242,7 +241,7 @@ class Changelog:
         return self._checkpoints.due_in(now_s) if not self.outbox.overflowed else None
 
     def checkpoint(self, now_us: int) -> None:
-        """Put a checkpoint of all that was published. Pending events were folded and published before, or wait."""
+        """Put a checkpoint of everything published. It does not include pending events."""
         if self.outbox.overflowed or not self.outbox.incarnation:
             return
         self._checkpoints.reset()
@@ -253,14 +252,14 @@ class Changelog:
             self._overflow()
 
     def _overflow(self) -> None:
-        """The outbox takes nothing more of this incarnation."""
+        """The outbox takes no more messages of this incarnation."""
         self._counters.overflows += 1
         self._lost = True
         self.require_incarnation(IncarnationReason.OVERFLOW)
 
     @property
     def flushed(self) -> bool:
-        """The stream has all that was recorded."""
+        """True if the stream has everything recorded."""
         return not self._pending and self.incarnation_due is None and self.outbox.incarnation > 0 and self.outbox.empty
 
     def _count(self, events: Sequence[IndexEvent], messages: int) -> None:

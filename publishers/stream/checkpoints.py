@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """A checkpoint follows after this many messages or seconds with changes, and when a worker that changed falls idle."""
+    """A checkpoint follows after this many messages or seconds with changes, and when a changed worker becomes idle."""
 
     every_messages: int = 1000
     every_s: float = 30.0
@@ -33,7 +33,7 @@ class CheckpointClock:
         self._messages = 0
 
     def due_in(self, now_s: float) -> float | None:
-        """Seconds until a checkpoint is due, 0 if it is, None if nothing changed since the last."""
+        """Seconds until a checkpoint is due; 0 if it is due; None if nothing changed since the last one."""
         if not self._messages:
             return None
         if self._messages >= self._settings.every_messages:

@@ -1,7 +1,6 @@
-"""Asks a partition's owner for leave to send a large snapshot (thin).
+"""Asks a partition's owner for permission to send a large snapshot (thin).
 
-Owners limit the bytes of outstanding snapshots, so that a leader change in NATS, after which every outbox overflows at once,
-doesn't become a storm.
+Owners limit the bytes of outstanding snapshots, because after a leader change in NATS every outbox overflows at once.
 """
 
 import random
@@ -32,8 +31,8 @@ async def await_grant(
     on_refused: Callable[[], None],
 ) -> None:
     """Ask until granted, with jitter: when the owner says so, or with back-off if no owner answers. `next_request` is called
-    each time: what is held changes meanwhile; None: no grant is needed any more. `on_refused`: called for every answer that is
-    no grant, or missing."""
+    each time, since the held blocks change meanwhile; it returns None if no grant is needed any more. `on_refused`: called for
+    every missing or negative answer."""
     backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     while (request := next_request()) is not None:
         counters.grants_asked += 1
@@ -45,7 +44,7 @@ async def await_grant(
         except (NatsError, TimeoutError, InvalidValue) as error:
             counters.grants_unanswered += 1
             pause_s = backoff.next_s()
-            wait_s = pause_s if isinstance(error, NoRespondersError) else 0.0  # the others waited already
+            wait_s = pause_s if isinstance(error, NoRespondersError) else 0.0  # other errors have already taken time
         else:
             if reply.granted:
                 return

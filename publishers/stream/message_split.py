@@ -1,7 +1,7 @@
 """Splits the events of one flush into messages that fit the bus, keeping their order.
 
-The index applies a message as a whole, so its residency must be right after each part: the ledger's order (added tiers, lost
-tiers, removals child first, stores parent first) guarantees that wherever the events are split; the same holds of its marks.
+The index applies a message as a whole, so its residency must be right after each part. The ledger's order (added tiers, lost
+tiers, removals child first, stores parent first) guarantees this for any split; the same holds for its marks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.events import Heads, IndexEvent, Marked, Removed, ScopeUse, SnapshotChunk, Stored, Unmarked
 from kvatlas.identity import MAX_NAME_BYTES
 
-# Upper bounds of what msgpack takes, in bytes (see kvatlas.bus.wire for the arrays).
+# Upper bounds of encoded sizes in bytes (see kvatlas.bus.wire for the arrays).
 _ENVELOPE_BYTES = 1 + 1 + (2 + 64) + 9 + 9 + 9 + 5 + 5
 _STORED_BYTES = 1 + 1 + 10 + 1 + 5 + 10 + 9 + 1
 _REMOVED_BYTES = 1 + 1 + 10 + 1 + 5
@@ -22,7 +22,7 @@ _OTHER_BYTES = 1 + 1 + 9 + 3 + (WORDS + MARK_WORDS) * 9
 _LARGEST_SCOPE_BYTES = 10 + 1 + 4 * (3 + MAX_NAME_BYTES) + 9 + 9
 
 SMALLEST_MESSAGE_BYTES = 4096
-"""A limit that every event fits, cut between its hashes, with the longest names."""
+"""A limit that every event fits, if split between its hashes, even with the longest names."""
 
 _OF_BLOCKS = (Stored, SnapshotChunk, Removed)
 _OF_MARKS = (Marked, Unmarked, Heads)
@@ -57,10 +57,10 @@ def scope_bytes(use: ScopeUse) -> int:
 def split_into_messages(
     events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], limit_bytes: int, granularity: int = 1
 ) -> list[Part]:
-    """The events in order, in parts that encode to at most `limit_bytes`, each with just the scopes that it uses.
+    """Split the events, in order, into parts that encode to at most `limit_bytes`, each with only the scopes that it uses.
 
-    An event that is too large by itself is split between its hashes; `granularity` is how far apart in the chain these are.
-    `uses` describes every scope of the events.
+    An event that is too large by itself is split between its hashes; `granularity` is their distance in the chain. `uses`
+    describes every scope of the events.
     """
     scope_ids = {event.scope_id for event in events if isinstance(event, _SCOPED)}
     if sum(map(event_bytes, events)) + len(scope_ids) * _LARGEST_SCOPE_BYTES + _ENVELOPE_BYTES <= limit_bytes:
@@ -105,7 +105,7 @@ def _pieces(event: IndexEvent, largest_bytes: int, granularity: int) -> Iterator
 def split_chunks(
     chunks: Sequence[SnapshotChunk], uses: Mapping[bytes, ScopeUse], limit_bytes: int, granularity: int = 1
 ) -> Sequence[SnapshotChunk]:
-    """The chunks, cut so that each fits a message of `limit_bytes`: a snapshot's end counts them."""
+    """Split the chunks so that each fits a message of `limit_bytes`. A snapshot's end counts the resulting chunks."""
     pieces: list[SnapshotChunk] = []
     for chunk in chunks:
         largest = limit_bytes - _ENVELOPE_BYTES - scope_bytes(uses[chunk.scope_id])
@@ -141,5 +141,5 @@ def _split_marks(event: Marked | Unmarked | Heads, largest_bytes: int) -> Iterat
 
 
 def block_count(events: Sequence[IndexEvent]) -> int:
-    """How many block announcements and withdrawals the events carry."""
+    """Number of blocks that the events add and remove."""
     return sum(len(e.hashes) for e in events if isinstance(e, _OF_BLOCKS)) // HASH_BYTES

@@ -1,11 +1,11 @@
 """The outbox of one worker's incarnation: pure go-back-N.
 
 Invariants (property-tested over a bus that loses, repeats, delays and reorders):
-- a message is released only after every one before it, so what the stream holds of an incarnation, read through the fence
-  `seq = last + 1`, is always a beginning of what was put in, and all of it once the outbox is empty;
-- an acknowledgement counts only if its copy is in the stream after that of the message before: of the current round, and
-  with a higher stream position. The index has dropped any other copy as a gap;
-- an incarnation starts with its snapshot, contiguous: nothing else gets between its messages.
+- a message is released only after all earlier ones. So the stream's messages of an incarnation, read through the fence
+  `seq = last + 1`, are always a prefix of what was put in, and all of it once the outbox is empty;
+- an acknowledgement counts only if it is of the current round and its stream position is above that of the previous message.
+  The index drops any other copy as a gap;
+- an incarnation starts with its snapshot, whose messages are contiguous.
 """
 
 from collections import deque
@@ -32,9 +32,9 @@ Headers = Mapping[str, str] | None
 
 @dataclass(frozen=True, slots=True)
 class OutboxLimits:
-    """Bounds of an outbox. `outbox_*` don't count snapshots: these are as large as what the engine holds.
+    """Limits of an outbox. `outbox_*` exclude snapshots, whose size depends on the engine's blocks.
 
-    `window_*`: at most sent and not yet acknowledged; one message may always be sent.
+    `window_*`: limits of sent but unacknowledged messages; one message may always be sent.
     """
 
     outbox_messages: int = 65_536
@@ -60,17 +60,17 @@ class _Kept(NamedTuple):
 
 
 class Outbox:
-    """See the module. Not started: there is no incarnation (0) before the first `begin`."""
+    """See the module. Before the first `begin` there is no incarnation (0)."""
 
     def __init__(self, worker_id: str, limits: OutboxLimits | None = None, granularity: int = 1) -> None:
         self.worker_id = worker_id
         self.limits = limits or OutboxLimits()
         self.incarnation = 0
         self.overflowed = False
-        """Something did not fit: nothing more is taken until the next `begin`."""
+        """True if something did not fit: no more is taken until the next `begin`."""
         self.round = 0
         self.misplaced = False
-        """The first message kept was stored, but not after the one before it: only going back helps."""
+        """True if the first kept message was stored, but not after the previous one: only going back helps."""
         self._granularity = granularity
         self._kept: deque[_Kept] = deque()
         self._base = 0
@@ -98,17 +98,17 @@ class Outbox:
 
     @property
     def in_flight(self) -> int:
-        """Messages sent in this round and not released."""
+        """Number of messages sent in this round but not released."""
         return self._sent
 
     @property
     def unsent(self) -> bool:
-        """Is there a message that was not sent in this round?"""
+        """True if a message was not sent in this round yet."""
         return len(self._kept) > self._sent
 
     @property
     def waiting(self) -> int:
-        """Messages not released, sent or not."""
+        """Number of messages not released, sent or not."""
         return len(self._kept)
 
     @property
@@ -118,7 +118,7 @@ class Outbox:
     # ---------------------------------------------------------------- putting in
 
     def limit_message_bytes(self, largest_bytes: int) -> None:
-        """The server takes no larger messages than this. Messages already in the outbox stay as they are."""
+        """Limit new messages to the largest size that the server takes. Messages already in the outbox stay as they are."""
         if largest_bytes < self.limits.message_bytes:
             self.limits = replace(self.limits, message_bytes=largest_bytes)
 
@@ -134,10 +134,10 @@ class Outbox:
         dropped: int | None = None,
         marks: Sequence[Marked | Heads] = (),
     ) -> int:
-        """Start an incarnation with a snapshot; what was left of the one before is dropped. Returns its number of messages.
+        """Start an incarnation with a snapshot, and drop what is left of the previous one. Returns the number of messages.
 
-        `digest`: as in `SnapshotEnd`, of all the chunks and marks. `incarnation` is above the one before. `dropped`: see
-        `SnapshotBegin`; `marks` only with it.
+        `digest`: as in `SnapshotEnd`, over all chunks and marks. `incarnation`: above the previous one. `dropped`: see
+        `SnapshotBegin`; `marks` are allowed only with it.
         """
         if incarnation <= self.incarnation:
             raise ValueError(f"incarnation {incarnation} after {self.incarnation}; expected a higher one")
@@ -158,9 +158,10 @@ class Outbox:
     def put(
         self, events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], ts_us: int, headers: Headers = None
     ) -> int:
-        """Take one flush's events. Returns how many messages they became; 0 if they don't fit: none was taken, `overflowed`.
+        """Take one flush's events. Returns the number of messages; 0 if they don't fit: then none is taken, and `overflowed`
+        is set.
 
-        `uses` describes every scope of the events; a message carries those that it uses.
+        `uses` describes every scope of the events; each message carries those that it uses.
         """
         if not events:
             return 0
@@ -181,8 +182,8 @@ class Outbox:
         return len(payloads)
 
     def halve_messages(self, seq: int) -> bool:
-        """This message is too large for the stream: from the next `begin` on none is larger than half of it; what is kept is
-        dropped. False, and nothing is changed, if messages can't be that small."""
+        """This message is too large for the stream: drop all kept messages, and limit new ones to half its size from the next
+        `begin` on. If messages can't be that small, change nothing and return False."""
         largest_bytes = len(self._kept[seq - self._base].payload) // 2
         if largest_bytes < SMALLEST_MESSAGE_BYTES:
             return False
@@ -191,7 +192,7 @@ class Outbox:
         return True
 
     def drop(self) -> None:
-        """Nothing more of this incarnation is sent; nothing is taken until the next `begin`."""
+        """Send and take no more messages until the next `begin`."""
         self._base += len(self._kept)
         self._kept.clear()
         self._early.clear()
@@ -202,13 +203,13 @@ class Outbox:
         self.overflowed = True
 
     def finish(self, event: IndexEvent, ts_us: int) -> None:
-        """Put the last message of this incarnation, whatever the limits: nothing more is taken until the next `begin`."""
+        """Put the last message of this incarnation, regardless of the limits. No more is taken until the next `begin`."""
         (payload,) = self._encode([event], {}, ts_us, self.limits.message_bytes)
         self._kept.append(_Kept(payload, None, 0))
         self.overflowed = True
 
     def checkpoint(self, digest: Sequence[int], ts_us: int) -> int:
-        """Put a checkpoint: `digest` (see `Checkpoint`) is of everything put in so far."""
+        """Put a checkpoint. `digest` (see `Checkpoint`) covers everything put in so far."""
         return self.put([Checkpoint(digest)], {}, ts_us)
 
     def _encode(
@@ -235,7 +236,7 @@ class Outbox:
         return Outgoing(self.round, self._base + at, kept.payload, kept.headers)
 
     def acknowledge(self, round_: int, seq: int, position: int) -> int:
-        """The stream has the copy of `seq` sent in `round_`, at `position`. Returns how many messages that released."""
+        """The stream has the copy of `seq` sent in `round_`, at `position`. Returns the number of messages released."""
         offset = seq - self._base
         if round_ != self.round or not 0 <= offset < self._sent:
             return 0
@@ -254,7 +255,7 @@ class Outbox:
         return released
 
     def go_back(self) -> int:
-        """A send failed or its acknowledgement is overdue: everything unreleased is sent again. Returns how many had been
+        """A send failed or its acknowledgement is overdue: send everything unreleased again. Returns the number already
         sent."""
         again = self._sent
         self.round += 1

@@ -1,6 +1,6 @@
 """Sends one worker's outbox to the stream and receives the acknowledgements (thin: the rules are in `stream.outbox`).
 
-One inbox subscription a worker; each message's reply subject ends in its round and seq, so no future is kept for it.
+There is one inbox subscription per worker. Each message's reply subject ends in its round and seq, so it needs no future.
 """
 
 import logging
@@ -38,9 +38,9 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class Sender:
-    """`run` until cancelled; `wake` after something was put in the outbox.
+    """Call `run` (until cancelled), and `wake` after something was put in the outbox.
 
-    After a refused or overdue message and after a lost connection it goes back to the first unacknowledged one, with back-off.
+    After a refused or overdue message or a lost connection, it goes back to the first unacknowledged message, with back-off.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Sender:
         on_too_large: Callable[[int], bool] = lambda _: False,
         ack_timeout_s: float = ACK_TIMEOUT_S,
     ) -> None:
-        """`on_progress` is called when the outbox has become empty, and when trouble ends. `on_too_large(seq)`: this message is
-        larger than the stream allows; True if smaller ones will come instead."""
+        """`on_progress`: called when the outbox becomes empty, and when trouble ends. `on_too_large(seq)`: this message is
+        larger than the stream allows; returns True if smaller ones replace it."""
         self._client = client
         self._outbox = outbox
         self._subject = subject
@@ -73,29 +73,29 @@ class Sender:
         self._connections = self._reconnects()
         self._disconnected = False
         self._failed = False
-        """something failed since the last acknowledgement"""
+        """True if something failed since the last acknowledgement."""
         self._refill = outbox.limits.window_messages // 2
         self.trouble: str | None = None
-        """why publishing is blocked; None while it is not"""
+        """Why publishing is blocked; None while it is not."""
         self._trouble_since_s = 0.0
         self.refused_without_stream = False
-        """The trouble is that this NATS has no event stream."""
+        """True if the trouble is that this NATS has no event stream."""
 
     @property
     def ready(self) -> bool:
-        """Connected, and the stream's last answer was good."""
+        """True if connected and the stream's last answer was good."""
         return self._client.is_connected and self.trouble is None
 
     @property
     def blocked_s(self) -> float:
-        """For how long publishing has been blocked; 0 while it is not."""
+        """Seconds that publishing has been blocked; 0 while it is not."""
         return 0.0 if self.trouble is None else monotonic() - self._trouble_since_s
 
     def wake(self) -> None:
         self._wakeup.wake()
 
     async def start(self) -> None:
-        """Listen for acknowledgements. Raises nats errors if the connection is closed."""
+        """Subscribe to acknowledgements. Raises nats errors if the connection is closed."""
         self._subscription = await self._client.subscribe(f"{self._inbox}.*.*", cb=self._on_ack)
 
     async def run(self) -> None:
@@ -104,7 +104,7 @@ class Sender:
             await self._wakeup.wait(await self._step())
 
     async def stop(self) -> None:
-        """Listen no longer."""
+        """Unsubscribe."""
         if self._subscription is not None:
             await unsubscribe(self._subscription, self._client)
         self._subscription = None
@@ -112,7 +112,7 @@ class Sender:
     # ---------------------------------------------------------------- sending
 
     async def _step(self) -> float:
-        """Send what may be sent now. Returns the seconds until there is something to do again, unless woken."""
+        """Send everything allowed now. Returns the seconds until the next step is needed, unless woken."""
         if not self._client.is_connected:
             if not self._disconnected:
                 self._disconnected = True
@@ -183,15 +183,15 @@ class Sender:
                 self._on_progress()
             elif outbox.empty:
                 self._on_progress()
-            if outbox.unsent and outbox.in_flight <= self._refill:  # half a window at once: fewer wake-ups
+            if outbox.unsent and outbox.in_flight <= self._refill:  # refill half a window at once, for fewer wake-ups
                 self._wakeup.wake()
-        if outbox.misplaced:  # the stream was made again, or a new leader of it took them in another order
+        if outbox.misplaced:  # the stream was recreated, or its new leader stored them in another order
             self._go_back()
             self._wakeup.wake()
 
     def _refuse(self, seq: int, refused: NegativeAck) -> None:
-        """A message was refused: all unacknowledged ones are sent again after the back-off, or, if it was too large, smaller
-        ones are."""
+        """A message was refused: send all unacknowledged ones again after the back-off, or smaller ones if it was too
+        large."""
         counter = _COUNTER[refused.refusal]
         setattr(self._counters, counter, getattr(self._counters, counter) + 1)
         if refused.refusal is Refusal.TOO_LARGE:
@@ -208,7 +208,7 @@ class Sender:
         self._wakeup.wake()
 
     def _set_trouble(self, trouble: str | None) -> None:
-        """Log once when publishing is blocked, or blocked for another reason, and once when it is resumed."""
+        """Log once when publishing is blocked or the reason changes, and once when it resumes."""
         self._failed = self._failed or trouble is not None
         if trouble is not None and trouble != self.trouble:
             if self.trouble is None:

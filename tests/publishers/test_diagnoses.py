@@ -74,11 +74,11 @@ async def test_an_event_socket_that_brings_nothing_while_replay_does_is_named(
         for payload in payloads[:5]:
             engine.lose(payload)
         found = await diagnosed(publisher)
-        assert found.seen.startswith(f"event socket {other.endpoint} brings no events")
+        assert found.seen.startswith(f"event socket {other.endpoint} delivers no events")
         assert f"replay socket {engine.replay_endpoint} does" in found.seen
         assert "--endpoint" in found.cure
         assert publisher.counters.engine_batches == 5
-    assert sum("brings no events" in line for line in caplog.messages) == 1
+    assert sum("delivers no events" in line for line in caplog.messages) == 1
 
 
 async def test_an_address_where_no_event_socket_listens_is_named(nats_client: Client, nats_url: str) -> None:
@@ -88,7 +88,7 @@ async def test_an_address_where_no_event_socket_listens_is_named(nats_client: Cl
     ):
         found = await diagnosed(publisher)
         assert found.seen.startswith(f"replay socket {engine.replay_endpoint} answers, but event socket")
-        assert found.seen.endswith("what listens there is no event socket")
+        assert found.seen.endswith("the socket there is not an event socket")
         assert publisher.engine.state.value == "down"
 
 
@@ -204,7 +204,7 @@ async def test_heartbeats_that_are_none_are_told_once_and_counted(
         await until(lambda: own.counters.heartbeats_bad == 10_000, what="the sidecar counts them")
     lines = [line for line in caplog.messages if "invalid heartbeat on kvatlas.alive.w" in line]
     assert 2 <= len(lines) <= 4
-    assert "what else publishes there?" in lines[0] + lines[1]
+    assert "check what else publishes there" in lines[0] + lines[1]
 
 
 def stored(name: int, parent: int | None, token: int, **changed: Any) -> dict[str, Any]:
@@ -219,12 +219,12 @@ def one_batch(*events: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize(
     ("changed", "reason", "seen"),
     [
-        ({"parent_block_hash": 999}, "unknown_parent", "the block before them is not known"),
-        ({"parent_block_hash": 0}, "zero_parent", "the block before them is named 0"),
-        ({"token_ids": [1 << 40] * 16}, "unindexable", "their token ids are above 32 bits"),
+        ({"parent_block_hash": 999}, "unknown_parent", "their parent block is unknown"),
+        ({"parent_block_hash": 0}, "zero_parent", "they name 0 as their parent"),
+        ({"token_ids": [1 << 40] * 16}, "unindexable", "their token ids exceed 32 bits"),
         ({"lora_id": 7}, "adapter_unnamed", "adapters that the engine reports by id only"),
-        ({"medium": "cpu"}, "removal_untold", "no event says when they are gone"),
-        ({"block_size": "x"}, "unreadable_events", "events can't be read; the last: BlockStored with block_size"),
+        ({"medium": "cpu"}, "removal_untold", "no event reports their removal"),
+        ({"block_size": "x"}, "unreadable_events", "events can't be read; the last one: BlockStored with block_size"),
     ],
 )
 async def test_a_feed_of_which_nothing_counts_is_named_with_its_reason(
@@ -239,12 +239,14 @@ async def test_a_feed_of_which_nothing_counts_is_named_with_its_reason(
         await engine.send(*(one_batch(stored(at, None, at, **changed)) for at in range(1, 41)))
         found = await diagnosed(publisher)
         assert (found.name, publisher.ledger.digest.blocks) == ("left_out", 0)
-        assert found.seen.startswith("events arrive, and nothing of them is published: ") and seen in found.seen
+        assert found.seen.startswith("events arrive, but none of them is published: ") and seen in found.seen
         assert publisher.status()["intake"]["left_out"] == {reason: 40}
         assert publisher.gauges().left_out == 1.0
         await engine.send(*(one_batch(stored(at, None, at, **changed)) for at in range(41, 81)))
         await until(lambda: publisher.gauges().left_out == 1.0, what="it is judged again")
-    assert sum("nothing of them is published" in line for line in caplog.messages) == 1, "it is logged once"
+    assert sum("events arrive, but none of them is published" in line for line in caplog.messages) == 1, (
+        "it is logged once"
+    )
 
 
 async def test_a_late_join_without_replay_heals_once_the_cache_is_reset(nats_client: Client, nats_url: str) -> None:
@@ -272,7 +274,7 @@ async def test_an_engine_that_serves_and_tells_nothing_is_named(nats_client: Cli
 
             await until(serve, what="it is seen")
             found = await diagnosed(publisher)
-            assert found.seen.startswith("the engine serves requests, and nothing is published: no event")
+            assert found.seen.startswith("the engine serves requests, but nothing is published: no event")
             assert "--enable-prefix-caching" in found.cure
 
 

@@ -302,7 +302,7 @@ async def test_a_hybrid_model_that_metrics_show_is_labelled_in_heartbeats(nats_c
 
             async def is_labelled() -> bool:
                 beat = Heartbeat.unpack((await subscription.next_msg(timeout=60)).data)
-                return beat.endpoint.upper_bound == "the engine tells full attention only"
+                return beat.endpoint.upper_bound == "the engine reports full attention only"
 
             await publisher.engine.poller.poll_once()
             await until(is_labelled, what="a heartbeat that says so")

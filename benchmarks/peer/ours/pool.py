@@ -31,7 +31,7 @@ async def write_pool(store: Store, workers: int, held: list[tuple[list[int], Map
 
 
 async def write_loads(store: Store, workers: int) -> None:
-    """Each worker's load of now, as publishers report it each second."""
+    """Each worker's current load, as publishers report it every second."""
     rng = random.Random(2)
     loads = [
         WorkerState(
@@ -50,5 +50,5 @@ def worker_name(number: int) -> str:
 
 
 def held_prefixes(source: PromptSource) -> list[tuple[list[int], Mapping[int, int]]]:
-    """What the workers of a source of prompts hold."""
+    """The blocks that the workers of a source of prompts hold."""
     return list(zip(source.prefixes, source.depths, strict=True))

@@ -1,7 +1,7 @@
-"""The gRPC transport of LMCache's multiprocess server (0.5.6): one stream of batches for a subscription.
+"""The gRPC transport of LMCache's multiprocess server (0.5.6): one stream of batches per subscription.
 
-`lmcache.mp.ObservabilityService/SubscribeKvEvents` answers with batches until it ends; a subscription lapses unless its
-instance calls `lmcache.mp.ControllerService/Ping`. Nothing is acknowledged: gRPC's flow control holds the server back.
+`lmcache.mp.ObservabilityService/SubscribeKvEvents` streams batches until it ends. A subscription lapses unless its instance
+calls `lmcache.mp.ControllerService/Ping`. Batches need no acknowledgement: gRPC's flow control holds the server back.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ async def follow(
     silent_s: float,
     look_s: float,
 ) -> None:
-    """One subscription, until it ends or `is_over`. `target`: host and port. `on_batch`: called with each batch, as the records
-    over ZMQ have it; it may raise EngineEventError. Raises EngineEventError saying why it ended."""
+    """Follow one subscription until it ends or `is_over`. `target`: host and port. `on_batch`: called with each batch in the
+    form that ZMQ uses; it may raise EngineEventError. Raises EngineEventError with the reason if the subscription ends."""
     asked = Subscription(instance_id=instance_id, model_name=model_name, max_events=MAX_EVENTS)
     options = [("grpc.max_receive_message_length", MAX_BATCH_BYTES)]
     ended: list[str] = []

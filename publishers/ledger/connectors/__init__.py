@@ -1,1 +1,1 @@
-"""Blocks of KV connectors and shared stores, tied to the blocks that the ledger knows."""
+"""Maps blocks of KV connectors and shared stores to the ledger's blocks."""

@@ -1,11 +1,11 @@
-"""What a KV connector's events need before they are folded: chunks larger than the engine's blocks, and stores that tell no
-removals.
+"""Prepares a KV connector's events for the ledger: chunks larger than the engine's blocks, and stores that report no removals.
 
-- LMCache stores and removes chunks of several blocks under one hash. A chunk is cut at the engine's block size; its last block
-  has the chunk's hash, so that the next chunk finds its parent, the others have names made of it. They come and go together.
-- A shared store (Mooncake's, a file system's) evicts what others stored too, and says so to nobody. Its blocks are left out, or
-  held for a time after they were last stored. So are chunks of LMCache until one's removal was told: its server may have no
-  event stream.
+- LMCache stores and removes chunks of several blocks under one hash. A chunk is cut into blocks of the engine's size. Its last
+  block gets the chunk's hash, so that the next chunk finds its parent; the others get names derived from it. They are stored
+  and removed together.
+- A shared store (Mooncake's, a file system's) evicts blocks of all its writers without reporting it. Its blocks are left out,
+  or held for a time after they were last stored. The same applies to LMCache chunks until a chunk's removal is reported: the
+  server may have no event stream.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,33 +17,33 @@ from kvatlas_publishers.engine_events import EngineHash, EngineRemoved, EngineSt
 from kvatlas_publishers.ledger.counters import LedgerCounters
 
 TICKS_TO_LIVE = 4
-"""A block of a store that tells no removals is held until the fourth tick after it was last stored."""
+"""A block in a store that reports no removals is held until the fourth tick after it was last stored."""
 
 _Copy = tuple[Tier, int, EngineHash]
 _PART = b"part\x00"
 
 
 def part_name(chunk: EngineHash, part: int) -> bytes:
-    """The name of a chunk's block that is not its last."""
+    """The name of a chunk's block, other than its last."""
     return _PART + part.to_bytes(4, "big") + (chunk if isinstance(chunk, bytes) else b"%d" % chunk)
 
 
 class ConnectorBlocks:
-    """Of one engine. `held(tier, group, name)`: does the ledger count a copy of it?"""
+    """Connector blocks of one engine. `held(tier, group, name)`: True if the ledger counts a copy."""
 
     def __init__(self, counters: LedgerCounters, held: Callable[[Tier, int, EngineHash], bool], *, keep: bool) -> None:
-        """`keep`: blocks whose removals are not told are held for a time, else left out."""
+        """`keep`: hold blocks whose removals are not reported for a time; otherwise leave them out."""
         self._counters = counters
         self._held = held
         self._keep = keep
         self._removes_chunks = False
-        """Has the engine reported the removal of a block in the CPU tier?"""
+        """True if the engine has reported the removal of a block in the CPU tier."""
         self._tick = 0
         self._stored_at: dict[_Copy, int] = {}
-        """Blocks whose removals are not told, and the tick at which each was last stored."""
+        """Tick of the last store of each block whose removal is not reported."""
 
     def stored(self, event: EngineStored, block_size: int | None) -> Sequence[EngineStored]:
-        """The event as the ledger folds it; none if its blocks are left out."""
+        """The event in the form that the ledger folds; empty if its blocks are left out."""
         is_chunk = block_size is not None and event.block_size > block_size
         event = cut_chunks(event, block_size)
         if event.removal_told and (event.chunk_removal_told or self._removes_chunks or not is_chunk):
@@ -52,7 +52,7 @@ class ConnectorBlocks:
             self._counters.removal_untold += len(event.hashes)
             return ()
         copies = [(event.tier, event.group, name) for name in event.hashes]
-        if any(copy in self._stored_at for copy in copies):  # stored again: the same copy, for longer
+        if any(copy in self._stored_at for copy in copies):  # stored again: extend the time of the same copy
             self._stored_at.update((copy, self._tick) for copy in copies if copy in self._stored_at)
             return [one for part in _single(event) for one in self._first_time(part)]
         self._stored_at.update(dict.fromkeys(copies, self._tick))
@@ -66,7 +66,7 @@ class ConnectorBlocks:
         return (event,)
 
     def removed(self, event: EngineRemoved) -> EngineRemoved:
-        """The event with all blocks of the chunks that it names."""
+        """The event, extended to all blocks of the chunks that it names."""
         self._removes_chunks = self._removes_chunks or event.tier is Tier.CPU_DRAM
         names = list(self._with_parts(event))
         for name in names:
@@ -78,11 +78,11 @@ class ConnectorBlocks:
         self._stored_at = {copy: tick for copy, tick in self._stored_at.items() if copy[0] not in tiers}
 
     def ages(self) -> list[tuple[Tier, int, EngineHash, int]]:
-        """The blocks whose removals are not told, and how many ticks ago each was last stored: for `restore`."""
+        """Blocks whose removals are not reported, with the ticks since each was last stored, for `restore`."""
         return [(*copy, self._tick - tick) for copy, tick in self._stored_at.items()]
 
     def expire(self) -> list[EngineRemoved]:
-        """A tick has passed: the removals of blocks that were not stored again for too long."""
+        """Advance by one tick. Returns removals of the blocks whose time has passed."""
         self._tick += 1
         due = [copy for copy, tick in self._stored_at.items() if tick + TICKS_TO_LIVE <= self._tick]
         for copy in due:
@@ -90,13 +90,13 @@ class ConnectorBlocks:
         return [EngineRemoved([name], tier, group) for tier, group, name in reversed(due)]
 
     def restore(self, copies: Iterable[_Copy], ages: Mapping[_Copy, int] | None = None) -> None:
-        """Of a saved ledger: which stores tell their removals is not saved, so all blocks of stores have a time to live.
-        `ages`: ticks that have passed of it; of others none have."""
+        """Restore a saved ledger's blocks. All blocks of stores get a time to live, because it is not saved which stores report
+        removals. `ages`: ticks that have passed; 0 for blocks without one."""
         stores, aged = (Tier.LOCAL_SSD, Tier.OBJECT_STORE), ages or {}
         self._stored_at = {copy: self._tick - aged.get(copy, 0) for copy in copies if copy[0] in stores}
 
     def _with_parts(self, event: EngineRemoved) -> Iterator[EngineHash]:
-        """Child first."""
+        """The event's names with those of the chunks' parts, child first."""
         for name in event.hashes:
             yield name
             parts = 0
@@ -106,7 +106,7 @@ class ConnectorBlocks:
 
 
 def cut_chunks(event: EngineStored, block_size: int | None) -> EngineStored:
-    """An event of chunks as one of blocks of the engine's size."""
+    """Split an event's chunks into blocks of the engine's size."""
     size = event.block_size
     if (
         block_size is None
@@ -124,7 +124,7 @@ def cut_chunks(event: EngineStored, block_size: int | None) -> EngineStored:
 
 
 def _single(event: EngineStored) -> Iterator[EngineStored]:
-    """The event, a block each."""
+    """The event, split into one event per block."""
     size, keys = event.block_size if event.token_ids else 0, event.extra_keys
     for at, name in enumerate(event.hashes):
         yield replace(

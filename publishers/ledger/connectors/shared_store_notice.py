@@ -1,12 +1,13 @@
-"""What an engine's publisher tells a shared store's: msgpack `[version, block size, uses keys, changes]`.
+"""Notices from an engine's publisher to a shared store's publisher: msgpack `[version, block size, uses keys, changes]`.
 
     [1, scope, hashes, parent or nil]    these blocks of one chain were stored (again); `hashes` packed, parent first
-    [2, scope, hashes]                   these are gone
-    [3]                                  all is gone: the cache was reset, or its weights are others now
-    [4, adapter]                         the adapter's are gone: it was loaded again from elsewhere
+    [2, scope, hashes]                   these blocks are gone
+    [3]                                  all blocks are gone: the cache was reset, or the model has new weights
+    [4, adapter]                         the adapter's blocks are gone: it was reloaded from another path
 
 `scope` is `[model_id, tokenizer_id, adapter_id, tenant_id]`. `uses keys`: the engine's prompts have adapters, salts or images,
-so tokens alone don't say which block a connector's is. Notices are lost while nobody listens; none needs those before it.
+so tokens alone don't identify a connector's block. Notices are lost while the store's publisher is not listening, but no notice
+depends on earlier ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ VERSION = 1
 MAX_NOTICE_BYTES = 512 * 1024
 MAX_CHANGE_BLOCKS = 4_096
 _MOST_CHANGES = 128
-"""A notice of this many changes, and of _MOST_BLOCKS, is smaller than MAX_NOTICE_BYTES whatever the scopes' names."""
+"""A notice of this many changes and _MOST_BLOCKS blocks is smaller than MAX_NOTICE_BYTES with any scope names."""
 _MOST_BLOCKS = 16_384
 
 
@@ -56,7 +57,7 @@ class GoneFromStore:
 
 @dataclass(frozen=True, slots=True)
 class StoreCleared:
-    """All is gone."""
+    """All blocks are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class StoreNotice:
 
 
 def encode(block_size: int, uses_keys: bool, changes: Sequence[StoreChange]) -> Iterator[bytes]:
-    """The notices of these changes, in order; one without changes if there are none."""
+    """The notices for these changes, in order; one empty notice if there are none."""
     part: list[Any] = []
     size = 0
     for change in changes:
@@ -96,7 +97,7 @@ def _pack(block_size: int, uses_keys: bool, changes: list[Any]) -> bytes:
 
 
 def _encode(change: StoreChange) -> Iterator[tuple[int, list[Any]]]:
-    """(blocks, the fields) of each part."""
+    """(number of blocks, fields) of each part."""
     match change:
         case StoredInStore(scope, hashes, parent):
             for part in _cut(hashes):
@@ -121,7 +122,7 @@ def _names(scope: Scope) -> list[str | None]:
 
 
 def decode(payload: bytes) -> StoreNotice:
-    """Raises WireError, naming what is wrong, for bytes that are no notice."""
+    """Decode a notice. Raises WireError, saying what is wrong, for other bytes."""
     try:
         raw = unpack(payload, max_bytes=MAX_NOTICE_BYTES)
     except InvalidValue as error:

@@ -1,8 +1,8 @@
-"""From an engine's events of a shared store to changes of what the store holds: engine hashes become chains of sequence hashes.
+"""Turns an engine's events about a shared store into changes of the store. Engine hashes become chains of sequence hashes.
 
-Which block an engine hash stands for is the ledger's knowledge; besides it, the hashes that the engine told for the store alone
-are remembered here (LMCache names chunks by hashes of its own). Rules are the ledger's: a known hash keeps its block; tokens
-alone say which block it is only while the engine uses no adapters, salts or images; what can't be known is left out, counted.
+The ledger knows which block an engine hash stands for. Hashes that the engine reported only for the store are remembered here
+(LMCache names chunks by its own hashes). The ledger's rules apply: a known hash keeps its block; tokens alone identify a block
+only while the engine uses no adapters, salts or images; blocks that can't be identified are left out and counted.
 """
 
 from collections import OrderedDict
@@ -36,7 +36,7 @@ REMEMBERED_BLOCKS = 65_536
 
 
 class _Place(NamedTuple):
-    """A block in its chain. `salt`: of the prompts, as events tell it. `unproven`: tokens alone say which block it is."""
+    """A block in its chain. `salt`: the prompts' salt, as in events. `unproven`: identified by its tokens alone."""
 
     scope: Scope
     salt: str | None
@@ -46,17 +46,17 @@ class _Place(NamedTuple):
 
 
 class StoreWrites:
-    """Of one engine's ledger. Pure; `take` gives what has changed."""
+    """Store writes of one engine's ledger (pure). `take` returns the changes."""
 
     def __init__(self, counters: LedgerCounters) -> None:
         self._counters = counters
         self._places: OrderedDict[EngineHash, _Place] = OrderedDict()
         self._changes: list[StoreChange] = []
         self._found: tuple[Stretch | None, int] = (None, 0)
-        """The stretch that was found last, and the place behind."""
+        """The stretch found last, and the position behind it."""
 
     def follow(self, lineage: Lineage, resolver: BlockResolver, residency: Residency, groups: EngineGroups) -> None:
-        """The parts of the ledger that know the engine's hashes from now on."""
+        """Set the parts of the ledger that know the engine's hashes from now on."""
         self._groups = groups
         self._lineage = lineage
         self._resolver = resolver
@@ -68,25 +68,25 @@ class StoreWrites:
         return changes
 
     def forget_names(self) -> None:
-        """The engine's hashes are not known any more; what is in the store stays there."""
+        """Forget the engine's hashes. The store keeps its blocks."""
         self._places.clear()
 
     def forget_unproven(self) -> None:
-        """The engine uses keys: blocks that tokens alone told may be others."""
+        """The engine uses keys, so blocks identified by tokens alone may be wrong."""
         self._withdraw([name for name, place in self._places.items() if place.unproven])
 
     def forget_adapter(self, adapter: str) -> None:
-        """The engine has loaded the adapter again from elsewhere."""
+        """The engine reloaded the adapter from another path."""
         for name in [name for name, place in self._places.items() if place.scope.adapter_id == adapter]:
             del self._places[name]
         self._changes.append(AdapterGone(adapter))
 
     def clear(self) -> None:
-        """The cache was reset, or its weights are others now: nothing is left, under whatever names."""
+        """The cache was reset, or the model has new weights: no block is left."""
         self._changes.append(StoreCleared())
 
     def remove(self, event: EngineRemoved) -> EngineRemoved:
-        """Blocks are gone from a tier. Returns the event without those that were the store's."""
+        """Record removed blocks. Returns the event without the store's blocks."""
         gone = {name for name in event.hashes if name in self._places}
         if not gone:
             return event
@@ -94,7 +94,7 @@ class StoreWrites:
         return replace(event, hashes=[name for name in event.hashes if name not in gone])
 
     def store(self, event: EngineStored) -> None:
-        """Blocks were stored in the store, or again."""
+        """Record blocks that were stored (again) in the store."""
         size = self._resolver.block_size
         event = cut_chunks(event, size)
         sized = not event.token_ids or len(event.token_ids) == len(event.hashes) * event.block_size
@@ -102,7 +102,7 @@ class StoreWrites:
             self._counters.store_unknown += len(event.hashes)
             return
         if not self._groups.is_full(event.group):
-            return  # residency is full attention's
+            return  # residency covers only full attention
         places = list(self._find_all(event))
         for name, place in zip(event.hashes, places, strict=True):
             if place is not None:
@@ -119,7 +119,7 @@ class StoreWrites:
     # ---------------------------------------------------------------- which block a hash stands for
 
     def _find_all(self, event: EngineStored) -> Iterator[_Place | None]:
-        """Of each of the event's hashes."""
+        """The place of each of the event's hashes; None if unknown."""
         before = None if event.parent is None else self._find(event.parent, event)
         is_root = event.parent is None
         for at, name in enumerate(event.hashes):
@@ -128,12 +128,12 @@ class StoreWrites:
             before, is_root = place, False
 
     def _find(self, name: EngineHash, child: EngineStored | None = None) -> _Place | None:
-        """The place that is known of a hash; `child`: only in its namespace, for an event whose parent it is."""
+        """The known place of a hash. `child`: an event whose parent it is; only its namespace counts."""
         stretch = self._lineage.known.get(name)
         if stretch is None:
             place = self._places.get(name)
         elif name in self._residency.shared.by_hash or stretch.namespace.chain != OWN_CHAIN:
-            return None  # it stands for several blocks, or its key is of one engine alone
+            return None  # it stands for several blocks, or its key is valid in one engine only
         else:
             place = self._place_in(stretch, name)
         if place is None or child is None:
@@ -142,7 +142,7 @@ class StoreWrites:
         return place if same_salt and place.scope.adapter_id == child.adapter else None
 
     def _compute(self, event: EngineStored, at: int, before: _Place | None, *, is_root: bool) -> _Place | None:
-        """By the event's tokens, behind the block before."""
+        """Compute a place from the event's tokens and the block before."""
         if not event.token_ids or (self._resolver.uses_keys and not has_keys(event)):
             return None
         if before is None and not is_root:
@@ -163,7 +163,7 @@ class StoreWrites:
         return _Place(scope, salt, parent, packed, unproven)
 
     def _place_in(self, stretch: Stretch, name: EngineHash) -> _Place:
-        """Of a known hash. Most follow the one that was looked for before."""
+        """The place of a known hash. Most hashes follow the one looked up before."""
         at = 0
         if stretch.plain:
             before, at = self._found
@@ -183,7 +183,7 @@ class StoreWrites:
         return self._lineage.uses[namespace.scope_id].scope
 
     def _parts(self, chunk: EngineHash) -> Iterator[EngineHash]:
-        """The names of a chunk's blocks besides its own."""
+        """The names of a chunk's other blocks."""
         part = 0
         while (name := part_name(chunk, part)) in self._places:
             yield name
@@ -198,12 +198,13 @@ class StoreWrites:
 
 
 def is_stores(event: EngineStored | EngineRemoved) -> bool:
-    """Is the event of a store that engines share? Stored blocks are, if it evicts what others wrote and says so to nobody."""
+    """True if the event is about a store that engines share. A store is shared if it evicts others' blocks without reporting
+    it."""
     return event.tier is Tier.OBJECT_STORE and (isinstance(event, EngineRemoved) or not event.removal_told)
 
 
 def _runs(places: Sequence[_Place]) -> Iterator[Sequence[_Place]]:
-    """Consecutive blocks of one chain."""
+    """Runs of consecutive blocks of one chain."""
     first = 0
     for at, (one, following) in enumerate(pairwise(places), start=1):
         if following.parent != one.sequence_hash or following.scope != one.scope:

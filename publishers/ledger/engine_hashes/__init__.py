@@ -1,1 +1,1 @@
-"""From the hashes that engines send to the blocks that they stand for."""
+"""Resolves the hashes that engines send to blocks."""

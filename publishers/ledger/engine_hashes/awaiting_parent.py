@@ -1,5 +1,5 @@
-"""Stored events whose parent is not known: what their blocks stand for can be known only with it (a child announced before
-its parent; a sidecar that began in the middle of an engine's life). Kept by parent, bounded, oldest parent forgotten first.
+"""Stored events with an unknown parent: without it their blocks can't be identified. Causes are a child reported before its
+parent, or a sidecar started after its engine. Kept by parent, bounded, oldest parent forgotten first.
 """
 
 from array import array
@@ -11,14 +11,14 @@ from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
 from kvatlas_publishers.engine_events import EngineHash, EngineStored
 
 MAX_TOKENS = 1 << 20
-"""Kept at four bytes each."""
+"""Limit of kept tokens, four bytes each."""
 
 _Step = tuple[EngineHash | None, EngineHash, str | None, str | None, str]
 """Hash before, hash, adapter, salt, chain."""
 
 
 class AwaitingParent:
-    """See the module. Does not decide where blocks belong."""
+    """See the module. It does not decide where blocks belong."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
@@ -36,7 +36,7 @@ class AwaitingParent:
         return (event for events in self._by_parent.values() for event in events)
 
     def keep(self, event: EngineStored) -> None:
-        """Keep an event with an unknown parent, from the first step on that no event kept before has.
+        """Keep an event with an unknown parent, from its first step that no kept event has.
 
         Raises InvalidValue for token ids beyond 32 bits.
         """
@@ -63,7 +63,7 @@ class AwaitingParent:
             self._forget(self._by_parent.popitem(last=False)[1])
 
     def take(self, parent: EngineHash) -> list[EngineStored]:
-        """The events that waited for `parent`, which is known now; they are kept no longer."""
+        """Remove and return the events that waited for `parent`, which is now known."""
         events = self._by_parent.pop(parent, [])
         self._forget(events)
         return events
@@ -75,13 +75,13 @@ class AwaitingParent:
 
 
 def _steps(event: EngineStored) -> Iterator[_Step]:
-    """Two events share a step if they agree in all that leads from the hash before to the hash."""
+    """The event's steps from one hash to the next. Two events share a step if all its fields are equal."""
     for before, name in zip([event.parent, *event.hashes], event.hashes, strict=False):
         yield before, name, event.adapter, event.salt, event.chain
 
 
 def _size(event: EngineStored) -> int:
-    """In tokens; a hash is as long as two."""
+    """Size in tokens; a hash counts as two."""
     if event.sequence_hashes:
         return 2 * len(event.hashes)
     return len(event.token_ids) if event.local_hashes is None else 2 * len(event.local_hashes.hashes)

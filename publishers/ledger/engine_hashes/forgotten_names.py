@@ -1,5 +1,5 @@
-"""Engine hashes that stand for no block any more, though the engine may hold them: they were of an adapter that was loaded
-again, or nobody knows which blocks they are."""
+"""Engine hashes that no longer stand for a block, although the engine may hold them: their adapter was reloaded, or their
+blocks can't be identified."""
 
 from collections.abc import Callable, Container, Iterable, Iterator
 
@@ -9,7 +9,7 @@ from kvatlas_publishers.ledger.lineage import Lineage
 
 
 class ForgottenNames:
-    """Forgets names, and what is found behind their blocks alone. `drop_unnamed` ends it, when the change was published."""
+    """Forgets names, and names found only behind their blocks. Call `drop_unnamed` after the change was published."""
 
     def __init__(
         self,
@@ -17,27 +17,27 @@ class ForgottenNames:
         shared: Container[EngineHash],
         on_forgotten: Callable[[EngineHash, Block], None],
     ) -> None:
-        """`shared`: hashes that stand for several blocks. `on_forgotten`: a block is held by this hash no longer."""
+        """`shared`: hashes that stand for several blocks. `on_forgotten`: the block is no longer held by this hash."""
         self._lineage = lineage
         self._shared = shared
         self._on_forgotten = on_forgotten
         self._unnamed: list[Block] = []
 
     def forget(self, names: Iterable[EngineHash]) -> None:
-        """These hashes, and those behind a block that is left without one. Not for shared ones."""
+        """Forget these hashes, and those behind a block left without a hash. Not for shared hashes."""
         for name in names:
             self.forget_behind(self._forget(name))
 
     def forget_behind(self, blocks: Iterable[Block]) -> bool:
-        """Forget the hashes behind those of the blocks that no hash stands for any more: another hash of the same block, which
-        the engine may store later, does not lead to them. False if there are none."""
+        """Forget the hashes behind those of the blocks that have no hash left. If the engine later stores the same block under
+        another hash, that hash does not lead to them. False if there are none."""
         behind = [name for block in blocks if not block.named for name in self._names_behind(block)]
         for name in behind:
             self._forget(name)
         return bool(behind)
 
     def drop_unnamed(self) -> None:
-        """Drop the blocks of forgotten hashes; called after their change was published."""
+        """Drop the blocks of forgotten hashes. Call it after the change was published."""
         if not self._unnamed:
             return
         for block in sorted(
@@ -47,7 +47,7 @@ class ForgottenNames:
         self._unnamed.clear()
 
     def _forget(self, name: EngineHash) -> list[Block]:
-        """Returns the blocks that lost a hash."""
+        """Forget one hash. Returns the blocks that lost a hash."""
         lineage = self._lineage
         block = lineage.block(name)
         if block is None:

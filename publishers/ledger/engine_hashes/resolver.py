@@ -1,4 +1,4 @@
-"""Which blocks the hashes of a stored event stand for, by its tokens, its parent and its namespace."""
+"""Resolves the hashes of a stored event to blocks, by its tokens, parent and namespace."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,26 +14,27 @@ from kvatlas_publishers.ledger.lineage import Lineage, Place
 class BlockResolver:
     """Makes the blocks in the lineage. Events with an unknown parent wait in `awaiting` until it is known.
 
-    `block_size`: tokens of the engine's full blocks; None until that is known.
+    `block_size`: tokens of the engine's full blocks; None until known.
     """
 
     def __init__(self, lineage: Lineage, counters: LedgerCounters, block_size: int | None) -> None:
         self.block_size = block_size
         self.lookahead_tokens = 0
-        """How many tokens behind a block the engine's hashes cover."""
+        """Number of tokens behind a block that the engine's hashes cover."""
         self.awaiting = AwaitingParent()
         self.uses_keys = False
-        """Has the engine told an adapter, a salt or extra keys? Then tokens alone don't say which block an offloaded one is."""
+        """True if the engine has reported an adapter, a salt or extra keys. Then tokens alone don't identify an offloaded
+        block."""
         self._lineage = lineage
         self._counters = counters
 
     def resolve(self, event: EngineStored) -> list[Block] | None:
-        """The blocks of the event's hashes; None (counted) if they can't be known."""
+        """The blocks of the event's hashes; None (counted) if they can't be identified."""
         place = self.locate(event)
         return None if place is None else self._lineage.extend(*place)
 
     def locate(self, event: EngineStored) -> Place | None:
-        """Where the blocks of the event's hashes belong; None (counted) if that can't be known."""
+        """The place of the event's blocks; None (counted) if it can't be determined."""
         hashes, lineage, counters = event.hashes, self._lineage, self._counters
         if event.sequence_hashes:
             return self._locate_sequence_hashes(event)
@@ -49,7 +50,7 @@ class BlockResolver:
             counters.unindexable += len(hashes)
             return None
         if not len(event.lookahead) == event.lookahead_tokens == self.lookahead_tokens:
-            # which of the blocks with these tokens it is, is not told
+            # the event does not identify which of the blocks with these tokens it is
             counters.unindexable += len(hashes)
             return None
         keys, tokens = event.extra_keys, event.token_ids
@@ -66,7 +67,7 @@ class BlockResolver:
             else:
                 parent = lineage.find_parent(event)
                 if parent is None:
-                    # what is left of its copies when the parent is known may else be another salt's
+                    # otherwise the copies left when the parent becomes known may belong to another salt
                     if event.salt_inherited and not event.offloaded:
                         self.awaiting.keep(event)
                     counters.unknown_parent += len(hashes)
@@ -106,8 +107,8 @@ class BlockResolver:
         return Place(namespace, None, event.sequence_hashes)
 
     def resolve_awaiting(self, names: Sequence[EngineHash]) -> Iterator[tuple[EngineHash, Block, EngineHash | None]]:
-        """These hashes are known: so are the blocks of the events that waited for them, whatever is still held of these.
-        Yields the hashes that became known by that, with their blocks and the hashes before them."""
+        """These hashes became known, which resolves the events that waited for them, even if their blocks are no longer held.
+        Yields the hashes that became known this way, with their blocks and the hashes before them."""
         lineage, parents = self._lineage, list(names)
         for name in parents:  # it grows
             for event in self.awaiting.take(name):
@@ -124,12 +125,12 @@ class BlockResolver:
 
 
 def has_keys(event: EngineStored) -> bool:
-    """Does the event name more than tokens?"""
+    """True if the event has keys besides its tokens."""
     return event.adapter is not None or event.salt is not None or event.extra_keys is not None
 
 
 def with_root_salt(keys: Sequence[ExtraKeys] | None, salt: str | None) -> Sequence[ExtraKeys] | None:
-    """The keys with `salt` at its canonical place in the first block's."""
+    """The keys, with `salt` inserted at its canonical place in those of the first block."""
     if salt is None:
         return keys
     first = list((keys[0] if keys else None) or ())

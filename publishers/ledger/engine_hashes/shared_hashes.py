@@ -1,7 +1,7 @@
-"""Engine hashes that stand for several blocks: an engine that leaves the salt or the adapter out of its hashes.
+"""Engine hashes that stand for several blocks, because the engine's hashes omit the salt or the adapter.
 
-A removal then names the hash, not the block. The hash's own count stays right; of its blocks, those count as held that are
-certainly held. Rare, so nothing here is on the path of other hashes.
+A removal then names the hash, not the block. The hash's own count stays right, and only blocks that are certainly held count as
+held. This is rare, so nothing here is on the path of other hashes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +15,8 @@ from kvatlas_publishers.ledger.lineage import Lineage
 
 
 class CertainCopies:
-    """Those of a shared hash's copies that are certainly one block's, and the flags of the tiers that it counts as held in
-    for that."""
+    """Copies of a shared hash that certainly belong to one block, and flags of the tiers in which that makes it count as
+    held."""
 
     __slots__ = ("by_holding", "flags")
 
@@ -26,7 +26,7 @@ class CertainCopies:
 
 
 class SharedHashes:
-    """`by_hash`: the certain copies of each shared hash, by block. Changed here alone."""
+    """`by_hash`: the certain copies of each shared hash, by block. Only this class changes it."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class SharedHashes:
         *,
         on_change: Callable[[Block, Tier, bool], None],
     ) -> None:
-        """`on_change(block, tier, held)`: one more shared hash holds the block in the tier, or one less."""
+        """`on_change(block, tier, held)`: one more (or one fewer) shared hash holds the block in the tier."""
         self.by_hash: dict[EngineHash, dict[Block, CertainCopies]] = {}
         self._lineage = lineage
         self._indexed = holdings.indexed
@@ -46,7 +46,7 @@ class SharedHashes:
     # ---------------------------------------------------------------- which hashes are shared
 
     def split(self, name: EngineHash, owner: Block, holding: Holding, copies_before: int) -> None:
-        """From now on `name` stands for several blocks; its copies so far (`copies_before` in `holding`) are the owner's."""
+        """From now on `name` stands for several blocks. Its copies so far (`copies_before` in `holding`) are the owner's."""
         certain = CertainCopies()
         for one in self._indexed:
             count = copies_before if one is holding else one.counts.get(name, 0)
@@ -57,11 +57,11 @@ class SharedHashes:
         self.by_hash[name] = {owner: certain}
 
     def add(self, name: EngineHash, block: Block) -> None:
-        """`name` is known for `block` from now on; none of its copies so far is certainly this block's."""
+        """From now on `name` is known for `block`. None of its copies so far certainly belongs to this block."""
         self.by_hash[name] = {block: CertainCopies()}
 
     def restore(self, name: EngineHash, copies: dict[Block, CertainCopies]) -> None:
-        """As it was saved; the first block is the one that `name` is known for."""
+        """Restore a saved hash. The first block is the one that `name` is known for."""
         for block in list(copies)[1:]:
             self._lineage.share_name(name, block)
         self.by_hash[name] = copies
@@ -75,7 +75,7 @@ class SharedHashes:
     # ---------------------------------------------------------------- copies
 
     def store(self, name: EngineHash, block: Block, holding: Holding, counting: bool) -> None:
-        """A copy of this very block."""
+        """Add a copy of exactly this block."""
         by_block = self.by_hash[name]
         certain = by_block.get(block)
         if certain is None:
@@ -85,18 +85,19 @@ class SharedHashes:
         self.recount(name)
 
     def store_any(self, name: EngineHash, holding: Holding) -> None:
-        """A copy of the hash that names no block (an offload placeholder): of each block, in any scope that knows the hash."""
+        """Add a copy of the hash that names no block (an offload placeholder). It counts for each block, in any scope that
+        knows the hash."""
         for certain in self.by_hash[name].values():
             certain.by_holding[holding] = certain.by_holding.get(holding, 0) + 1
         self.recount(name)
 
     def remove(self, removals: Sequence[tuple[EngineHash, Holding]]) -> None:
-        """One copy of each hash is gone, all of them one after the other; the hashes' counts are already less.
+        """Remove one copy of each hash, one by one. The hashes' own counts are already reduced.
 
-        Which block's copy it was, the engine does not say. What is certain: a radix tree evicts leaves, so it was none that a
-        child of is held in the device tier (the tiers behind it are emptied in any order). Each of the others may have lost it,
-        so each counts as having lost it: a block that is held may be missing from the index until it is stored again, but no
-        block is claimed that is gone.
+        The engine does not say which block lost its copy. But a radix tree evicts leaves, so it was no block with a child held
+        in the device tier (the tiers behind it are emptied in any order). Each of the others may have lost the copy, so each
+        counts as having lost it. A held block may then be missing from the index until it is stored again, but no block is
+        claimed that is gone.
         """
         by_hash = self.by_hash
         for name, holding in sorted(removals, key=lambda removal: -max(block.index for block in by_hash[removal[0]])):
@@ -116,13 +117,13 @@ class SharedHashes:
             self.recount(name)
 
     def _has_child(self, block: Block, holding: Holding) -> bool:
-        """Is a child of the block certainly held in the device tier?"""
+        """True if a child of the block is certainly held in the device tier."""
         if holding.tier is not Tier.HBM:
             return False
         return any(child.copies & COPIES_FIELD for child in block.iter_children())
 
     def clear(self, cleared: Sequence[Holding]) -> None:
-        """The counts of these holdings are gone."""
+        """These holdings were cleared."""
         for name, by_block in self.by_hash.items():
             for certain in by_block.values():
                 for holding in cleared:
@@ -130,12 +131,12 @@ class SharedHashes:
             self.recount(name)
 
     def recount_all(self) -> None:
-        """A tier has another group now."""
+        """Recount all hashes, because a tier has one more group."""
         for name in self.by_hash:
             self.recount(name)
 
     def recount(self, name: EngineHash) -> None:
-        """Report the tiers that the hash's blocks are held in now and were not before, and the other way round."""
+        """Report each tier in which one of the hash's blocks is newly held or no longer held."""
         held_at_all = False
         for block, certain in self.by_hash[name].items():
             held = {holding.tier for holding in self._indexed}

@@ -1,8 +1,8 @@
-"""Blocks that several engine hashes stand for: EAGLE's pairs and lookahead hash the token after a block too.
+"""Blocks with several engine hashes: EAGLE's pairs and lookahead also hash the token after a block.
 
-An engine finds a block only behind the very hash that its event names as the parent. If that hash goes while another one keeps
-the parent's block, the child is held and can't be reached: its own hash is **detached**, it stands for no block until the
-parent's hash is held again.
+An engine finds a block only behind exactly the hash that its event names as the parent. If that hash is removed while another
+one keeps the parent's block, the child is held but can't be reached. Its own hash is then **detached**: it stands for no block
+until the parent's hash is held again.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,20 +12,19 @@ from kvatlas_publishers.ledger.block import Block
 
 
 class Variants:
-    """Empty for engines without such blocks. Which hashes are held and what a detached one costs, its callers know."""
+    """Empty for engines without such blocks. The callers decide which hashes are held and what detaching one changes."""
 
     def __init__(self) -> None:
         self.names: dict[Block, dict[EngineHash, None]] = {}
-        """The hashes of each block that has several."""
+        """The hashes of each block with several."""
         self.parent_of: dict[EngineHash, EngineHash] = {}
-        """By the hash of a child of such a block: the hash that it hangs on."""
+        """The hash that each child of such a block hangs on, by the child's hash."""
         self.children_of: dict[EngineHash, dict[EngineHash, None]] = {}
         self.detached: dict[EngineHash, Block] = {}
         self._touched: dict[EngineHash, None] = {}
 
     def add(self, name: EngineHash, block: Block) -> None:
-        """`name` stands for `block` besides other hashes. What descends from it so far hangs on its first hash; no child is
-        plain."""
+        """`name` stands for `block`, like other hashes. The children so far hang on its first hash. No child may be plain."""
         names = self.names.get(block)
         if names is None:
             (first_name,) = block.names
@@ -42,7 +41,7 @@ class Variants:
             self._touched[parent_name] = None
 
     def restore(self, links: Iterable[tuple[EngineHash, EngineHash]]) -> None:
-        """Hang each hash on its parent's as they were saved, whatever `add` took from the order of the names."""
+        """Hang each hash on its saved parent hash, replacing what `add` derived from the order of the names."""
         self.parent_of.clear()
         self.children_of.clear()
         self._touched.clear()
@@ -50,7 +49,7 @@ class Variants:
             self.hang(name, parent_name)
 
     def touch(self, names: Iterable[EngineHash]) -> None:
-        """These hashes are held now, or not any more."""
+        """These hashes are newly held, or no longer held."""
         self._touched.update((name, None) for name in names if name in self.children_of)
 
     def settle(
@@ -59,7 +58,7 @@ class Variants:
         detach: Callable[[EngineHash], bool],
         attach: Callable[[EngineHash], None],
     ) -> None:
-        """Detach the children of hashes that are not held or detached themselves, attach those of the others."""
+        """Detach the children of hashes that are detached or not held, and attach those of all others."""
         while self._touched:
             name, _ = self._touched.popitem()
             reachable = name not in self.detached and is_held(name)
@@ -71,8 +70,8 @@ class Variants:
                 self.touch([child])
 
     def forget(self, name: EngineHash, block: Block) -> list[Block]:
-        """`name` stands for nothing any more. Returns the blocks of detached hashes that hung on it, one a hash: nothing
-        stands for them by these any more either."""
+        """`name` no longer stands for a block. Returns the blocks of the detached hashes that hung on it, one per hash: these
+        hashes are forgotten too."""
         names = self.names.get(block)
         if names is not None:
             names.pop(name, None)

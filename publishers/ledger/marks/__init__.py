@@ -1,1 +1,1 @@
-"""Where hybrid models resume a prompt: which blocks the groups besides full attention hold, the marks, and their events."""
+"""Where hybrid models can resume a prompt: the blocks held by groups other than full attention, the marks, and their events."""

@@ -1,7 +1,7 @@
-"""From a change of the marks to index events, around those of residency.
+"""Turns a change of marks into index events, placed around those of residency.
 
-The order within a batch: unmarked, residency's own events, marked, heads. So whatever beginning of a batch the index has, a
-mark stands on a held block; a mark whose head does not say so yet is not found, and a head that says too much is checked.
+The order within a batch: unmarked, residency's own events, marked, heads. So even if the index has applied only part of it,
+each mark is on a held block. A mark that its head does not show yet is not found, and a head that shows too much is checked.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,18 +17,18 @@ _BITS_BYTES = 8
 
 
 class MarkEvents:
-    """Makes the events of one worker's marks. `digest` is of all marks that are announced now."""
+    """Makes the events of one worker's marks. `digest` covers all marks published now."""
 
     __slots__ = ("_bits", "digest")
 
     def __init__(self) -> None:
         self.digest = MarkDigest()
         self._bits: dict[Stretch, int] = {}
-        """Of each head, as announced."""
+        """Each head's bits, as published."""
 
     def make(self, change: MarkChange, events: list[IndexEvent]) -> list[IndexEvent]:
-        """The events of a change in marks, with the events of residency in the middle of them."""
-        if events and isinstance(events[0], Cleared):  # that took the marks too
+        """The events of a change of marks, with the events of residency in the middle."""
+        if events and isinstance(events[0], Cleared):  # this removed the marks too
             self.digest = MarkDigest()
             self._bits.clear()
             unmarked: list[IndexEvent] = []
@@ -54,7 +54,7 @@ class MarkEvents:
         return _heads(changed)
 
     def snapshot(self, marks: Marks) -> list[Marked | Heads]:
-        """All marks now, and their heads."""
+        """All marks and their heads."""
         events: list[Marked | Heads] = []
         for scope_id, hashes in _by_scope(marks.marked):
             for at in range(0, len(hashes), HASH_BYTES * CHUNK_BLOCKS):

@@ -1,15 +1,15 @@
-"""Marks: which announced blocks a prompt can be resumed at, where residency alone does not say it (hybrid models).
+"""Marks: published blocks at which a prompt can be resumed, for hybrid models, where residency alone is not enough.
 
-A block is **marked** when it is announced and the engine's groups allow the position that lies `ResumptionRule.dropped` blocks
-before its end. Each group's held blocks in a row up to a block (its run) follow from its parent's, so a batch costs work for
-the blocks that it touched, and for their descendants only as far as runs change: at most a window, or to a chunk's end. Of a
-group of full attention, whose blocks are larger than those that are resident, the run is 1 while all of them are held.
+A block is **marked** if it is published and the engine's groups allow resuming `ResumptionRule.dropped` blocks before its end.
+A group's run is the number of consecutive blocks that it holds up to a block. It follows from the parent's run, so a batch
+costs work for the blocks it touched, and for their descendants only while runs change: at most a window, or to a chunk's end. A
+group of full attention whose blocks are larger than the resident ones has run 1 while all of them are held.
 
-A lookup must find the deepest marked block of a chain without a look at every block. So marks are also kept by segment: the
-**head** of a mark is its ancestor whose index is a multiple of SEGMENT, and has one bit for each offset at which any block
-of the segment below it is marked, on whatever branch.
+A lookup must find the deepest marked block of a chain without checking every block. So marks are also kept by segment. The
+**head** of a mark is its ancestor whose index is a multiple of SEGMENT. It has one bit for each offset at which a block of the
+segment below it is marked, on any branch.
 
-What is known of a block depends on those before it: so here, and in all of a ledger with marks, every stretch is one block.
+A block's state depends on the blocks before it, so every stretch of a ledger with marks is a single block.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,17 +21,17 @@ from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, Resum
 from kvatlas_publishers.ledger.block import Stretch
 
 SEGMENT = 64
-"""Blocks a head has a bit for each."""
+"""Blocks per segment, and bits per head."""
 
 _RUN_BITS = 20
-"""`Stretch.runs` has a field of this many bits for each sparse group: its blocks in a row up to this one."""
+"""`Stretch.runs` has a field of this many bits for each sparse group: its run up to this block."""
 _RUN = (1 << _RUN_BITS) - 1
 _BY_INDEX = attrgetter("index")
 
 
 @dataclass(slots=True)
 class MarkChange:
-    """What one batch changed. `heads` has those whose bits changed, with their bits now; bit 0 is the head itself."""
+    """One batch's changes. `heads`: heads whose bits changed, with the new bits; bit 0 is the head itself."""
 
     unmarked: list[Stretch] = field(default_factory=list)
     marked: list[Stretch] = field(default_factory=list)
@@ -64,7 +64,7 @@ class _MarkedGroup(NamedTuple):
 
 
 class Marks:
-    """The marks of one ledger. `settle` is called after each whole batch; it alone writes `Stretch.runs`."""
+    """The marks of one ledger. Call `settle` after each whole batch. Only `settle` writes `Stretch.runs`."""
 
     def __init__(self, rule: ResumptionRule) -> None:
         self._rule = rule
@@ -81,12 +81,12 @@ class Marks:
 
     @property
     def marked(self) -> Iterable[Stretch]:
-        """Every marked block now."""
+        """All marked blocks."""
         return self._marked
 
     @property
     def heads(self) -> Mapping[Stretch, int]:
-        """Every head now, with its bits."""
+        """All heads, with their bits."""
         return {head: _bits(offsets) for head, offsets in self._heads.items()}
 
     def settle(self, touched: Iterable[Stretch]) -> MarkChange:
@@ -107,8 +107,8 @@ class Marks:
         return change
 
     def _extend_runs(self, touched: Iterable[Stretch]) -> dict[Stretch, None]:
-        """Work out the runs of the touched blocks and, while they change, of their descendants; the blocks that may have to be
-        marked or unmarked."""
+        """Recompute the runs of the touched blocks and, while they change, of their descendants. Returns the blocks whose mark
+        may change."""
         affected: dict[Stretch, None] = {}
         waiting = sorted(touched, key=_BY_INDEX, reverse=True)
         behind: list[Stretch] = []
@@ -188,7 +188,7 @@ def _bits(offsets: Iterable[int]) -> int:
 
 
 def _head_of(block: Stretch, found: dict[Stretch, Stretch]) -> Stretch:
-    """The block's ancestor that begins its segment. `found` remembers it for the blocks on the way."""
+    """The block's ancestor that starts its segment. `found` caches it for the blocks in between."""
     path: list[Stretch] = []
     at = block
     while at not in found and at.index % SEGMENT:

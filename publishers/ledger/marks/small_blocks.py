@@ -1,8 +1,8 @@
-"""Blocks of sparse groups that are smaller than those announced: which announced block each is a part of.
+"""Maps small blocks of sparse groups to the larger published blocks that they are part of.
 
-A group may have several blocks where full attention has one (Gemma 4: windows of 16 tokens a block beside 32). The last of them
-has the hash of the whole block, its **anchor**; the others have hashes that no other event names. An event tells its hashes in
-order, and left out are only blocks before a run: a sparse group keeps runs that end where a prompt may be resumed, at an
+A group may have several blocks for one of full attention (Gemma 4: windows of 16 tokens per block beside 32). The last of them
+has the hash of the whole block, its **anchor**; the others have hashes that no other event names. An event lists its hashes in
+order, and only blocks before a run are left out: a sparse group keeps runs that end where a prompt may be resumed, at an
 anchor (vLLM 0.33, `SlidingWindowManager.reachable_block_mask`). So the hashes just before an anchor are its other parts.
 """
 
@@ -14,26 +14,26 @@ _NONE: Mapping[int, EngineHash] = {}
 
 
 class SmallBlocks:
-    """`parts`: how many of the small blocks make up an announced one; the last has number `parts - 1`, and the anchor's hash.
+    """`parts`: number of small blocks in a published one. The last has number `parts - 1` and the anchor's hash.
 
-    `tied`: the anchors of each part that is known, anchors themselves left out; several where prompts fork behind the part.
+    `tied`: the anchors of each known part, except anchors themselves. A part has several if prompts fork behind it.
     """
 
     def __init__(self, parts: int) -> None:
         self.parts = parts
         self.tied: dict[EngineHash, dict[EngineHash, int]] = {}
-        """By part: its number in the block of each anchor."""
+        """Each part's number in the block of each of its anchors."""
         self._of_anchor: dict[EngineHash, dict[int, EngineHash]] = {}
         self._untied: list[Sequence[EngineHash]] = []
 
     def stored(self, hashes: Sequence[EngineHash]) -> None:
-        """Hashes of one event, in order. They are tied by `tie`, when the batch's anchors are known."""
+        """Keep the hashes of one event, in order, for `tie`, which is called once the batch's anchors are known."""
         self._untied.append(hashes)
 
     def tie(
         self, is_anchor: Callable[[EngineHash], bool], is_held: Callable[[EngineHash], bool]
     ) -> Iterator[tuple[EngineHash, EngineHash, int]]:
-        """Tie the hashes stored since the last call that are held. Yields each new one with its anchor and number."""
+        """Tie the held hashes stored since the last call. Yields each new one with its anchor and number."""
         untied, self._untied = self._untied, []
         for hashes in untied:
             before: list[EngineHash] = []
@@ -48,9 +48,9 @@ class SmallBlocks:
                 before.clear()
 
     def restore(self, part: EngineHash, anchor: EngineHash, number: int) -> None:
-        """As it was tied. Raises ValueError for a part that can't be."""
+        """Tie a part to its anchor. Raises ValueError for an invalid or taken number."""
         if number in self.of(anchor) or not 0 <= number < self.parts - 1:
-            raise ValueError(f"part {number!r:.20} of {self.parts} of a block, or twice")
+            raise ValueError(f"block part {number!r:.20} is already taken, or not below {self.parts - 1}")
         self.tied.setdefault(part, {})[anchor] = number
         self._of_anchor.setdefault(anchor, {})[number] = part
 
@@ -59,7 +59,7 @@ class SmallBlocks:
         return self._of_anchor.get(anchor, _NONE)
 
     def forget(self, part: EngineHash) -> None:
-        """No group holds it any more."""
+        """No group holds this part any longer."""
         for anchor, number in self.tied.pop(part, {}).items():
             parts = self._of_anchor[anchor]
             del parts[number]

@@ -1,7 +1,8 @@
-"""Which blocks an engine's sparse groups (all but full attention) hold, in whatever tier: `Stretch.held_by`.
+"""Blocks that an engine's sparse groups (all but full attention) hold in any tier: `Stretch.held_by`.
 
-A hash counts for its block while it is known, stands for that block alone, and some tier of the group holds it. A block is
-held by a group while any of its hashes is. So are the parts of a block, of a group with smaller ones (`SmallBlocks`).
+A hash counts for its block while it is known, stands only for that block, and some tier of the group holds it. A group holds a
+block while it holds any of the block's hashes. The same applies to parts of a block in a group with smaller blocks
+(`SmallBlocks`).
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -13,7 +14,7 @@ from kvatlas_publishers.ledger.marks.small_blocks import SmallBlocks
 
 
 class SparseHoldings:
-    """The only writer of `Stretch.held_by`; remembers the blocks it changed."""
+    """The only writer of `Stretch.held_by`. Remembers the blocks it changed."""
 
     def __init__(
         self,
@@ -29,22 +30,22 @@ class SparseHoldings:
         self._shared = shared
         self._holdings = holdings.sparse
         self._more: dict[tuple[Stretch, int], int] = {}
-        """By block and group's bit: how many hashes hold the block there besides the first. Hardly ever any."""
+        """Number of hashes beyond the first that hold a block, by block and group's bit. Almost always empty."""
         self._changed: list[Stretch] = []
 
     def __bool__(self) -> bool:
         return bool(self._holdings)
 
     def take_changed(self) -> list[Stretch]:
-        """The blocks that a group took or gave up since the last call; some may come twice."""
+        """Blocks that a group gained or lost since the last call; some may be listed twice."""
         changed = self._changed
         if changed:
             self._changed = []
         return changed
 
     def store(self, event: EngineStored, holding: Holding, *, counting: bool) -> None:
-        """Count copies in a group that residency says nothing of: its blocks are those that full attention stored under the
-        same hashes. Without `counting` a second copy is none."""
+        """Count copies in a group that residency does not cover. Its blocks are those that full attention stored under the same
+        hashes. Without `counting`, second copies don't count."""
         counts, bit, shared, block_of = holding.counts, holding.bit, self._shared, self._block_of
         for name in event.hashes:
             count = counts.get(name, 0)
@@ -56,11 +57,11 @@ class SparseHoldings:
                         self._change_parts(name, holding, self.gain)
                 elif name not in shared and not is_held_elsewhere(name, holding):
                     self.gain(block, bit)
-        if holding.part_bits and event.token_ids and not event.offloaded:  # a connector has orders of its own
+        if holding.part_bits and event.token_ids and not event.offloaded:  # a connector orders hashes differently
             self.small.stored(event.hashes)
 
     def remove(self, names: Sequence[EngineHash], holding: Holding) -> int:
-        """One copy of each hash is gone. Returns how many had none."""
+        """Remove one copy of each hash. Returns the number of hashes without a copy."""
         counts, unknown = holding.counts, 0
         for name in names:
             count = counts.get(name)
@@ -96,7 +97,7 @@ class SparseHoldings:
             self.lose(block, holding.bit)
 
     def _change_parts(self, name: EngineHash, holding: Holding, change: Callable[[Block, int], None]) -> None:
-        """A group with smaller blocks took a hash, or gave it up: `change` the bits of the announced blocks that have it."""
+        """A group with smaller blocks gained or lost a hash: `change` the bits of the published blocks that contain it."""
         if is_held_elsewhere(name, holding):
             return
         for anchor, number in self.small.tied.get(name, {}).items():
@@ -113,7 +114,7 @@ class SparseHoldings:
             self._changed.append(block)
 
     def lose(self, block: Stretch, bit: int) -> None:
-        """One hash less of the block is held in the group with this bit."""
+        """One fewer hash of the block is held in the group with this bit."""
         more = self._more.get((block, bit), 0) if self._more else 0
         if more > 1:
             self._more[block, bit] = more - 1
@@ -124,18 +125,18 @@ class SparseHoldings:
             self._changed.append(block)
 
     def enter(self, name: EngineHash, block: Stretch) -> None:
-        """A hash became known: its block is held wherever the hash is."""
+        """A hash became known: its block is held wherever the hash is held."""
         for bit in self._bits_of(name):
             self.gain(block, bit)
 
     def leave(self, name: EngineHash, block: Stretch) -> None:
-        """The hash is not known any more, or not for this block alone."""
+        """The hash is no longer known, or no longer stands only for this block."""
         for bit in self._bits_of(name):
             self.lose(block, bit)
 
     def tie_small(self) -> None:
-        """Tie the parts of blocks that were stored since the last call, now that their anchors are known: hashes that stand for
-        one block alone."""
+        """Tie the parts of blocks that were stored since the last call, now that their anchors are known. An anchor is a hash
+        of exactly one block."""
 
         def is_anchor(name: EngineHash) -> bool:
             return name not in self._shared and self._block_of(name) is not None
@@ -147,7 +148,7 @@ class SparseHoldings:
                 self.gain(block, bit)
 
     def _forget_part(self, part: EngineHash) -> None:
-        """A group does not hold the hash any more: it is forgotten unless another one does."""
+        """A group no longer holds the hash: forget it unless another group does."""
         if not self._is_held(part):
             self.small.forget(part)
 
@@ -165,5 +166,5 @@ class SparseHoldings:
 
 
 def is_held_elsewhere(name: EngineHash, holding: Holding) -> bool:
-    """Does another tier of a sparse group hold the hash too?"""
+    """True if another tier of a sparse group holds the hash too."""
     return any(name in counts for counts in holding.other_tiers)

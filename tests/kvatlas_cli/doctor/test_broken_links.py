@@ -57,7 +57,7 @@ class Link:
 SETTINGS = "workers.settings"
 LINKS = (
     Link("port-alone", SETTINGS, "does not answer: nothing is connected there", "if the engine runs"),
-    Link("http-alone", SETTINGS, "what listens there is no event socket", "set --endpoint to the event socket"),
+    Link("http-alone", SETTINGS, "the socket there is not an event socket", "set --endpoint to the event socket"),
     Link("topic-replay", SETTINGS, "publishes under topic '', but --topic is 'kv'", "leave --topic out"),
     Link("topic", SETTINGS, "publishes under topic '', but --topic is 'kv'", "leave --topic out"),
     Link("events-off", SETTINGS, "nothing is connected there", "start the engine with --kv-events-config"),
@@ -66,7 +66,7 @@ LINKS = (
     Link("parts", "nats.refused", "(wrong_partition)", "--partitions of the store's layout"),
     Link("replay", SETTINGS, "but replay socket tcp://127.0.0.1:", "set --replay-endpoint"),
     Link("engine-url", SETTINGS, "but the engine does not answer at http://127.0.0.1:", "set --engine-url"),
-    Link("not-engine", SETTINGS, "is no sglang engine: it has no /health (status 404)", "set --engine-url"),
+    Link("not-engine", SETTINGS, "is not a sglang engine: it has no /health (status 404)", "set --engine-url"),
     Link("kind", SETTINGS, "is vllm's, but --engine is sglang", "set --engine vllm"),
     Link("model", "pools.models", f"--model-id is mock-mode, but the engine serves {MODEL}", f"set --model-id {MODEL}"),
     Link("tokenizer", "pools.tokenizers", "(mock-model, other)", "the same --tokenizer-id", Level.WARNING),
@@ -240,6 +240,6 @@ async def test_a_publisher_on_another_nats_is_named_there_too_and_when_it_is_stu
     said = (
         "elsewhere: NATS at nats://127.0.0.1:",
         "maximum messages exceeded",
-        "see the storage and limits of JetStream",
+        "check the storage and limits of JetStream",
     )
     await until(lambda: errors_say(SETTINGS, *said), deadline_s=DEADLINE_S, what="it says that it is stuck")

@@ -52,7 +52,7 @@ def test_the_masters_bytes_are_read() -> None:
     assert batch.events == [EngineStored([NAME.pack()], None, (), 0, TIER), EngineRemoved([NAME.pack()], TIER)]
     assert (batch.ts, batch.lost) == (1_790_000_000.0, False)
     assert batch.skipped == [
-        "stored object 'e3b0c44298fc1c14_0_k': its key is no sequence hash, so its block is not known"
+        "stored object 'e3b0c44298fc1c14_0_k': its key is not a sequence hash, so its block is unknown"
     ]
 
 

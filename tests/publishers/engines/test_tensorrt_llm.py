@@ -122,7 +122,7 @@ def test_the_largest_window_is_full_attention_and_a_smaller_one_makes_it_an_uppe
     engine.store(PROMPT, window=64)
     names = engine.store(PROMPT)
     reader.take(engine)
-    assert len(reader.held) == 4 and "not known here" in reader.ledger.reuse.upper_bound
+    assert len(reader.held) == 4 and "unknown kind of attention" in reader.ledger.reuse.upper_bound
     engine.remove(names[3], window=64)
     reader.take(engine)
     assert len(reader.held) == 4

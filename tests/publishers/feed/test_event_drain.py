@@ -94,7 +94,7 @@ async def test_another_reader_of_the_same_engine_is_named(
             await until(lambda seen=drained: engine.drains >= seen + 3, what="the rest is read")  # type: ignore[misc]
         [found] = publisher.diagnoses.current
         assert found.seen.startswith(f"events of {engine.url}/kv_cache_events were missing")
-        assert "let nothing else read that address" in found.cure
+        assert "stop other readers of that address" in found.cure
         assert publisher.counters.feed_gaps >= SUSPICIOUS_GAPS
         assert publisher.counters.feed_started_over <= BURST + 1, "each one costs the index an incarnation"
         assert publisher.ledger.announced_blocks <= 1
@@ -177,7 +177,7 @@ async def test_an_api_that_streams_its_events_is_named(
     engine.streams = kind
     async with publishing(engine, nats_url) as publisher:
         [found] = await until(lambda: publisher.diagnoses.current, what="it is named")
-        assert found.name == "feed" and "an API that streams its events is not read" in found.seen
+        assert found.name == "feed" and "streamed events are not supported" in found.seen
         engine.streams = None
         engine.store(PROMPT)
         await holds(publisher, 4)

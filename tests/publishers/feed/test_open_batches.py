@@ -225,11 +225,11 @@ async def test_whoever_sends_a_batch_is_told_what_of_it_is_ignored(publisher: Ma
     batches = OpenBatches(one)
     assert batches.take(batch(block("a"))).skipped == []
     (line,) = batches.take({"engine_id": "e2", "events": [block("b")]}).skipped
-    assert line == "there are batches of engine e2, but the worker is engine e: they are ignored"
+    assert line == "batches of engine e2 are ignored: the worker is engine e"
     (line,) = batches.take(batch(block("b"), block("c"), model_id="other")).skipped
-    assert line == "there are batches of model other with tokenizer m: their blocks are left out"
+    assert line == "blocks of model other with tokenizer m are left out: the worker has another model"
     (line,) = batches.take({"events": [stored(0, (1, 1)), stored(1, (2, 2))], "shutdown": False}).skipped
-    assert line == "events of the router protocol tell no block size: their blocks are left out"
+    assert line == "events of the router protocol have no block size: their blocks are left out"
     assert announced(one) == set(unpack_hashes(external_chain(["a"])))
 
 
@@ -272,7 +272,7 @@ async def test_a_parent_that_is_not_known_is_logged_with_the_cure(
         batches.take(batch(block("a", "b", parent_block_hash="session-1")))
         one.settle()
         batches.take(batch())
-    assert "2 blocks left out: the block before them is not known; for a session's first block" in caplog.text
+    assert "2 blocks left out: their parent block is unknown; for a session's first block" in caplog.text
 
 
 async def test_the_documented_program_runs(nats_client: Client, nats_url: str) -> None:

@@ -27,7 +27,7 @@ def test_what_was_sent_before_the_connection_is_not_late(watch: SocketWatch) -> 
     watch.record_replay(complete=True, answered=True, late_batches=1)
     assert not seen(watch)
     watch.record_replay(complete=True, answered=True, late_batches=1)
-    assert "brings no events" in seen(watch)
+    assert "delivers no events" in seen(watch)
     assert watch.record_message() and not seen(watch)
 
 
@@ -52,7 +52,7 @@ def test_a_missing_connection_is_suspicious_only_while_something_answers(watch: 
     assert not seen(watch, Connection.AWAY)
     assert seen(watch, Connection.AWAY, up=True).endswith("nothing is connected there")
     watch.record_listener()
-    assert seen(watch, Connection.AWAY, up=True).endswith("no event socket")
+    assert seen(watch, Connection.AWAY, up=True).endswith("is not an event socket")
     watch.record_connect()
     assert not seen(watch, up=True)
 

@@ -103,9 +103,9 @@ def test_holes_that_replay_does_not_fill_are_seen_if_they_come_again_and_again()
 def test_every_reason_has_a_cure_that_fits_a_heartbeat(reason: Reason, engine: EngineKind, replay: bool) -> None:
     where = Circumstances(engine, engine is not EngineKind.TENSORRT_LLM, replay, "x" * 160)
     seen, cure = text_of(IntakeVerdict(reason, 40, 40, 30), where)
-    assert seen.startswith(("events arrive, and", "the engine serves requests, and nothing is published"))
+    assert seen.startswith(("events arrive, but", "the engine serves requests, but nothing is published"))
     assert cure and max(len(seen), len(cure)) <= MAX_DIAGNOSIS_TEXT
-    assert reason in (Reason.NO_EVENTS, Reason.HOLES) or "75 % of what is left out" in seen
+    assert reason in (Reason.NO_EVENTS, Reason.HOLES) or "75 % of those left out" in seen
 
 
 def test_a_late_join_has_a_cure_that_heals_without_a_replay_socket() -> None:

@@ -98,7 +98,7 @@ def test_an_event_without_the_tokens_that_its_hashes_cover_tells_nothing_new() -
     [
         ({}, AttentionKind.CHUNKED_LOCAL, "--chunk-size"),
         ({"chunk_tokens": 3}, AttentionKind.CHUNKED_LOCAL, "chunk size 3"),
-        ({}, AttentionKind.OTHER, "not known here"),
+        ({}, AttentionKind.OTHER, "unknown kind of attention"),
         ({"granularity": 2}, MAMBA, "granularity is 2"),
         ({}, WINDOW, "window None"),
     ],
@@ -143,10 +143,10 @@ def test_what_a_hybrid_holds_is_an_upper_bound_if_its_events_tell_no_groups() ->
     before = one.reuse.upper_bound
     one.learn_hybrid()
     assert not before
-    assert one.reuse.upper_bound == "the engine tells full attention only"
+    assert one.reuse.upper_bound == "the engine reports full attention only"
     one.empty()
     fold(one, store([1, 2]))
-    assert one.reuse.upper_bound == "the engine tells full attention only" and one.announced_blocks == 2
+    assert one.reuse.upper_bound == "the engine reports full attention only" and one.announced_blocks == 2
 
 
 def test_an_adapter_loaded_from_elsewhere_loses_its_blocks_and_only_these() -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 SCOPE = Scope("model", "model")
 TOKENS = list(range(401))
 CHAIN = extend_chain(TOKENS, 4)
-WHY = "the engine tells full attention only"
+WHY = "the engine reports full attention only"
 
 
 def record(id: str, upper_bound: str = "") -> FleetRecord:

@@ -110,10 +110,10 @@ async def test_a_copy_is_worth_what_its_holders_marks_allow() -> None:
 
 async def test_an_upper_bound_is_labelled_with_its_reason() -> None:
     index = await index_of(w=None)
-    workers = {"w": record("w", upper_bound="the engine tells full attention only")}
+    workers = {"w": record("w", upper_bound="the engine reports full attention only")}
     async with RouterClient(index, CountingFleet(workers)) as router:
         [worker] = await router.overlap(Prompt.of_tokens(SCOPE, TOKENS))
-        assert "at most 2800 usable (upper bound: the engine tells full attention only)" in worker.explain()
+        assert "at most 2800 usable (upper bound: the engine reports full attention only)" in worker.explain()
         [result] = await router.rank(Prompt.of_tokens(SCOPE, TOKENS))
-        assert "at most 2800 tokens usable (the engine tells full attention only)" in result.explain()
-        assert result.explanation()["upper_bound"] == "the engine tells full attention only"
+        assert "at most 2800 tokens usable (the engine reports full attention only)" in result.explain()
+        assert result.explanation()["upper_bound"] == "the engine reports full attention only"
