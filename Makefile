@@ -78,7 +78,7 @@ lock: .lock/.ready ## write locks/: versions and hashes of all that is installed
 	@.lock/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
 	@touch $@
 
-test: $(READY) ## run all tests, on real servers: three processes for two cores, each with servers of its own
+test: $(READY) ## run all tests, on real servers: four processes for two cores, each with servers of its own
 	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 quick: $(READY) ## run the tests that need no fleet, in under 2 minutes on 2 cores: before a commit; make test has all

@@ -23,8 +23,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Three processes for two cores: a third of their time tests wait, for leases, probes and processes."""
-    return max(1, (os.cpu_count() or 1) * 3 // 2)
+    """Two processes for each core: half of their time tests wait, for leases, probes and processes."""
+    return 2 * (os.cpu_count() or 1)
 
 
 @pytest.fixture(scope="session")

@@ -81,7 +81,7 @@ async def test_a_guides_commands_lead_to_answers(tmp_path: Path, document: str) 
                 case _:
                     raise AssertionError(f"nothing checks {words}")
         if document == "docs/router.md":
-            assert len(done) == 14 and QUESTIONS
+            assert len(done) == 15 and QUESTIONS
             for question in QUESTIONS:
                 assert await query(*shlex.split(question)[1:], "--redis-url", redis_url)
         elif document == "docs/fetching.md":
