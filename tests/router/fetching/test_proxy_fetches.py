@@ -80,20 +80,21 @@ async def test_a_source_that_died_or_holds_other_blocks_means_computing_and_is_t
     store: Store, valkey_url: str
 ) -> None:
     """The answers show that nothing arrives; what is expected to arrive later is less."""
-    async with peers(store) as fleet, running_quiet_proxy(valkey_url) as client:
+    async with peers(store) as fleet:
         full = peer("full", fleet.urls["full"], BUSY, kv_port=9)
         fleet.loaded.clear()
         fleet.loaded["full"] = full  # it stays busy
         await FleetStore(store).write({"free": peer("free", fleet.urls["free"]), "full": full})
-        answers = []
-        for _ in range(3):
-            await fleet.clients["free"].post("/reset_prefix_cache")
-            answers.append(await client.post("/v1/completions", json=BODY))
-            assert answers[-1].status_code == 200 and usage_of(answers[-1]) == 0
-        first = decision_of(answers[0])
-        assert (first["worker"], first["source"], first["cached"]) == ("free", '"full"', str(HELD))
-        explained = (await client.post("/kvatlas/route", json={**BODY, "fetch": True})).json()["explanation"]
-        assert "not_fetched" in explained or "read from full" not in explained
+        async with running_quiet_proxy(valkey_url) as client:
+            answers = []
+            for _ in range(3):
+                await fleet.clients["free"].post("/reset_prefix_cache")
+                answers.append(await client.post("/v1/completions", json=BODY))
+                assert answers[-1].status_code == 200 and usage_of(answers[-1]) == 0
+            first = decision_of(answers[0])
+            assert (first["worker"], first["source"], first["cached"]) == ("free", '"full"', str(HELD))
+            explained = (await client.post("/kvatlas/route", json={**BODY, "fetch": True})).json()["explanation"]
+            assert "not_fetched" in explained or "read from full" not in explained
 
 
 async def test_what_a_client_says_of_sources_never_reaches_an_engine(store: Store, valkey_url: str) -> None:
