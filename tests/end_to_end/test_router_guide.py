@@ -140,7 +140,7 @@ async def _is_fetched(client: httpx.AsyncClient, router_url: str) -> None:
             found.append(await ask(tail))
 
         async with anyio.create_task_group() as tasks:
-            for tail in range(1, 9):
+            for tail in range(1, 33):
                 tasks.start_soon(ask_too, tail)
         fetched = [answer for answer in found if "source=" in answer.headers["x-kvatlas-decision"]]
         for answer in fetched:
