@@ -56,7 +56,7 @@ async def running_router(redis_url: str, *flags: str) -> AsyncIterator[Router]:
         *kvatlas_command(*words), stderr=asyncio.subprocess.PIPE, env=environment()
     )
     try:
-        control = (await line_with("for operators", process.stderr)).split()[-1]
+        control = (await line_with("operators' port", process.stderr)).split()[-1]
         said = await line_with("router at", process.stderr)
         yield Router(process, next(word for word in said.split() if word.startswith("http://")).rstrip(";"), control)
     finally:

@@ -63,7 +63,7 @@ async def test_several_share_a_port_and_one_that_crashes_is_started_again(store:
         process = await stack.enter_async_context(router(valkey_url, *flags))
         lines = [await line_with("http://127.0.0.1", process.stderr) for _ in range(4)]  # two of each, in any order
         assert sum(f"router at http://127.0.0.1:{port}" in line for line in lines) == 2
-        urls = [line.rpartition(" ")[2].strip() for line in lines if "for operators" in line]
+        urls = [line.rpartition(" ")[2].strip() for line in lines if "operators' port" in line]
         operators = [await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60)) for url in urls]
 
         async def ask() -> int:
