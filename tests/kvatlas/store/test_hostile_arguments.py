@@ -26,7 +26,7 @@ FUNCTIONS = [
 ]
 KEYS = ["kva:{x}:hash", "kva:{x}:zset", "kva:{x}:set", "kva:{x}:list", "kva:{x}:string", "kva:{x}:absent"]
 FIELDS = 20_000
-MOST_COMMANDS = 2_500
+MOST_COMMANDS = 4_000
 """That one call sends."""
 MOST_ANSWER_BYTES = 1 << 20
 MOST_GROWTH_BYTES = 16 << 20
