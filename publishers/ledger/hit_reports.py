@@ -43,10 +43,13 @@ class HitReports:
         """Number of doubtful copies of each hash, by group."""
         self._run_end = 0
         self._run_is_new = False
+        self._has_removed = False
+        """True once copies were removed in this batch: what is usable is known again only at its end."""
 
     def begin_batch(self) -> None:
         """A new batch begins: event positions start at 0 again."""
         self._run_end = 0
+        self._has_removed = False
 
     def stored(self, events: Sequence[EngineEvent], at: int, event: EngineStored) -> Sequence[EngineStored]:
         """The copies that `event`, the batch's event number `at`, certainly adds to its group."""
@@ -73,7 +76,7 @@ class HitReports:
         if not doubts or not self._groups.is_full(event.group):
             return []
         found = []
-        while parent is not None and parent.usable <= 0:
+        while parent is not None and (self._has_removed or parent.usable <= 0):
             for name in parent.names:
                 if name in doubts and not self._held(event.tier, event.group, name):
                     self._take(doubts, name)
@@ -81,8 +84,13 @@ class HitReports:
             parent = parent.parent
         return found
 
+    def has_doubts(self, group: int) -> bool:
+        """True if `removed` looks at what is held."""
+        return bool(self._doubts.get(group))
+
     def removed(self, event: EngineRemoved) -> EngineRemoved:
         """The event without the removals that took a doubtful copy."""
+        self._has_removed = True
         doubts = self._doubts.get(event.group)
         if not doubts:
             return event
@@ -97,6 +105,7 @@ class HitReports:
 
     def dropped(self, event: EngineDropped) -> None:
         """All copies of these hashes are gone."""
+        self._has_removed = True
         for group, doubts in self._doubts.items():
             if event.group in (None, group):
                 for name in event.hashes:

@@ -231,6 +231,8 @@ class Ledger:
                 if writes is not None and is_stores(event):
                     event = writes.remove(event)
                 is_device = event.tier is Tier.HBM
+                if is_device and self._reports.has_doubts(event.group):
+                    residency.end_removals()  # whether a copy is certain depends on the removals before
                 residency.remove(self._reports.removed(event) if is_device else self._connector.removed(event))
             elif isinstance(event, EngineDropped):
                 residency.drop(event)
@@ -263,6 +265,8 @@ class Ledger:
             residency.store(event)
             return
         if event.parent is not None:
+            if reports.has_doubts(event.group):
+                residency.end_removals()
             for name in reports.lost_before(event, self.lineage.known.get(event.parent)):
                 residency.hold(name, event.group)
             residency.store(event)

@@ -5,9 +5,13 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.fleet.records import EngineKind
 from kvatlas_publishers.engine_events import (
+    EngineBatch,
     EngineCleared,
     EngineDropped,
     EngineEvent,
@@ -15,8 +19,10 @@ from kvatlas_publishers.engine_events import (
     EngineStarted,
     EngineStored,
 )
+from kvatlas_publishers.engines import decode_batch
 from kvatlas_publishers.ledger import hit_reports
-from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
+from tests.publishers.fake_engine import recording
 from tests.publishers.ledger.one_chain import TOKENS, fold, ledger, store
 
 
@@ -120,3 +126,21 @@ def test_whatever_mixture_of_reports_comes_nothing_is_claimed_that_is_gone(seed:
         assert {name for _, _, name in one.resident()} <= {at + 1 for at, count in enumerate(copies) if count}
         if chance.random() < 0.05:
             one = Ledger.load(one.dump(), one.settings)
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=25)
+def test_batches_that_are_folded_together_end_as_each_by_itself(random: Random) -> None:
+    """What is usable is settled at the end of a fold only."""
+    _, payloads = recording("vllm-0.33.0-bytes")
+    batches = [decode_batch(EngineKind.VLLM, payload).events for payload in payloads]
+    together, alone = (Ledger(LedgerSettings("m", "m", adapter_ids={"1": "1", "2": "2"})) for _ in range(2))
+    for one in (together, alone):
+        one.fold(EngineBatch([EngineStarted()]))
+    while batches:
+        count = random.choice([1, 2, 3, 30, 60, 100])
+        together.fold(EngineBatch([event for events in batches[:count] for event in events]))
+        for events in batches[:count]:
+            alone.fold(EngineBatch(events))
+        del batches[:count]
+        assert together.digest == alone.digest
