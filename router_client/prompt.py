@@ -224,7 +224,7 @@ class Prompt:
 
     @classmethod
     def _of_blocks(cls, hints: RequestHints, known: Fallbacks, block_bytes: int) -> Self:
-        """Of hints with a size for each block: a shorter last one is the prompt's tail, which no engine keeps for others."""
+        """A prompt from hints with a size for each block. A shorter last block is the prompt's tail, which is not shared."""
         shape, blocks = hints.to_shape(known), hints.blocks or ()
         size = blocks[0].token_count
         odd = next((at for at, one in enumerate(blocks) if one.token_count != size), None)

@@ -61,7 +61,7 @@ class BlockLookup:
         return len(held)
 
     async def sequence_hashes(self, scope: Scope, name: BlockName) -> Sequence[int]:
-        """Of the blocks of the scope that the name stands for."""
+        """Sequence hashes of the blocks in this scope that have this name."""
         if isinstance(name, int):
             return [name]
         if isinstance(name, NameInEngine):
@@ -87,7 +87,7 @@ class BlockLookup:
         return any(one.sequence_hash == value for one in followers)
 
     async def _blocks(self, scope: Scope, engine_hash: str) -> list[NamedBlock]:
-        """What the scope's publishers say that an engine's hash stands for, in the scope."""
+        """The blocks in this scope that an engine's hash stands for, by the answers of its publishers."""
         if self._client is None:
             raise NotSupported("an engine's own hash is known to publishers alone, and there is no connection to NATS")
         records = await self._fleet.all()

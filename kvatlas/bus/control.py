@@ -39,7 +39,7 @@ class ScopeFields(WireRecord):
 
     @classmethod
     def fields_of(cls, scope: Scope) -> dict[str, Any]:
-        """What a record of this scope is made with."""
+        """The fields of a record of this scope."""
         names = ("model_id", "tokenizer_id", "adapter_id", "tenant_id", "chain")
         return {name: getattr(scope, name) for name in names}
 

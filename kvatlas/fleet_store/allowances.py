@@ -1,4 +1,4 @@
-"""What clients may use in a minute, shared by all routers of a fleet: one allowance for each client and kind, in the store.
+"""Clients' allowances per minute, shared by all routers of a fleet: one allowance for each client and kind, in the store.
 
 Routers draw from an allowance ahead of their requests, and put back what they don't need. It refills continuously, and is as
 large as what refills in a minute.

@@ -14,7 +14,7 @@ from kvatlas.identity import Scope
 
 @dataclass(frozen=True, slots=True)
 class ResidentUse:
-    """Of one scope in one tier, by all workers, since the index began. `scope` None: of scopes whose names are forgotten."""
+    """Usage of one scope in one tier by all workers, since the index began. `scope` None: all scopes with forgotten names."""
 
     scope: Scope | None
     tier: Tier

@@ -1,4 +1,4 @@
-"""What answers used, in the slot of the pool that they are of. It is kept, so that a bill needs no router that still runs."""
+"""Usage counted from answers, in their pool's slot of the store. It outlives the routers that counted it."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Self
@@ -11,7 +11,7 @@ from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import Store
 
 MOST_USERS = 10_000
-"""Of one pool; what further ones use is counted without their names."""
+"""Limit of users per pool; further ones are counted together, without names."""
 USERS_A_REPORT = 200
 
 

@@ -90,7 +90,7 @@ class StatusPage:
         return await self._page(form)
 
     async def _page(self, form: Form | None, status: int = 200) -> Response:
-        from kvatlas.status_page import page  # needs jinja2, 2 MiB; nobody opens most sidecars' pages
+        from kvatlas.status_page import page  # needs jinja2, 2 MiB, and most sidecars' pages are never opened
 
         sections = await self._read_sections()
         text = page.render(self._role, self._name(), self._facts(), sections, form)

@@ -52,7 +52,7 @@ async def _workers(settings: QuerySettings, as_json: bool) -> None:
 
 class _Held(NamedTuple):
     """Content of a worker's active holder. `resumable`: marked blocks, after which a prompt can resume; None for a worker
-    without marks, which can resume after every block, or for which nobody knows (`EngineEndpoint.upper_bound`)."""
+    without marks, which can resume after every block, or if that is unknown (`EngineEndpoint.upper_bound`)."""
 
     residencies: int
     resumable: int | None

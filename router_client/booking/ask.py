@@ -70,7 +70,7 @@ def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, setting
     if rule.block_aligned:
         limit -= limit % block_size
     return OfferKind(
-        # with marks, nobody knows yet where a prompt in flight can resume, so nothing is predicted for such a worker
+        # with marks, it is not known yet where a prompt in flight can resume, so nothing is predicted for such a worker
         chain=None if for_kind.example.endpoint.marks else chain,
         limit_tokens=max(0, limit),
         lost_tokens=rule.dropped_blocks * block_size,

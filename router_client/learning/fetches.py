@@ -1,4 +1,4 @@
-"""What a router knows of KV that engines fetch from each other: what is open at each source, and how much arrived.
+"""Fetches of KV between engines, as one router sees them: those open at each source, and how much arrived.
 
 An answer whose cached tokens are fewer than predicted did not get all that it was to fetch: its source died, had evicted it, or
 engines can't reach each other at all. The share that arrived is what later fetches of the pool are priced with. It recovers
@@ -18,11 +18,11 @@ from kvatlas.request import SelectionResult
 from router_client.learning.usage import Usage
 
 FADING = 0.95
-"""What a fetch counts for less with each later one: about the last twenty matter."""
+"""How much weight a fetch loses with each later one: about the last twenty matter."""
 PRIOR_FETCHES = 0.5
 """A pool begins as if so much of a fetch had arrived whole."""
 RECOVERS_S = 60.0
-"""What is known loses two thirds of its weight in this time, whatever happens."""
+"""Seconds in which all evidence loses two thirds of its weight."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Fetches:
         self._seed = randbits(64)
 
     def share(self, pool_id: str) -> float:
-        """The share of the tokens to fetch that arrived lately, 0 to 1."""
+        """Share of the requested tokens that recent fetches delivered, 0 to 1."""
         known = self._pools.get(pool_id)
         return 1.0 if known is None else known.share(self._clock())
 

@@ -1,6 +1,6 @@
 """Copies: what a worker could read of a prompt beyond its own blocks, from a shared store or from another worker.
 
-Another worker's copy counts only if somebody makes the engine fetch it. So both engines have the same connector
+Another worker's copy counts only if the request makes the engine fetch it. So both engines have the same connector
 (`EngineEndpoint.kv_connector`), the source says where it is fetched from and which of its tiers are, and the request can name
 the source (`Prompt.fetch_by`) unless the engine finds it by itself. Both also share a transfer group (or name none), and their
 blocks and marks are of one form: nothing is fetched that the reader could not use. The deepest copies are considered; equal
@@ -21,7 +21,7 @@ from router_client.prompt import Prompt
 
 DISPLACED = TermKind("displaced", "tokens")
 DISPLACED_FACTOR = 0.3
-"""What a further copy costs later requests, in times of what computing it would take: it takes the room of other blocks."""
+"""Cost of a further copy to later requests, as a multiple of the time to compute it: it takes the room of other blocks."""
 NOT_FETCHED = TermKind("not_fetched", "tokens")
 
 
@@ -45,7 +45,7 @@ class CopySources:
 
     def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
         self._held = held
-        self._fetch_by = prompt.fetch_by | {KvConnector.LMCACHE}  # which asks nobody
+        self._fetch_by = prompt.fetch_by | {KvConnector.LMCACHE}  # LMCache finds its source itself
         self._fetches = pool.fetches
         self._share = pool.fetches.share(prompt.scope.pool_id)
         self._stores = {endpoint.id: endpoint for endpoint in pool.stores if endpoint.id in held}

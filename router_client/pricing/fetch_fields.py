@@ -1,4 +1,4 @@
-"""What a request says of the worker that its engine is to fetch KV from: fields of its body, or llm-d's header.
+"""How a request names the worker from which its engine fetches KV: fields of its body, or llm-d's header.
 
 Sources: vLLM's OffloadingConnector (`kv_offload/tiering/p2p`: `remote_kv_source`), the envelope of KV hints that vLLM 0.30
 takes (`kv_hints/protocol.py`) with the action `kv.fetch` 1.0 of KVCR and Dynamo, SGLang's field of the same name and form, and

@@ -37,10 +37,10 @@ class WorkerRules(Protocol):
 
 
 class FetchKnowledge(Protocol):
-    """What is known of KV that engines fetch from each other."""
+    """How well engines' fetches of KV from each other go."""
 
     def share(self, pool_id: str) -> float:
-        """The share of the tokens to fetch that arrived lately, 0 to 1."""
+        """Share of the requested tokens that recent fetches delivered, 0 to 1."""
 
     def turn_of(self, source: str) -> tuple[int, int]:
         """Among equal sources the one with the least is next."""
@@ -78,7 +78,7 @@ def is_readable(record: FleetRecord) -> bool:
 
 def is_fetchable(record: FleetRecord) -> bool:
     """May other engines be sent to fetch from this one? Its host is an address inside a network of one's own, or one that its
-    publisher's identity names: nobody else chooses whom engines connect to."""
+    publisher's identity names, so that no one else chooses the hosts that engines connect to."""
     endpoint = record.endpoint
     if not endpoint.can_be_fetched_from:
         return False

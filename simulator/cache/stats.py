@@ -36,9 +36,9 @@ class CacheStats:
     memory_bytes: int
     """In use: bytes of the GPU blocks that sequences hold."""
     total_memory_bytes: int
-    """Of all GPU blocks, in use or not."""
+    """Bytes of all GPU blocks, in use or not."""
     reserved_memory_bytes: int
-    """Of the GPU blocks that memory is reserved for (`PoolSettings`)."""
+    """Bytes of the GPU blocks for which memory is reserved (`PoolSettings`)."""
     cached_blocks: int
     """GPU blocks with a hash, held or not."""
     cached_prefixes: int

@@ -39,7 +39,7 @@ class FleetSettings:
     cost: StepCost = field(default_factory=StepCost)
     """`swap_in_us_per_block` is for a block of 16 tokens."""
     transfer_us_per_token: float = 3.0
-    """What a source, which serves one reader after another, takes to send a token's KV."""
+    """Microseconds that a source takes to send one token's KV. It serves one reader after another."""
     event_delay_us: float = 5_000.0
     event_loss: float = 0.0
     dynamo_python: str = sys.executable

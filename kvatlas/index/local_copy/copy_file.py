@@ -40,7 +40,7 @@ class CopyFile:
 
     @asynccontextmanager
     async def open(self, layout: Layout) -> AsyncIterator[MemoryIndex]:
-        """What the file has for a store of this layout, or an empty copy."""
+        """The copy in the file, if it fits a store of this layout; else an empty one."""
         opened = None
         if self._path is not None:
             try:

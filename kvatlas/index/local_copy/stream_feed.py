@@ -57,7 +57,7 @@ class StreamFeed:
         self._client = client
         self._index = index
         self.position = start
-        """Of the last message applied."""
+        """Stream position of the last message applied."""
         self._counters = counters
         self._probe_s = probe_s
         self._admission = admission

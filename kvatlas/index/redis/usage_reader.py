@@ -26,7 +26,7 @@ class UsageReader:
         self._keys = keys
 
     async def read(self) -> Amounts:
-        """Of all holders, also retired ones, and what is spent."""
+        """The usage of all holders, including retired ones and what is already settled."""
         for _ in range(TRIES):
             spent = await read_hash(self._store, self._keys.spent)
             held = [

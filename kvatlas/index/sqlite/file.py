@@ -67,7 +67,7 @@ _SAY = {table: _Statements.of(table, keys, others) for table, (keys, others) in 
 CHECKPOINT_BYTES = 4 << 20
 """A log of this size is copied into the database."""
 _LOG_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
-"""Of SQLite's write-ahead log, and of each page in it; that begins with the page's number, in 4 bytes."""
+"""Header sizes of SQLite's write-ahead log and of each page in it. A page's header begins with its number, in 4 bytes."""
 
 Row = tuple[Any, ...]
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class Changes:
 
 
 class DamagedFile(UnsuitableStore):
-    """What is in the file can't be read: it is damaged, or another program's."""
+    """The file's content can't be read: it is damaged, or another program's."""
 
 
 class IndexFile:
@@ -128,7 +128,7 @@ class IndexFile:
                 yield row[1:]
 
     def read(self, what: str, unpack: Callable[..., T], *fields: Any) -> T:
-        """What `unpack` makes of a row's fields. Raises DamagedFile if they can't be read."""
+        """Unpack a row's fields. Raises DamagedFile if they can't be read."""
         try:
             return unpack(*fields)
         except (*DATA_ERRORS, KvatlasError, msgpack.UnpackException) as error:

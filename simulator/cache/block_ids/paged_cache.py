@@ -80,12 +80,12 @@ class PagedCache:
 
     @property
     def utilisation(self) -> float:
-        """Blocks in use, of all: 0..1."""
+        """Share of the blocks in use, 0 to 1."""
         return 1 - self.free_blocks / self.total_blocks
 
     @property
     def memory_bytes(self) -> int:
-        """Of the blocks in use."""
+        """Bytes of the blocks in use."""
         return (self.total_blocks - self.free_blocks) * self.geometry.bytes_of(self.block_size)
 
     @property

@@ -22,7 +22,7 @@ class Policy(Protocol):
         """The number of the engine that gets the request."""
 
     def fetch_of(self, request: LabRequest) -> LabFetch | None:
-        """What the engine that was just chosen for this request is sent to fetch."""
+        """The KV that the chosen engine should fetch for this request."""
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
         """Record the first token of a request that was sent to this engine."""
