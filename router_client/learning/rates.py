@@ -237,7 +237,7 @@ class RateLearner:
                 for pool_id, rates in self._pools.items():
                     await self._share(pool_id, rates)
         except STORE_FAILURES as error:
-            _log.warning("last evidence of rates not shared and lost (%s)", reason(error))
+            _log.warning("the last learned rates were not shared with other routers and are lost (%s)", reason(error))
 
     async def _run(self) -> None:
         while self._task.running:

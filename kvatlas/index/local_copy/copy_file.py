@@ -70,10 +70,10 @@ class CopyFile:
             why = f"the stream begins at {stream.first_seq} and ends at {stream.last_seq}, the copy at {position.seq}"
         else:
             copy.resumed = True
-            log.info("replica: going on from %s, at position %d", self._path, position.seq)
+            log.info("replica: resuming the copy in %s at position %d", self._path, position.seq)
             return position
         if why:
-            log.warning("replica: %s is of no use (%s): it is written anew", self._path, why)
+            log.warning("replica: the copy in %s can't be resumed (%s); making a new one", self._path, why)
         await copy.clear()
         return None
 
@@ -112,7 +112,7 @@ def _open(path: Path, layout: Layout) -> tuple[IndexFile, KeptCopy]:
     except (DamagedFile, LayoutMismatch) as error:
         refused = path.with_name(path.name + REFUSED_SUFFIX)
         what = str(error).rpartition("; ")[0] if isinstance(error, DamagedFile) else str(error)  # without the cure
-        log.warning("replica: %s; renamed to %s, and another is begun", what, refused)
+        log.warning("replica: %s; renamed it to %s and started a new file", what, refused)
         try:
             for end in _PARTS:
                 if (part := Path(f"{path}{end}")).exists():

@@ -74,7 +74,7 @@ async def test_a_copy_is_warm_after_a_restart(tmp_path: Path, caplog: pytest.Log
                 await here.becomes_exact()
                 await plain.send(plain.remove(SCOPE, CHAIN[8 * 60 : 8 * 65]))
                 await here.becomes_exact()
-            assert replica.counters.mismatches == 0 and "going on from" in caplog.text
+            assert replica.counters.mismatches == 0 and "resuming the copy in" in caplog.text
 
 
 async def test_a_file_that_is_of_no_use_is_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,7 +111,7 @@ async def test_a_file_that_is_of_no_use_is_written_anew(tmp_path: Path, caplog: 
             connection.execute("DELETE FROM positions")
         connection.close()
         async with kept(here, cut) as replica:
-            assert loads(replica) == (1, 0) and "cut is of no use (it has no whole copy)" in caplog.text
+            assert loads(replica) == (1, 0) and "cut can't be resumed (it has no whole copy)" in caplog.text
         with sqlite3.connect(cut) as connection:  # the stream dropped what it missed
             connection.execute("UPDATE positions SET seq = seq + 1000")
         connection.close()
