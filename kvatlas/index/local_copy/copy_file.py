@@ -111,8 +111,8 @@ def _open(path: Path, layout: Layout) -> tuple[IndexFile, KeptCopy]:
         return _read(path, layout)
     except (DamagedFile, LayoutMismatch) as error:
         refused = path.with_name(path.name + REFUSED_SUFFIX)
-        what = str(error).rpartition("; ")[0] if isinstance(error, DamagedFile) else str(error)  # without the cure
-        log.warning("replica: %s; renamed it to %s and started a new file", what, refused)
+        seen = error.seen if isinstance(error, DamagedFile) else error
+        log.warning("replica: %s; renamed it to %s and started a new file", seen, refused)
         try:
             for end in _PARTS:
                 if (part := Path(f"{path}{end}")).exists():

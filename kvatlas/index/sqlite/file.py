@@ -93,7 +93,11 @@ class Changes:
 
 
 class DamagedFile(UnsuitableStore):
-    """The file's content can't be read: it is damaged, or another program's."""
+    """The file's content can't be read: it is damaged, or another program's. `seen`: the message without the cure."""
+
+    def __init__(self, path: Path, what: str, cure: str = _REPLACE) -> None:
+        self.seen = f"index file {path}: {what}"
+        super().__init__(f"{self.seen}; {cure}")
 
 
 class IndexFile:
@@ -132,7 +136,7 @@ class IndexFile:
         try:
             return unpack(*fields)
         except (*DATA_ERRORS, KvatlasError, msgpack.UnpackException) as error:
-            raise DamagedFile(f"index file {self.path}: a {what} can't be read ({error}); {_REPLACE}") from error
+            raise DamagedFile(self.path, f"a {what} can't be read ({error})") from error
 
     def write(self, changes: Changes) -> None:
         """Write all changes in one transaction. Raises Unreachable if nothing was written."""
@@ -199,8 +203,7 @@ class IndexFile:
             if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
                 line = "another process has it open; stop that one, or choose another file"
             elif error.sqlite_errorcode in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-                line = f"it is no index file, or damaged ({error}); {_REPLACE}"
-                raise DamagedFile(f"index file {self.path}: {line}") from error
+                raise DamagedFile(self.path, f"it is no index file, or damaged ({error})") from error
             else:
                 line = f"it can't be opened ({error})"
             raise UnsuitableStore(f"index file {self.path}: {line}") from error
@@ -212,7 +215,7 @@ class IndexFile:
         [version] = execute("PRAGMA user_version").fetchone()
         [tables] = execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if tables and application != APPLICATION_ID:
-            raise DamagedFile(f"index file {self.path}: another program's database; choose another file")
+            raise DamagedFile(self.path, "another program's database", "choose another file")
         if tables and version != VERSION:
             raise LayoutMismatch(f"index file {self.path}: version {version}; this kvatlas expects {VERSION}")
         execute("PRAGMA journal_mode = WAL")

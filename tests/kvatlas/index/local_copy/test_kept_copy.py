@@ -97,7 +97,7 @@ async def test_a_file_that_is_of_no_use_is_written_anew(tmp_path: Path, caplog: 
         ):
             async with kept(here, file) as replica:
                 assert loads(replica) == (1, 0)
-                assert f"{file.name}: {why}" in caplog.text and f"renamed to {file}.refused" in caplog.text
+                assert f"{file.name}: {why}" in caplog.text and f"renamed it to {file}.refused" in caplog.text
                 await saved(replica)
             assert Path(f"{file}.refused").exists()
         with sqlite3.connect(f"{database}.refused") as connection:
