@@ -1,22 +1,32 @@
 """One router's settings for what clients must prove and what answers reveal to them."""
 
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
+from kvatlas.addresses import is_loopback
 from kvatlas.errors import InvalidValue
+from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.settings.clients import ClientSettings
+from kvatlas.telemetry import export_metrics
 from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.clients_file import is_tenant_name
 from kvatlas_router.tenancy.counters import TenancyCounters
+from kvatlas_router.tenancy.limits import ClientLimits
 from kvatlas_router.tenancy.proof import Proof
-from kvatlas_router.tenant_gate import permit_of
+from kvatlas_router.tenant_gate import TenantGate, permit_of
 
 MOST_NAMED = 100
 OPERATORS_TENANT = b"x-kvatlas-tenant"
 """Header of operators' calls. It names the tenant of a request that another program sends."""
+
+_log = logging.getLogger("kvatlas_router.tenancy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,12 @@ class ClientBorders:
     near: bool = True
     operators_prove: bool = False
     counters: TenancyCounters = field(default_factory=TenancyCounters)
+
+    def guard(self, application: ASGIApp) -> ASGIApp:
+        """The application behind a gate at which clients prove their tenants; without proofs the application itself."""
+        if self.proof is None:
+            return application
+        return TenantGate(application, self.proof, ClientLimits(self.counters, self.exchange), self.counters)
 
     def status(self, tenant_id: str) -> dict[str, Any]:
         """For operators: the tenants and how often clients proved them. `tenant_id`: the tenant of a router with only one."""
@@ -63,6 +79,38 @@ class ClientBorders:
         if len(named) > 1 or not all(map(is_tenant_name, named)):
             raise InvalidValue("the header X-KVAtlas-Tenant is no valid tenant name; expected one")
         return Caller(f"token {sha256(token).hexdigest()[:16]}", named[0] if named else None)
+
+
+@asynccontextmanager
+async def open_borders(
+    settings: ClientSettings, fleet: FleetStore, *, salts: bool, decisions: bool | None = None
+) -> AsyncIterator[ClientBorders]:
+    """The borders of a server with these settings, while it runs; see `ClientBorders` for `salts` and `decisions`. Raises
+    SettingsError for an unusable file of clients."""
+    proof = Proof(settings.clients_file) if settings.clients_file is not None else None
+    if proof is not None:
+        _log.info("clients must prove their tenants: %d clients and issuers in --clients-file", proof.clients.size)
+    else:
+        _log.info("every client counts as the tenant of --tenant-id; to tell tenants apart, set --clients-file")
+        if salts:
+            _log.warning(
+                "--salt-is-tenant is set without --clients-file: any client that knows a tenant's cache salt counts as that "
+                "tenant; set --clients-file"
+            )
+    borders = ClientBorders(
+        proof,
+        AllowanceExchange(None if proof is None else fleet),
+        salts,
+        decisions,
+        near=is_loopback(settings.host),
+        operators_prove=settings.control_is_apart and bool(settings.control_http.tokens),
+    )
+    borders.exchange.start()
+    try:
+        with export_metrics("tenancy", borders.counters):
+            yield borders
+    finally:
+        await borders.exchange.stop()
 
 
 def caller_of(scope: Scope) -> Caller:

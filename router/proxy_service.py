@@ -14,12 +14,11 @@ import anyio
 from anyio.abc import TaskStatus
 
 from kvatlas.addresses import is_loopback
-from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.runtime.descriptors import FEW, count_descriptors, most_requests
 from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
-from kvatlas_router.client_borders import ClientBorders
+from kvatlas_router.client_borders import open_borders
 from kvatlas_router.disaggregation.pair_booker import PairBooker
 from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.held_bookings import HeldBookings
@@ -31,8 +30,6 @@ from kvatlas_router.proxy.request_router import build_admission, open_request_ro
 from kvatlas_router.proxy.route_api import RouteApi
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
-from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
-from kvatlas_router.tenancy.proof import Proof
 from kvatlas_router.upstream.engine_client import EngineClient
 from router_client.learning.condition import RequestEnds
 
@@ -150,13 +147,13 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         held = HeldBookings(parts.client, counters, held_s=settings.held_s, most_of_client=settings.held_requests)
         stack.push_async_callback(held.close)
         stack.enter_context(export_metrics("proxy", counters))
-        borders = _borders(settings, parts.fleet)
-        borders.exchange.start()
-        stack.push_async_callback(borders.exchange.stop)
+        decisions = {"auto": None, "always": True, "never": False}[settings.decision_header]
+        borders = await stack.enter_async_context(
+            open_borders(settings, parts.fleet, salts=settings.salt_is_tenant, decisions=decisions)
+        )
         parts.client.condition.proves_tenants = borders.proof is not None
         if borders.proof is not None:
             parts.client.condition.limits_shared = lambda: borders.exchange.is_shared
-        stack.enter_context(export_metrics("tenancy", borders.counters))
         route_api = RouteApi(
             held, parts.client, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed
         )
@@ -179,26 +176,3 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
     finally:
         with anyio.move_on_after(CLOSE_S, shield=True):
             await stack.aclose()
-
-
-def _borders(settings: ProxySettings, fleet: FleetStore) -> ClientBorders:
-    """Raises SettingsError for a file of clients that can't be used."""
-    proof = Proof(settings.clients_file) if settings.clients_file is not None else None
-    if proof is not None:
-        _log.info("clients must prove their tenants: %d clients and issuers in --clients-file", proof.clients.size)
-    else:
-        _log.info("every client counts as the tenant of --tenant-id; to tell tenants apart, set --clients-file")
-        if settings.salt_is_tenant:
-            _log.warning(
-                "--salt-is-tenant is set without --clients-file: any client that knows a tenant's cache salt counts as that "
-                "tenant; set --clients-file"
-            )
-    decisions = {"auto": None, "always": True, "never": False}[settings.decision_header]
-    return ClientBorders(
-        proof,
-        AllowanceExchange(None if proof is None else fleet),
-        settings.salt_is_tenant,
-        decisions,
-        near=is_loopback(settings.host),
-        operators_prove=settings.control_is_apart and bool(settings.control_http.tokens),
-    )

@@ -47,8 +47,7 @@ from kvatlas_router.proxy.json_body import UnreadableBody, read_object
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.proxy.request_trace import describe_answer, request_span
 from kvatlas_router.proxy.route_api import RouteApi
-from kvatlas_router.tenancy.limits import ClientLimits
-from kvatlas_router.tenant_gate import TenantGate, permit_of
+from kvatlas_router.tenant_gate import permit_of
 from kvatlas_router.upstream.engine_answer import EngineRequest
 from router_client.errors import NoWorkers
 from router_client.request_feed import RequestFeed
@@ -133,10 +132,7 @@ class ProxyApplication:
             middleware=middleware if cors_origins else [],
             exception_handlers={HTTPException: _http_error},
         )
-        self.asgi: ASGIApp = own
-        if borders.proof is not None:
-            limits = ClientLimits(borders.counters, borders.exchange)
-            self.asgi = TenantGate(own, borders.proof, limits, borders.counters)
+        self.asgi: ASGIApp = borders.guard(own)
         handlers = {HTTPException: _http_error}
         self.control = Starlette(routes=[*probes, *for_operators], exception_handlers=handlers) if apart else None
 

@@ -36,9 +36,7 @@ from kvatlas_router.queries.api import QueryApi
 from kvatlas_router.queries.changes.change import Change, position_text, read_position
 from kvatlas_router.queries.changes.follow import PositionLost
 from kvatlas_router.tenancy.caller import Caller
-from kvatlas_router.tenancy.limits import ClientLimits
 from kvatlas_router.tenancy.refusals import ForeignTenant
-from kvatlas_router.tenant_gate import TenantGate
 from router_client.pricing.overlap import OverlapIndex, ReportsStatus
 
 LARGE_BODY = 64 << 10
@@ -70,10 +68,7 @@ class IndexApplication:
         handlers = {HTTPException: _http_error}
         of_clients = self._questions(lambda request: caller_of(request.scope))
         own = Starlette(routes=[*probes, *of_clients, *([] if apart else for_operators)], exception_handlers=handlers)
-        self.asgi: ASGIApp = own
-        if borders.proof is not None:
-            limits = ClientLimits(borders.counters, borders.exchange)
-            self.asgi = TenantGate(own, borders.proof, limits, borders.counters)
+        self.asgi: ASGIApp = borders.guard(own)
         of_operators = self._questions(lambda request: borders.caller_of_operator(request.scope))
         routes = [*probes, *of_operators, *for_operators]
         self.control = Starlette(routes=routes, exception_handlers=handlers) if apart else None

@@ -10,15 +10,13 @@ from kvatlas.addresses import is_loopback
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.http_server import listen, serve
 from kvatlas.settings import IndexServerSettings
-from kvatlas.telemetry import export_metrics
-from kvatlas_router.client_borders import ClientBorders
+from kvatlas_router.client_borders import open_borders
 from kvatlas_router.prompts.request_source import open_request_source
 from kvatlas_router.prompts.route_body import RouteBodyReader
 from kvatlas_router.queries.api import QueryApi
 from kvatlas_router.queries.application import IndexApplication
 from kvatlas_router.queries.changes.follow import ChangeStreams
 from kvatlas_router.queries.holders import HolderQueries
-from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
 from kvatlas_router.tenancy.proof import Proof
 from kvatlas_router.tokens.prompt_reader import PromptSettings
 
@@ -60,9 +58,6 @@ async def run_index_server(
 @asynccontextmanager
 async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tuple[IndexApplication, int | None]]:
     """The application with all its parts, and the port of the gRPC server, if any."""
-    proof = Proof(settings.clients_file) if settings.clients_file is not None else None
-    if proof is None:
-        _log.info("every client counts as the tenant of --tenant-id; to tell tenants apart, set --clients-file")
     prompts = PromptSettings(salt_is_tenant=settings.salt_is_tenant)
     stack = AsyncExitStack()
     try:
@@ -78,17 +73,8 @@ async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tupl
             changes,
             salt_is_tenant=settings.salt_is_tenant,
         )
-        borders = ClientBorders(
-            proof,
-            AllowanceExchange(None if proof is None else reading.fleet),
-            settings.salt_is_tenant,
-            near=is_loopback(settings.host),
-            operators_prove=settings.control_is_apart and bool(settings.control_http.tokens),
-        )
-        borders.exchange.start()
-        stack.push_async_callback(borders.exchange.stop)
-        stack.enter_context(export_metrics("tenancy", borders.counters))
-        grpc_port = await _serve_grpc(stack, settings, api, proof)
+        borders = await stack.enter_async_context(open_borders(settings, reading.fleet, salts=settings.salt_is_tenant))
+        grpc_port = await _serve_grpc(stack, settings, api, borders.proof)
         apart = settings.control_is_apart
         yield IndexApplication(api, reading.catalogue, reading.lookups, borders, apart=apart), grpc_port
     finally:
