@@ -41,6 +41,8 @@ class HitReports:
         self._held = held
         self._doubts: dict[int, dict[EngineHash, int]] = {}
         """Number of doubtful copies of each hash, by group."""
+        self._lost: dict[int, set[EngineHash]] = {}
+        """Those of them whose certain copies may all be removed, by group: all that `lost_before` has to look for."""
         self._run_end = 0
         self._run_is_new = False
         self._has_removed = False
@@ -50,6 +52,10 @@ class HitReports:
         """A new batch begins: event positions start at 0 again."""
         self._run_end = 0
         self._has_removed = False
+        for group, lost in self._lost.items():
+            doubts = self._doubts.get(group, {})
+            if len(lost) > len(doubts):
+                lost.intersection_update(doubts)
 
     def stored(self, events: Sequence[EngineEvent], at: int, event: EngineStored) -> Sequence[EngineStored]:
         """The copies that `event`, the batch's event number `at`, certainly adds to its group."""
@@ -72,17 +78,22 @@ class HitReports:
     def lost_before(self, event: EngineStored, parent: Stretch | None) -> list[EngineHash]:
         """Blocks up to `parent` whose doubtful copy must be a real one, since the event stored a child. They are certain from
         now on."""
-        doubts = self._doubts.get(event.group)
-        if not doubts or not self._groups.is_full(event.group):
+        lost, doubts = self._lost.get(event.group), self._doubts.get(event.group)
+        if not lost or not doubts or not self._groups.is_full(event.group):
             return []
         found = []
         while parent is not None and (self._has_removed or parent.usable <= 0):
-            for name in parent.names:
-                if name in doubts and not self._held(event.tier, event.group, name):
-                    self._take(doubts, name)
-                    found.append(name)
+            if not lost.isdisjoint(parent.names):
+                for name in lost.intersection(parent.names):
+                    if not self._held(event.tier, event.group, name) and self._take(doubts, name):
+                        found.append(name)
             parent = parent.parent
+        lost.difference_update(found)
         return found
+
+    def may_have_lost(self, group: int) -> bool:
+        """True if `lost_before` looks at what is held."""
+        return bool(self._lost.get(group))
 
     def has_doubts(self, group: int) -> bool:
         """True if `removed` looks at what is held."""
@@ -101,6 +112,7 @@ class HitReports:
         names = [
             name for name in event.hashes if self._held(event.tier, event.group, name) or not self._take(doubts, name)
         ]
+        self._lost.setdefault(event.group, set()).update(name for name in names if name in doubts)
         return event if len(names) == len(event.hashes) else replace(event, hashes=names)
 
     def dropped(self, event: EngineDropped) -> None:
@@ -114,6 +126,7 @@ class HitReports:
     def cleared(self) -> None:
         """The device tier is empty. From now on every copy is known."""
         self._doubts.clear()
+        self._lost.clear()
         self.knows_all = True
 
     # ---------------------------------------------------------------- saved state
@@ -127,6 +140,7 @@ class HitReports:
         """Restore the state that `dump` returned. Raises TypeError or ValueError for anything else."""
         self.knows_all, groups = saved
         self._doubts = {group: dict(zip(names, counts, strict=True)) for group, names, counts in groups}
+        self._lost = {group: set(doubts) for group, doubts in self._doubts.items()}
 
     # ---------------------------------------------------------------- judgement
 

@@ -265,7 +265,7 @@ class Ledger:
             residency.store(event)
             return
         if event.parent is not None:
-            if reports.has_doubts(event.group):
+            if reports.may_have_lost(event.group):
                 residency.end_removals()
             for name in reports.lost_before(event, self.lineage.known.get(event.parent)):
                 residency.hold(name, event.group)
