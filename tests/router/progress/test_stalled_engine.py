@@ -62,7 +62,8 @@ async def test_a_hung_engine_loses_no_request_is_named_and_comes_back_by_itself(
         async with anyio.create_task_group() as tasks:
             for number in range(20):
                 tasks.start_soon(ask, client, number)
-        assert await is_stalled(client, "w0")
+        # another may be suspected for a moment on a busy machine: it is probed and comes back
+        await until(partial(is_stalled, client, "w0"), what="w0 alone is stalled")
         told = await status(client)
         assert told["ejected"] == {} and any("worker w0 is stalled" in line for line in told["findings"])
         assert told["progress"]["moved"] > 0 and told["proxy"]["gave_up"] == told["proxy"]["broken"] == 0
