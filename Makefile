@@ -21,6 +21,9 @@ extras = $(foreach extra,$(subst $(comma), ,$(1)),--extra $(extra))
 QUICK := $(addprefix tests/,project $(addprefix kvatlas/,blocks bus cost fleet runtime) $(addprefix publishers/,ledger stream) \
 	$(addprefix router_client/,decision learning pricing) $(addprefix router/,outliers tokens) $(addprefix simulator/,cache engine) indexer/repair)
 
+# Tests start hundreds of processes: none of them should compile the same modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help lock test quick chaos clusters oracle frontends integrations demo bench bench-longer bench-peer lab lint types release image push image-test wheel-test version clean
 

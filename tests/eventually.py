@@ -9,7 +9,7 @@ import anyio
 
 T = TypeVar("T")
 
-_INTERVAL_S = 0.005
+_LEAST_INTERVAL_S, _MOST_INTERVAL_S = 0.005, 0.05
 
 
 @overload
@@ -23,21 +23,27 @@ async def until(condition: Callable[[], Any], *, deadline_s: float = 60.0, what:
     of the condition is raised at once.
     """
     seen: Any = None
+    began_s = time.monotonic()
     with anyio.move_on_after(deadline_s):
         while True:
             value = condition()
             seen = await value if inspect.isawaitable(value) else value
             if seen:
                 return seen
-            await anyio.sleep(_INTERVAL_S)
+            await anyio.sleep(_interval_s(began_s))
     raise AssertionError(f"not within {deadline_s:g} s: {what} (last seen: {seen!r})")
 
 
 def until_sync(condition: Callable[[], T], *, deadline_s: float = 60.0, what: str) -> T:
     """`until` for tests without an event loop."""
-    deadline = time.monotonic() + deadline_s
+    began_s = time.monotonic()
     while not (seen := condition()):
-        if time.monotonic() > deadline:
+        if time.monotonic() > began_s + deadline_s:
             raise AssertionError(f"not within {deadline_s:g} s: {what} (last seen: {seen!r})")
-        time.sleep(_INTERVAL_S)
+        time.sleep(_interval_s(began_s))
     return seen
+
+
+def _interval_s(began_s: float) -> float:
+    """A twentieth of the time waited so far: a long wait leaves the processor to what it waits for."""
+    return min(max((time.monotonic() - began_s) / 20, _LEAST_INTERVAL_S), _MOST_INTERVAL_S)

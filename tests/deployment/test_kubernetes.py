@@ -7,12 +7,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from cloudcoil.models.cert_manager import v1 as cert_manager
-from cloudcoil.models.keda import v1alpha1 as keda
-from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
-from pydantic import BaseModel
 
-from tests.deployment import gateway_resources
+from tests.deployment.custom_resources import model_of
 from tests.deployment.manifests import (
     ENGINES,
     GATEWAYS,
@@ -28,20 +24,6 @@ from tests.deployment.manifests import (
 from tests.deployment.secrets import secrets
 from tests.deployment.test_chart import EVERYTHING, PRODUCTION, SIZES, matrix, production, rendered
 from tests.deployment.tools import ROOT, kustomized
-
-CUSTOM: dict[str, type[BaseModel]] = {
-    "Certificate": cert_manager.Certificate,
-    "DestinationRule": gateway_resources.DestinationRule,
-    "Gateway": gateway_resources.Gateway,
-    "HTTPRoute": gateway_resources.HTTPRoute,
-    "InferencePool": gateway_resources.InferencePool,
-    "Issuer": cert_manager.Issuer,
-    "PodMonitor": prometheus_operator.PodMonitor,
-    "PrometheusRule": prometheus_operator.PrometheusRule,
-    "ScaledObject": keda.ScaledObject,
-    "ServiceMonitor": prometheus_operator.ServiceMonitor,
-}
-"""Models made from the definitions of these resources."""
 
 GATEWAY = [
     "--set",
@@ -61,7 +43,7 @@ CHARTS: dict[str, list[str]] = {
 
 def validate(document: Object) -> None:
     """Raises for a field that the resource does not have, or that has another type."""
-    if model := CUSTOM.get(document["kind"]):
+    if model := model_of(document["kind"]):
         read = model.model_validate(document).model_dump(mode="json", by_alias=True, exclude_unset=True)
         assert read == document, "fields that the resource does not have"
     elif document["kind"] == "InferenceService":  # its predictor is a pod's spec, and some fields more

