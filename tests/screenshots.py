@@ -33,6 +33,7 @@ from tests.end_to_end.prometheus import Prometheus
 from tests.end_to_end.test_observability import ScrapedFleet, running_fleet
 from tests.end_to_end.test_status_page import CHROMIUM, SIZES
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.kvatlas_cli.top.pseudo_terminal import TERMINAL, kvatlas_in_terminal
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
@@ -74,7 +75,7 @@ async def main() -> None:
 
 
 async def serves(router: str) -> bool:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with http_client() as client:
         answer = await client.get(f"{router}/ready")
         return answer.status_code == 200 and answer.json()["workers"] == ENGINES
 
@@ -148,7 +149,7 @@ async def draw(board: Dashboard, url: str, began_s: float, ended_s: float) -> No
     rows = -(-len(board.panels) // COLUMNS)
     figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(15, 2.3 * rows), constrained_layout=True, squeeze=False)
     figure.suptitle(board.title, x=0.01, ha="left", fontsize=14, fontweight="bold")
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+    async with http_client(timeout=60) as client:
         for place in range(rows * COLUMNS):
             ax = axes[place // COLUMNS][place % COLUMNS]
             if place < len(board.panels):

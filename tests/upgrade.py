@@ -30,6 +30,7 @@ from tests.chaos.runner import INDEXER_ARGUMENTS
 from tests.chaos.scenario_run import ScenarioRun
 from tests.end_to_end.processes import ROOT, check_out, environment
 from tests.eventually import until
+from tests.http_client import http_client
 
 ENGINES = 3
 HYBRIDS = 1
@@ -55,7 +56,7 @@ class Clients:
         """Until cancelled."""
         limits = httpx.Limits(max_keepalive_connections=0)
         async with (
-            httpx.AsyncClient(timeout=30, trust_env=False, limits=limits) as client,
+            http_client(timeout=30, limits=limits) as client,
             anyio.create_task_group() as tasks,
         ):
             for number in range(CLIENTS):

@@ -14,13 +14,13 @@ from pathlib import Path
 from time import monotonic
 
 import anyio
-import httpx
 
 from tests.alerts.causes import CAUSES
 from tests.alerts.fleet import running_fleet, send_picks, send_requests
 from tests.deployment.test_alerts import ALERTS, FILE
 from tests.end_to_end.prometheus import Prometheus
 from tests.eventually import until
+from tests.http_client import http_client
 
 SPEED = 30
 """A minute of the rules takes 2 s here."""
@@ -58,7 +58,7 @@ class Watch:
     """The alerts that fire."""
 
     def __init__(self, url: str) -> None:
-        self._client = httpx.AsyncClient(base_url=url, trust_env=False)
+        self._client = http_client(base_url=url)
 
     async def firing(self) -> set[str]:
         answer = await self._client.get("/api/v1/alerts")

@@ -14,6 +14,7 @@ from kvatlas.bus.subjects import events_subject
 from tests.alerts.fleet import Fleet
 from tests.alerts.odd_engine import OddEngine
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.indexer.bus_publisher import BusPublisher
 from tests.publishers.fake_engine import FakeEngine
 
@@ -199,7 +200,7 @@ async def engine_answers_500(fleet: Fleet) -> AsyncIterator[None]:
         odd.status, fleet.fresh = 500, True
         yield
         odd.behave()
-        async with httpx.AsyncClient(base_url=fleet.router_url, trust_env=False, timeout=10) as client:
+        async with http_client(base_url=fleet.router_url, timeout=10) as client:
 
             async def is_readmitted() -> bool:
                 return not (await client.get("/status")).json()["ejected"]
@@ -259,7 +260,7 @@ async def clients_give_up(fleet: Fleet) -> AsyncIterator[None]:
             await anext(answer.aiter_bytes(), b"")
 
     async def keep_leaving() -> None:
-        async with httpx.AsyncClient(base_url=fleet.router_url, trust_env=False, timeout=10) as client:
+        async with http_client(base_url=fleet.router_url, timeout=10) as client:
             while True:
                 await leave(client)
                 await anyio.sleep(0.2)  # a paced load

@@ -18,6 +18,7 @@ from kvatlas_router.gateway.server import SERVICE
 from tests.alerts.odd_engine import OddEngine, odd_engine
 from tests.certificates import Authority
 from tests.chaos.child_process import ChildProcess
+from tests.http_client import http_client
 from tests.router.gateway.messages import answer_body, answer_headers, request_body, request_headers
 
 REQUESTS_PER_S = 8
@@ -127,7 +128,7 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
 async def send_requests(fleet: Fleet) -> None:
     """Requests of a few prompts with ends of their own, until cancelled. What becomes of them is for the alerts to say."""
     number = 0
-    async with httpx.AsyncClient(base_url=fleet.router_url, trust_env=False, timeout=10) as client:
+    async with http_client(base_url=fleet.router_url, timeout=10) as client:
 
         async def ask(number: int) -> None:
             prompt = (

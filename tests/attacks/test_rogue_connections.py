@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-import httpx
 import pytest
 
 from kvatlas.store.connection import Store
 from tests.attacks.guarded_router import ACME, COMPLETIONS, Process, bearer, completion, guarded_router, router_process
 from tests.attacks.guarded_router import tenants_fleet as fleet_of_tenants
+from tests.http_client import http_client
 
 pytestmark = pytest.mark.anyio
 
@@ -51,7 +51,7 @@ async def test_what_is_no_request_reaches_no_engine_and_no_log(
         _, recorder = await stack.enter_async_context(fleet_of_tenants(store))
         started = guarded_router(valkey_url, tmp_path) if guarded else router_process(valkey_url)
         router = await stack.enter_async_context(started)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=router.url, timeout=60))
+        client = await stack.enter_async_context(http_client(base_url=router.url, timeout=60))
 
         async def is_served() -> bool:
             return (await client.post(COMPLETIONS, json=completion(), headers=bearer(ACME))).status_code in (200, 503)

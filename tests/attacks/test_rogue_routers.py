@@ -14,6 +14,7 @@ from kvatlas.predictions.store import write_answer_report
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 from kvatlas.store.connection import Store
 from tests.attacks.guarded_router import COMPLETIONS, router_process
+from tests.http_client import http_client
 from tests.router.proxy.engines import MODEL, SCOPE, running_fleet
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +28,7 @@ async def asked_router(store: Store, valkey_url: str) -> AsyncIterator[httpx.Asy
     async with (
         running_fleet(store, {"w1": {}, "w2": {}, "w3": {}}),
         router_process(valkey_url) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+        http_client(base_url=router.url, timeout=60) as client,
     ):
         yield client
 

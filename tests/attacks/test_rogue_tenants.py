@@ -24,6 +24,7 @@ from tests.attacks.guarded_router import (
     tenants_fleet,
 )
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.router.engine_objects.test_object_holders import keeper
 from tests.router.proxy.engines import MODEL, running_fleet
 from tests.router.proxy.faulty_engine import faulty_engine
@@ -34,7 +35,7 @@ DECISION = "x-kvatlas-decision"
 
 async def test_with_the_defaults_a_body_names_no_tenant(store: Store, valkey_url: str) -> None:
     """Nobody proves anything, so there is one tenant."""
-    async with tenants_fleet(store), router_process(valkey_url) as router, httpx.AsyncClient(timeout=60) as client:
+    async with tenants_fleet(store), router_process(valkey_url) as router, http_client(timeout=60) as client:
         route = f"{router.url}/kvatlas/route"
         claimed = await client.post(route, json=hints(tenant_id="acme"))
         assert claimed.status_code == 400 and "another tenant" in claimed.json()["error"]["message"]
@@ -49,7 +50,7 @@ async def test_beyond_loopback_the_defaults_tell_no_decision(store: Store, valke
     async with (
         tenants_fleet(store),
         router_process(valkey_url, "--control-port", "0", "--engine-addresses", "127.0.0.1", host="0.0.0.0") as router,
-        httpx.AsyncClient(timeout=60) as client,
+        http_client(timeout=60) as client,
     ):
         for streamed in (False, True):
             answer = await client.post(router.url + COMPLETIONS, json=completion(stream=streamed))
@@ -62,7 +63,7 @@ async def test_a_tenant_is_that_of_the_key_and_sees_nothing_of_others(
     async with (
         tenants_fleet(store),
         guarded_router(valkey_url, tmp_path) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+        http_client(base_url=router.url, timeout=60) as client,
     ):
         for key in (OTHER, ACME):
             for body in (completion(), completion(tenant_id="acme", user="acme", cache_salt="acme")):
@@ -103,7 +104,7 @@ async def test_a_key_that_may_sees_the_decision_for_its_own_tenant(
     async with (
         tenants_fleet(store),
         guarded_router(valkey_url, tmp_path) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+        http_client(base_url=router.url, timeout=60) as client,
     ):
         answer = await client.post(COMPLETIONS, json=completion(), headers=bearer(WATCHER))
         assert answer.status_code == 200 and answer.headers[DECISION].startswith('"any";cached=19')
@@ -114,7 +115,7 @@ async def test_prompts_go_only_to_workers_that_may_see_them(store: Store, valkey
     for flags in ((), ("on",)):
         async with tenants_fleet(store) as (_, recorder):
             started = guarded_router(valkey_url, tmp_path) if flags else router_process(valkey_url)
-            async with started as router, httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+            async with started as router, http_client(base_url=router.url, timeout=60) as client:
                 for number in range(24):
                     said = [{"role": "user", "content": f"secret {number}"}]
                     body = {"model": MODEL, "messages": said, "max_tokens": 1}
@@ -134,7 +135,7 @@ async def test_operators_calls_need_their_token_and_take_the_tenant_from_a_heade
     async with (
         tenants_fleet(store),
         guarded_router(valkey_url, tmp_path) as router,
-        httpx.AsyncClient(timeout=60) as client,
+        http_client(timeout=60) as client,
     ):
         acts = (
             ("POST", "/kvatlas/route"),
@@ -172,7 +173,7 @@ async def test_a_client_may_use_what_its_limits_say(store: Store, valkey_url: st
     async with (
         tenants_fleet(store),
         guarded_router(valkey_url, tmp_path, clients_text(other=other)) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+        http_client(base_url=router.url, timeout=60) as client,
     ):
 
         def ask(**more: object) -> Awaitable[httpx.Response]:
@@ -204,7 +205,7 @@ async def test_a_file_of_clients_is_read_again_and_a_bad_one_changes_nothing(
     async with (
         tenants_fleet(store),
         guarded_router(valkey_url, tmp_path) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+        http_client(base_url=router.url, timeout=60) as client,
     ):
         file = tmp_path / "clients.toml"
 
@@ -228,7 +229,7 @@ async def test_salts_keep_tenants_apart_on_a_shared_engine(store: Store, valkey_
     async with (
         running_fleet(store, {"shared": {"num_gpu_blocks": 4_096}}),
         guarded_router(valkey_url, tmp_path, None, "--salt-is-tenant") as router,
-        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+        http_client(base_url=router.url, timeout=60) as client,
     ):
 
         async def cached(key: str, path: str = COMPLETIONS, **more: object) -> int:
@@ -250,7 +251,7 @@ async def test_requests_in_flight_are_bounded_and_come_back(store: Store, valkey
     async with (
         running_fleet(store, {"slow": {"decode_step_us": 50_000}}),
         guarded_router(valkey_url, tmp_path, clients) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+        http_client(base_url=router.url, timeout=60) as client,
     ):
         answers: list[int] = []
 
@@ -272,7 +273,7 @@ async def test_what_an_engine_keeps_is_its_tenants_alone(store: Store, valkey_ur
         faulty_engine(keeper("w1")) as engine,
         running_fleet(store, {}, {"w1": {"url": engine.url}}),
         guarded_router(valkey_url, tmp_path) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=60) as client,
+        http_client(base_url=router.url, timeout=60) as client,
     ):
         asked = {"model": MODEL, "input": "Hi"}
         made = (await client.post("/v1/responses", json=asked, headers=bearer(ACME))).json()["id"]

@@ -20,6 +20,7 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
+from tests.http_client import http_client
 
 COMPARE_EVERY_S = 0.1
 
@@ -133,7 +134,7 @@ class Checker:
         return found
 
     async def _held(self, worker_id: str) -> set[Residence]:
-        async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+        async with http_client(timeout=2) as client:
             answer = (await client.get(f"{self._engines[worker_id]}/kv_blocks")).json()
         held: set[Residence] = set()
         for block in answer["blocks"]:

@@ -23,6 +23,7 @@ from tests.chaos.load import BLOCK, Load
 from tests.chaos.proxy import LOOPBACK, TcpProxy
 from tests.end_to_end.processes import ROOT, query
 from tests.eventually import until
+from tests.http_client import http_client
 
 MODEL = "chaos-model"
 ADAPTER = "chaos-adapter"
@@ -229,7 +230,7 @@ class Fleet:
     async def _are_awake(self) -> bool:
         """Wake the engines. Did they answer?"""
         try:
-            async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+            async with http_client(timeout=2) as client:
                 for worker in self.workers:
                     (await client.post(f"{worker.url}/wake_up")).raise_for_status()
         except httpx.HTTPError:
@@ -238,7 +239,7 @@ class Fleet:
 
     async def empty_engine(self, worker: Worker) -> None:
         """Reset its cache, so that its publisher knows all that it holds from now on."""
-        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+        async with http_client(timeout=5) as client:
 
             async def is_reset() -> bool:
                 url = f"{worker.url}/reset_prefix_cache?reset_external=true"

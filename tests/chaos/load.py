@@ -7,6 +7,7 @@ import anyio
 import httpx
 
 from tests.eventually import until
+from tests.http_client import http_client
 
 REQUESTS_PER_S = 25.0
 """To each engine: faults are tested here, not speed."""
@@ -30,7 +31,7 @@ class Load:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with httpx.AsyncClient(timeout=3, trust_env=False) as client, anyio.create_task_group() as tasks:
+        async with http_client(timeout=3) as client, anyio.create_task_group() as tasks:
             for worker_id in self._engines:
                 tasks.start_soon(self._drive, client, worker_id)
 
@@ -45,7 +46,7 @@ class Load:
 
     async def fill(self, worker_id: str, blocks: int) -> None:
         """Send long prompts of `blocks` blocks in total."""
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        async with http_client(timeout=60) as client:
             for _ in range(0, blocks, FILL_BLOCKS):
                 request = {"prompt": self._tokens(FILL_BLOCKS * BLOCK), "max_tokens": 1}
                 answer = await client.post(f"{self._engines[worker_id]}/v1/completions", json=request)

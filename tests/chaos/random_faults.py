@@ -21,6 +21,7 @@ from tests.chaos.scenario_run import ScenarioRun
 from tests.chaos.scenarios.bus import deliver_again
 from tests.chaos.scenarios.store import LITTLE_BYTES, damage_by_hand, limit_memory
 from tests.end_to_end.processes import ROOT
+from tests.http_client import http_client
 
 LONGEST_FAULT_S = 9.0
 LONGEST_ROUND_S = 25.0
@@ -41,7 +42,7 @@ async def kill_engine(fleet: Fleet, rng: random.Random) -> str:
 async def put_engine_to_sleep(fleet: Fleet, rng: random.Random) -> str:
     worker = rng.choice(fleet.workers)
     try:
-        async with httpx.AsyncClient(timeout=1, trust_env=False) as client:
+        async with http_client(timeout=1) as client:
             await client.post(f"{worker.url}/sleep")
     except httpx.HTTPError:
         return ""

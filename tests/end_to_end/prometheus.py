@@ -9,6 +9,7 @@ import httpx
 
 from kvatlas.embedded import ServerProcess
 from kvatlas.embedded.free_port import LOOPBACK
+from tests.http_client import trusted
 
 
 class Prometheus(ServerProcess):
@@ -43,6 +44,6 @@ class Prometheus(ServerProcess):
 
     def _is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/-/ready", timeout=1, trust_env=False).status_code == 200
+            return httpx.get(f"{self.url}/-/ready", timeout=1, trust_env=False, verify=trusted()).status_code == 200
         except httpx.HTTPError:
             return False

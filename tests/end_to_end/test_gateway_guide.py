@@ -15,6 +15,7 @@ from kvatlas.embedded.child_process import spawn_child
 from kvatlas.embedded.free_port import free_port
 from tests.end_to_end.processes import ROOT, service
 from tests.eventually import until
+from tests.http_client import http_client
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +38,7 @@ async def test_the_first_commands_lead_to_an_answer_through_envoy(tmp_path: Path
     servers: list[str] = []
     answered = False
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=60))
+        client = await stack.enter_async_context(http_client(timeout=60))
         started: list[subprocess.Popen[bytes]] = []
         log, said = tmp_path / "envoy.log", ""
 

@@ -5,12 +5,12 @@ import io
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.end_to_end.processes import query, service
 from tests.end_to_end.test_router_guide import READY, commands
 from tests.eventually import until
+from tests.http_client import http_client
 
 pytestmark = pytest.mark.anyio
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 async def test_the_guides_commands_lead_to_answers(tmp_path: Path) -> None:
     redis_url, seen = "", list[str]()
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=60))
+        client = await stack.enter_async_context(http_client(timeout=60))
         for words in commands("docs/index-server.md"):
             match words:
                 case ["kvatlas", "usage", *flags]:

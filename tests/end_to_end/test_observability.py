@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 import yaml
 
@@ -20,6 +19,7 @@ from tests.deployment.test_alerts import FILE, RULES, SERIES, selectors_in
 from tests.end_to_end.processes import service
 from tests.end_to_end.prometheus import Prometheus
 from tests.eventually import until
+from tests.http_client import http_client
 
 pytestmark = [
     pytest.mark.anyio,
@@ -98,7 +98,7 @@ async def ask(router: str, number: int) -> None:
     subject = f"fox {number}" if number % 4 == 0 else "fox"  # some of it is new, so that engines store blocks
     prompt = f"The quick brown {subject} jumps over the lazy dog. " + "Again and again. " * 20
     body = {"model": "m", "prompt": prompt, "max_tokens": 4, "stream": bool(number % 2)}
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+    async with http_client(timeout=30) as client:
         answer = await client.post(f"{router}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
 
@@ -126,7 +126,7 @@ async def test_every_query_returns_data_of_a_running_fleet_and_no_alert_is_raise
 async def check_metrics(
     router: str, ports: list[int], queries: dict[str, str], receiver: TraceReceiver, tmp_path: Path
 ) -> None:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with http_client() as client:
 
         async def is_routed() -> bool:
             answer = await client.get(f"{router}/v1/models")

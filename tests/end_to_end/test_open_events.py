@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import msgpack
 import pytest
 from nats.aio.client import Client
@@ -29,6 +28,7 @@ from kvatlas_publishers.settings import PublisherSettings
 from router_client import Fallbacks, Prompt, RequestHints, RouterClient, RouterSettings
 from tests.end_to_end.processes import ROOT, query, service
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.publishers.fake_engine import FakeEngine
 from tests.publishers.sidecars import sidecar
 
@@ -100,7 +100,7 @@ class Publishers:
             assert text is not None
             text.write(TEXT_BATCH)
             await text.drain()
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self._port}") as page:
+            async with http_client(base_url=f"http://127.0.0.1:{self._port}") as page:
                 answer = await page.post("/events", content=HTTP_BATCH)
                 assert (answer.status_code, answer.json()["events"], answer.json()["skipped"]) == (200, 1, [])
                 load = json.dumps({"engine_id": "e", "events": [], "load": LOAD}).encode()

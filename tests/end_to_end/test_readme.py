@@ -5,11 +5,11 @@ import shlex
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kvatlas.embedded.free_port import free_port
 from tests.end_to_end.processes import ROOT, service
+from tests.http_client import http_client
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +39,7 @@ async def test_the_first_use_takes_one_command_and_one_request(tmp_path: Path) -
         flags = ["--router-port", free("8080"), "--nats-port", "0", "--redis-port", "0"]
         await stack.enter_async_context(service(*ups[-1], *flags, ready="router at", cwd=tmp_path))
         url, body = curl[2], curl[curl.index("-d") + 1]
-        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        async with http_client(timeout=30) as client:
             answer = await client.post(url, content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 200 and answer.json()["choices"]
         assert re.match(r'"w[01]";cached=0;prompt=\d+;attempt=1;by=cost;', answer.headers["x-kvatlas-decision"])

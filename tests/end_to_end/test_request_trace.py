@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import anyio
-import httpx
 import pytest
 
 from kvatlas.embedded.free_port import LOOPBACK, free_port
 from kvatlas_simulator.demo.trace_receiver import ReceivedSpan, TraceReceiver, running_receiver
 from tests.end_to_end.processes import service
 from tests.eventually import until
+from tests.http_client import http_client
 
 pytestmark = pytest.mark.anyio
 
@@ -51,7 +51,7 @@ async def test_one_request_is_followed_from_the_engines_batch_to_its_answer(tmp_
             service("simulate-engine", *flags, ready="at http://", cwd=tmp_path),
             service(*up, ready="stop with Ctrl-C", cwd=tmp_path, variables=variables),
             service(*router, ready="router at", cwd=tmp_path, variables=variables),
-            httpx.AsyncClient(base_url=f"http://{LOOPBACK}:{port}", trust_env=False, timeout=30) as client,
+            http_client(base_url=f"http://{LOOPBACK}:{port}", timeout=30) as client,
         ):
             number = 0
 

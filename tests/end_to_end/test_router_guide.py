@@ -15,6 +15,7 @@ import pytest
 from kvatlas.embedded.free_port import free_port
 from tests.end_to_end.processes import ROOT, query, service
 from tests.eventually import until
+from tests.http_client import http_client
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +40,7 @@ async def test_a_guides_commands_lead_to_answers(tmp_path: Path, document: str) 
     redis_url = router_url = ""
     ids: list[str] = []
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=60))
+        client = await stack.enter_async_context(http_client(timeout=60))
         for words in commands(document):
             done.append(words[1])
             match words:

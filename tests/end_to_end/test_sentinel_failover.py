@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kvatlas.embedded.free_port import free_port
 from tests.end_to_end.processes import query, service
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.kvatlas.store.sentinel_servers import watched_pair
 from tests.simulator.running_engine import running_engine
 
@@ -32,7 +32,7 @@ async def test_requests_find_their_prefixes_again_after_the_primary_died(fresh_n
             service(
                 "router", "--port", str(port), *redis, "--decision-deadline-ms=2000", ready="router at", cwd=tmp_path
             ),
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as router,
+            http_client(base_url=f"http://127.0.0.1:{port}", timeout=60) as router,
         ):
 
             async def found(first: int) -> bool:

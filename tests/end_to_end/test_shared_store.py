@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import msgpack
 import pytest
 
@@ -24,6 +23,7 @@ from kvatlas_publishers.sidecar import run_sidecar
 from router_client import Prompt, PromptOverlap, RouterClient, RouterSettings
 from tests.end_to_end.processes import service
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.publishers.fake_engine import FakeEngine
 from tests.publishers.sidecars import sidecar
 
@@ -121,7 +121,7 @@ async def test_a_stores_blocks_stay_when_their_writers_are_gone_and_go_when_it_i
         chain = extend_chain(TOKENS, SIZE)
         assert (await index.overlap(PROMPT.scope, chain, verify=True)).differences == ()
 
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as page:
+        async with http_client(base_url=f"http://127.0.0.1:{port}") as page:
             assert (await page.post("/clear")).is_success
         await until(lambda: is_held("pool", 0), what="the cleared store is empty")
         assert await held("w2") == 9

@@ -15,13 +15,13 @@ from random import Random
 from time import monotonic
 
 import anyio
-import httpx
 
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
 from kvatlas.bus.subjects import control_subject
 from tests.eventually import until
 from tests.fuzz.borders import BORDERS, throw
 from tests.fuzz.targets import HOSTILE, Targets, running_targets
+from tests.http_client import http_client
 
 CHECK_EVERY_S = 20.0
 EXACT_WITHIN_S = 40.0
@@ -78,7 +78,7 @@ async def refusals(targets: Targets, thrown: Counter[str]) -> dict[str, int]:
     reply = ControlReply.unpack((await client.request(control_subject(HOSTILE), request.pack(), timeout=10)).data)
     assert reply.status is not None
     sidecar = reply.status["counters"]
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
+    async with http_client(timeout=10) as http:
         indexer = (await http.get(f"{targets.urls[1]}/status")).json()["counters"]
     counted = {
         "engine_payloads": sidecar["poison"] + sidecar["skipped_events"],

@@ -27,6 +27,7 @@ from kvatlas_publishers.engines.metrics import _SGLANG, _VLLM
 from tests.chaos.fleet import MODEL, PARTITIONS, SHARDS
 from tests.fuzz.targets import HOSTILE, Targets
 from tests.fuzz.values import NUMBERS, TEXTS, any_value, mutated, pack, packed
+from tests.http_client import http_client
 
 SCOPE = Scope(MODEL, MODEL)
 STRANGERS = [f"stranger-{number}" for number in range(4)]
@@ -173,7 +174,7 @@ async def http_bodies(targets: Targets, rng: Random) -> int:
         ("GET", "/v1/models"),
         ("PUT", "/readyz"),
     ]
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+    async with http_client(timeout=10) as client:
         for _ in range(6):
             method, path = rng.choice(requests)
             body = _json(mutated(rng, mutated(rng, hints))) if rng.random() < 0.8 else rng.randbytes(100)

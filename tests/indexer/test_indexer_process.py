@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from subprocess import PIPE
 
 import anyio
-import httpx
 import pytest
 from anyio.abc import Process
 from nats.aio.client import Client
@@ -24,6 +23,7 @@ from kvatlas.store.connection import Store, connected_store
 from kvatlas_indexer.indexer_process import Replica
 from kvatlas_indexer.service import IndexerSettings, run_indexer
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.indexer.bus_publisher import PARTITIONS, BusPublisher, has_applied_all, indexed, published
 
 pytestmark = pytest.mark.anyio
@@ -331,7 +331,7 @@ async def test_the_status_page(servers: Servers, nats_client: Client) -> None:
         await start_all([worker])
         await until(lambda: a.counters.applied == 2, what="all messages are applied")
         assert a.status_url is not None
-        async with httpx.AsyncClient(base_url=a.status_url) as http:
+        async with http_client(base_url=a.status_url) as http:
             assert (await http.get("/healthz")).status_code == 200
             assert (await http.get("/readyz")).status_code == 200
             status = (await http.get("/status")).json()

@@ -2,7 +2,6 @@
 
 import re
 
-import httpx
 import pytest
 from nats.aio.client import Client
 
@@ -10,6 +9,7 @@ from kvatlas.blocks.hashing import extend_chain
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.subjects import alive_subject, partition_of
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusPublisher, heartbeat
 from tests.indexer.running_replica import answering_requests, running_replica
 from tests.kvatlas.index.message_source import BLOCK_SIZE
@@ -35,7 +35,7 @@ async def test_the_page_shows_partitions_workers_and_what_they_hold_of_a_prompt(
     try:
         async with (
             running_replica(fresh_nats, fresh_valkey, status_port=0) as replica,
-            httpx.AsyncClient(base_url=replica.status_url or "", timeout=60) as http,
+            http_client(base_url=replica.status_url or "", timeout=60) as http,
         ):
             worker = BusPublisher(client, "w0")
             await worker.start()
@@ -73,7 +73,7 @@ async def test_the_page_says_why_a_worker_was_repaired_last(fresh_nats: str, fre
     try:
         async with (
             running_replica(fresh_nats, fresh_valkey, status_port=0) as replica,
-            httpx.AsyncClient(base_url=replica.status_url or "", timeout=60) as http,
+            http_client(base_url=replica.status_url or "", timeout=60) as http,
         ):
             worker = BusPublisher(client, "w0")
             await worker.start()

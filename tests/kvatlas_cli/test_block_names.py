@@ -11,6 +11,7 @@ from kvatlas.blocks.external_chain import external_chain
 from kvatlas.blocks.hashing import extend_chain, unpack_hashes
 from kvatlas.embedded.free_port import free_port
 from tests.eventually import until_sync
+from tests.http_client import trusted
 from tests.kvatlas_cli.conftest import Cli
 from tests.kvatlas_cli.test_whole_path import running
 
@@ -62,7 +63,7 @@ def fleet(cli: Cli) -> Iterator[Fleet]:
 
                 def posted(url: str = url, batch: object = batch) -> bool:
                     try:
-                        return httpx.post(url, json=batch, trust_env=False).status_code == 200
+                        return httpx.post(url, json=batch, trust_env=False, verify=trusted()).status_code == 200
                     except httpx.TransportError:
                         return False
 

@@ -12,6 +12,7 @@ from kvatlas.embedded.nats import NatsProcess
 from kvatlas.embedded.valkey import ValkeyProcess
 from tests.end_to_end.processes import environment, kvatlas_command
 from tests.eventually import until_sync
+from tests.http_client import trusted
 
 SECRET = "s3cr3t-of-a-server"
 WORKER = ["--engine", "open", "--worker-id", "w", "--model-id", "m"]
@@ -63,6 +64,6 @@ def test_processes_show_no_password_of_their_servers(tmp_path: Path) -> None:
 
 def _status(port: int) -> str:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/status", trust_env=False).text
+        return httpx.get(f"http://127.0.0.1:{port}/status", trust_env=False, verify=trusted()).text
     except httpx.HTTPError:
         return ""

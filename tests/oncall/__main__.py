@@ -13,10 +13,10 @@ from pathlib import Path
 from time import monotonic
 
 import anyio
-import httpx
 
 from tests.alerts.__main__ import faster_rules
 from tests.end_to_end.prometheus import Prometheus
+from tests.http_client import http_client
 from tests.oncall.faults import FAULTS, Fault
 from tests.oncall.fleet import Fleet, Said, running_fleet
 from tests.oncall.servers import SERVER_FAULTS, bus_and_store
@@ -31,7 +31,7 @@ ALERT_S = 60.0
 
 
 async def firing(url: str) -> set[str]:
-    async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+    async with http_client(timeout=5) as client:
         found = (await client.get(f"{url}/api/v1/alerts")).json()["data"]["alerts"]
         return {one["labels"]["alertname"] for one in found if one["state"] == "firing"}
 

@@ -14,6 +14,7 @@ from kvatlas.embedded import valkey_server
 from kvatlas.embedded.free_port import free_port
 from tests.chaos.child_process import ChildProcess
 from tests.end_to_end.processes import ROOT
+from tests.http_client import http_client
 from tests.oncall.fleet import MODEL, PATIENT_MS, Fleet, child, engine, sidecar
 
 SHIFTED_CLOCK = Path(__file__).parent / "shifted_clock"
@@ -243,7 +244,7 @@ async def _more(fleet: Fleet, *parts: ChildProcess) -> AsyncIterator[None]:
 @asynccontextmanager
 async def clients_give_up(fleet: Fleet) -> AsyncIterator[None]:
     """Others than those whose requests are counted."""
-    async with httpx.AsyncClient(base_url=fleet.router_url, trust_env=False, timeout=0.3) as client:
+    async with http_client(base_url=fleet.router_url, timeout=0.3) as client:
 
         async def ask() -> None:
             body = {"model": MODEL, "prompt": "A long answer.", "max_tokens": 4_000}

@@ -16,6 +16,7 @@ from kvatlas.embedded.free_port import LOOPBACK, free_port
 from tests.chaos.child_process import ChildProcess
 from tests.chaos.proxy import TcpProxy
 from tests.end_to_end.processes import environment
+from tests.http_client import http_client
 
 MODEL = "m"
 REQUESTS_PER_S = 8
@@ -81,7 +82,7 @@ class Fleet:
         """A part's /status; empty if it does not answer."""
         port = self.router_url if part == "router" else f"http://{LOOPBACK}:{self.ports[0]}"
         try:
-            async with httpx.AsyncClient(trust_env=False, timeout=3) as client:
+            async with http_client(timeout=3) as client:
                 found: dict[str, Any] = (await client.get(f"{port}/status")).json()
                 return found
         except httpx.HTTPError:
@@ -100,7 +101,7 @@ class Fleet:
     async def send_requests(self) -> None:
         """Until cancelled: prompts of a few conversations."""
         number = 0
-        async with httpx.AsyncClient(base_url=self.router_url, trust_env=False, timeout=8) as client:
+        async with http_client(base_url=self.router_url, timeout=8) as client:
 
             async def ask(number: int) -> None:
                 prompt = f"Conversation {number % 5}. " + "And so on and so on. " * 20 + f"This is number {number}."

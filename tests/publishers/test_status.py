@@ -15,6 +15,7 @@ from kvatlas.embedded.free_port import free_port
 from kvatlas.fleet.records import EngineKind, EngineState, Heartbeat
 from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.kvatlas.status_page.page_text import texts
 from tests.publishers.fake_engine import FakeEngine, recording
 from tests.publishers.published_stream import read_stream
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 async def test_the_page_answers_while_nats_is_away_and_is_ready_when_the_worker_is_published() -> None:
     port, nats_port = free_port(), free_port()
-    async with FakeEngine() as engine, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as page:
+    async with FakeEngine() as engine, http_client(base_url=f"http://127.0.0.1:{port}") as page:
 
         async def answers(path: str) -> bool:
             with suppress(httpx.TransportError):
@@ -78,7 +79,7 @@ async def test_known_blocks_are_dropped_on_request_before_the_engine_says_so(
         await engine.send(*payloads[:40])
         await until(lambda: publisher.ledger.announced_blocks, what="blocks are held")
         await until(lambda: publisher.counters.engine_batches == 40, what="all batches are taken")
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as page:
+        async with http_client(base_url=f"http://127.0.0.1:{port}") as page:
             assert (await page.get("/clear")).status_code == 405
             assert (await page.post("/clear")).text == "1 workers: all known blocks are dropped\n"
         assert publisher.ledger.announced_blocks == 0
@@ -98,7 +99,7 @@ async def test_the_page_shows_blocks_by_tier_and_what_is_wrong_with_its_cure(
         await publisher.flush()
         publisher.diagnoses.set("topic", "the engine's topic is 'kv'", "set --topic kv")
         blocks = publisher.ledger.digest.count(Tier.HBM)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as page:
+        async with http_client(base_url=f"http://127.0.0.1:{port}") as page:
             await until(lambda: says(page, rf"w \| up \| model \| {blocks:,} hbm"), what="its blocks are shown")
             assert await says(page, "w: the engine's topic is 'kv'. set --topic kv.")
 

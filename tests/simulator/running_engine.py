@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvatlas_simulator.service import EngineAddresses, run_engine
 from kvatlas_simulator.settings import EngineSettings
 from tests.eventually import until
+from tests.http_client import http_client
 
 FREE_PORT = "tcp://127.0.0.1:0"
 
@@ -48,7 +49,7 @@ async def running_engine(**changed: Any) -> AsyncIterator[tuple[EngineAddresses,
         tasks.start_soon(run_engine, engine_settings(**changed), ready)
         with anyio.fail_after(60):
             await up.wait()
-        async with httpx.AsyncClient(base_url=found[0].base_url, timeout=60) as client:
+        async with http_client(base_url=found[0].base_url, timeout=60) as client:
             yield found[0], client
         tasks.cancel_scope.cancel()
 

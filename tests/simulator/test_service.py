@@ -1,11 +1,11 @@
 """A whole engine: it stops in order and names an address in use."""
 
 import anyio
-import httpx
 import pytest
 
 from kvatlas.errors import SettingsError
 from kvatlas_simulator.service import run_engine
+from tests.http_client import http_client
 from tests.simulator.running_engine import engine_settings, running_engine, wait_for_requests
 
 pytestmark = pytest.mark.anyio
@@ -17,7 +17,7 @@ async def test_a_stopping_engine_ends_open_responses_and_frees_its_ports() -> No
     statuses = []
 
     async def post_completion(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as own:
+        async with http_client(base_url=url, timeout=60) as own:
             statuses.append((await own.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 50})).status_code)
 
     async with anyio.create_task_group() as tasks, running_engine(speed_up=0.01) as (addresses, client):

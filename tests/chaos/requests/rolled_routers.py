@@ -23,6 +23,7 @@ from kvatlas_router.proxy_service import run_proxy
 from tests.chaos.child_process import ChildProcess
 from tests.end_to_end.processes import ROOT
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.router.proxy.engines import MODEL, PATIENT_MS, running_fleet
 from tests.router.proxy.faulty_engine import Answer, faulty_engine
 
@@ -174,7 +175,7 @@ class Balancer:
     async def look(self) -> None:
         """Ask all routers if they are ready, again and again; each at its own pace, because one may be slow."""
         asked: set[int] = set()
-        async with httpx.AsyncClient(trust_env=False, timeout=5) as client, anyio.create_task_group() as tasks:
+        async with http_client(timeout=5) as client, anyio.create_task_group() as tasks:
             while True:
                 for router in self.routers:
                     if id(router) not in asked:
@@ -228,7 +229,7 @@ async def roll(store: Store, start: StartRouter, *, streams: int, gap_s: float) 
             engine = await stack.enter_async_context(faulty_engine(slow_stream(gap_s)))
             await fleet.report(f"w{number}", engine.url)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=30, limits=limits))
+        client = await stack.enter_async_context(http_client(timeout=30, limits=limits))
         balancer = Balancer(start)
         for _ in range(ROUTERS):
             await balancer.add()

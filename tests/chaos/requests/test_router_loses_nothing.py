@@ -20,6 +20,7 @@ from tests.chaos.child_process import ChildProcess
 from tests.chaos.fleet import MODEL, PARTITIONS, Fleet, running_fleet
 from tests.chaos.proxy import LOOPBACK
 from tests.eventually import until
+from tests.http_client import http_client
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +43,7 @@ class Clients:
     async def run(self) -> None:
         """Until cancelled."""
         async with (
-            httpx.AsyncClient(base_url=self.url, timeout=20, trust_env=False) as client,
+            http_client(base_url=self.url, timeout=20) as client,
             anyio.create_task_group() as tasks,
         ):
             for number in range(CLIENTS):

@@ -2,14 +2,13 @@
 
 from time import monotonic
 
-import httpx
-
 from kvatlas.fleet.records import EngineState, Liveness
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from tests.chaos.fleet import Fleet, Worker
 from tests.chaos.scenario_run import ScenarioRun
 from tests.eventually import until
+from tests.http_client import http_client
 
 
 async def wait_until_skipped(fleet: Fleet, worker: Worker) -> None:
@@ -46,7 +45,7 @@ async def engine_asleep_behind_a_living_sidecar(run: ScenarioRun) -> None:
     """It drops its cache; awake again it is routable at once."""
     fleet, worker = run.fleet, run.fleet.workers[0]
     await run.wait_for_answers(5)
-    async with httpx.AsyncClient(base_url=worker.url, timeout=5, trust_env=False) as client:
+    async with http_client(base_url=worker.url, timeout=5) as client:
         (await client.post("/sleep")).raise_for_status()
         run.record_fault("engine asleep")
         await wait_until_skipped(fleet, worker)

@@ -13,7 +13,6 @@ from pathlib import Path
 from time import monotonic
 
 import anyio
-import httpx
 
 from benchmarks.child_processes import child_process
 from benchmarks.peer.pipelines import free_ports
@@ -26,6 +25,7 @@ from kvatlas.store.connection import open_store
 from tests.chaos.child_process import ChildProcess
 from tests.chaos.soak.memory import MemorySamples
 from tests.end_to_end.processes import query
+from tests.http_client import http_client
 
 RANKS, BLOCKS = 64, 500
 STEPS_A_SECOND = 30.0
@@ -86,9 +86,7 @@ async def run_soak(seconds: float, folder: Path, log: Callable[[str], None]) -> 
         stack.push_async_callback(client.close)
         store = await open_store(valkey.url)
         stack.push_async_callback(store.close)
-        http = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=10)
-        )
+        http = await stack.enter_async_context(http_client(base_url=f"http://127.0.0.1:{port}", timeout=10))
         log(f"{RANKS} ranks, {seconds:g} s; logs, samples and plot in {folder}")
         began = monotonic()
 

@@ -21,6 +21,7 @@ from kvatlas.runtime.connection_shares import RESERVE
 from kvatlas.runtime.http_access import HttpAccess
 from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import IndexerSettings, ProxySettings, PublishSettings
+from tests.http_client import http_client
 
 pytestmark = pytest.mark.anyio
 
@@ -83,7 +84,7 @@ async def test_a_body_above_the_limit_is_refused_and_the_connection_goes_on(anno
         for _ in range(11):
             yield b"x" * 100
 
-    async with serving(HttpAccess(body_bytes=LIMIT)) as listener, httpx.AsyncClient(base_url=listener.url) as client:
+    async with serving(HttpAccess(body_bytes=LIMIT)) as listener, http_client(base_url=listener.url) as client:
         answer = await client.post("/", content=b"x" * (LIMIT + 1) if announced else chunks())
         assert answer.status_code == 413 and f"expected at most {LIMIT}" in answer.text
         assert (await client.post("/", content=b"x" * LIMIT)).text == str(LIMIT)
@@ -254,7 +255,7 @@ async def test_an_idle_connection_stays_open_for_longer_than_clients_use_it() ->
 async def test_a_request_needs_one_of_the_tokens(sent: str | None, status: int) -> None:
     access = HttpAccess(tokens=(b"first", b"second"))
     headers = {"authorization": sent} if sent else {}
-    async with serving(access) as listener, httpx.AsyncClient(base_url=listener.url, headers=headers) as client:
+    async with serving(access) as listener, http_client(base_url=listener.url, headers=headers) as client:
         answer = await client.get("/")
         assert answer.status_code == status
         assert status == 200 or (answer.headers["www-authenticate"] == "Bearer" and "no valid token" in answer.text)
@@ -274,7 +275,7 @@ async def test_a_server_with_a_certificate_speaks_tls_alone(tmp_path: Path) -> N
         assert listener.url.startswith("https://")
         async with httpx.AsyncClient(verify=trusting, base_url=listener.url) as client:
             assert (await client.get("/")).status_code == 200
-        async with httpx.AsyncClient() as plain:
+        async with http_client() as plain:
             with pytest.raises(httpx.RemoteProtocolError):
                 await plain.get(listener.url.replace("https", "http"))
 

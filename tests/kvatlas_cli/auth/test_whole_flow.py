@@ -1,7 +1,6 @@
 """Publisher, indexer, router, doctor and audit, each as its own user, on servers that know no other user."""
 
 import anyio
-import httpx
 import pytest
 
 from kvatlas.bus.connection import connect_nats
@@ -14,6 +13,7 @@ from kvatlas_cli.ledger_audit import audit_workers
 from kvatlas_publishers.sidecar import run_sidecar
 from router_client import Prompt, RouterClient, RouterSettings
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.indexer.running_replica import running_replica
 from tests.kvatlas_cli.auth.guarded_servers import GuardedServers
 from tests.simulator.running_engine import running_engine
@@ -43,7 +43,7 @@ async def test_every_part_does_its_work_as_its_own_user(servers: GuardedServers)
             engine_url=engine.base_url,
         )
         tasks.start_soon(run_sidecar, sidecar)
-        async with httpx.AsyncClient(base_url=engine.base_url, timeout=60) as http:
+        async with http_client(base_url=engine.base_url, timeout=60) as http:
             body = {"model": "mock-model", "prompt": TOKENS, "max_tokens": 2}
             (await http.post("/v1/completions", json=body)).raise_for_status()
         router_settings = RouterSettings(deadline_ms=None)

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvatlas.bus.access import NatsAccess
@@ -14,6 +13,7 @@ from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.store.access import RedisAccess
 from kvatlas_cli.doctor import Finding, Level, follow_request, read_request
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.kvatlas_cli.conftest import TOKENS, Cli, Done
 from tests.kvatlas_cli.doctor.installation import MODEL, Installation
 
@@ -90,7 +90,7 @@ async def test_what_was_never_taken_in_is_not_called_evicted(installation: Insta
     file = tmp_path / "request.json"
     file.write_text(json.dumps({"model": MODEL, "prompt": [*range(500, 520)]}))
     nats, redis = NatsAccess(installation.nats.url), RedisAccess(installation.valkey.url)
-    async with installation.replicas("i"), installation.worker("w") as url, httpx.AsyncClient(base_url=url) as client:
+    async with installation.replicas("i"), installation.worker("w") as url, http_client(base_url=url) as client:
         await client.post("/v1/completions", json={"model": MODEL, "max_tokens": 1, "prompt": [*range(40)]})
 
         async def said() -> str:
@@ -117,7 +117,7 @@ async def test_text_is_tokenized_by_an_engine_and_found_where_it_was_computed(
     file = tmp_path / "request.json"
     file.write_text(json.dumps(request))
     nats, redis = NatsAccess(installation.nats.url), RedisAccess(installation.valkey.url)
-    async with installation.replicas("i"), installation.worker("w") as url, httpx.AsyncClient(base_url=url) as client:
+    async with installation.replicas("i"), installation.worker("w") as url, http_client(base_url=url) as client:
         answer = (await client.post(path, json=request)).json()
         tokens = answer["usage"]["prompt_tokens"]
         blocks, of = tokens // 4, -(-tokens // 4)

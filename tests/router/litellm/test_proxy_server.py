@@ -23,6 +23,7 @@ from kvatlas.embedded.free_port import free_port
 from kvatlas.store.connection import Store
 from kvatlas_router.litellm.proxy_server import ProxyServerRouting
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.router.proxy.engines import MODEL, SCOPE, running_fleet
 from tests.router.proxy.raw_engine import raw_engine
 from tests.router.tokens.small_model import save_simulators
@@ -208,7 +209,7 @@ async def test_the_proxy_s_requests_go_where_their_prompt_is_cached(
         command = [PYTHON, "-c", "import litellm; litellm.run_server()", "--config", str(tmp_path / "config.yaml")]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         with running_process(command, environment, tmp_path) as process:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            async with http_client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
 
                 async def ready() -> bool:
                     assert process.poll() is None, (tmp_path / "log").read_text()[-4_000:]

@@ -19,6 +19,7 @@ from kvatlas.settings import ProxySettings
 from kvatlas.store.connection import Store
 from kvatlas.store.deadline import STORE_FAILURES
 from kvatlas_router.proxy_service import run_proxy
+from tests.http_client import http_client
 from tests.simulator.running_engine import running_engine
 
 MODEL = "mock-model"
@@ -121,6 +122,6 @@ async def running_proxy(redis_url: str, **changed: Any) -> AsyncIterator[httpx.A
         tasks.start_soon(run_proxy, settings, ready)
         with anyio.fail_after(60):
             await up.wait()
-        async with httpx.AsyncClient(base_url=urls[0], timeout=PATIENT_MS / 1_000) as client:
+        async with http_client(base_url=urls[0], timeout=PATIENT_MS / 1_000) as client:
             yield client
         tasks.cancel_scope.cancel()

@@ -14,6 +14,7 @@ from kvatlas.settings import ProxySettings
 from kvatlas.store.connection import Store
 from kvatlas_router.proxy_service import run_proxy
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.router.proxy.engines import MODEL, running_fleet
 from tests.router.proxy.faulty_engine import Answer, faulty_engine
 
@@ -68,7 +69,7 @@ async def test_a_stopping_router_is_not_ready_and_lets_streams_end(
             scope = anyio.CancelScope()
             tasks.start_soon(run, scope)
             await until(lambda: urls, what="the router listens")
-            async with httpx.AsyncClient(base_url=urls[0], timeout=60) as client:
+            async with http_client(base_url=urls[0], timeout=60) as client:
                 began = anyio.Event()
                 tasks.start_soon(read, client, began)
                 await began.wait()
@@ -84,7 +85,7 @@ async def test_a_stopping_router_is_not_ready_and_lets_streams_end(
 
                 async def refuses() -> bool:
                     try:
-                        async with httpx.AsyncClient(base_url=urls[0]) as other:
+                        async with http_client(base_url=urls[0]) as other:
                             await other.get("/health")
                     except httpx.ConnectError:
                         return True

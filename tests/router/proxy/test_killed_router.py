@@ -3,7 +3,6 @@
 import asyncio
 import struct
 
-import httpx
 import pytest
 
 from kvatlas.fleet_store.fleet_store import FleetStore
@@ -12,6 +11,7 @@ from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
 from tests.end_to_end.processes import environment, kvatlas_command, line_with
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.router.proxy.engines import MODEL, running_fleet
 from tests.router.proxy.test_proxy import PROMPT, requests_are
 
@@ -30,7 +30,7 @@ async def test_a_killed_router_frees_its_bookings(store: Store, valkey_url: str)
         try:
             said = await line_with("router at", process.stderr)
             url = next(word for word in said.split() if word.startswith("http://")).rstrip(";")
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            async with http_client(base_url=url, timeout=60) as client:
                 body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 200, "stream": True}
                 async with client.stream("POST", "/v1/completions", json=body) as answer:
                     lines = answer.aiter_lines()

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from kvatlas_router.proxy import large_body
 from kvatlas_router.proxy.engine_call import read_call
 from kvatlas_router.proxy.json_body import UnreadableBody
 from kvatlas_router.proxy.large_body import find_model
+from tests.http_client import http_client
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 
 pytestmark = pytest.mark.anyio
@@ -149,5 +149,5 @@ async def test_a_proxy_with_tokens_asks_for_one(valkey_url: str, store: Store, t
         for path in ("/status", "/v1/models"):
             answer = await client.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-        async with httpx.AsyncClient(base_url=client.base_url, headers={"authorization": "Bearer sesame"}) as knowing:
+        async with http_client(base_url=client.base_url, headers={"authorization": "Bearer sesame"}) as knowing:
             assert (await knowing.get("/v1/models")).status_code == 200

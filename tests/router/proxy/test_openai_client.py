@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 
 from kvatlas.store.connection import Store
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import Answer, FaultyEngine, faulty_engine
 from tests.router.proxy.test_proxy import MESSAGES, decision
@@ -29,7 +30,7 @@ TOOLS: Any = [{"type": "function", "function": {"name": "look_up", "parameters":
 
 @asynccontextmanager
 async def openai_client(proxy: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with http_client() as http:
         yield openai.AsyncOpenAI(base_url=f"{proxy.base_url}/v1", api_key="key", http_client=http, max_retries=0)
 
 

@@ -16,6 +16,7 @@ from kvatlas.embedded.free_port import free_port
 from kvatlas.store.connection import Store
 from tests.end_to_end.processes import environment, kvatlas_command, line_with
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.router.proxy.engines import MODEL, running_fleet
 from tests.router.proxy.test_proxy import PROMPT
 
@@ -64,10 +65,10 @@ async def test_several_share_a_port_and_one_that_crashes_is_started_again(store:
         lines = [await line_with("http://127.0.0.1", process.stderr) for _ in range(4)]  # two of each, in any order
         assert sum(f"router at http://127.0.0.1:{port}" in line for line in lines) == 2
         urls = [line.rpartition(" ")[2].strip() for line in lines if "operators' port" in line]
-        operators = [await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60)) for url in urls]
+        operators = [await stack.enter_async_context(http_client(base_url=url, timeout=60)) for url in urls]
 
         async def ask() -> int:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            async with http_client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 return (await client.post("/v1/completions", json=BODY)).status_code
 
         async def both_served() -> bool:
@@ -104,7 +105,7 @@ async def test_without_descriptors_for_more_it_is_not_ready_and_refuses_and_blam
         await line_with("at most 60 connections of clients: this process may open 160", process.stderr)
         await line_with("router at", process.stderr)
         client = await stack.enter_async_context(
-            httpx.AsyncClient(
+            http_client(
                 base_url=f"http://127.0.0.1:{port}", timeout=60, limits=httpx.Limits(max_keepalive_connections=0)
             )
         )

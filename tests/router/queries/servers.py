@@ -17,6 +17,7 @@ from kvatlas.index.redis.index import RedisIndex
 from kvatlas.settings import IndexServerSettings
 from kvatlas.store.connection import Store
 from kvatlas_router.queries.service import run_index_server
+from tests.http_client import http_client
 from tests.router.proxy.engines import BLOCK_SIZE, PATIENT_MS, SCOPE, record
 
 TOKENS = list(range(1, 17))
@@ -57,6 +58,6 @@ async def running_index_server(redis_url: str, **changed: Any) -> AsyncIterator[
         with anyio.fail_after(60):
             await up.wait()
         url, grpc_port = found[0]
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENT_MS / 1_000) as client:
+        async with http_client(base_url=url, timeout=PATIENT_MS / 1_000) as client:
             yield client, grpc_port
         tasks.cancel_scope.cancel()

@@ -11,6 +11,7 @@ from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
 from kvatlas_router.tenancy.proof import hash_of
+from tests.http_client import http_client
 from tests.router.proxy.engines import BLOCK_SIZE, MODEL, record
 from tests.router.queries.servers import TOKENS, hold, running_index_server, write
 from tests.router.tokens.small_model import save_simulators
@@ -59,7 +60,7 @@ async def test_each_sees_its_own_blocks_and_the_workers_that_it_may_use(
         kept_out = await client.post("/query", json=QUESTION, headers={"Authorization": "Bearer key-g"})
         assert kept_out.status_code == 404
         assert (await client.get("/metrics", headers=acme)).status_code == 404
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{control}") as operators:
+        async with http_client(base_url=f"http://127.0.0.1:{control}") as operators:
             assert (await operators.post("/query", json=QUESTION)).status_code == 401
             allowed = {"Authorization": "Bearer operator"}
             assert await holders(operators, {**allowed, "X-KVAtlas-Tenant": "globex"}) == {

@@ -13,6 +13,7 @@ from kvatlas.identity import Scope, pool_id
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
 from kvatlas_simulator.http.chat_template import render
+from tests.http_client import http_client
 from tests.kvatlas.status_page.page_text import texts
 from tests.router.proxy.engines import MODEL, SCOPE, record, running_fleet, running_proxy
 
@@ -116,7 +117,7 @@ async def test_a_server_that_needs_a_token_keeps_its_page_from_others(
     async with (
         running_fleet(store, {"w1": {}}),
         running_proxy(valkey_url, control_token_file=token, control_port=port) as tenants,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+        http_client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
     ):
         assert (await client.get("/")).status_code == 401
         shown = await client.get("/", headers={"authorization": "Bearer secret-token"})
