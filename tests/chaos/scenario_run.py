@@ -78,11 +78,17 @@ class ScenarioRun:
     async def wait_until_exact(self) -> None:
         """Pause the load until the index is exact."""
         await self.fleet.load.pause()
+        last = Comparison("nothing compared yet")
 
         async def is_exact() -> bool:
-            return not (await self.fleet.checker.compare_index(self.under_reporting)).problem
+            nonlocal last
+            last = await self.fleet.checker.compare_index(self.under_reporting)
+            return not last.problem
 
-        await until(is_exact, deadline_s=EXACT_S, what=f"{self.name}: the index is exact")
+        try:
+            await until(is_exact, deadline_s=EXACT_S, what="exact")
+        except AssertionError:
+            raise AssertionError(f"{self.name}: not exact after {EXACT_S:g} s: {last.problem}") from None
         self.fleet.load.resume()
 
     async def measure_lag_s(self) -> float:

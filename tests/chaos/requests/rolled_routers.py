@@ -32,7 +32,7 @@ ENGINES = 4
 EVENTS = 4
 LOOK_S = 0.1
 """How often the balancer asks each router if it is ready."""
-DRAIN_S, PROCESS_DRAIN_S = 1.5, 5
+DRAIN_S, PROCESS_DRAIN_S = 4, 5
 """Of routers in this process, and of processes (the default): the balancer must have looked by then, on a busy machine too."""
 GRACE_S = 60
 
