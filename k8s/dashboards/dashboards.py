@@ -1,7 +1,7 @@
 """Grafana's dashboards, as short as they can be said: `python -m k8s.dashboards.dashboards` writes the JSON files beside this,
 and the rules of ../alerts once more for the Prometheus operator.
 
-Names of metrics are Prometheus' forms of those in kvatlas/telemetry/instruments.py.
+Names of metrics are Prometheus' forms of those in kvatlas/telemetry/instruments/.
 """
 
 import json
