@@ -1,9 +1,9 @@
 """Reads a passing stream of server-sent events: its content, usage, error and end."""
 
-import json
 import re
 from typing import Any
 
+from kvatlas.runtime.json_text import decode
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_parser import Event, EventParser, may_begin_event
 from kvatlas_router.engine_objects.object_use import response_id
@@ -229,6 +229,6 @@ def _is_of(types: re.Pattern[str], member: re.Pattern[bytes], type: str, data: b
 
 def _decode(data: bytes) -> Any:
     try:
-        return json.loads(data)
+        return decode(data)
     except (ValueError, RecursionError):  # passes unchanged, for the client to judge
         return None

@@ -1,6 +1,5 @@
 """The body of a request for tokens, as far as a router needs it. The engine checks the rest."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from kvatlas.blocks.media import MediaItem
 from kvatlas.blocks.reuse import CacheReading
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
+from kvatlas.runtime.json_text import decode
 from kvatlas.validation import MAX_OUTPUT_TOKENS
 from router_client.prompt import OutputLimits
 
@@ -285,7 +285,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """Decode a body that must be a JSON object. Raises InvalidValue, also for a large one."""
     check_size(body)
     try:
-        decoded = json.loads(body)
+        decoded = decode(body)
     except (ValueError, RecursionError) as error:
         raise InvalidValue(f"the body is not JSON: {error}") from error
     if not isinstance(decoded, dict):

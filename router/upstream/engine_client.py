@@ -6,7 +6,6 @@ engine if an idle connection turns out to be closed. A library would take most o
 """
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from typing import Any
 
 from kvatlas.addresses import Ip, check_origin, host_and_port, parse_ip
 from kvatlas.errors import KvatlasError
+from kvatlas.runtime.json_text import decode, encode
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_connection import EngineConnection, RawHeaders, describe
 from kvatlas_router.upstream.patience import wait_patiently
@@ -90,7 +90,7 @@ class Reply:
 
     def json(self) -> Any:
         """Raises ValueError."""
-        return json.loads(self.body)
+        return decode(self.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class EngineClient:
         body = b""
         if value is not None:
             headers.append((b"content-type", b"application/json"))
-            body = json.dumps(value).encode()
+            body = encode(value)
         if key := self._addresses.own_key(_split(url)[0]):
             headers.append((b"authorization", f"Bearer {key}".encode()))
         async with self.answering(method, url, headers, body) as answer:
