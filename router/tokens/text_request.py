@@ -94,6 +94,10 @@ class TextRequest:
             _ = request.prompt  # raises for anything else
         return request
 
+    def of_engines(self, kind: EngineKind, model_id: str | None, tenant_id: str | None) -> "TextRequest":
+        """The same request, once its engines are known."""
+        return TextRequest(self.api, self.body, kind, model_id, tenant_id)
+
     @property
     def session_id(self) -> str | None:
         """The request's session: OpenAI's `prompt_cache_key`, or the `session_id` of vLLM and SGLang."""
