@@ -6,13 +6,14 @@ closed socket would reset the connection and discard the answer.
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
-import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvatlas.runtime.connection_shares import ConnectionShares, Place
 from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess
@@ -34,7 +35,7 @@ LINGER_S = 2.0
 _FULL = "too many connections are open; try again later"
 
 
-class BoundedProtocol(H11Protocol):
+class BoundedProtocol(HttpToolsProtocol):
     """One connection. `shares`: the connections of its server."""
 
     def __init__(
@@ -57,6 +58,10 @@ class BoundedProtocol(H11Protocol):
         self._body_bytes = 0
         self._stops_at: float | None = None
         self._refused = False
+        self._in_head = True
+        """No request has begun, or its headers are not complete."""
+        self._bare_bytes = 0
+        """Bytes since the last headers or part of a body: of a head, of trailers, of chunks' extensions."""
 
     # ------------------------------------------------------------ events of the connection
 
@@ -86,8 +91,30 @@ class BoundedProtocol(H11Protocol):
             return
         self._shares.wake(self)
         self._body_bytes += len(data)
+        self._bare_bytes += len(data)
         super().data_received(data)
+        if self._bare_bytes > MOST_HEADER_BYTES and not self._refused:
+            self._counters.headers += 1
+            self._refuse(431, f"the headers have more than {MOST_HEADER_BYTES} bytes; expected fewer")
         self._set_deadline()
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._bare_bytes = False, 0
+        self.url = _origin_form(self.url)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._bare_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head, self.cycle.more_body = True, False  # also of a request that was answered before its end
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = _WithoutChunks(app, cycle)
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -117,12 +144,14 @@ class BoundedProtocol(H11Protocol):
         (`HttpAccess.idle_s`)."""
         if self._refused:
             return
-        reads_body = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
+        cycle = self.cycle
+        answered = cycle is None or cycle.response_complete
+        reads_body = not answered and cycle.more_body and not cycle.response_started
         if reads_body != (self._body_since is not None):
             self._cancel_deadline()
             self._body_since, self._body_bytes = (self.loop.time() if reads_body else None), 0
-        reads_headers = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
-        discards = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+        reads_headers = answered and self._in_head and self.timeout_keep_alive_task is None
+        discards = answered and not self._in_head
         if not (reads_headers or reads_body or discards):
             self._cancel_deadline()
         elif self._deadline is None:
@@ -163,13 +192,14 @@ class BoundedProtocol(H11Protocol):
     # ------------------------------------------------------------ refusals
 
     def send_400_response(self, msg: str) -> None:
-        """Called while an error of the parser is handled."""
-        error = sys.exception()
-        if getattr(error, "error_status_hint", 400) == 431:
-            self._counters.headers += 1
-            self._refuse(431, f"the headers have more than {MOST_HEADER_BYTES} bytes; expected fewer")
-        else:
-            self._refuse(400, f"this is not HTTP/1.1: {error!s:.200}")
+        """Called while an error of the parser is handled. Two readers may disagree about where such a request ends."""
+        self._counters.framing += 1
+        if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
+            # the requests before it are answered, then the connection is closed
+            self._refused, self.cycle.keep_alive = True, False
+            self._cancel_deadline()
+            return
+        self._refuse(400, f"this is not HTTP/1.1: {sys.exception()!s:.200}")
 
     def _unsupported_upgrade_warning(self) -> None:
         """`HttpBorder` refuses WebSockets; any other upgrade may be ignored (RFC 9110, 7.8)."""
@@ -187,7 +217,7 @@ class BoundedProtocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self._answer(status, line)
             if self.transport.can_write_eof():
                 self.transport.write_eof()
@@ -197,15 +227,22 @@ class BoundedProtocol(H11Protocol):
     def _answer(self, status: int, line: str) -> None:
         kind = "server_error" if status >= 500 else "invalid_request_error"
         body = json.dumps({"error": {"message": line, "type": kind, "param": None, "code": None}}).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        if status == 503:
-            headers.append((b"retry-after", b"1"))
-        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        headers = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "content-type: application/json"]
+        headers += [f"content-length: {len(body)}", "connection: close", *(["retry-after: 1"] if status == 503 else [])]
+        self.transport.write("\r\n".join([*headers, "\r\n"]).encode() + body)
+
+
+def _origin_form(target: bytes) -> bytes:
+    """The path and query of a target like http://host/path, which clients send to proxies and servers must accept (RFC 9112,
+    3.2.2). Any other target without a leading slash becomes a path that no application serves."""
+    if target.startswith(b"/"):
+        return target
+    scheme, _, rest = target.partition(b"://")
+    if scheme.lower() not in (b"http", b"https"):
+        return b"/" + target
+    authority = re.split(rb"[/?#]", rest, maxsplit=1)[0]
+    path = rest[len(authority) :]
+    return path if path.startswith(b"/") else b"/" + path
 
 
 def _certificate_names(certificate: Mapping[str, Any] | None) -> frozenset[str]:
@@ -227,6 +264,29 @@ class _WithCertificate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._application({**scope, CERTIFICATE: self._names}, receive, send)
+
+
+class _WithoutChunks:
+    """The application on a request of HTTP/1.0, whose client knows no chunks: an answer of unknown length ends with its
+    connection."""
+
+    def __init__(self, application: Any, cycle: RequestResponseCycle) -> None:
+        self._application: ASGIApp = application
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle, is_endless = self._cycle, False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal is_endless
+            if message["type"] == "http.response.start":
+                is_endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
+                cycle.chunked_encoding = False if is_endless else None
+            elif is_endless:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._application(scope, receive, send_plain)
 
 
 class _ProbesOnly:

@@ -1,14 +1,13 @@
 """Refuses HTTP requests before an application sees them; `bounded_protocol` refuses incomplete ones.
 
-It refuses requests with both Content-Length and Transfer-Encoding (two readers may disagree about where such a request
-ends), too long bodies, WebSockets and, if the server has tokens, requests without one of them (except probes).
+It refuses requests without a Host or with two of them, too long bodies, WebSockets and, if the server has tokens, requests
+without one of them (except probes).
 """
 
 import hmac
 import json
 from collections.abc import Callable
 from functools import partial
-from urllib.parse import unquote
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -47,15 +46,6 @@ def bounded_body(receive: Receive, announced: int, limit: int, on_too_long: Call
     return bounded
 
 
-def _in_origin_form(scope: Scope) -> Scope:
-    """A target like http://host/path, which clients send to proxies and servers must accept (RFC 9112, 3.2.2), as its path."""
-    scheme, _, rest = scope["raw_path"].partition(b"://")
-    if scheme.lower() not in (b"http", b"https"):
-        return scope
-    raw_path = b"/" + rest.partition(b"/")[2]
-    return {**scope, "raw_path": raw_path, "path": unquote(raw_path.decode("ascii"))}
-
-
 class HttpBorder:
     """An ASGI application in front of another one; passes on only allowed requests."""
 
@@ -70,12 +60,10 @@ class HttpBorder:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         head_bytes = len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"])
-        if not scope["path"].startswith("/"):
-            scope = _in_origin_form(scope)
-        length = headers.get(b"content-length")
-        if length is not None and b"transfer-encoding" in headers:
+        hosts = sum(name == b"host" for name, _ in scope["headers"])
+        if hosts > 1 or (not hosts and scope["http_version"] == "1.1"):  # RFC 9112, 3.2
             self._counters.framing += 1
-            line = "Content-Length and Transfer-Encoding are both given; expected one of them"
+            line = f"the request has {hosts} Host headers; expected one"
             await self._refuse(scope, send, 400, line, (b"connection", b"close"))
         elif head_bytes > MOST_HEADER_BYTES:  # it came at once, so the protocol did not look
             self._counters.headers += 1
@@ -91,7 +79,7 @@ class HttpBorder:
             await self._refuse(scope, send, 401, line, (b"www-authenticate", b"Bearer"))
         else:
             refuse = partial(self._record_too_long, scope)
-            bounded = bounded_body(receive, int(length or 0), self._access.body_bytes, refuse)
+            bounded = bounded_body(receive, int(headers.get(b"content-length", 0)), self._access.body_bytes, refuse)
             await self._application(scope, bounded, send)
 
     def _is_allowed(self, scope: Scope, authorization: bytes) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class HttpCounters:
-    """Refusals: `framing` (both lengths given), `headers` (too many bytes), `too_long` (the body), `too_late` (the
+    """Refusals: `framing` (not HTTP/1.1, or not one Host), `headers` (too many bytes), `too_long` (the body), `too_late` (the
     headers), `slow` (the body), `too_many` (connections), `denied` (no valid token), `upgrade` (to a WebSocket)."""
 
     framing: int = 0

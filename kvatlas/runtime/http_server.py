@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.bounded_protocol import BoundedProtocol
 from kvatlas.runtime.connection_shares import ConnectionShares
-from kvatlas.runtime.http_access import MOST_HEADER_BYTES, HttpAccess
+from kvatlas.runtime.http_access import HttpAccess
 from kvatlas.runtime.http_border import HttpBorder
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -81,7 +81,6 @@ async def serve(
     config = uvicorn.Config(
         HttpBorder(application, access, counters, refusals),
         http=protocol,  # type: ignore[arg-type]
-        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
         ws="none",
         log_config=None,
         access_log=False,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from kvatlas.runtime.json_text import decode
+
 _ERROR = b'"error"'
 _MARKS = (b'"response.failed"', b'"abort"')
 """Every JSON error contains `_ERROR` or one of these. Inside generated text the quotes would be escaped."""
@@ -54,7 +56,7 @@ class EngineError:
         if body.count(_ERROR) == len(_NULL.findall(body)) and not any(mark in body for mark in _MARKS):
             return None
         try:
-            decoded = json.loads(body)
+            decoded = decode(body)
         except (ValueError, RecursionError):
             return None
         if not isinstance(decoded, dict) or decoded.get("choices"):

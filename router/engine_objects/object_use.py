@@ -1,11 +1,12 @@
 """Objects that live on the engine that made them: responses, files, batches, assistants, threads, conversations. Finds those
 that a request names and those that an answer creates."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from kvatlas.runtime.json_text import decode
 
 MOST_ID = 256
 """No engine makes longer ids."""
@@ -128,7 +129,7 @@ def _decode(body: bytes) -> Mapping[str, Any]:
     if len(body) > MOST_READ_BYTES or body.lstrip()[:1] != b"{":
         return {}
     try:
-        decoded = json.loads(body)
+        decoded = decode(body)
     except (ValueError, RecursionError):
         return {}
     return decoded if isinstance(decoded, dict) else {}

@@ -43,7 +43,7 @@ class RequestReader:
         Raises UnknownModel, and InvalidValue for a request that no engine would accept."""
         salt = request.cache_salt if self._prompts.settings.salt_is_tenant else None
         scope = await self._scope(request.model, salt or caller.tenant_id, caller)
-        request = replace(request, kind=await self._catalogue.kind_of(scope), model_id=scope.model_id)
+        request = request.of_engines(await self._catalogue.kind_of(scope), scope.model_id, None)
         read = await self._narrow(await self._prompts.read(request, scope, request_id), request.model)
         return replace(read, prompt=replace(read.prompt, program=caller.name)) if caller.is_proven else read
 

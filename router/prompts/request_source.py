@@ -29,6 +29,8 @@ from router_client.chain_cache import ChainCache
 from router_client.decision.index_access import open_overlap_index
 from router_client.pricing.overlap import OverlapIndex
 
+INLINE_LETTERS = 2_048
+"""A local tokenizer takes about a millisecond for these."""
 TOKENIZE_S = 5.0
 """How long an engine may take to tokenize a prompt, or to list its models."""
 
@@ -114,7 +116,8 @@ async def _open_tokenizer(
     else:
         from kvatlas_router.tokens.local_tokenizer import LocalTokenizer
 
-        chosen = threads = ThreadedTokenizer(LocalTokenizer.from_folder(settings.tokenizer).prompt_tokens)
+        local = LocalTokenizer.from_folder(settings.tokenizer)
+        chosen = threads = ThreadedTokenizer(local.prompt_tokens, inline_letters=INLINE_LETTERS)
         stack.callback(threads.close)
     budget = TokenizerBudget(settings.tokenizer_deadline_ms, most_deadline_ms=settings.most_tokenizer_deadline_ms)
     budgeted = BudgetedTokenizer(chosen, budget, counters)

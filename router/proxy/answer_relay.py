@@ -109,7 +109,8 @@ class AnswerRelay:
                 yield answer
             return
         if text is not None:
-            to_engine = replace(to_engine, body=replace_fields(text.body, to_engine.body, {**fields, **fetch}))
+            body = replace_fields(text.body, to_engine.body, {**fields, **fetch})
+            to_engine = EngineRequest(to_engine.method, to_engine.path, to_engine.query, body)
         async with self._send(request, may_move, choice, to_engine) as answer:
             yield answer
 

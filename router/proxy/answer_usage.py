@@ -1,10 +1,10 @@
 """An answer's reported usage and measured times, for every component that relays answers."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvatlas.runtime.json_text import decode
 from kvatlas_router.tokens.text_request import TextRequest
 from router_client.learning.timings import AnswerClock, Timings
 from router_client.learning.usage import Usage
@@ -23,7 +23,7 @@ def usage_of_body(body: bytes) -> Usage | None:
     if b'"usage"' not in body and b'"meta_info"' not in body:
         return None
     try:
-        return Usage.of(json.loads(body))
+        return Usage.of(decode(body))
     except ValueError:
         return None
 

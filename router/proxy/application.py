@@ -132,7 +132,7 @@ class ProxyApplication:
             middleware=middleware if cors_origins else [],
             exception_handlers={HTTPException: _http_error},
         )
-        self.asgi: ASGIApp = borders.guard(own)
+        self.asgi: ASGIApp = borders.guard(own if cors_origins else _InferenceFirst(for_engines, own))
         handlers = {HTTPException: _http_error}
         self.control = Starlette(routes=[*probes, *for_operators], exception_handlers=handlers) if apart else None
 
@@ -198,6 +198,24 @@ class ProxyApplication:
                 "findings": [*findings, *progress.findings(), *client.answers.findings(), *tokens.findings()],
             }
         )
+
+
+class _InferenceFirst:
+    """Calls to engines without a search through all routes, which would take longer than reading the request."""
+
+    def __init__(self, for_engines: "_ForEngines", others: ASGIApp) -> None:
+        self._for_engines = for_engines
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in INFERENCE or scope["method"] != "POST":
+            await self._others(scope, receive, send)
+            return
+        try:
+            await self._for_engines(scope, receive, send)
+        except HTTPException as error:  # of the body, before the answer has begun
+            answer = await _http_error(Request(scope), error)
+            await answer(scope, receive, send)
 
 
 class _ForEngines:

@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from kvatlas.errors import InvalidValue
+from kvatlas.runtime.json_text import decode_strictly
 from kvatlas_router.tokens.text_request import check_size
 
 MAX_DEPTH = 256
@@ -25,6 +26,8 @@ def read_object(body: bytes) -> tuple[dict[str, Any], bytes]:
     check_size(body)
     try:
         encoding = json.detect_encoding(body)
+        if encoding == "utf-8" and (decoded := decode_strictly(body)) is not None:
+            return _checked(decoded, body.count(b"[") + body.count(b"{")), body
         text = body.decode(encoding)
         decoded = json.loads(text)
         if "\\ud" in text or "\\uD" in text:
@@ -40,11 +43,16 @@ def read_object(body: bytes) -> tuple[dict[str, Any], bytes]:
         raise UnreadableBody(_TOO_DEEP) from None
     except ValueError as error:
         raise UnreadableBody(f"the body is not JSON: {error}") from None
+    return _checked(decoded, text.count("[") + text.count("{")), body if encoding == "utf-8" else text.encode()
+
+
+def _checked(decoded: Any, containers: int) -> dict[str, Any]:
+    """`containers`: an upper bound of its arrays and objects."""
     if not isinstance(decoded, dict):
         raise UnreadableBody(f"the body is a JSON {type(decoded).__name__}; expected an object")
-    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(decoded):
+    if containers > MAX_DEPTH and _is_deep(decoded):
         raise UnreadableBody(_TOO_DEEP)
-    return decoded, body if encoding == "utf-8" else text.encode()
+    return decoded
 
 
 def _is_deep(value: Any) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -69,7 +69,7 @@ class BudgetedTokenizer:
         try:
             found = await self._tokenize_in_time(request)
             tokens = found if isinstance(found, PromptTokens) else PromptTokens(found)
-            tokens = replace(tokens, ids=_check(tokens.ids))
+            tokens = PromptTokens(_check(tokens.ids), tokens.media, tokens.cut)
         except CannotTokenize as error:
             _count(self.counters, error.why)
             if error.why is Why.FAILED:
@@ -93,15 +93,10 @@ class BudgetedTokenizer:
 
     async def _tokenize_in_time(self, request: TextRequest) -> Tokens:
         began_s = asyncio.get_running_loop().time()
-        slot = asyncio.ensure_future(self._slots.acquire())
-        try:
-            if not await self._is_done_in_time(slot, began_s):
-                line = f"the tokenizer is busy with {len(self._pending)} prompts, and no slot got free within"
-                raise CannotTokenize(Why.BUSY, f"{line} {self._waited_ms(began_s):g} ms")
-        except BaseException:
-            if not slot.cancel() and not slot.cancelled():
-                self._slots.release()
-            raise
+        if self._slots.locked():
+            await self._wait_for_slot(began_s)
+        else:
+            await self._slots.acquire()  # at once
         task = asyncio.ensure_future(self._tokenizer.token_ids(request))
         self._pending.add(task)
         task.add_done_callback(self._discard)
@@ -117,6 +112,17 @@ class BudgetedTokenizer:
             _log.warning("tokenizer failed", exc_info=error)
             raise CannotTokenize(Why.FAILED, f"tokenizer: {type(error).__name__}: {error}") from error
         return task.result()
+
+    async def _wait_for_slot(self, began_s: float) -> None:
+        slot = asyncio.ensure_future(self._slots.acquire())
+        try:
+            if not await self._is_done_in_time(slot, began_s):
+                line = f"the tokenizer is busy with {len(self._pending)} prompts, and no slot got free within"
+                raise CannotTokenize(Why.BUSY, f"{line} {self._waited_ms(began_s):g} ms")
+        except BaseException:
+            if not slot.cancel() and not slot.cancelled():
+                self._slots.release()
+            raise
 
     async def _is_done_in_time(self, awaited: asyncio.Future[Any], began_s: float) -> bool:
         clock, budget = asyncio.get_running_loop().time, self.budget

@@ -1,6 +1,5 @@
 """The body of a request for tokens, as far as a router needs it. The engine checks the rest."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from kvatlas.blocks.media import MediaItem
 from kvatlas.blocks.reuse import CacheReading
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
+from kvatlas.runtime.json_text import decode
 from kvatlas.validation import MAX_OUTPUT_TOKENS
 from router_client.prompt import OutputLimits
 
@@ -93,6 +93,10 @@ class TextRequest:
         if not api.is_conversation:
             _ = request.prompt  # raises for anything else
         return request
+
+    def of_engines(self, kind: EngineKind, model_id: str | None, tenant_id: str | None) -> "TextRequest":
+        """The same request, once its engines are known."""
+        return TextRequest(self.api, self.body, kind, model_id, tenant_id)
 
     @property
     def session_id(self) -> str | None:
@@ -285,7 +289,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """Decode a body that must be a JSON object. Raises InvalidValue, also for a large one."""
     check_size(body)
     try:
-        decoded = json.loads(body)
+        decoded = decode(body)
     except (ValueError, RecursionError) as error:
         raise InvalidValue(f"the body is not JSON: {error}") from error
     if not isinstance(decoded, dict):

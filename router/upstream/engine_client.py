@@ -1,47 +1,35 @@
 """The HTTP client for every call to an engine: clients' requests, and our own for tokens, models and health.
 
-It is aiohttp (extra `router`) with three changes: it connects only to addresses that the policy allows, it waits longer while
-the router itself is busy, and it does not blame the engine if an idle connection turns out to be closed.
+It connects only to addresses that the policy allows, waits longer while the router itself is busy, and does not blame the
+engine if an idle connection turns out to be closed. A library would take most of the processor time of a small request
+(docs/performance.md); what can't be left out of HTTP/1.1 is here and in `engine_connection.py`.
 """
 
-import io
-import json
-import os
+import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
-import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.tracing import Trace
-from yarl import URL
-
-from kvatlas.addresses import parse_ip
+from kvatlas.addresses import Ip, check_origin, host_and_port, parse_ip
 from kvatlas.errors import KvatlasError
+from kvatlas.runtime.json_text import decode, encode
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
+from kvatlas_router.upstream.engine_connection import EngineConnection, RawHeaders, describe
 from kvatlas_router.upstream.patience import wait_patiently
 
 CONNECT_S = 2.0
 KEEP_S = 4.0
 """How long an idle connection is kept: uvicorn, which most engines use, closes it after 5 s."""
-RESOLVED_S = 2
+MOST_IDLE = 512
+"""Idle connections kept to one engine."""
+RESOLVED_S = 2.0
 """How long a name's addresses are cached."""
-MAX_HEAD_BYTES = 1 << 16
-"""The longest line of an answer's head, which has at most MAX_HEADERS lines."""
-MAX_HEADERS = 256
-STATUSES = range(200, 600)
-"""Valid statuses of an answer to a request without an upgrade (RFC 9110, 15)."""
-WHOLE_BODY_BYTES = 1 << 20
-"""A longer body is sent in pieces."""
-
-_FAILURES = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
-
-RawHeaders = Sequence[tuple[bytes, bytes]]
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "TRACE")
+"""Methods whose requests have no body unless one is given; all others announce its length, even if it is 0."""
 
 
 class EngineAway(KvatlasError):
@@ -63,24 +51,21 @@ class EngineLost(EngineAway):
 class IncomingAnswer:
     """An answer whose head has arrived."""
 
-    __slots__ = ("_content", "_response", "headers", "status")
+    __slots__ = ("_connection", "_release", "headers", "status")
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self.status = response.status
-        self.headers: RawHeaders = response.raw_headers
-        self._response = response
-        self._content = response.content
-
-    def header(self, name: str) -> str:
-        """The header's value; empty if absent."""
-        return self._response.headers.get(name, "")
+    def __init__(self, connection: EngineConnection, release: "partial[None]") -> None:
+        """`release`: takes the connection back."""
+        self.status = connection.status
+        self.headers: RawHeaders = connection.headers
+        self._connection = connection
+        self._release: partial[None] | None = release
 
     async def read(self) -> bytes:
         """The part of the body that arrived since the last call: at least a byte, or empty at its end. Raises EngineLost."""
-        try:
-            return await self._content.readany()
-        except _FAILURES as error:
-            raise EngineLost(f"the engine went away in mid-answer: {_describe(error)}") from error
+        part = await self._connection.read()
+        if not part and self._connection.failure:
+            raise EngineLost(f"the engine went away in mid-answer: {self._connection.failure}")
+        return part
 
     async def read_all(self) -> bytes:
         """The rest of the body. Raises EngineLost."""
@@ -90,8 +75,10 @@ class IncomingAnswer:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Close the answer, and its connection unless the body was read to its end."""
-        self._response.close()
+        """Close the answer, and its connection unless the answer has arrived to its end. Closing twice is fine."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +90,18 @@ class Reply:
 
     def json(self) -> Any:
         """Raises ValueError."""
-        return json.loads(self.body)
+        return decode(self.body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where an engine is. `name`: host and port as the URL has them. `ip`: its address, if it is not named."""
+
+    host: str
+    port: int
+    tls: bool
+    name: bytes
+    ip: Ip | None
 
 
 class EngineClient:
@@ -112,34 +110,50 @@ class EngineClient:
 
     def __init__(self, addresses: AddressPolicy, timeout_s: float, connect_s: float = CONNECT_S) -> None:
         self._addresses = addresses
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_read=timeout_s)
+        self._timeout_s = timeout_s
         self._connect_s = min(connect_s, timeout_s)
-        self._kept: aiohttp.ClientSession
-        self._single: aiohttp.ClientSession
-        """For a request's second try: always opens a new connection."""
+        self._idle: dict[_Origin, list[EngineConnection]] = {}
+        self._open: set[EngineConnection] = set()
+        self._resolved: dict[_Origin, tuple[float, list[str]]] = {}
+        self._sweep: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> "EngineClient":
-        tls = self._addresses.access.tls_context()
-        self._kept = self._open(_Connector(self._addresses, self._connect_s, ssl=tls, keepalive_timeout=KEEP_S))
-        self._single = self._open(_Connector(self._addresses, self._connect_s, ssl=tls, force_close=True))
+        self._tls = self._addresses.access.tls_context()
+        self._loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._kept.close()
-        await self._single.close()
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in list(self._open):
+            connection.abort()
+        await asyncio.sleep(0)  # the connections' ends are called
 
     async def send(self, method: str, url: str, headers: RawHeaders = (), body: bytes = b"") -> IncomingAnswer:
         """Send a request and return its answer once the head arrived; the caller closes it. `url`: percent-encoded. Raises
         EngineUnreachable."""
+        base, target = _split(url)
         try:
-            response = await self._request(method, URL(url, encoded=True), headers, body)
-        except _FAILURES as error:
-            connected = not isinstance(error, _NOT_CONNECTED)
-            raise EngineUnreachable(f"{_origin(url)}: {_describe(error)}", connected=connected) from error
-        if response.status not in STATUSES:
-            response.close()
-            raise EngineUnreachable(f"{_origin(url)}: no HTTP answer: status {response.status}", connected=True)
-        return IncomingAnswer(response)
+            origin = _parse_origin(base)
+            head = _request_head(method, target, origin.name, headers, len(body))
+        except ValueError as error:
+            raise EngineUnreachable(f"{base}: {error}", connected=False) from error
+        without_body = method == "HEAD"
+        connection = self._take_idle(origin)
+        if connection is not None:
+            await self._ask(connection, head, body, without_body=without_body)
+            if connection.is_stale:
+                # an idle connection may close while a request is on its way (RFC 9112, 9.3.1): the engine has not begun it
+                connection = None
+        if connection is None:
+            try:
+                connection = await self._connect(origin)
+            except (OSError, ValueError) as error:  # TimeoutError is an OSError
+                raise EngineUnreachable(f"{base}: {describe(error)}", connected=False) from error
+            await self._ask(connection, head, body, without_body=without_body)
+        if not connection.has_head:
+            raise EngineUnreachable(f"{base}: {connection.failure}", connected=True)
+        return IncomingAnswer(connection, partial(self._release, origin, connection))
 
     async def call(
         self, method: str, url: str, value: object = None, *, more_headers: Mapping[str, str] = MappingProxyType({})
@@ -150,8 +164,8 @@ class EngineClient:
         body = b""
         if value is not None:
             headers.append((b"content-type", b"application/json"))
-            body = json.dumps(value).encode()
-        if key := self._addresses.own_key(_origin(url)):
+            body = encode(value)
+        if key := self._addresses.own_key(_split(url)[0]):
             headers.append((b"authorization", f"Bearer {key}".encode()))
         async with self.answering(method, url, headers, body) as answer:
             return Reply(answer.status, await answer.read_all())
@@ -167,134 +181,118 @@ class EngineClient:
         finally:
             answer.close()
 
-    async def _request(self, method: str, url: URL, headers: RawHeaders, body: bytes) -> aiohttp.ClientResponse:
-        given = [(name.decode("latin-1").lower(), _text(value)) for name, value in headers]
-        _is_new.set(False)
+    # ------------------------------------------------------------ connections
+
+    async def _ask(self, connection: EngineConnection, head: bytes, body: bytes, *, without_body: bool) -> None:
         try:
-            return await self._kept.request(method, url, headers=given, data=_payload(body), allow_redirects=False)
-        except _ConnectionLost as error:
-            if _is_new.get() or error.has_begun:
-                raise
-        # an idle connection may close while a request is on its way (RFC 9112, 9.3.1): the engine has not begun it
-        return await self._single.request(method, url, headers=given, data=_payload(body), allow_redirects=False)
+            connection.send(head, body, without_body=without_body)
+            await connection.wait_for_head()
+        except BaseException:
+            connection.abort()
+            raise
 
-    def _open(self, connector: "_Connector") -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=connector,
-            timeout=self._timeout,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-            auto_decompress=False,
-            max_line_size=MAX_HEAD_BYTES,
-            max_field_size=MAX_HEAD_BYTES,
-            max_headers=MAX_HEADERS,
-            middlewares=(_try_once,),
-        )
+    def _take_idle(self, origin: _Origin) -> EngineConnection | None:
+        idle, oldest = self._idle.get(origin), self._loop.time() - KEEP_S
+        while idle:
+            connection = idle.pop()
+            if not connection.closed and connection.idle_since > oldest:
+                return connection
+            connection.abort()
+        return None
 
+    def _release(self, origin: _Origin, connection: EngineConnection) -> None:
+        idle = self._idle.setdefault(origin, [])
+        if not connection.can_be_kept() or len(idle) >= MOST_IDLE:
+            connection.abort()
+            return
+        connection.idle_since = self._loop.time()
+        idle.append(connection)
+        if self._sweep is None:
+            self._sweep = self._loop.call_later(KEEP_S, self._close_old)
 
-_is_new: ContextVar[bool] = ContextVar("_is_new", default=False)
-"""True if this task's last request opened a new connection."""
+    def _close_old(self) -> None:
+        """Close the connections that have been idle for too long."""
+        oldest = self._loop.time() - KEEP_S
+        for idle in self._idle.values():
+            for connection in idle:
+                if connection.closed or connection.idle_since <= oldest:
+                    connection.abort()
+        self._idle = {
+            origin: left
+            for origin, idle in self._idle.items()
+            if (left := [connection for connection in idle if not connection.closed])
+        }
+        self._sweep = self._loop.call_later(KEEP_S, self._close_old) if self._idle else None
 
-
-class _ConnectionLost(aiohttp.ClientError):
-    """The connection broke. `has_begun`: part of the answer's head had arrived."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(_describe(error))
-        self.has_begun = isinstance(error, aiohttp.ServerDisconnectedError) and not isinstance(error.message, str)
-
-
-async def _try_once(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-    """Hide lost connections from aiohttp, which otherwise retries some methods itself, on any connection."""
-    try:
-        return await handler(request)
-    except aiohttp.ClientConnectorError:
-        raise
-    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientConnectionResetError) as error:
-        raise _ConnectionLost(error) from error
-
-
-class _NoConnection(aiohttp.ClientConnectionError):
-    """No connection was made."""
-
-
-_NOT_CONNECTED = (_NoConnection, aiohttp.ClientConnectorError, aiohttp.NonHttpUrlClientError, ValueError)
-
-
-class _Connector(aiohttp.TCPConnector):
-    """Connects to allowed addresses only, within `connect_s`."""
-
-    def __init__(self, addresses: AddressPolicy, connect_s: float, **options: Any) -> None:
-        super().__init__(limit=0, ttl_dns_cache=RESOLVED_S, resolver=_Resolver(addresses), **options)
-        self._addresses = addresses
-        self._connect_s = connect_s
-
-    async def _create_connection(
-        self,
-        req: aiohttp.ClientRequest,
-        traces: list[Trace],
-        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's interface
-    ) -> ResponseHandler:
-        host, port = req.url.host or "", req.url.port or 0
-        ip = parse_ip(host)
-        if ip is not None and not self._addresses.allows(host, port, ip):
-            raise _NoConnection(_not_allowed(host, port))
+    async def _connect(self, origin: _Origin) -> EngineConnection:
+        """Raises OSError and ValueError."""
         try:
-            connection = await wait_patiently(super()._create_connection(req, traces, timeout), self._connect_s)
+            return await wait_patiently(self._connect_to_any(origin), self._connect_s)
         except TimeoutError as error:
-            raise _NoConnection(f"no connection within {self._connect_s:g} s") from error
-        _is_new.set(True)
-        return connection
+            raise TimeoutError(f"no connection within {self._connect_s:g} s") from error
 
+    async def _connect_to_any(self, origin: _Origin) -> EngineConnection:
+        """Connect to the first of its addresses that takes the connection. Each but the last gets its share of the time."""
+        addresses = await self._allowed_addresses(origin)
+        for number, address in enumerate(addresses, 1):
+            share_s = None if number == len(addresses) else self._connect_s / len(addresses)
+            try:
+                async with asyncio.timeout(share_s):
+                    _, connection = await self._loop.create_connection(
+                        partial(EngineConnection, self._open, self._loop, self._timeout_s),
+                        address,
+                        origin.port,
+                        ssl=self._tls if origin.tls else None,
+                        server_hostname=origin.host if origin.tls else None,
+                    )
+                return connection
+            except OSError:
+                if number == len(addresses):
+                    raise
+        raise OSError(None, "its name has no address")
 
-class _Resolver(AbstractResolver):
-    """Resolves a name to its allowed addresses. The addresses are checked, not the name: DNS may change at any time."""
-
-    def __init__(self, addresses: AddressPolicy) -> None:
-        self._addresses = addresses
-        self._inner = aiohttp.ThreadedResolver()
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
-        found = await self._inner.resolve(host, port, family)
-        allowed = [one for one in found if (ip := parse_ip(one["host"])) and self._addresses.allows(host, port, ip)]
+    async def _allowed_addresses(self, origin: _Origin) -> list[str]:
+        """The addresses are checked, not the name: DNS may change at any time."""
+        host, port = origin.host, origin.port
+        found = [host] if origin.ip is not None else await self._resolve(origin)
+        allowed = [one for one in found if (ip := parse_ip(one)) and self._addresses.allows(host, port, ip)]
         if found and not allowed:
-            raise OSError(None, _not_allowed(host, port))
+            raise OSError(None, f"{host}:{port} is not an allowed engine address (--engine-addresses)")
         return allowed
 
-    async def close(self) -> None:
-        await self._inner.close()
+    async def _resolve(self, origin: _Origin) -> list[str]:
+        known_at, known = self._resolved.get(origin, (0.0, []))
+        now = self._loop.time()
+        if not known or now - known_at > RESOLVED_S:
+            infos = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+            known = list(dict.fromkeys(str(info[4][0]) for info in infos))
+            self._resolved = {other: entry for other, entry in self._resolved.items() if now - entry[0] <= RESOLVED_S}
+            self._resolved[origin] = now, known
+        return known
 
 
-def _payload(body: bytes) -> bytes | io.BytesIO | None:
-    return io.BytesIO(body) if len(body) > WHOLE_BODY_BYTES else body or None
+def _split(url: str) -> tuple[str, str]:
+    """A URL's origin, and the target on it."""
+    at = url.find("/", url.find("://") + 3)
+    return (url, "/") if at < 0 else (url[:at], url[at:])
 
 
-def _text(value: bytes) -> str:
-    """aiohttp sends headers as UTF-8."""
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
+@lru_cache(maxsize=16_384)
+def _parse_origin(base: str) -> _Origin:
+    """Raises InvalidValue, which is a ValueError."""
+    host, port = host_and_port(check_origin(base))
+    scheme, _, name = base.partition("://")
+    encoded = name.encode() if name.isascii() else b":".join(part.encode("idna") for part in name.split(":"))
+    return _Origin(host, port, scheme == "https", encoded, parse_ip(host))
 
 
-def _origin(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.partition('/')[0]}"
-
-
-def _not_allowed(host: str, port: int) -> str:
-    return f"{host}:{port} is not an allowed engine address (--engine-addresses)"
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return f"its certificate is not trusted: {getattr(error.certificate_error, 'verify_message', error)} (--engine-ca-file)"
-    if isinstance(error, aiohttp.ClientConnectorError):
-        error = error.os_error
-    if isinstance(error, aiohttp.ClientResponseError):
-        return f"no HTTP answer: {' '.join(error.message.split())}"
-    if isinstance(error, OSError) and error.errno:
-        return os.strerror(error.errno) if error.errno > 0 else str(error.strerror)  # names have negative numbers
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+def _request_head(method: str, target: str, name: bytes, headers: RawHeaders, length: int) -> bytes:
+    """Raises ValueError for what can't be sent as one request."""
+    lines = [b"%b %b HTTP/1.1" % (method.encode(), target.encode("latin-1")), b"host: " + name]
+    lines += [b"%b: %b" % pair for pair in headers]
+    if length or method not in _WITHOUT_BODY:
+        lines.append(b"content-length: %d" % length)
+    head = b"\r\n".join(lines)
+    if head.count(b"\n") != len(lines) - 1 or head.count(b"\r") != len(lines) - 1 or b"\0" in head or " " in target:
+        raise ValueError("control characters in the request's head")
+    return head + b"\r\n\r\n"

@@ -13,7 +13,7 @@ import trustme
 from anyio.abc import SocketStream
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvatlas.errors import SettingsError
@@ -35,8 +35,20 @@ async def _echo_length(request: Request) -> Response:
     return PlainTextResponse(str(len(await request.body())))
 
 
+async def _stream(_: Request) -> Response:
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"one "
+        yield b"two"
+
+    return StreamingResponse(parts())
+
+
 APPLICATION = Starlette(
-    routes=[Route("/", _echo_length, methods=["GET", "POST", "OPTIONS"]), Route("/healthz", _echo_length)]
+    routes=[
+        Route("/", _echo_length, methods=["GET", "POST", "OPTIONS"]),
+        Route("/healthz", _echo_length),
+        Route("/stream", _stream),
+    ]
 )
 
 
@@ -74,8 +86,42 @@ async def test_a_request_with_two_lengths_is_refused_and_its_connection_closed()
             b"POST / HTTP/1.1\r\nhost: x\r\n" + lengths + b"\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
         )
         answer = await read_to_end(stream)
-        assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
-        assert b"Content-Length and Transfer-Encoding are both given" in answer
+        assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
+        assert b"Transfer-Encoding can't be present with Content-Length" in answer
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: x\r\nhost: y\r\n"])
+async def test_a_request_has_one_host(hosts: bytes) -> None:
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
+        await stream.send(b"GET / HTTP/1.1\r\n" + hosts + b"\r\n")
+        answer = await read_to_end(stream)
+        assert answer.startswith(b"HTTP/1.1 400 ") and b"expected one" in answer
+
+
+async def test_a_client_of_http_1_0_gets_no_chunks() -> None:
+    async with serving(HttpAccess()) as listener:
+        for path, body in ((b"/stream", b"one two"), (b"/", b"0")):
+            async with connected(listener) as stream:
+                await stream.send(b"GET " + path + b" HTTP/1.0\r\n\r\n")
+                head, _, rest = (await read_to_end(stream)).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200 ") and b"transfer-encoding" not in head and rest == body
+
+
+async def test_what_follows_a_request_does_not_take_its_answer() -> None:
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
+        await stream.send(ASK + b"no request\r\n\r\n")
+        answer = await read_to_end(stream)
+        assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("endless", [b"0\r\nx-a: ", b"0;x="])
+async def test_trailers_and_extensions_are_bounded(endless: bytes) -> None:
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
+        with suppress(anyio.BrokenResourceError):
+            await stream.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + endless)
+            for _ in range(40):
+                await stream.send(b"a" * 10_000)
+        assert (await read_to_end(stream)).startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -280,3 +280,40 @@ def test_only_events_with_a_part_of_the_answer_are_parts(body: object, parts: in
     stream = EventStream(hide_usage=False)
     stream.feed(b"data: " + json.dumps(body, separators=separators).encode() + b"\n\n" + DONE)
     assert stream.parts == parts
+
+
+BODIES = st.sampled_from(
+    [
+        {**CHUNK, "choices": [{"delta": {"content": "Hi"}}]},
+        {**CHUNK, "choices": [{"delta": {"content": ""}, "finish_reason": "stop"}], "usage": None},
+        {**CHUNK, "choices": [{"delta": {"tool_calls": [{"type": "function", "function": {"arguments": "{"}}]}}]},
+        {**CHUNK, "choices": [{"delta": {"content": 'a\nb "usage" "error"'}}]},
+        {"choices": [], "usage": TOLD},
+        {"choices": [{"text": "a"}], "usage": TOLD},
+        {"type": "response.output_text.delta", "delta": "Hi"},
+        {"type": "response.completed"},
+        {"type": "ping"},
+        {"error": {"message": "no", "code": 503}},
+        {"error": None, "choices": [{"text": "x" * 5_000}]},
+        {"text": "a", "meta_info": {"finish_reason": {"type": "abort", "status_code": 500}}},
+    ]
+)
+
+
+class ThoroughStream(EventStream):
+    """Reads every event in full."""
+
+    def _passes_plainly(self, piece: bytes) -> bool:
+        return False
+
+
+@given(st.lists(BODIES, max_size=8), st.booleans(), st.booleans(), st.sampled_from([b"", b": c\n\n", b"event: x\n"]))
+def test_plain_events_pass_as_if_they_were_read_in_full(
+    bodies: list[object], hide: bool, hold: bool, between: bytes
+) -> None:
+    quick, thorough = EventStream(hide_usage=hide, hold=hold), ThoroughStream(hide_usage=hide, hold=hold)
+    for piece in [*(between + event(body) for body in bodies), DONE]:
+        assert quick.feed(piece) == thorough.feed(piece)
+        for name in ("usage", "error", "parts", "events", "done", "begun", "in_event"):
+            assert getattr(quick, name) == getattr(thorough, name), name
+    assert quick.end() == thorough.end()

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import pytest
@@ -43,6 +44,23 @@ async def test_a_callers_function_runs_in_a_thread_of_its_own() -> None:
     assert list(await budgeted.token_ids(REQUEST)) == [97, 98, 99]
     assert seen[0].startswith("kvatlas-tokenizer")
     assert budgeted.counters.tokenized == 1
+    tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "inline"),
+    [({"prompt": "abc"}, True), ({"prompt": "abcd"}, False), ({"prompt": "abc", "tools": [{}]}, False)],
+)
+async def test_a_short_text_is_tokenized_at_once(body: dict[str, Any], inline: bool) -> None:
+    seen: list[str] = []
+
+    def function(request: TextRequest) -> Sequence[int]:
+        seen.append(threading.current_thread().name)
+        return letters(request)
+
+    tokenizer = ThreadedTokenizer(function, inline_letters=4)
+    await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, body))
+    assert seen[0].startswith("kvatlas-tokenizer") is not inline
     tokenizer.close()
 
 

@@ -1,6 +1,7 @@
 """A Hugging Face tokenizer and its chat template in this process."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvatlas.errors import InvalidValue, SettingsError
 from kvatlas.fleet.records import EngineKind
 from kvatlas_router.tokens import Api, CannotTokenize, TextRequest, Why
 from kvatlas_router.tokens.chat_template import ChatTemplate
-from kvatlas_router.tokens.local_tokenizer import LocalTokenizer
+from kvatlas_router.tokens.local_tokenizer import LocalTokenizer, _alternatives
 from kvatlas_simulator.http.chat_template import CHAT_TEMPLATE, render
 from tests.router.tokens.small_model import CHATML, save_simulators, trained
 
@@ -188,3 +189,10 @@ def test_a_wrong_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
     with pytest.raises(SettingsError, match=r"tokenizer_config\.json: chat template"):
         LocalTokenizer.from_folder(tmp_path)
+
+
+@given(st.lists(st.text("ab<|.*", min_size=1, max_size=6), min_size=1, max_size=12), st.text("ab<|.*", max_size=60))
+def test_special_tokens_are_found_as_by_trying_each_of_them(tokens: list[str], text: str) -> None:
+    each = re.compile("|".join(map(re.escape, sorted(set(tokens), key=len, reverse=True))))
+    found = re.compile(_alternatives(set(tokens))).finditer(text)
+    assert [one.span() for one in found] == [one.span() for one in each.finditer(text)]

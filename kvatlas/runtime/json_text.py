@@ -1,0 +1,35 @@
+"""JSON as the standard library reads and writes it, several times faster (orjson)."""
+
+import json
+from typing import Any
+
+import orjson
+
+_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG = b"0" * 19
+"""orjson reads integers of more than 64 bits as floats."""
+
+
+def decode(text: bytes) -> Any:
+    """Like `json.loads`. Raises ValueError and RecursionError."""
+    value = decode_strictly(text)
+    return json.loads(text) if value is None else value
+
+
+def decode_strictly(text: bytes) -> Any:
+    """The value of a text that every reader understands alike; None for any other, such as NaN, half of a surrogate pair, an
+    integer of more than 64 bits or another encoding than UTF-8, and for null."""
+    if _LONG in text.translate(_DIGITS):
+        return None
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return None
+
+
+def encode(value: Any) -> bytes:
+    """Like `json.dumps`, in UTF-8 and without spaces."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value).encode()

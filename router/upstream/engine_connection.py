@@ -1,0 +1,257 @@
+"""One HTTP/1.1 connection to an engine, parsed by httptools: sends a request at a time, and holds its answer as it arrives."""
+
+import asyncio
+import os
+import ssl
+from collections.abc import Sequence
+from typing import cast
+
+import httptools
+
+MAX_BARE_BYTES = 1 << 18
+"""Most bytes that an engine may send without a byte of a body: an answer's head, the interim answers before it, the
+trailers after it."""
+MAX_HEADERS = 256
+MOST_KEPT_BYTES = 1 << 18
+"""An answer whose reader has left this much of it unread is not read further from the network."""
+WHOLE_BYTES = 1 << 16
+"""A longer body is not copied to be sent together with its head."""
+LAST_LOOK_S = 0.05
+"""A busy router may look late: after its time limit, an engine gets this long, in which whatever has arrived is read."""
+
+_INTERIM, _SWITCHING, _LEAST, _END = 100, 101, 200, 600
+"""Statuses (RFC 9110, 15): interim answers, an upgrade, and the range of final answers."""
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+
+class EngineConnection(asyncio.Protocol):
+    """`status` and `headers`: the answer's, once `has_head`. `done`: the whole answer has arrived. `failure`: why the rest of
+    it won't. `is_stale`: the engine closed it without a byte of an answer. `closed`: of no more use. `idle_since`: for its
+    owner."""
+
+    __slots__ = (
+        "_bare_bytes",
+        "_heard_at",
+        "_interim",
+        "_is_silent",
+        "_keep",
+        "_kept_bytes",
+        "_last_look",
+        "_loop",
+        "_open",
+        "_parser",
+        "_parts",
+        "_paused",
+        "_reader",
+        "_timeout_s",
+        "_timer",
+        "_transport",
+        "_until_closed",
+        "_without_body",
+        "closed",
+        "done",
+        "failure",
+        "has_head",
+        "headers",
+        "idle_since",
+        "is_stale",
+        "status",
+    )
+
+    _transport: asyncio.Transport
+
+    def __init__(self, connections: "set[EngineConnection]", loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
+        """`connections`: it is one of them while it is open. `timeout_s`: longest silence of an engine that has a request."""
+        self._open = connections
+        self.closed = False
+        self.idle_since = 0.0
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._begin()
+        self.done = True  # there is no request yet
+
+    def _begin(self, *, without_body: bool = False) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.has_head = self.done = False
+        self.is_stale = False
+        self._is_silent = True
+        self.failure = ""
+        self._without_body = without_body
+        self._interim = self._until_closed = self._keep = self._paused = self._last_look = False
+        self._bare_bytes = self._kept_bytes = 0
+        self._parts.clear()
+        self._heard_at = self._loop.time()
+
+    # ------------------------------------------------------------ use
+
+    def send(self, head: bytes, body: bytes, *, without_body: bool) -> None:
+        """Send a request, after the last one's answer is `done`. `without_body`: its answer has no body, whatever its head says
+        (HEAD)."""
+        self._begin(without_body=without_body)
+        if len(body) < WHOLE_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._timeout_s, self._look)
+
+    async def wait_for_head(self) -> None:
+        """Wait for the answer's head, or for a failure."""
+        while not (self.has_head or self.failure):
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """The part of the body that arrived since the last call; empty at the end, or at a failure."""
+        while not self._parts:
+            if self.done or self.failure:
+                return b""
+            await self._wait()
+        part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self._kept_bytes = 0
+        if self._paused:
+            self._paused, self._heard_at = False, self._loop.time()
+            self._transport.resume_reading()
+        return part
+
+    def can_be_kept(self) -> bool:
+        """True if another request may follow."""
+        return self.done and self._keep and not self.closed and not self._transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if not self.closed:
+            self.closed = True
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _fail(self, line: str) -> None:
+        if not (self.done or self.failure):
+            self.failure = line
+        self.abort()
+        self._wake()
+
+    def _look(self) -> None:
+        """Fail if the engine has been silent too long. Time in which nothing is expected of it does not count."""
+        self._timer = None
+        if self.closed or self.done:
+            return
+        now = self._loop.time()
+        if self._reader is None:  # the client is slow, not the engine
+            self._heard_at = now
+        left_s = self._heard_at + self._timeout_s - now
+        if left_s <= 0 and self._last_look:
+            self._fail(f"it was silent for {self._timeout_s:g} s")
+            return
+        self._last_look = left_s <= 0
+        self._timer = self._loop.call_later(left_s if left_s > 0 else LAST_LOOK_S, self._look)
+
+    # ------------------------------------------------------------ events of the connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._open.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self.done:  # nothing was asked for, so it is no answer to what comes next
+            self.abort()
+            return
+        self._is_silent = self._last_look = False
+        self._heard_at = self._loop.time()
+        self._bare_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail(f"no HTTP answer: status {_SWITCHING}")
+        except httptools.HttpParserError as error:
+            self._fail(self.failure or f"no HTTP answer: {error}")
+        if self._bare_bytes > MAX_BARE_BYTES and not self.done:
+            self._fail(f"no HTTP answer: {MAX_BARE_BYTES} bytes without a body")
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._open.discard(self)
+        if exc is None and self._until_closed:
+            self.done = True
+        self.is_stale = self._is_silent and not self.failure
+        self._fail("it closed the connection" if exc is None else describe(exc))
+
+    # ------------------------------------------------------------ events of the parser
+
+    def on_message_begin(self) -> None:
+        if self.done:
+            self._keep = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.has_head:  # a trailer
+            return
+        self.headers.append((name, value.rstrip(b" \t")))
+        if len(self.headers) > MAX_HEADERS:
+            self._fail(f"no HTTP answer: more than {MAX_HEADERS} headers")
+
+    def on_headers_complete(self) -> None:
+        if self.done or self.failure:
+            return
+        status = self._parser.get_status_code()
+        self._interim = _INTERIM <= status < _LEAST and status != _SWITCHING
+        if self._interim:
+            self.headers = []
+            return
+        if not _LEAST <= status < _END:
+            self._fail(f"no HTTP answer: status {status}")
+            return
+        self.status, self.has_head = status, True
+        if self._without_body:
+            self.done = True
+        self._until_closed = not self.done and not any(
+            name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
+            for name, value in ((name.lower(), value) for name, value in self.headers)
+        )
+
+    def on_body(self, data: bytes) -> None:
+        self._bare_bytes = 0
+        if self.done:
+            return
+        self._parts.append(data)
+        self._kept_bytes += len(data)
+        if self._kept_bytes > MOST_KEPT_BYTES and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self._interim:
+            self._interim = False
+        elif self.has_head and not self.done:
+            self.done, self._keep = True, self._parser.should_keep_alive()
+
+
+def describe(error: BaseException) -> str:
+    """Why a connection failed, in a few words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message} (--engine-ca-file)"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {error.reason or error}"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno) if error.errno > 0 else str(error.strerror)  # names have negative numbers
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
