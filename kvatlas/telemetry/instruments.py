@@ -672,6 +672,7 @@ TOKENS = {
         busy="busy",
         unsupported="unsupported",
         failed="failed",
+        no_engine="no_engine",
     ),
     **_single(TOKENIZE_TIME, "reading_time"),
 }

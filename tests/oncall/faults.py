@@ -272,7 +272,16 @@ FAULTS: Mapping[str, Fault] = {
     "engine_stands_still": Fault(
         engine_stands_still,
         "? Yes, by 1 of 2 engines",
-        also=frozenset({"routers.progress", "workers.engines", "workers.load", "workers.settings", "routers.gone"}),
+        also=frozenset(
+            {
+                "routers.progress",
+                "workers.engines",
+                "workers.load",
+                "workers.settings",
+                "routers.gone",
+                "routers.answers",
+            }
+        ),  # prompts that move to the other engine together find what was stored after their choice
         also_alerts=frozenset({"KvatlasEngineStalled"}),
     ),
     "sidecar_is_killed": Fault(
