@@ -310,7 +310,14 @@ INDEXER = {
     ),
     **_by(RECORDS, "outcome", fleet_writes="written", records_bad="refused"),
     **_single(POOLS_REPAIRED, "pools_repaired"),
-    **_by(LIVENESS, "change", workers_lost="lost", workers_retired="retired", retirements_held="retirement_held"),
+    **_by(
+        LIVENESS,
+        "change",
+        workers_lost="lost",
+        workers_retired="retired",
+        retirements_held="retirement_held",
+        workers_too_large="too_large",
+    ),
     **_by(PARTITION_MOVES, "change", partitions_taken="taken", partitions_given="given", leases_lost="lost"),
     **_by(
         CLEANUPS,
