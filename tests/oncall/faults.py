@@ -349,7 +349,11 @@ FAULTS: Mapping[str, Fault] = {
         also=frozenset({"workers.settings", "workers.load"}),
     ),
     "store_stands_still": Fault(
-        store_stands_still, "? No, because", {"store.reachable": ""}, also_alerts=frozenset({"KvatlasStoreFails"})
+        store_stands_still,
+        "? By load only, and only by routers that already run, because",
+        {"store.reachable": ""},
+        alert="KvatlasStoreFails",
+        also_alerts=frozenset({"KvatlasDecisionsWithoutIndex", "KvatlasPartitionsWithoutOwner"}),
     ),
     "store_comes_back_empty": Fault(store_comes_back_empty, "? Yes, by 2 of 2"),
     "bus_comes_back_empty": Fault(bus_comes_back_empty, "? Yes, by 2 of 2"),
