@@ -355,15 +355,16 @@ FAULTS: Mapping[str, Fault] = {
         alert="KvatlasStoreFails",
         also_alerts=frozenset({"KvatlasDecisionsWithoutIndex", "KvatlasPartitionsWithoutOwner"}),
     ),
-    "store_comes_back_empty": Fault(store_comes_back_empty, "? Yes, by 2 of 2"),
+    "store_comes_back_empty": Fault(store_comes_back_empty, "? Yes, by 2 of 2", also=frozenset({"routers.answers"})),
     "bus_comes_back_empty": Fault(bus_comes_back_empty, "? Yes, by 2 of 2"),
     "bus_is_gone": Fault(
         bus_is_gone,
         "? By load only, because NATS does not answer",
         {"nats.reachable": "refused"},
         also=frozenset({"workers.load", "routers.answers"}),
+        also_alerts=frozenset({"KvatlasPartitionsWithoutOwner", "KvatlasNoIndexer"}),
     ),
-    "index_is_flushed": Fault(index_is_flushed, "? Yes, by 2 of 2"),
+    "index_is_flushed": Fault(index_is_flushed, "? Yes, by 2 of 2", also=frozenset({"routers.answers"})),
     "publisher_of_another_fleet": Fault(
         publisher_of_another_fleet,
         "? Yes, by 2 of 2",
