@@ -23,6 +23,7 @@ from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.store import answers_key
+from kvatlas.reservations.protocol import MOST_LIKENESSES, MOST_OFFERS
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 
 ROUNDS = 5
@@ -39,8 +40,6 @@ RESERVED = 1_500
 MOST_US = 10**15
 LONG_CHAIN_AT, LONGEST_CHAIN = 2_048, 2_048
 """Half of the predictions are of few steps, half of as many as one may have: place of these in the chain, and number."""
-LIKENESSES = 32
-"""As many as an ask may name."""
 
 Words = tuple[str | int | bytes, ...]
 
@@ -199,17 +198,17 @@ def _asks() -> dict[str, bytes]:
     chained = [[128, CHAIN_HASHES[: LONGEST_CHAIN * 8]]]
     long = [[128, CHAIN_HASHES[LONG_CHAIN_AT * 8 : (LONG_CHAIN_AT + LONGEST_CHAIN) * 8]]]
     return {
-        "many offers": ask(offers(256)),
-        "many offers to unknown workers": ask(offers(256, "new")),
+        "many offers": ask(offers(MOST_OFFERS)),
+        "many offers to unknown workers": ask(offers(MOST_OFFERS, "new")),
         "a long chain": ask(offers(1), chains=chained),
-        "a long chain, many offers, many predictions": ask(offers(256), chains=chained),
-        "long predictions, many offers": ask(offers(256), chains=long),
+        "a long chain, many offers, many predictions": ask(offers(MOST_OFFERS), chains=chained),
+        "long predictions, many offers": ask(offers(MOST_OFFERS), chains=long),
         "a prompt of many predictions": ask(offers(1), chains=[[128, CHAIN_HASHES[:80]]]),
         "one prompt in many chains": ask(offers(1), chains=[[128, CHAIN_HASHES[:80]]] * 16),
         "many look-alikes": ask(alike=[_likeness(0), 0, 0, 0, 1.0, 1.0]),
-        "the same look-alikes, often": ask(alike=[_likeness(0), 0, 0, 0, 1.0, 1.0] * LIKENESSES),
+        "the same look-alikes, often": ask(alike=[_likeness(0), 0, 0, 0, 1.0, 1.0] * MOST_LIKENESSES),
         "many likenesses, a long chain": ask(
-            alike=[word for n in range(LIKENESSES) for word in (_likeness(n), 0, 0, 0, 1.0, 1.0)], chains=chained
+            alike=[word for n in range(MOST_LIKENESSES) for word in (_likeness(n), 0, 0, 0, 1.0, 1.0)], chains=chained
         ),
         "too many likenesses": ask(alike=[_likeness(0), 0, 0, 0, 1.0, 1.0] * 256),
         "many workers left out": ask(offers(1), skipped=[f"w{n}" for n in range(256)]),
@@ -227,7 +226,7 @@ def _report(number: int, *, sampled: int = 1, covered: int = -1) -> list[Any]:
 
 def _likeness(number: int) -> bytes:
     """Half of the workers are of one, the rest of all others."""
-    return (number % LIKENESSES if number % 2 else 0).to_bytes(8, "big")
+    return (number % MOST_LIKENESSES if number % 2 else 0).to_bytes(8, "big")
 
 
 def _head(number: int) -> bytes:
