@@ -61,6 +61,7 @@ class IndexerCounters:
     fleet_writes: int = 0
     workers_lost: int = 0
     workers_retired: int = 0
+    workers_too_large: int = 0
     retirements_held: int = 0
     # ownership
     partitions_taken: int = 0

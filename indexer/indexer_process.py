@@ -103,6 +103,7 @@ class Replica:
             heartbeats=heartbeats,
             counters=counters,
             partitions=0 if publishers else index.partitions,
+            most_blocks=identities.most_blocks,
         )
         self._sweeper = Sweeper(index, counters, self.owned)
         self.membership = Membership(

@@ -23,6 +23,7 @@ from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.store import answers_key
+from kvatlas.reservations.protocol import MOST_LIKENESSES, MOST_OFFERS
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 
 ROUNDS = 5
@@ -37,6 +38,8 @@ CHAIN, HOLDERS = 20_000, 64
 POOL_WORKERS, FAKE_WORKERS = 1_000, 600
 RESERVED = 1_500
 MOST_US = 10**15
+LONG_CHAIN_AT, LONGEST_CHAIN = 2_048, 2_048
+"""Half of the predictions are of few steps, half of as many as one may have: place of these in the chain, and number."""
 
 Words = tuple[str | int | bytes, ...]
 
@@ -88,7 +91,9 @@ def fill_store(client: Redis, chain: int = CHAIN) -> None:
     book = POOL_LIBRARY.function("kvatlas_pool_book")
     for number in range(RESERVED):
         worker = f"w{number % POOL_WORKERS}" if number < RESERVED - FAKE_WORKERS else f"fake{number}"
-        ask = _pack([1.0, [[128, CHAIN_HASHES[:80]]], _kind(1), [worker, 0, 0, 0, 1.0, 1.0], 0, 0, [], [], 0, 0])
+        begin = LONG_CHAIN_AT * 8 * (number % 2)
+        chain = CHAIN_HASHES[begin : begin + 8 * (LONGEST_CHAIN if number % 2 else 10)]
+        ask = _pack([1.0, [[128, chain]], _kind(1), [worker, 0, 0, 0, 1.0, 1.0], 0, 0, [], [], 0, 0])
         words = _fcall(book, POOL, number.to_bytes(16, "big"), "rogue", MOST_US, MOST_US, 100, ask)
         client.execute_command(*words)  # type: ignore[no-untyped-call]
     client.hset(outliers_key("p"), mapping={f"x{n}": _pack([1.0e15, 1.0, 1.0, 0, 0, "", 0]) for n in range(20_000)})
@@ -190,16 +195,22 @@ def _asks() -> dict[str, bytes]:
     def offers(number: int, name: str = "w") -> list[Any]:
         return [word for n in range(number) for word in (f"{name}{n}", 0, 0, 0, 1.0, 1.0)]
 
-    long = [[128, CHAIN_HASHES[: 2_048 * 8]]]
+    chained = [[128, CHAIN_HASHES[: LONGEST_CHAIN * 8]]]
+    long = [[128, CHAIN_HASHES[LONG_CHAIN_AT * 8 : (LONG_CHAIN_AT + LONGEST_CHAIN) * 8]]]
     return {
-        "many offers": ask(offers(256)),
-        "many offers to unknown workers": ask(offers(256, "new")),
-        "a long chain": ask(offers(1), chains=long),
-        "a long chain, many offers, many predictions": ask(offers(256), chains=long),
+        "many offers": ask(offers(MOST_OFFERS)),
+        "many offers to unknown workers": ask(offers(MOST_OFFERS, "new")),
+        "a long chain": ask(offers(1), chains=chained),
+        "a long chain, many offers, many predictions": ask(offers(MOST_OFFERS), chains=chained),
+        "long predictions, many offers": ask(offers(MOST_OFFERS), chains=long),
         "a prompt of many predictions": ask(offers(1), chains=[[128, CHAIN_HASHES[:80]]]),
         "one prompt in many chains": ask(offers(1), chains=[[128, CHAIN_HASHES[:80]]] * 16),
-        "many look-alikes": ask(alike=[b"likeness", 0, 0, 0, 1.0, 1.0]),
-        "the same look-alikes, often": ask(alike=[b"likeness", 0, 0, 0, 1.0, 1.0] * 256),
+        "many look-alikes": ask(alike=[_likeness(0), 0, 0, 0, 1.0, 1.0]),
+        "the same look-alikes, often": ask(alike=[_likeness(0), 0, 0, 0, 1.0, 1.0] * MOST_LIKENESSES),
+        "many likenesses, a long chain": ask(
+            alike=[word for n in range(MOST_LIKENESSES) for word in (_likeness(n), 0, 0, 0, 1.0, 1.0)], chains=chained
+        ),
+        "too many likenesses": ask(alike=[_likeness(0), 0, 0, 0, 1.0, 1.0] * 256),
         "many workers left out": ask(offers(1), skipped=[f"w{n}" for n in range(256)]),
         "many kinds": ask(offers(1), kinds=1_500),
     }
@@ -210,7 +221,12 @@ def _kind(chain: int) -> list[Any]:
 
 
 def _report(number: int, *, sampled: int = 1, covered: int = -1) -> list[Any]:
-    return [f"w{number}", "", str(sampled), 1, 0, covered, 100, 3, 2, 1_000, b"likeness", 100, 10**6, 2]
+    return [f"w{number}", "", str(sampled), 1, 0, covered, 100, 3, 2, 1_000, _likeness(number), 100, 10**6, 2]
+
+
+def _likeness(number: int) -> bytes:
+    """Half of the workers are of one, the rest of all others."""
+    return (number % MOST_LIKENESSES if number % 2 else 0).to_bytes(8, "big")
 
 
 def _head(number: int) -> bytes:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from math import inf
 from time import monotonic
 
 import anyio
@@ -16,6 +17,7 @@ from kvatlas.bus.subjects import control_subject
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.identity import shard_of
 from kvatlas.index.protocol import ResidencyIndex, Room, WorkerRecord
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.telemetry import inject_headers, snapshot_request_span
 from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.liveness.doubt import Doubt, DoubtJudge, SnapshotRequest
@@ -24,6 +26,8 @@ from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas_indexer.repair.grants import GrantBudget
 
 JUDGE_EVERY_S = 1.0
+LEFT_OUT_S = 600.0
+"""Pause before a snapshot is requested of a worker that had more blocks than it may have."""
 ROOM_FRACTION = 0.1
 """Free share of the memory from which to request snapshots of workers that the store had no memory for."""
 
@@ -42,11 +46,14 @@ class RepairLoop:
         heartbeats: Heartbeats,
         counters: IndexerCounters,
         partitions: int,
+        most_blocks: Callable[[str], int | None] = lambda _: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`partitions`: the partition count that a publisher must use to be read; 0: any of several."""
+        """`partitions`: the partition count that a publisher must use to be read; 0: any of several. `most_blocks`: how many
+        blocks a worker may have in the index; None: any number."""
         self._client = client
         self._partitions = partitions
+        self._most_blocks = most_blocks
         self._index = index
         self._owned = owned
         self._doubt = doubt
@@ -55,6 +62,9 @@ class RepairLoop:
         self._counters = counters
         self._clock = clock
         self._inbox = client.new_inbox()
+        self._log = RateLimitedLog(log)
+        self._left_out: dict[str, float] = {}
+        """Workers that had too many blocks, and when a snapshot is requested again."""
         self.evicting: set[int] = set()
         """The owned shards whose store evicts keys."""
         self.out_of_memory: set[int] = set()
@@ -84,15 +94,38 @@ class RepairLoop:
             for record in await self._index.records(shard):
                 records[record.worker_id] = record
         self._check_memory(rooms)
+        await self._close_too_large(records)
         self._heartbeats.watch_records(records.values())
         self._grants.release_answering(records.values())
         requests = self._doubt.judge(records, self._owned.at_end, self._clock())
         await self._restart_unknown_partitions()
         self.without_room = sum(record.oom for record in records.values())
         for request in requests:
+            if self._clock() < self._left_out.get(request.worker_id, -inf):
+                continue
             known = records.get(request.worker_id)
             if known is None or not known.oom or self._has_room(rooms, known):
                 await self._request(request)
+
+    async def _close_too_large(self, records: Mapping[str, WorkerRecord]) -> None:
+        """Take workers with more blocks than their publishers' identities allow out of the index: one publisher must not fill
+        the store, in which the next message of any worker would then find no room."""
+        self._left_out = {worker_id: at_s for worker_id, at_s in self._left_out.items() if worker_id in records}
+        limits = {
+            worker_id: most
+            for worker_id, record in records.items()
+            if (record.answering or record.loading) and (most := self._most_blocks(worker_id)) is not None
+        }
+        for worker_id, blocks in (await self._index.claimed(list(limits))).items():
+            if blocks <= limits[worker_id] or not await self._index.retire(worker_id, records[worker_id].incarnation):
+                continue
+            self._counters.workers_too_large += 1
+            self._left_out[worker_id] = self._clock() + LEFT_OUT_S
+            line = (
+                f"worker {worker_id}: left out of the index, since it claims {blocks:,} blocks, and its publisher's identity "
+                f"allows {limits[worker_id]:,}"
+            )
+            self._log.report(f"too large {worker_id}", line, logging.ERROR)
 
     def _has_room(self, rooms: Mapping[int, Room], record: WorkerRecord) -> bool:
         """True if a snapshot of the worker would fit. Otherwise it would be sent in vain, and the worker closed again."""

@@ -48,7 +48,8 @@ class Identity(BaseModel):
 
     `workers`: ids, ranges (`vllm-{0..15}`, `engine-dp{0..7}`), or just `*` for all that no other publisher names.
     `tenants`, `models`: names, in which `*` stands for any text. `addresses`: of its engines (`AddressList`); without any
-    it may advertise every address, and routers send requests to private ones only.
+    it may advertise every address, and routers send requests to private ones only. `blocks`: most blocks of each worker in the
+    index, over all tiers; None: as many as the store has room for.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
@@ -57,6 +58,7 @@ class Identity(BaseModel):
     tenants: tuple[Text, ...] = Field(default=(ANY,), max_length=MAX_TENANTS)
     models: tuple[str, ...] = (ANY,)
     addresses: Annotated[tuple[str, ...], AfterValidator(_check_addresses)] = ()
+    blocks: int | None = Field(default=None, ge=1)
 
     @property
     def names_workers(self) -> bool:
@@ -119,6 +121,11 @@ class Identities:
         host, port = host_and_port(address)
         if identity.addresses and not self._addresses[user].allows(host, port):
             raise InvalidValue(f"worker {endpoint.id}: publisher {user} may not advertise {host}:{port}")
+
+    def most_blocks(self, worker_id: str) -> int | None:
+        """How many blocks the worker may have in the index; None: no limit."""
+        user = self._user_of.get(worker_id, self._others)
+        return None if user is None else self.by_user[user].blocks
 
     def vouches(self, worker_id: str) -> bool:
         """True if an identity lists the addresses that the worker may have."""

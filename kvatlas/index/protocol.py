@@ -254,6 +254,10 @@ class ResidencyIndex(Protocol):
         """`Digest.words` of the worker's active holder, followed by `MarkDigest.words` if it has marks; None without a
         holder."""
 
+    async def claimed(self, worker_ids: Sequence[str]) -> Mapping[str, int]:
+        """How many blocks each of these workers stored, over all tiers: in its active holder and in the one that a snapshot
+        fills. Workers without a holder are left out."""
+
     async def length(self) -> int:
         """Residencies of active holders: one for each (block, worker, tier)."""
 

@@ -29,8 +29,9 @@ from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, limi
 STEP_BLOCKS = 8
 MAX_STEPS = 1_024
 """Longer prompts are predicted only this far: 8,192 blocks."""
-MOST_OFFERS, MOST_STEPS = 256, 2_048
-"""Limits of one ask: offers and kinds of look-alikes, and steps of all chains. More would hold up the store for long."""
+MOST_OFFERS, MOST_LIKENESSES, MOST_STEPS = 192, 32, 2_048
+"""Limits of one ask: offers and kinds of look-alikes together, kinds of look-alikes, and steps of all chains. More would hold
+up the store for long."""
 ID_BYTES = 16
 
 STALE_US = 5_000_000

@@ -145,12 +145,12 @@ async def examine(
     finally:
         if client is not None:
             await client.close()
-    return _answer_first(found)
+    return _answer_first(found, heard_up=bus is not None and bus.listener.hears_up)
 
 
-def _answer_first(found: Sequence[Finding]) -> list[Finding]:
+def _answer_first(found: Sequence[Finding], *, heard_up: bool) -> list[Finding]:
     """The findings, with the answer if requests are served first. Drops errors that only follow from NATS being away, or from
-    indexers that report why they can't start."""
+    indexers that report why they can't start. `heard_up`: an engine that is up was heard."""
     if any(one.check == START for one in found):
         found = _drop_errors(found, _FOLLOWS)
     if any(one.check == "nats.reachable" and one.level is Level.ERROR for one in found):
@@ -160,7 +160,8 @@ def _answer_first(found: Sequence[Finding]) -> list[Finding]:
         errors = [one for one in found if one.level is Level.ERROR]
         errors.sort(key=lambda one: one.check not in _CAUSES)
         first = errors[0].line if errors else "no worker is known"
-        answers = [service_answer.judge_unknown(first)]
+        without_store = heard_up and bool(errors) and errors[0].check == "store.reachable"
+        answers = [service_answer.judge_unknown(first, without_store=without_store)]
     return [*answers, *(one for one in found if one.check != service_answer.CHECK)]
 
 

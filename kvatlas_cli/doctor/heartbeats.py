@@ -16,7 +16,7 @@ from kvatlas.bus.control import ControlOp
 from kvatlas.bus.control_requests import ask_publishers
 from kvatlas.bus.subjects import ALL_ALIVE
 from kvatlas.errors import InvalidValue
-from kvatlas.fleet.records import Heartbeat
+from kvatlas.fleet.records import EngineState, Heartbeat
 
 STATUS_S = 1.0
 
@@ -61,6 +61,11 @@ class HeartbeatListener:
         if heartbeat.sent_us:
             ahead_us = heartbeat.sent_us - now_us
             self.ahead_us[heartbeat.worker_id] = max(ahead_us, self.ahead_us.get(heartbeat.worker_id, ahead_us))
+
+    @property
+    def hears_up(self) -> bool:
+        """True if an engine that is up was heard."""
+        return any(one.heartbeat.state is EngineState.UP for one in self.heard.values())
 
     def drop_other_fleets(self, fleet_id: str | None) -> dict[str, list[str]]:
         """Forget workers of other fleets than this one, and return their ids by fleet. `fleet_id` None: unknown, so forget

@@ -165,3 +165,5 @@ def _count(counters: TokenCounters, why: Why) -> None:
             counters.unsupported += 1
         case Why.FAILED:
             counters.failed += 1
+        case Why.NO_ENGINE:
+            counters.no_engine += 1

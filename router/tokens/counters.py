@@ -10,7 +10,8 @@ class TokenCounters:
     """Where requests' token ids came from: plain integers since the router started.
 
     `tokenized`, `given` (token ids in the request itself), and requests without token ids by reason: `late`, `busy`,
-    `unsupported`, `failed`. `reading_time`: seconds spent waiting for tokenizers.
+    `unsupported`, `failed`, `no_engine` (no engine to ask; such a request has no worker either). `reading_time`: seconds spent
+    waiting for tokenizers.
     """
 
     tokenized: int = 0
@@ -19,6 +20,7 @@ class TokenCounters:
     busy: int = 0
     unsupported: int = 0
     failed: int = 0
+    no_engine: int = 0
     reading_time: Distribution = field(default_factory=Distribution)
 
     def __post_init__(self) -> None:

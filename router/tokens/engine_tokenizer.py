@@ -69,7 +69,7 @@ class EngineTokenizer:
         """Raises CannotTokenize."""
         urls = [url.rstrip("/") for url in await self._engines(request)]
         if not urls:
-            raise CannotTokenize(Why.FAILED, "no engine to ask for token ids")
+            raise CannotTokenize(Why.NO_ENGINE, "no engine to ask for token ids")
         question = render_question(request)
         able = [] if question is None else self._renderers(urls)
         if question is None or not able:

@@ -20,6 +20,7 @@ class Why(StrEnum):
     BUSY = "busy"
     UNSUPPORTED = "unsupported"
     FAILED = "failed"
+    NO_ENGINE = "no_engine"
 
 
 class CannotTokenize(KvatlasError):

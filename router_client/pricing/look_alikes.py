@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from kvatlas.reservations import Evaluation, OfferEvaluation
-from kvatlas.reservations.protocol import MOST_OFFERS
+from kvatlas.reservations.protocol import MOST_LIKENESSES, MOST_OFFERS
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix
 from router_client.pricing.pool import Candidate, Group, Pool
 from router_client.pricing.quote_desk import QuoteDesk
@@ -65,9 +65,9 @@ class LookAlikeQuotes:
 def quote_look_alikes(
     prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix], fingerprint: bytes, *, named: Sequence[str] = ()
 ) -> LookAlikeQuotes | None:
-    """Quotes for a large pool. `named`: candidates to name in any case. None if the pool is small, or too many workers
-    stand out."""
-    if not pool.groups or len(pool.candidates) < LEAST_CANDIDATES:
+    """Quotes for a large pool. `named`: candidates to name in any case. None if the pool is small, has many likenesses, or too
+    many workers stand out."""
+    if not 0 < len(pool.groups) <= MOST_LIKENESSES or len(pool.candidates) < LEAST_CANDIDATES:
         return None
     desk = QuoteDesk(prompt, pool, held)
     apart: dict[str, Candidate] = {id: pool.candidate_of[id] for id in named}

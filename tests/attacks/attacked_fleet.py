@@ -83,8 +83,9 @@ class AttackedFleet:
 
 
 @asynccontextmanager
-async def attacked_fleet(servers: AttackedServers) -> AsyncIterator[AttackedFleet]:
-    more = {} if servers.folder is None else {"identities": servers.folder / "identities.json"}
+async def attacked_fleet(servers: AttackedServers, **settings: object) -> AsyncIterator[AttackedFleet]:
+    """`settings`: of the indexer."""
+    more = settings if servers.folder is None else {**settings, "identities": servers.folder / "identities.json"}
     honest = await connect_nats(NatsAccess(servers.nats_url("honest")), name="test", wait=False)
     try:
         async with running_replica(servers.nats_url("indexer"), servers.store_url("indexer"), **more) as replica:

@@ -1,19 +1,20 @@
 """What the store's functions do at most for one call, whatever the user who calls them brings, and whatever is stored: counted
 in commands, and in the words that these have. `benchmarks/security/hostile_calls.py` has the calls, and measures their time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from benchmarks.security.hostile_calls import HostileCall, fill_store, hostile_calls
+from benchmarks.security.hostile_calls import LONGEST_CHAIN, HostileCall, fill_store, hostile_calls
 from kvatlas.embedded.valkey import ValkeyProcess
 
 MOST_COMMANDS, MOST_WORDS = 2_000, 8_000
 """Inside of one call."""
 MOST_ANSWER_BYTES = 4 << 20
+MOST_READ_BYTES = 1 << 20
 MARK = "this is the last"
 
 
@@ -26,19 +27,33 @@ def filled(request: pytest.FixtureRequest) -> Iterator[Redis]:
 
 
 def test_one_call_does_bounded_work(filled: Redis) -> None:
-    with filled.monitor() as monitor:  # type: ignore[no-untyped-call]
-        for call in hostile_calls():
-            answer = _make(filled, call)
-            filled.echo(MARK)
-            commands = words = 0
+    for call, commands, answer_bytes in _made(filled, hostile_calls()):
+        words = sum(one.count(" ") + 1 for one in commands)
+        assert len(commands) <= MOST_COMMANDS and words <= MOST_WORDS, (call.function, call.act, len(commands), words)
+        assert answer_bytes <= MOST_ANSWER_BYTES, (call.function, call.act)
+
+
+def test_predictions_are_read_up_to_a_sum_of_bytes(filled: Redis) -> None:
+    """A prediction of a long prompt takes as long as many of short ones."""
+    calls = [call for call in hostile_calls() if "predictions" in call.act]
+    for call, commands, _ in _made(filled, calls):
+        read = sum(one.startswith("HGET ") for one in commands)
+        assert read * (LONGEST_CHAIN * 8 if "long predictions" in call.act else 80) <= MOST_READ_BYTES, call.act
+
+
+def _made(client: Redis, calls: Iterable[HostileCall]) -> Iterator[tuple[HostileCall, list[str], int]]:
+    """Each call with the commands inside it, and the bytes of its answer."""
+    with client.monitor() as monitor:  # type: ignore[no-untyped-call]
+        for call in calls:
+            answer_bytes = _make(client, call)
+            client.echo(MARK)
+            commands = []
             for one in monitor.listen():
                 if MARK in one["command"]:
                     break
                 if one["client_type"] == "lua":
-                    commands += 1
-                    words += one["command"].count(" ") + 1
-            assert commands <= MOST_COMMANDS and words <= MOST_WORDS, (call.function, call.act, commands, words)
-            assert answer <= MOST_ANSWER_BYTES, (call.function, call.act)
+                    commands.append(one["command"])
+            yield call, commands, answer_bytes
 
 
 def _make(client: Redis, call: HostileCall) -> int:

@@ -264,6 +264,52 @@ def test_what_security_promises_is_switched_on_by_values(tmp_path: Path) -> None
     assert secrets == {"kvatlas-ca", "kvatlas-router-tls", "clients", "operators", "engines", "web"}
 
 
+def test_each_publisher_has_a_certificate_that_nats_takes_for_its_user(tmp_path: Path) -> None:
+    values = {
+        "certificates": {"enabled": True, "publishers": ["chat", "code"]},
+        "tls": {"nats": {"clientCertificates": True}},
+    }
+    found = by_name(with_values(tmp_path, values))
+    client = {
+        one["spec"]["secretName"]: one["spec"]["dnsNames"]
+        for name, one in found.items()
+        if name.startswith("Certificate ") and one["spec"].get("usages") == ["client auth"]
+    }
+    roles = {f"kvatlas-{role}-tls": [role] for role in ("indexer", "publisher", "router")}
+    assert client == roles | {f"kvatlas-publisher-{user}-tls": [user] for user in ("chat", "code")}
+
+
+def test_no_part_may_do_more_in_kubernetes_than_read_what_it_follows() -> None:
+    found = by_name(rendered("--set", f"{EVERYTHING},gateway.extensionObjects=llm-d.ai"))
+    assert not [name for name in found if name.startswith("ClusterRole")]
+    allowed = {
+        "Role kvatlas-collector": {("", "pods", "list")},
+        "Role kvatlas-epp": {
+            ("inference.networking.k8s.io", "inferencepools", "get"),
+            ("", "pods", "list"),
+            ("llm-d.ai", "inferenceobjectives", "list"),
+            ("llm-d.ai", "inferencemodelrewrites", "list"),
+        },
+    }
+    assert {
+        name: {
+            (group, resource, verb)
+            for rule in one["rules"]
+            for group in rule["apiGroups"]
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+        }
+        for name, one in found.items()
+        if name.startswith("Role ")
+    } == allowed
+    bound = {one["subjects"][0]["name"] for name, one in found.items() if name.startswith("RoleBinding ")}
+    for name, one in found.items():
+        if name.startswith(("Deployment ", "StatefulSet ")):
+            pod = one["spec"]["template"]["spec"]
+            with_token = pod.get("automountServiceAccountToken") is not False
+            assert with_token == (pod.get("serviceAccountName") in bound), name
+
+
 def test_a_collector_may_list_pods_and_nothing_else() -> None:
     found = by_name(rendered("--set", "collector.enabled=true,collector.selector=app in (vllm\\,sglang)"))
     assert found["Role kvatlas-collector"]["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]

@@ -17,15 +17,16 @@ from kvatlas.fleet.records import EngineEndpoint, EngineKind
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.store.connection import open_store
+from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.doctor import examine
 from tests.eventually import until
-from tests.indexer.bus_publisher import BusPublisher, heartbeat
-from tests.indexer.running_replica import running_replica
+from tests.indexer.bus_publisher import BusPublisher, heartbeat, indexed, published
+from tests.indexer.running_replica import answering_requests, running_replica
 
 pytestmark = pytest.mark.anyio
 
 TENANT = "tenant-of-nobody"
+MOST_BLOCKS = 1_000
 
 
 @pytest.fixture
@@ -162,3 +163,42 @@ async def test_a_file_of_identities_that_cannot_be_used_is_told_at_once(tmp_path
             file.write_text(text)
         with pytest.raises(SettingsError, match="--identities is"):
             load_identities(file, "--identities")
+
+
+async def test_a_worker_that_claims_more_blocks_than_its_identity_allows_is_left_out(
+    nats: EmbeddedServer,
+    nats_client: Client,
+    valkey: EmbeddedServer,
+    store: Store,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It would fill the store, and the next message of an honest worker would find no room."""
+    file = tmp_path / "identities.json"
+    publishers = {"chat": {"workers": ["honest"]}, "liar": {"workers": ["liar"], "blocks": MOST_BLOCKS}}
+    file.write_text(json.dumps({"publishers": publishers}))
+    honest, liar = BusPublisher(nats_client, "honest"), BusPublisher(nats_client, "liar")
+    async with running_replica(nats.url, valkey.url, identities=file) as replica:
+        index = await open_redis_index(store, writer=False)
+        for worker in (honest, liar):
+            await worker.start()
+            await worker.store_more(MOST_BLOCKS)
+        async with answering_requests(nats_client, [honest, liar]):
+
+            async def holds_all() -> bool:
+                return await index.claimed(["honest", "liar"]) == {"honest": MOST_BLOCKS, "liar": MOST_BLOCKS}
+
+            await until(holds_all, what="both hold as much as is allowed")
+            await honest.store_more(MOST_BLOCKS)
+            await liar.store_more(1)
+            await until(lambda: replica.counters.workers_too_large, what="the liar is left out")
+            await until(lambda: replica._repair._doubt.doubt_of("liar") is not None, what="it is in doubt")
+
+            async def is_applied() -> bool:
+                return await indexed(index, honest) == published(honest)
+
+            await until(is_applied, what="the honest worker has all of its blocks")
+            assert "liar" not in await index.claimed(["liar"])
+            assert liar.incarnation == 1, "a snapshot was requested, which would be left out too"
+    line = "worker liar: left out of the index, since it claims 1,001 blocks, and its publisher's identity allows 1,000"
+    assert [one.levelno for one in caplog.records if one.getMessage() == line] == [logging.ERROR]

@@ -273,7 +273,16 @@ FAULTS: Mapping[str, Fault] = {
     "engine_stands_still": Fault(
         engine_stands_still,
         "? Yes, by 1 of 2 engines",
-        also=frozenset({"routers.progress", "workers.engines", "workers.load", "workers.settings", "routers.gone"}),
+        also=frozenset(
+            {
+                "routers.progress",
+                "workers.engines",
+                "workers.load",
+                "workers.settings",
+                "routers.gone",
+                "routers.answers",
+            }
+        ),  # prompts that move to the other engine together find what was stored after their choice
         also_alerts=frozenset({"KvatlasEngineStalled"}),
     ),
     "sidecar_is_killed": Fault(
@@ -341,17 +350,22 @@ FAULTS: Mapping[str, Fault] = {
         also=frozenset({"workers.settings", "workers.load"}),
     ),
     "store_stands_still": Fault(
-        store_stands_still, "? No, because", {"store.reachable": ""}, also_alerts=frozenset({"KvatlasStoreFails"})
+        store_stands_still,
+        "? By load only, and only by routers that already run, because",
+        {"store.reachable": ""},
+        alert="KvatlasStoreFails",
+        also_alerts=frozenset({"KvatlasDecisionsWithoutIndex", "KvatlasPartitionsWithoutOwner"}),
     ),
-    "store_comes_back_empty": Fault(store_comes_back_empty, "? Yes, by 2 of 2"),
+    "store_comes_back_empty": Fault(store_comes_back_empty, "? Yes, by 2 of 2", also=frozenset({"routers.answers"})),
     "bus_comes_back_empty": Fault(bus_comes_back_empty, "? Yes, by 2 of 2"),
     "bus_is_gone": Fault(
         bus_is_gone,
         "? By load only, because NATS does not answer",
         {"nats.reachable": "refused"},
         also=frozenset({"workers.load", "routers.answers"}),
+        also_alerts=frozenset({"KvatlasPartitionsWithoutOwner", "KvatlasNoIndexer"}),
     ),
-    "index_is_flushed": Fault(index_is_flushed, "? Yes, by 2 of 2"),
+    "index_is_flushed": Fault(index_is_flushed, "? Yes, by 2 of 2", also=frozenset({"routers.answers"})),
     "publisher_of_another_fleet": Fault(
         publisher_of_another_fleet,
         "? Yes, by 2 of 2",

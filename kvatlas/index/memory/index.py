@@ -1,6 +1,6 @@
 """The residency index in process memory: the reference model, and the index of routers that share none."""
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from time import monotonic
 
 from kvatlas.blocks.digest import Digest
@@ -188,6 +188,15 @@ class MemoryIndex(DirectWrites):
         shard = self._shard_of(worker_id)
         record = shard.workers.get(worker_id)
         return shard.digest_words(record.active) if record is not None and record.active >= 0 else None
+
+    async def claimed(self, worker_ids: Sequence[str]) -> Mapping[str, int]:
+        found: dict[str, int] = {}
+        for worker_id in worker_ids:
+            shard = self._shard_of(worker_id)
+            record = shard.workers.get(worker_id)
+            if record is not None and (holders := [one for one in (record.active, record.loading) if one >= 0]):
+                found[worker_id] = sum(shard.table.holders[holder].digest.blocks for holder in holders)
+        return found
 
     async def length(self) -> int:
         tables = [shard.table for shard in self._shards]

@@ -3,7 +3,7 @@
 Each write is one server-side function (`functions/*.lua`); this file only names keys and reads answers.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -388,6 +388,15 @@ class RedisIndex(DirectWrites):
         if record is None or not record.active:
             return None
         return await reader.digest(record.active) + await reader.mark_digest(record.active)
+
+    async def claimed(self, worker_ids: Sequence[str]) -> Mapping[str, int]:
+        found: dict[str, int] = {}
+        for worker_id in worker_ids:
+            reader = self._reader_of(worker_id)
+            record = await reader.record(worker_id)
+            if record is not None and (holders := [one for one in (record.active, record.loading) if one]):
+                found[worker_id] = sum(sum(words[0::3]) for words in await reader.digests(holders))
+        return found
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
         scope_ids = await self._registry.ids()

@@ -19,9 +19,10 @@
 local CHAIN, LIMIT, LOST, QUEUED_US, RUNNING_US, KV_US, WAITING_TOKENS = 1, 2, 3, 4, 5, 6, 7
 local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, INTERFERENCE, KIND_FIELDS = 8, 9, 10, 11, 12, 13, 13
 local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3, 4, 5, 6, 6
-local MOST_ASK, MOST_OFFERS, MOST_SKIPPED = 131072, 256, 256 -- bytes of an ask, its offers, and workers that get none
+local MOST_ASK, MOST_OFFERS, MOST_SKIPPED = 131072, 192, 256 -- bytes of an ask, its offers, and workers that get none
 local MOST_CHAINS, MOST_STEPS = 16, 2048 -- chains of an ask, and steps in all of them
-local MOST_MATCHED = 256 -- predictions that one ask looks at
+local MOST_LIKENESSES = 32 -- of an ask
+local MOST_MATCHED, LONG = 64, 4096 -- predictions that one ask looks at; one counts once more for each LONG bytes of hashes
 local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
 local function unpack_limits(limits)
@@ -42,7 +43,9 @@ local function unpack_ask(packed)
     steps = steps + #chain[2] / HASH_BYTES
     chains[i] = { step_tokens = chain[1], hashes = chain[2] }
   end
-  if #chains > MOST_CHAINS or steps > MOST_STEPS or rows > MOST_OFFERS or #skipped > MOST_SKIPPED then
+  if #chains > MOST_CHAINS or steps > MOST_STEPS or rows > MOST_OFFERS or #skipped > MOST_SKIPPED
+    or #look_alikes > MOST_LIKENESSES * OFFER_FIELDS
+  then
     error({ err = string.format('ERR ask of %d steps and %d offers at most', MOST_STEPS, MOST_OFFERS) })
   end
   return {
@@ -79,9 +82,9 @@ local function shared(chain, offset, hashes)
 end
 
 -- Returns the predictions that share a prefix with a chain: a list of { id, prediction, steps = leading steps of the chain that
--- it covers, whole = is all of the prediction shared? }; and how many it looked at, `most` at most.
-local function matches_of(keys, chain, now, most)
-  local matches, chain_steps, looked = {}, #chain / HASH_BYTES, 0
+-- it covers, whole = is all of the prediction shared? }; and how many it may still look at of `left`.
+local function matches_of(keys, chain, now, left)
+  local matches, chain_steps = {}, #chain / HASH_BYTES
   for first = 0, chain_steps - 1, CHUNK do
     local probed = math.min(CHUNK, chain_steps - first)
     local probes = { struct.unpack(string.rep('c' .. HASH_BYTES, probed), chain, first * HASH_BYTES + 1) }
@@ -92,14 +95,17 @@ local function matches_of(keys, chain, now, most)
         if #ids > MOST_ANCHORED * ID_BYTES then
           damaged('anchor')
         end
-        for at = 1, math.min(#ids, (most - looked) * ID_BYTES), ID_BYTES do
+        for at = 1, #ids, ID_BYTES do
+          if left <= 0 then
+            return matches, 0
+          end
           local id = string.sub(ids, at, at + ID_BYTES - 1)
-          looked = looked + 1
           local prediction, first_step = get_prediction(keys, id), first + i - 1
           if not prediction then
             damaged('anchor')
           end
           local hashes = prediction[P_HASHES]
+          left = left - 1 - math.floor(#hashes / LONG)
           if prediction[P_ENDS_US] > now and prediction[P_FIRST_STEP] == first_step then
             local steps = shared(chain, first_step * HASH_BYTES, hashes)
             matches[#matches + 1] = {
@@ -110,7 +116,7 @@ local function matches_of(keys, chain, now, most)
       end
     end
   end
-  return matches, looked
+  return matches, left
 end
 
 -- Returns the us by which an offer misses the SLO, and its level, which depends on what it would exceed (0: nothing that
@@ -226,8 +232,8 @@ local function find_predictions(state)
   end
   local kinds, left = ask.kinds, MOST_MATCHED
   for c, chain in ipairs(ask.chains) do
-    local matches, found, looked = {}, matches_of(keys, chain.hashes, state.now, left)
-    left = left - looked
+    local matches, found = {}
+    found, left = matches_of(keys, chain.hashes, state.now, left)
     for _, match in ipairs(found) do
       local worker, ready_us = match.prediction[P_WORKER], match.prediction[P_READY_US]
       local k = kind_for(state, worker)

@@ -10,11 +10,13 @@
 local FIRST_READ, MOST_READ = 4, 512
 local ROUNDING_US = 1 -- equal sums may differ in cost by this much
 local MOST_RETURNED = 32
-local MOST_WEIGHED = 512 -- of one ask
+local MOST_WEIGHED, MOST_OVERDUE = 160, 32 -- of one ask
+local MOST_EQUALS = 10000 -- more with the lowest score are read in their order, from whatever place the ask has on the ring
 
 -- Finds the groups of the ask's look-alikes, and which of these are weighed one by one. Returns false if there are too few.
 local function find_look_alikes(state)
   local keys, ask, members = state.keys, state.ask, 0
+  state.left = MOST_WEIGHED
   for _, worker in ipairs(ask.skipped) do
     state.named[worker] = true
   end
@@ -31,7 +33,7 @@ local function find_look_alikes(state)
   if members < ask.least_members then
     return false
   end
-  local old = redis.call('ZRANGEBYSCORE', keys[SAMPLES], '-inf', string.format('%d', state.fresh))
+  local old = redis.call('ZRANGEBYSCORE', keys[SAMPLES], '-inf', string.format('%d', state.fresh), 'LIMIT', 0, MOST_OVERDUE)
   for i, packed in ipairs(records_of(keys, old)) do
     local worker = old[i]
     if not state.named[worker] and state.row_of[select(GROUP, struct.unpack(WORKER, packed))] then
@@ -52,7 +54,7 @@ local function weigh_member(state, at, worker, packed, ring_place)
       slots, kv_tokens = select(SLOTS, struct.unpack(WORKER, packed))
     end
   end
-  state.count = state.count + 1
+  state.count, state.left = state.count + 1, state.left - 1
   local score, level = weigh(state, state.count, state.ask.look_alikes, at, worker, packed, slots, kv_tokens, decode_us)
   prefer(state, state.count, score, level, (ring_place - state.ask.ring) % 4294967296)
 end
@@ -102,11 +104,12 @@ local function read_next(state, cursor, most)
   if cursor.at == 0 and not cursor.turned then
     local first = read_range(key, low, high, 0, most)
     local read = #first / 2
-    if read < most or first[2] ~= first[#first] then
+    local all_equal = read == most and first[2] == first[#first]
+    local size = all_equal and redis.call('ZCOUNT', key, first[2], first[2])
+    if not all_equal or size > MOST_EQUALS then
       cursor.at = read
       return first, read < most
     end
-    local size = redis.call('ZCOUNT', key, first[2], first[2])
     local left, right = 0, size
     while left < right do
       local middle = math.floor((left + right) / 2)
@@ -182,10 +185,13 @@ local function weigh_family(state, at, family)
   while true do
     local all_read, threshold, all_equal = false, without_load_us, true
     for _, cursor in ipairs(cursors) do
-      local ended = weigh_next(state, cursor, at, family, most)
+      if state.left <= 0 then
+        return
+      end
+      local ended = weigh_next(state, cursor, at, family, math.min(most, state.left))
       all_read = all_read or ended
     end
-    if all_read or state.count > MOST_WEIGHED then
+    if all_read then
       return
     end
     for _, cursor in ipairs(cursors) do
@@ -200,6 +206,23 @@ local function weigh_family(state, at, family)
   end
 end
 
+-- Returns the groups, those that are cheapest without load first, as MOST_WEIGHED may end the search; equal ones begin at another
+-- one for each prompt.
+local function groups_in_order(state)
+  local groups, row = {}, state.ask.look_alikes
+  for group in pairs(state.row_of) do
+    groups[#groups + 1] = group
+  end
+  local function turned(group)
+    return (group * 2654435761 + state.ask.ring) % 4294967296
+  end
+  table.sort(groups, function(a, b)
+    local base_a, base_b = row[state.row_of[a] + BASE], row[state.row_of[b] + BASE]
+    return base_a < base_b or (base_a == base_b and turned(a) < turned(b))
+  end)
+  return groups
+end
+
 -- Weighs as many of the ask's look-alikes as it takes.
 local function weigh_look_alikes(state)
   state.seen = {}
@@ -212,9 +235,9 @@ local function weigh_look_alikes(state)
     local ring_place = tonumber(string.sub(redis.sha1hex(worker), 1, 8), 16)
     weigh_member(state, state.row_of[select(GROUP, struct.unpack(WORKER, packed))], worker, packed, ring_place)
   end
-  for group, at in pairs(state.row_of) do
-    weigh_family(state, at, group * 2 + 1)
-    weigh_family(state, at, group * 2)
+  for _, group in ipairs(groups_in_order(state)) do
+    weigh_family(state, state.row_of[group], group * 2 + 1)
+    weigh_family(state, state.row_of[group], group * 2)
   end
 end
 

@@ -84,7 +84,14 @@ INDEXER = {
     ),
     **by(RECORDS, "outcome", fleet_writes="written", records_bad="refused"),
     **single(POOLS_REPAIRED, "pools_repaired"),
-    **by(LIVENESS, "change", workers_lost="lost", workers_retired="retired", retirements_held="retirement_held"),
+    **by(
+        LIVENESS,
+        "change",
+        workers_lost="lost",
+        workers_retired="retired",
+        retirements_held="retirement_held",
+        workers_too_large="too_large",
+    ),
     **by(PARTITION_MOVES, "change", partitions_taken="taken", partitions_given="given", leases_lost="lost"),
     **by(
         CLEANUPS,

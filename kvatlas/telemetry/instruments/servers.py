@@ -152,6 +152,7 @@ TOKENS = {
         busy="busy",
         unsupported="unsupported",
         failed="failed",
+        no_engine="no_engine",
     ),
     **single(TOKENIZE_TIME, "reading_time"),
 }

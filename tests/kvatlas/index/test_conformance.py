@@ -138,6 +138,19 @@ async def test_a_snapshot_answers_only_when_it_is_complete(index: ResidencyIndex
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 8}
 
 
+async def test_what_a_worker_claims_includes_a_snapshot_under_way(index: ResidencyIndex) -> None:
+    source, other = MessageSource("w"), MessageSource("other")
+    await apply_messages(
+        index, source.begin(1), source.store(SCOPE, head(10)), source.store(SCOPE, head(4), Tier.CPU_DRAM)
+    )
+    await apply_messages(index, other.begin(1))
+    assert await index.claimed(["w", "other", "unknown"]) == {"w": 14, "other": 0}
+    snapshot = MessageSource("w", 2)
+    chunk = SnapshotChunk(SCOPE.scope_id, Tier.HBM, head(8))
+    await apply_messages(index, snapshot.message(SnapshotBegin()), snapshot.message(chunk, scopes=[SCOPE]))
+    assert await index.claimed(["w"]) == {"w": 22}
+
+
 @pytest.mark.parametrize("wrong", ["count", "digest"])
 async def test_a_wrong_snapshot_closes_the_incarnation_and_the_old_one_answers(
     index: ResidencyIndex, wrong: str

@@ -85,3 +85,10 @@ async def test_an_unreachable_server_is_an_error_and_the_other_is_still_examined
         "store.reachable",
         "nats.stream",
     ]
+
+
+async def test_without_the_store_routers_that_run_go_on_by_load(installation: Installation) -> None:
+    async with installation.replicas("a"), installation.worker("w1"):
+        found = await examine(installation.nats.url, f"redis://{NOWHERE}", listen_s=3)
+    assert found[0].level is Level.ERROR
+    assert "? By load only, and only by routers that already run, because Redis at " in found[0].line

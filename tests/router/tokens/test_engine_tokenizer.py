@@ -186,7 +186,7 @@ async def test_engines_without_a_tokenizer_are_told_apart_from_those_that_fail()
     async with running_engine() as (addresses, _), engine_client() as client:
         request = TextRequest(Api.COMPLETIONS, {"prompt": "ab"})
         for urls, why in (
-            ([], Why.FAILED),
+            ([], Why.NO_ENGINE),
             (["http://127.0.0.1:1"], Why.FAILED),
             ([addresses.base_url + "/nothing"], Why.UNSUPPORTED),
         ):
