@@ -118,7 +118,8 @@ async def listed_source(url: str, rank: int | None, kind: EngineKind) -> EventSo
     async with httpx.AsyncClient(base_url=url.rstrip("/"), timeout=ANSWER_S, trust_env=False) as client:
         try:
             if kind is EngineKind.SGLANG:
-                sources = list(_listed_by_sglang(await _get_sglang_info(client), host).values())
+                info = await _get_sglang_info(client)
+                sources = list(_listed_sources(info.get("kv_event_sources"), host).values())
             else:
                 offer = vllm_offer(await _get_json(client, "/kv_event_sources"), "", "", host)
                 sources = [] if offer.assumed else list(offer.sources)
@@ -145,22 +146,13 @@ def _unlisted_note(model_id: str, listed: Sequence[str]) -> Sequence[str]:
 
 
 def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> EngineOffer:
-    """The offer in vLLM's answers. `listed`: `/kv_event_sources` (vLLM 0.33), a map from rank to its publisher's
-    configuration; None for versions that do not list their event sources."""
+    """The offer in vLLM's answers. `listed`: `/kv_event_sources`; None for versions that do not list their event sources."""
     ranks, block_size, caching = _cache_config(metrics_page)
+    is_listed = isinstance(listed, Mapping | list)
     sources: list[EventSource] = []
-    if isinstance(listed, Mapping):
-        found = {rank: one for rank, one in listed.items() if isinstance(one, Mapping) and one.get("endpoint")}
-        for rank, one in sorted((int(rank), one) for rank, one in found.items() if str(rank).isdecimal()):
-            replay = one.get("replay_endpoint")
-            sources.append(
-                EventSource(
-                    resolve_endpoint(str(one["endpoint"]), host),
-                    resolve_endpoint(str(replay), host) if replay else None,
-                    str(one.get("topic") or ""),
-                    rank if len(listed) > 1 else None,
-                )
-            )
+    if is_listed:
+        found = _listed_sources(listed, host)
+        sources = [replace(found[rank], rank=rank if len(listed) > 1 else None) for rank in sorted(found)]
     else:
         for rank in range(max(1, ranks)):
             endpoints = [resolve_endpoint(f"tcp://*:{port + rank}", host) for port in (EVENTS_PORT, REPLAY_PORT)]
@@ -173,7 +165,7 @@ def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> Engi
         block_size,
         notes=notes,
         ranks=range(ranks) if ranks > 1 else (None,),
-        assumed=not isinstance(listed, Mapping),
+        assumed=not is_listed,
     )
 
 
@@ -191,7 +183,7 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
     ranks = range(min(dp_size, MAX_RANKS)) if isinstance(dp_size, int) and dp_size > 1 else (None,)
     if isinstance(config, Mapping) and config.get("publisher") == "zmq":
         endpoint, replay = str(config.get("endpoint") or f"tcp://*:{EVENTS_PORT}"), config.get("replay_endpoint")
-        listed = _listed_by_sglang(info, host)
+        listed = _listed_sources(info.get("kv_event_sources"), host)
         for rank in ranks:
             if (known := listed.get(rank or 0)) is not None:
                 sources.append(replace(known, rank=rank))
@@ -227,20 +219,25 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
     )
 
 
-def _listed_by_sglang(info: Mapping[str, Any], host: str) -> Mapping[int, EventSource]:
-    """The sockets that SGLang lists, by rank. It lists only ranks on its own node."""
-    listed = info.get("kv_event_sources")
-    found: dict[int, EventSource] = {}
-    for one in listed if isinstance(listed, list) else ():
-        if isinstance(one, Mapping) and isinstance(rank := one.get("dp_rank"), int) and one.get("endpoint"):
-            replay = one.get("replay_endpoint")
-            found[rank] = EventSource(
-                resolve_endpoint(str(one["endpoint"]), host),
-                resolve_endpoint(str(replay), host) if replay else None,
-                str(one.get("topic") or ""),
-                rank,
-            )
-    return found
+def _listed_sources(listed: Any, host: str) -> dict[int, EventSource]:
+    """The sockets that an engine lists, by rank, in any of the forms in use: vLLM 0.33's map from rank to its publisher's
+    configuration, the array of the change that brought it, and SGLang's array of the ranks on its own node."""
+    rows: list[tuple[Any, Any]] = []
+    if isinstance(listed, Mapping):
+        rows = [(int(rank), one) for rank, one in listed.items() if str(rank).isdecimal()]
+    elif isinstance(listed, list):
+        entries = [one for one in listed if isinstance(one, Mapping)]
+        rows = [(one.get("data_parallel_rank", one.get("dp_rank")), one) for one in entries]
+    return {
+        rank: EventSource(
+            resolve_endpoint(str(one["endpoint"]), host),
+            resolve_endpoint(str(replay), host) if (replay := one.get("replay_endpoint")) else None,
+            str(one.get("topic") or ""),
+            rank,
+        )
+        for rank, one in rows
+        if isinstance(rank, int) and isinstance(one, Mapping) and one.get("endpoint")
+    }
 
 
 def resolve_endpoint(endpoint: str, host: str) -> str:

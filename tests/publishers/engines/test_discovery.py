@@ -94,33 +94,39 @@ async def test_an_engine_with_a_private_certificate_is_discovered(tmp_path: Path
     assert offer.model_id == "m"
 
 
-def test_vllm_ranks_have_the_listed_sources_or_the_usual_ports() -> None:
-    listed = {
-        "1": {
-            "enable_kv_cache_events": True,
-            "endpoint": "tcp://10.0.0.2:7001",
-            "replay_endpoint": None,
-            "topic": "kv",
-        },
-        "0": {
-            "enable_kv_cache_events": True,
-            "endpoint": "tcp://*:7000",
-            "replay_endpoint": "tcp://*:7100",
-            "topic": "kv",
-        },
-    }
+VLLM_SOURCES: dict[str, dict[str, Any]] = {
+    "1": {"enable_kv_cache_events": True, "endpoint": "tcp://10.0.0.2:7001", "replay_endpoint": None, "topic": "kv"},
+    "0": {
+        "enable_kv_cache_events": True,
+        "endpoint": "tcp://*:7000",
+        "replay_endpoint": "tcp://*:7100",
+        "topic": "kv",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [VLLM_SOURCES, [{"data_parallel_rank": int(rank), **source} for rank, source in VLLM_SOURCES.items()]],
+    ids=["map", "array"],
+)
+def test_vllm_ranks_have_the_listed_sources_in_each_form(listed: Any) -> None:
     offer = vllm_offer(listed, PAGE, "m", "host")
-    assert offer.block_size == 32
+    assert (offer.block_size, offer.assumed) == (32, False)
     assert offer.sources == [
         EventSource("tcp://host:7000", "tcp://host:7100", "kv", 0),
         EventSource("tcp://10.0.0.2:7001", None, "kv", 1),
     ]
+
+
+def test_vllm_ranks_that_are_not_listed_have_the_usual_ports() -> None:
     assert vllm_offer(None, PAGE, "m", "host").sources == [
         EventSource("tcp://host:5557", "tcp://host:5558", "", 0),
         EventSource("tcp://host:5558", "tcp://host:5559", "", 1),
     ]
     assert vllm_offer(None, "", "m", "host").sources == [EventSource("tcp://host:5557", "tcp://host:5558")]
-    assert vllm_offer({}, PAGE, "m", "host").sources == []
+    for empty in ({}, [], ["?", {"data_parallel_rank": "?"}]):
+        assert vllm_offer(empty, PAGE, "m", "host").sources == []
 
 
 def test_prefix_caching_that_is_off_gets_a_note() -> None:
