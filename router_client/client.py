@@ -164,7 +164,13 @@ class RouterClient:
             stored = await open_answering_index(store, wait=wait, on_wait=on_wait)
             async with (
                 open_overlap_index(store, stored, replica) as index,
-                cls(index, FleetStore(store), settings, reservations=RedisReservations(store), store=store) as client,
+                cls(
+                    index,
+                    FleetStore(store),
+                    settings,
+                    reservations=RedisReservations(store, stored if replica is None else None),
+                    store=store,
+                ) as client,
             ):
                 with export_metrics("router", client.counters), export_metrics("answers", client.answers.counts):
                     yield client

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from kvatlas.reservations.lookup import Lookup, LookupChain, NotInHbm, Reuse
 from kvatlas.reservations.memory import MemoryReservations
 from kvatlas.reservations.protocol import (
     STEP_BLOCKS,
@@ -32,7 +33,10 @@ __all__ = [
     "LoadReport",
     "LookAlikes",
     "LookAlikesUnknown",
+    "Lookup",
+    "LookupChain",
     "MemoryReservations",
+    "NotInHbm",
     "Offer",
     "OfferEvaluation",
     "OfferKind",
@@ -40,6 +44,7 @@ __all__ = [
     "PairLayout",
     "RedisReservations",
     "Reservations",
+    "Reuse",
     "StepChain",
     "WorkerReport",
 ]

@@ -7,10 +7,12 @@ The Lua twin is `functions/_evaluation.lua`. It finds the same worker without lo
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvatlas.cost.protocol import Load, Prices, mean_load
 from kvatlas.reservations.likeness import RING, place_on_ring
+from kvatlas.reservations.lookup import LookupChain
 from kvatlas.reservations.pair_choice import choose_pair
 from kvatlas.reservations.protocol import Ask, Evaluation, LookAlikesUnknown, Offer, OfferEvaluation, OfferKind
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, Over, level
@@ -42,33 +44,61 @@ class UsablePrediction(NamedTuple):
 class Candidates(NamedTuple):
     """Every worker that an ask may choose: its `offers`, then one for each look-alike; `limits` in the same order.
 
-    `rings`: each worker's distance from the ask's place on the ring; -1 for an offer that names its worker.
+    `rings`: each worker's distance from the ask's place on the ring; -1 for an offer that names its worker. `held_tokens`: what
+    each holds, if that is looked up.
     """
 
     offers: Sequence[Offer]
     limits: Sequence[Limit]
     rings: Sequence[int]
+    held_tokens: Sequence[int] = ()
 
     @classmethod
-    def of(cls, ask: Ask, members: Mapping[str, tuple[bytes, Limit]]) -> "Candidates":
-        """Expand an ask. `members`: the likeness and the limit of every possible look-alike. Raises LookAlikesUnknown."""
+    def of(
+        cls,
+        ask: Ask,
+        members: Mapping[str, tuple[bytes, Limit]],
+        depths: Mapping[LookupChain, Mapping[str, int]] = MappingProxyType({}),
+    ) -> "Candidates":
+        """Expand an ask. `members`: the likeness and the limit of every possible look-alike. `depths`: how many blocks of each
+        chain of its lookup workers hold. Raises LookAlikesUnknown."""
         offers, rings = list(ask.offers), [-1] * len(ask.offers)
         limits = [UNKNOWN_LIMIT] * len(offers) if ask.limits is None else list(ask.limits.of_offers)
         named = {*(offer.worker_id for offer in offers), *ask.skipped}
+        likenesses = [each.likeness for each in ask.look_alikes]
         look_alikes = {each.likeness: each for each in ask.look_alikes}
+        held_tokens: list[int] = []
         has_room = ask.limits is None or ask.limits.look_alikes_have_room
         found = 0
         for worker_id, (likeness, limit) in members.items():
             group = look_alikes.get(likeness)
             found += group is not None
             if group is not None and worker_id not in named:
-                offers.append(group.offer._replace(worker_id=worker_id))
+                if ask.lookup is None:
+                    offers.append(group.offer._replace(worker_id=worker_id))
+                else:
+                    row = ask.lookup.row_of(worker_id, likeness, likenesses)
+                    group, chain = ask.look_alikes[row], ask.lookup.chains[row]
+                    held_tokens.append(0 if chain is None else depths[chain].get(worker_id, 0) * chain.tokens)
+                    offers.append(offer_holding(ask, row, worker_id, held_tokens[-1]))
                 slots, kv_tokens = (0, 0) if has_room else (limit.slots, limit.kv_tokens)
                 limits.append(Limit(slots, kv_tokens, group.decode_us))
                 rings.append((place_on_ring(worker_id) - ask.ring) % RING)
         if found < ask.least_members or not offers:
             raise LookAlikesUnknown(f"{found} look-alikes for an ask; expected at least {ask.least_members}")
-        return cls(offers, limits, rings)
+        return cls(offers, limits, rings, held_tokens)
+
+
+def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer:
+    """The offer to a worker that holds so much of the prompt, from its row of look-alikes in an ask with a lookup."""
+    assert ask.lookup is not None
+    _, kind, _, _, base_us, work_us = ask.look_alikes[row].offer
+    cached = 0 if ask.lookup.chains[row] is None else ask.lookup.reuse[row].usable_tokens(held_tokens)
+    saved = worth_us(kind.prices, cached)
+    steps = 0 if kind.chain is None else held_tokens // ask.chains[kind.chain].step_tokens
+    if worker_id == ask.lookup.home:
+        base_us = base_us - ask.lookup.home_us
+    return Offer(worker_id, kind, steps, cached, base_us - saved, work_us - saved)
 
 
 def evaluate(
@@ -100,7 +130,7 @@ def evaluate(
         prefill, chosen = choose_pair(ask.pair_layout, scores)
         return Evaluation(chosen, offers, by_offer, prefill)
     chosen = min(range(len(scores)), key=lambda i: (scores[i], candidates.rings[i]))
-    return Evaluation(chosen, offers, by_offer)
+    return Evaluation(chosen, offers, by_offer, held_tokens=candidates.held_tokens)
 
 
 def usable_tokens(kind: OfferKind, predicted_tokens: int) -> int:

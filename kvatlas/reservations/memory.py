@@ -7,10 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.residency import WorkerRuns
+from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.regression import Evidence
 from kvatlas.reservations.evaluation import Candidates, PrefixMatch, WorkerLoad, evaluate, ready_us
+from kvatlas.reservations.lookup import LookupChain, NotInHbm
 from kvatlas.reservations.memory_pool import BookedRequest, MemoryPool, PoolWorker, PredictedPrefix
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
@@ -24,25 +29,39 @@ from kvatlas.reservations.protocol import (
     WorkerReport,
 )
 
+if TYPE_CHECKING:
+    from kvatlas.index.protocol import ResidencyIndex
+
+HeldBlocks = Mapping[LookupChain, Mapping[str, WorkerRuns]]
+"""What workers hold of each chain of a lookup."""
+NOTHING_LOOKED_UP: HeldBlocks = MappingProxyType({})
+
 CALLED_OFF_US = 30_000_000
 CLOCK_SLACK_US = 1_000_000
 
 
 class MemoryReservations:
-    """See `Reservations`. `clock_us` returns microseconds."""
+    """See `Reservations`. `clock_us` returns microseconds. `index`: where asks with a lookup look."""
 
     fed_by_indexer = False
 
-    def __init__(self, clock_us: Callable[[], int] = lambda: time.time_ns() // 1_000) -> None:
+    def __init__(
+        self, clock_us: Callable[[], int] = lambda: time.time_ns() // 1_000, index: "ResidencyIndex | None" = None
+    ) -> None:
         self._clock_us = clock_us
+        self._index = index
         self._pools: dict[str, MemoryPool] = {}
         self._order = count()
 
+    @property
+    def look_up(self) -> bool:
+        return self._index is not None
+
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
-        return self.evaluate_now(pool_id, ask)
+        return self.evaluate_now(pool_id, ask, await self._look_up(ask))
 
     async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
-        return self.book_now(pool_id, booking)
+        return self.book_now(pool_id, booking, await self._look_up(booking.ask))
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         pool, now = self._pool(pool_id), self._clock_us()
@@ -96,11 +115,11 @@ class MemoryReservations:
 
     # ------------------------------------------------------------ the same calls without waiting
 
-    def evaluate_now(self, pool_id: str, ask: Ask) -> Evaluation:
+    def evaluate_now(self, pool_id: str, ask: Ask, held: HeldBlocks = NOTHING_LOOKED_UP) -> Evaluation:
         """`evaluate`, without waiting."""
-        return self._evaluate(self._pool(pool_id), ask, self._clock_us())[0]
+        return self._evaluate(self._pool(pool_id), ask, self._clock_us(), held)[0]
 
-    def book_now(self, pool_id: str, booking: Booking) -> Evaluation | None:
+    def book_now(self, pool_id: str, booking: Booking, held: HeldBlocks = NOTHING_LOOKED_UP) -> Evaluation | None:
         """`book`, without waiting."""
         pool, now = self._purge(pool_id)
         pool.routers[booking.router_id] = now + booking.lease_us
@@ -111,7 +130,7 @@ class MemoryReservations:
                 pool.remove_prediction(id)
         if any(id in pool.called_off for id in ids):
             return None
-        found, matches = self._evaluate(pool, booking.ask, now)
+        found, matches = self._evaluate(pool, booking.ask, now, held)
         self._reserve(pool, booking.id, booking, found, found.chosen, matches, now)
         if found.prefill is not None and booking.prefill_id is not None:
             self._reserve(pool, booking.prefill_id, booking, found, found.prefill, matches, now)
@@ -151,12 +170,21 @@ class MemoryReservations:
 
     # ------------------------------------------------------------ pieces
 
-    def _evaluate(self, pool: MemoryPool, ask: Ask, now: int) -> tuple[Evaluation, dict[bytes, int]]:
+    async def _look_up(self, ask: Ask) -> HeldBlocks:
+        """What each worker holds of the chains of an ask's lookup: runs of blocks in equal tiers."""
+        if ask.lookup is None:
+            return NOTHING_LOOKED_UP
+        assert self._index is not None
+        scope, chains = ask.lookup.scope, ask.lookup.distinct_chains
+        return {chain: (await self._index.overlap(scope, chain.hashes)).runs_by_worker() for chain in chains}
+
+    def _evaluate(self, pool: MemoryPool, ask: Ask, now: int, held: HeldBlocks) -> tuple[Evaluation, dict[bytes, int]]:
         """The evaluation, and for each prediction that shares a prefix with the prompt the steps held with it."""
         members = (
             {id: (worker.likeness, worker.limit) for id, worker in pool.workers.items()} if ask.look_alikes else {}
         )
-        candidates = Candidates.of(ask, members)
+        depths = {chain: {id: sum(n for n, _ in runs) for id, runs in of.items()} for chain, of in held.items()}
+        candidates = Candidates.of(ask, members, depths)
         loads: dict[str, WorkerLoad] = {}
         for offer in candidates.offers:
             worker = pool.workers.get(offer.worker_id) or PoolWorker()
@@ -172,11 +200,19 @@ class MemoryReservations:
                 if chains.get(prediction.worker_id) is chain and prediction.ends_us > now:
                     common = _common_steps(chain.hashes[prediction.first * HASH_BYTES :], prediction.hashes)
                     matches[other] = prediction.first + common
-        held = [
+        predicted = [
             PrefixMatch(pool.predictions[other].worker_id, steps, pool.predictions[other].ready_us)
             for other, steps in matches.items()
         ]
-        return evaluate(ask, candidates, loads, held, now), matches
+        found = evaluate(ask, candidates, loads, predicted, now)
+        if ask.lookup is not None:
+            likeness = pool.workers[found.worker_id].likeness
+            row = ask.lookup.row_of(found.worker_id, likeness, [each.likeness for each in ask.look_alikes])
+            looked_up = ask.lookup.chains[row]
+            runs = () if looked_up is None else held[looked_up].get(found.worker_id, ())
+            if not all(flags & Tier.HBM.flag for _, flags in runs):
+                raise NotInHbm(f"worker {found.worker_id} holds blocks in other tiers")
+        return found, matches
 
     def _reserve(
         self,

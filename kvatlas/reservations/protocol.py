@@ -10,7 +10,7 @@ a lower bound within STEP_BLOCKS - 1 blocks.
 
 A choice among hundreds of workers names only a few of them. The rest are **look-alikes**: workers of one likeness that hold
 the same blocks and differ only in their load. An ask makes one offer to all of them, and the store, which keeps them sorted
-by load, finds the cheapest.
+by load, finds the cheapest. With a lookup (`kvatlas.reservations.lookup`) they may hold different parts of the prompt, too.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,6 +24,7 @@ from kvatlas.cost.regression import Evidence
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.reservations.likeness import likeness_of
+from kvatlas.reservations.lookup import Lookup
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, limit_of
 
 STEP_BLOCKS = 8
@@ -126,6 +127,9 @@ class Ask:
 
     `skipped`: workers that get no offer as look-alikes. If the store knows fewer than `least_members` look-alikes, counting
     skipped workers and those with their own offer, the ask raises LookAlikesUnknown.
+
+    `lookup`: what each look-alike holds is looked up; then their offers are those of workers that hold nothing, and there are
+    no others. Such an ask may raise NotInHbm. Only for reservations that `look_up`.
     """
 
     offers: Sequence[Offer]
@@ -137,6 +141,7 @@ class Ask:
     skipped: Collection[str] = ()
     least_members: int = 0
     ring: int = 0
+    lookup: Lookup | None = None
 
 
 class LookAlikesUnknown(KvatlasError):
@@ -194,13 +199,15 @@ class Evaluation:
     """The cheapest of `offers`, and the parts of each offer's cost, in the same order.
 
     `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair layout,
-    `chosen` computes the answer and `prefill` the prompt (None: `chosen` computes both).
+    `chosen` computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `held_tokens` has
+    for each offer what its worker holds.
     """
 
     chosen: int
     offers: Sequence[Offer]
     by_offer: Sequence[OfferEvaluation]
     prefill: int | None = None
+    held_tokens: Sequence[int] = ()
 
     @property
     def worker_id(self) -> str:
@@ -286,12 +293,16 @@ class Reservations(Protocol):
     def fed_by_indexer(self) -> bool:
         """True: the indexer reports workers. False: the caller must `report` them."""
 
+    @property
+    def look_up(self) -> bool:
+        """True if an ask may have a lookup: the index is at hand."""
+
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
-        """What `book` would choose now. Books nothing. Raises LookAlikesUnknown."""
+        """What `book` would choose now. Books nothing. Raises LookAlikesUnknown and NotInHbm."""
 
     async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
         """Reserve the cheapest offer; None if the booking was called off before. Sent again, it replaces the first one.
-        Raises LookAlikesUnknown; then nothing is reserved."""
+        Raises LookAlikesUnknown and NotInHbm; then nothing is reserved."""
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         """Record that the request's first token is there. False if the reservation does not exist, or this was recorded

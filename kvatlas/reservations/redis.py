@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, compress
 from math import isfinite
 from struct import Struct
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import msgpack
 from redis.exceptions import ResponseError
@@ -13,7 +13,9 @@ from redis.exceptions import ResponseError
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import ERRORS, FORM, Evidence
 from kvatlas.errors import DATA_ERRORS
-from kvatlas.reservations.evaluation import UsablePrediction, WorkerLoad, evaluate_offer
+from kvatlas.index.redis.keys import ShardKeys
+from kvatlas.reservations.evaluation import UsablePrediction, WorkerLoad, evaluate_offer, offer_holding
+from kvatlas.reservations.lookup import Lookup, NotInHbm
 from kvatlas.reservations.memory import CALLED_OFF_US
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
@@ -43,10 +45,19 @@ ENDS_A_CALL = 32
 two."""
 IDS_A_CALL = 500
 MOST_SLICES = 10_000
+_NOT_IN_HBM = -2
 _DAMAGED = "DAMAGED "
 """Error of a read-only function that found a record it can't use."""
 
 log = logging.getLogger("kvatlas.reservations")
+
+
+class IndexPlace(Protocol):
+    """The index of a store; `kvatlas.index.redis` has two."""
+
+    @property
+    def shard_keys(self) -> Sequence[ShardKeys]:
+        """The keys of each shard of the layout that answers now."""
 
 
 class PoolDamage(NamedTuple):
@@ -57,16 +68,23 @@ class PoolDamage(NamedTuple):
 
 
 class RedisReservations:
-    """See `Reservations`. Loads the pool's functions if the store does not have them."""
+    """See `Reservations`. Loads the pool's functions if the store does not have them. `index`: the one in the same store, for
+    asks with a lookup."""
 
     fed_by_indexer = True
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, index: IndexPlace | None = None) -> None:
         self._store = store
+        self._index = index
         self._log = RateLimitedLog(log)
 
+    @property
+    def look_up(self) -> bool:
+        """Only if all that a call reads is in one server, and what workers hold in one place."""
+        return self._index is not None and not self._store.is_cluster and len(self._index.shard_keys) == 1
+
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
-        args = [_pack_ask(ask)]
+        args = [self._pack_ask(ask)]
         try:
             answer = await call_pool_ro(self._store, "look", pool_id, args)
         except ResponseError as error:
@@ -85,10 +103,17 @@ class RedisReservations:
             booking.lease_us,
             booking.longest_us,
             booking.input_tokens,
-            _pack_ask(booking.ask),
+            self._pack_ask(booking.ask),
             *(() if booking.prefill_id is None else (booking.prefill_id,)),
         ]
         return _unpack_evaluation(booking.ask, await call_pool(self._store, "book", pool_id, args))
+
+    def _pack_ask(self, ask: Ask) -> bytes:
+        if ask.lookup is None:
+            return _pack_ask(ask, 0)
+        assert self._index is not None
+        (keys,) = self._index.shard_keys
+        return _pack_ask(ask, _lookup_fields(ask.lookup, keys))
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         return (await self._end(pool_id, [(id, None)]))[0]
@@ -194,8 +219,8 @@ def _pack(value: Any) -> bytes:
     return packed
 
 
-def _pack_ask(ask: Ask) -> bytes:
-    """An ask in the form of `functions/_evaluation.lua`."""
+def _pack_ask(ask: Ask, lookup: Any) -> bytes:
+    """An ask in the form of `functions/_evaluation.lua`. `lookup`: in the form of `functions/_lookup.lua`."""
     chains = [(cut.step_tokens, cut.hashes) for cut in ask.chains]
     numbers: dict[int, int] = {}
     kinds: list[Any] = []
@@ -227,7 +252,27 @@ def _pack_ask(ask: Ask) -> bytes:
             skipped,
             ask.least_members,
             ask.ring,
+            lookup,
         )
+    )
+
+
+def _lookup_fields(lookup: Lookup, keys: ShardKeys) -> tuple[Any, ...]:
+    """A lookup in the form of `functions/_lookup.lua`."""
+    chains = lookup.distinct_chains
+    numbers = {id(one): number for number, one in enumerate(chains, 1)}
+    reuse = [
+        (numbers.get(id(one), 0), most, lost, int(loses_first), share, unit)
+        for one, (most, lost, loses_first, share, unit) in zip(lookup.chains, lookup.reuse, strict=True)
+    ]
+    scope_id = lookup.scope.scope_id
+    return (
+        *(keys.blocks(scope_id), keys.active, keys.workers, keys.held, scope_id),
+        [(one.tokens, one.hashes) for one in chains],
+        list(chain.from_iterable(reuse)),
+        list(chain.from_iterable((worker_id, row + 1) for worker_id, row in lookup.odd.items())),
+        lookup.home or "",
+        lookup.home_us,
     )
 
 
@@ -331,16 +376,24 @@ def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
     chosen, *rest = msgpack.unpackb(answer, raw=True)
     if not chosen:
         return None
+    if chosen == _NOT_IN_HBM:
+        raise NotInHbm("the cheapest worker holds blocks in other tiers")
     if chosen < 0:
         raise LookAlikesUnknown(f"the store has fewer than {ask.least_members} look-alikes for an ask")
     prefill, now_us, mean, in_flight, predictions, records, members = rest
     queued, running, waiting, kv_tokens = mean or (0, 0, 0, 0)
     best = {worker_id.decode(): UsablePrediction(tokens, ready_us) for worker_id, tokens, ready_us in predictions}
     mean_load = Load(running, queued, waiting, kv_tokens)
-    names, numbers, member_records = members[::3], members[1::3], members[2::3]
-    offers, groups = ask.offers, [ask.look_alikes[number - 1] for number in numbers]
-    if members:
+    names, rows, member_records, depths = (members[at::4] for at in range(4))
+    offers, groups, held_tokens = ask.offers, [ask.look_alikes[row - 1] for row in rows], []
+    if ask.lookup is not None:
+        chains = [ask.lookup.chains[row - 1] for row in rows]
+        held_tokens = [int(depth) * one.tokens if one else 0 for depth, one in zip(depths, chains, strict=True)]
+        of_members = zip(rows, names, held_tokens, strict=True)
+        offers = [offer_holding(ask, row - 1, name.decode(), tokens) for row, name, tokens in of_members]
+        records = member_records
+    elif members:
         more = [each.offer._replace(worker_id=name.decode()) for name, each in zip(names, groups, strict=True)]
         offers, records = [*offers, *more], [*records, *member_records]
     by_offer = _OfferEvaluations(ask, offers, records, groups, now_us, mean_load, in_flight, best)
-    return Evaluation(chosen - 1, offers, by_offer, prefill - 1 if prefill else None)
+    return Evaluation(chosen - 1, offers, by_offer, prefill - 1 if prefill else None, held_tokens)

@@ -14,7 +14,10 @@ from kvatlas.store.function_library import FunctionLibrary
 POOL_LIBRARY = FunctionLibrary(
     "kvatlas_pool",
     Path(__file__).parent / "functions",
-    ("_clock", "_layout", "_orders", "_pool", "_register", "_pair_choice", "_evaluation", "_look_alikes", "_choice"),
+    (
+        *("_clock", "_layout", "_orders", "_pool", "_register", "_pair_choice", "_evaluation", "_look_alikes"),
+        *("_held_blocks", "_lookup", "_choice"),
+    ),
 )
 
 _FORM = 2

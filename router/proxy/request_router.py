@@ -167,7 +167,7 @@ def _build_client(settings: RoutingSettings, store: Store, index: OverlapIndex) 
             session_us=settings.session_ms * 1_000,
             temperature=settings.temperature,
         ),
-        reservations=RedisReservations(store),
+        reservations=RedisReservations(store, index if isinstance(index, AnsweringIndex) else None),
         store=store,
     )
 

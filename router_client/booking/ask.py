@@ -1,7 +1,6 @@
 """Turns quotes into the ask of a booking: each worker's cost without load, and the prompt cut into steps."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.reservations import STEP_BLOCKS, Ask, LookAlikes, Offer, OfferKind, StepChain
@@ -22,10 +21,10 @@ def build_ask(
     chains: Mapping[int, PromptChain],
     settings: RouterSettings,
     usual_block_size: int | None,
-    look_alikes: Mapping[bytes, Quote] = MappingProxyType({}),
+    look_alikes: Sequence[tuple[bytes, Quote]] = (),
 ) -> Ask:
-    """Offers in the order of `quotes`, and offers to look-alikes by likeness. `chains`: by block size, as far as hashed;
-    more is hashed as needed. `usual_block_size`: the pool's, for workers that have announced no block yet.
+    """Offers in the order of `quotes`, and offers to look-alikes with their likeness. `chains`: by block size, as far as
+    hashed; more is hashed as needed. `usual_block_size`: the pool's, for workers that have announced no block yet.
 
     Raises InvalidValue for an out-of-range token id.
     """
@@ -55,10 +54,10 @@ def build_ask(
         return Offer(worker_id, kind, held_steps, quote.cached_tokens, base_us, quote.work_us)
 
     offers = [offer_of(quote, quote.id) for quote in quotes]
-    limits = build_limits(prompt, quotes, settings.limits, tuple(look_alikes.values()))
+    limits = build_limits(prompt, quotes, settings.limits, [quote for _, quote in look_alikes])
     to_look_alikes = [
         LookAlikes(likeness, offer_of(quote, ""), 0.0 if limits is None else decode_us(prompt, quote))
-        for likeness, quote in look_alikes.items()
+        for likeness, quote in look_alikes
     ]
     return Ask(offers, step_chains, booking.again_factor, limits, look_alikes=to_look_alikes)
 

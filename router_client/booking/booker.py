@@ -13,6 +13,7 @@ from kvatlas.reservations import (
     Evaluation,
     LookAlikesUnknown,
     MemoryReservations,
+    NotInHbm,
     Outcome,
     Reservations,
     WorkerReport,
@@ -63,6 +64,11 @@ class Booker:
         """True if the reservations know the workers by likeness, so that an ask may include look-alikes."""
         return self._settings.booking.reservations and self._reservations.fed_by_indexer
 
+    @property
+    def looks_up(self) -> bool:
+        """True if the call that books can look up what workers hold."""
+        return self.sorts_workers and self._reservations.look_up
+
     # ------------------------------------------------------------ in the store, with the other routers
 
     def may_call_store(self) -> bool:
@@ -102,7 +108,7 @@ class Booker:
             evaluation = await deadline.wait_for(self._reservations.book(pool_id, booking))
             answered = True
             self._counters.booking_time.add(perf_counter() - began, span=sampled_context())
-        except LookAlikesUnknown:
+        except (LookAlikesUnknown, NotInHbm):
             answered = True
             raise
         finally:

@@ -7,9 +7,11 @@ deadline. If the store is slow or away, the choice continues without it.
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from time import monotonic
 
 from kvatlas.errors import Unreachable
-from kvatlas.reservations import Ask, Evaluation, LookAlikesUnknown, OfferEvaluation, Outcome
+from kvatlas.identity import Scope
+from kvatlas.reservations import Ask, Evaluation, LookAlikesUnknown, NotInHbm, OfferEvaluation, Outcome
 from kvatlas.store.deadline import CALLS_A_DECISION, READ_SHARE, STORE_FAILURES, Deadline, LateCalls
 from kvatlas.store.distance import StoreDistance
 from router_client.basis import Basis
@@ -24,6 +26,7 @@ from router_client.errors import NoWorkers
 from router_client.fleet_cache import FleetCache
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.look_alikes import LookAlikeQuotes
+from router_client.pricing.lookups import LookupQuotes
 from router_client.pricing.overlap import PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairRanking
@@ -33,6 +36,8 @@ from router_client.prompt import Prompt
 from router_client.results import Choice, Ranking, list_left_out
 from router_client.settings import RouterSettings
 
+TIERS_SEEN_S = 2.0
+MOST_SCOPES = 4_096
 MOST_NAMED = 8
 """Limit of left-out workers that an error names."""
 
@@ -60,6 +65,8 @@ class Decider:
         self._late_calls = late_calls
         self._distance = distance
         self._policy = RoutingPolicy(settings)
+        self._tiers_seen: dict[Scope, float] = {}
+        """Until when choices are made in steps, because blocks in other tiers than HBM had to be priced."""
 
     async def read_pool(self, pool_id: str) -> Pool:
         """The pool, read within the deadline or as read last. Raises Unreachable if it was never read."""
@@ -101,7 +108,14 @@ class Decider:
         behind = call_store and (self.store_is_far or trying)
         call_store &= not trying
         deadline = self._start_deadline()
-        case = await self._read_case(prompt, avoid, deadline, call_store=call_store)
+        if call_store and not behind and not explain_all and self._booker.looks_up and self._index.is_used_for(prompt):
+            choice, unanswered = await self._choose_by_lookup(prompt, avoid, deadline, book=book)
+            if choice is not None:
+                return choice
+            call_store = unanswered is None
+        else:
+            unanswered = None
+        case = unanswered or await self._read_case(prompt, avoid, deadline, call_store=call_store)
         call_store &= not behind
         if call_store and not explain_all and self._booker.sorts_workers:
             look_alikes = self._policy.quote_look_alikes(case)
@@ -212,15 +226,44 @@ class Decider:
             _, reservations = await self._booker.book(case.prompt, _narrow_ask(ask, case.followed), deadline)
         return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, *reservations)
 
+    async def _choose_by_lookup(
+        self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, book: bool
+    ) -> tuple[Choice | None, Case | None]:
+        """Choose with the one call that looks up, prices and books. Without a choice: the case to decide alone, if the store
+        did not answer; None if it has to be asked in steps."""
+        pool, why = await self._read_pool(prompt.scope.pool_id, deadline, call_store=True)
+        pool = self._policy.narrow(pool, prompt, avoid)
+        if self._tiers_seen.get(prompt.scope, 0.0) > monotonic():
+            return None, None
+        quotes = self._policy.quote_lookup(prompt, pool)
+        if quotes is None:
+            return None, None
+        case = Case(prompt, pool, quotes.empty, why=why)
+        call = self._choose_among(case, quotes, self._policy.ask_lookup(prompt, quotes), deadline, book=book)
+        choice, failure = await self._booker.try_store(call, deadline)
+        if failure:
+            return None, replace(case, basis=Basis.LOAD, why=why or failure)
+        return choice, None
+
     async def _choose_among_look_alikes(
         self, case: Case, quotes: LookAlikeQuotes, deadline: Deadline, *, book: bool
     ) -> Choice | None:
-        """Choose in the store while reading few workers; None if the store knows too few of them. Raises what the store
-        raises, and TimeoutError."""
-        ask = self._policy.ask_look_alikes(case, quotes)
+        """Choose in the store while reading few workers; see `_choose_among`."""
+        return await self._choose_among(case, quotes, self._policy.ask_look_alikes(case, quotes), deadline, book=book)
+
+    async def _choose_among(
+        self, case: Case, quotes: LookAlikeQuotes | LookupQuotes, ask: Ask, deadline: Deadline, *, book: bool
+    ) -> Choice | None:
+        """Choose in the store; None if it knows too few workers, or can't price what the cheapest one holds. Raises what the
+        store raises, and TimeoutError."""
         try:
             evaluation, reservations = await self._booker.look_or_book(case.prompt, ask, deadline, book=book)
         except LookAlikesUnknown:
+            return None
+        except NotInHbm:
+            if len(self._tiers_seen) >= MOST_SCOPES:
+                self._tiers_seen.clear()
+            self._tiers_seen[case.prompt.scope] = monotonic() + TIERS_SEEN_S
             return None
         matched, by_offer, chosen = quotes.match(evaluation)
         if chosen is None:

@@ -25,6 +25,10 @@ class IndexLookup:
         self._counters = counters
         self._breaker = CircuitBreaker()
 
+    def is_used_for(self, prompt: Prompt) -> bool:
+        """Does a choice for this prompt look up what workers hold, and does the index answer?"""
+        return not (self.load_only or prompt.strategy is Strategy.LOAD or self._breaker.is_open)
+
     async def look_up(self, prompt: Prompt, pool: Pool) -> PromptLookup:
         """The part of the prompt that each of the pool's workers holds. Raises what the store raises."""
         return await look_up_overlap(self._index, prompt, pool.block_shapes)

@@ -12,6 +12,7 @@ from router_client.booking.ask import build_ask
 from router_client.decision.case import Case
 from router_client.decision.shadow_policy import Policy, RoundRobin
 from router_client.pricing.look_alikes import LookAlikeQuotes, quote_look_alikes
+from router_client.pricing.lookups import LookupQuotes, quote_lookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairQuotes, quote_pairs
 from router_client.pricing.quote_desk import quote_candidates
@@ -70,6 +71,23 @@ class RoutingPolicy:
             look_alikes=dict(zip(quotes.look_alikes, away, strict=True)),
         )
 
+    def quote_lookup(self, prompt: Prompt, pool: Pool) -> LookupQuotes | None:
+        """Quotes for a pool whose workers' blocks the store looks up when it chooses; None if that is not possible."""
+        settings = self._settings
+        if settings.temperature or self._followed(prompt) is not None or settings.explain_all:
+            return None
+        if not (settings.session_us and prompt.session_id):
+            return quote_lookup(prompt, pool, self._seed)
+        home = session_worker(prompt.session_id, sorted(pool.candidate_of)) if pool.candidate_of else None
+        return quote_lookup(prompt, pool, self._seed, home=home, session_us=settings.session_us)
+
+    def ask_lookup(self, prompt: Prompt, quotes: LookupQuotes) -> Ask:
+        """The question with a lookup: which worker is the cheapest, with what it holds, under load?"""
+        chains, usual_size = quotes.empty.chains, quotes.pool.usual_block_size
+        ask = build_ask(prompt, (), chains, self._settings, usual_size, quotes.rows)
+        skipped, least = tuple(quotes.pool.skipped), quotes.least_members
+        return replace(ask, skipped=skipped, least_members=least, ring=quotes.ring, lookup=quotes.lookup)
+
     def quote_pairs(self, case: Case) -> PairQuotes:
         """Quotes of prefill and decode workers."""
         fingerprint, least = case.lookup.fingerprint + self._seed, self._settings.pairs.least_new_tokens
@@ -83,7 +101,7 @@ class RoutingPolicy:
     def ask_look_alikes(self, case: Case, quotes: LookAlikeQuotes) -> Ask:
         """The same question, about named workers and look-alikes."""
         chains, usual_size = case.lookup.chains, quotes.pool.usual_block_size
-        ask = build_ask(case.prompt, quotes.named, chains, self._settings, usual_size, quotes.look_alikes)
+        ask = build_ask(case.prompt, quotes.named, chains, self._settings, usual_size, [*quotes.look_alikes.items()])
         return replace(ask, skipped=tuple(quotes.pool.skipped), least_members=quotes.least_members, ring=quotes.ring)
 
     def criteria(self, prompt: Prompt) -> Criteria:

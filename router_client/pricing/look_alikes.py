@@ -41,7 +41,7 @@ class LookAlikeQuotes:
     @property
     def least_members(self) -> int:
         """How many look-alikes the store should know."""
-        return int(KNOWN_SHARE * sum(group.size for group in self.pool.groups))
+        return least_members(self.pool)
 
     def match(self, evaluation: Evaluation) -> tuple[list[Quote], Sequence[OfferEvaluation], int | None]:
         """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.
@@ -60,6 +60,11 @@ class LookAlikeQuotes:
         if len(kept) == len(evaluation.offers):
             return quotes, evaluation.by_offer, chosen
         return quotes, [evaluation.by_offer[number] for number in kept], chosen
+
+
+def least_members(pool: Pool) -> int:
+    """How many look-alikes of a pool the store should know, at least."""
+    return int(KNOWN_SHARE * sum(group.size for group in pool.groups))
 
 
 def quote_look_alikes(

@@ -142,7 +142,7 @@ async def look_up_overlap(
     chains = {shape.block_size: PromptChain(prompt, shape.block_size) for shape in block_shapes}
     results = await _gather(
         [
-            _look_up_shape(index, prompt, _chain_for(prompt, shape, chains), shape, ids)
+            _look_up_shape(index, prompt, chain_for(prompt, shape, chains), shape, ids)
             for shape, ids in block_shapes.items()
         ]
     )
@@ -154,7 +154,7 @@ async def look_up_overlap(
     return PromptLookup(held, _fingerprint(prompt, chains), round_trips, chains, source)
 
 
-def _chain_for(prompt: Prompt, shape: BlockShape, plain: Mapping[int, PromptChain]) -> PromptChain:
+def chain_for(prompt: Prompt, shape: BlockShape, plain: Mapping[int, PromptChain]) -> PromptChain:
     """The chain for a lookup. Bookings and fingerprints use the plain chain, which all workers of a block size share."""
     if shape.lookahead_tokens:
         return PromptChain(prompt, shape.block_size, shape.lookahead_tokens)

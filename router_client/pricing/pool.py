@@ -64,6 +64,13 @@ class BlockShape(NamedTuple):
     lookahead_tokens: int = 0
 
 
+def shape_of(endpoint: EngineEndpoint) -> BlockShape | None:
+    """How a worker cuts prompts; None: it has announced no block yet."""
+    if endpoint.block_size is None:
+        return None
+    return BlockShape(endpoint.block_size, endpoint.granularity, endpoint.lookahead_tokens)
+
+
 def why_unable(record: FleetRecord) -> str | None:
     """Why a worker can't serve requests now, in a few words; None if it can."""
     if record.liveness is not Liveness.ALIVE:
@@ -104,15 +111,22 @@ class Candidate:
     limit: Limit = UNKNOWN_LIMIT
     likeness: bytes = b""
 
+    @property
+    def shape(self) -> BlockShape | None:
+        """How it cuts prompts; None: it has announced no block yet."""
+        return shape_of(self.endpoint)
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Candidates of one likeness. `ids`: those of `example`'s kind; `odd`: those of other kinds."""
+    """Candidates of one likeness. `ids`: those of `example`'s kind; `odd`: those of other kinds, with `odd_examples`, one for
+    each of these kinds."""
 
     likeness: bytes
     example: Candidate
     ids: frozenset[str]
-    odd: tuple[str, ...]
+    odd: Mapping[str, int]
+    odd_examples: tuple[Candidate, ...] = ()
 
     @property
     def size(self) -> int:
@@ -188,8 +202,7 @@ class Pool:
         unable: dict[str, str] = {}
         for id, record in sorted(records.items()):
             endpoint = record.endpoint
-            if endpoint.block_size is not None:
-                shape = BlockShape(endpoint.block_size, endpoint.granularity, endpoint.lookahead_tokens)
+            if endpoint.block_size is not None and (shape := shape_of(endpoint)) is not None:
                 block_shapes.setdefault(shape, set()).add(id)
                 if not endpoint.is_store:
                     chains.setdefault(endpoint.chain, set()).add(endpoint.block_size)
@@ -242,6 +255,11 @@ class Pool:
             if known is not record and (known is None or not _differs_in_load_only(known, record)):
                 return None
         return replace(self, records=records, loads=ReportedLoads(records), by_tenant={})
+
+    @property
+    def has_marks(self) -> bool:
+        """True if a candidate has marks."""
+        return any(each.endpoint.marks for group in self.groups for each in (group.example, *group.odd_examples))
 
     @property
     def left_out_of_pairs(self) -> Mapping[str, str]:
@@ -371,7 +389,9 @@ def _groups_of(candidates: Sequence[Candidate]) -> tuple[Group, ...]:
         ((kind, _),) = Counter(candidate.kind for candidate in members).most_common(1)
         ids = frozenset(candidate.id for candidate in members if candidate.kind == kind)
         example = next(candidate for candidate in members if candidate.kind == kind)
-        groups.append(Group(likeness, example, ids, tuple(c.id for c in members if c.kind != kind)))
+        odd = {candidate.id: candidate.kind for candidate in members if candidate.kind != kind}
+        others = {candidate.kind: candidate for candidate in members if candidate.kind != kind}
+        groups.append(Group(likeness, example, ids, odd, tuple(others.values())))
     return tuple(groups)
 
 

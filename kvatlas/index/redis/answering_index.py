@@ -11,6 +11,7 @@ from kvatlas.blocks.residency import Overlap, Residency
 from kvatlas.errors import KvatlasError
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.layout import layout_errors, read_layout
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
@@ -37,6 +38,11 @@ class AnsweringIndex:
         self._check_at_s = monotonic() + CHECK_EVERY_S
         self._check: asyncio.Task[None] | None = None
         self._log = RateLimitedLog(log)
+
+    @property
+    def shard_keys(self) -> Sequence[ShardKeys]:
+        """See `RedisIndex`."""
+        return self._current().shard_keys
 
     async def overlap(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False

@@ -141,6 +141,11 @@ class RedisIndex(DirectWrites):
         self._counts = ApplyCounts()
         self._prefix_scans = 0
 
+    @property
+    def shard_keys(self) -> Sequence[ShardKeys]:
+        """The keys of each shard, for a call that looks up itself (`kvatlas/reservations/functions/_held_blocks.lua`)."""
+        return self._keys
+
     # ------------------------------------------------------------ writing
 
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:

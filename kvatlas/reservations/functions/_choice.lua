@@ -4,17 +4,17 @@
 -- - the answer, an array: number of the cheapest offer (with a pair layout: of the one that computes the answer), number of the
 --   offer that computes the prompt alone (0: none), now, the mean load (empty: no load is unknown), tokens in flight,
 --   { { worker with a prediction, its tokens, us at which they are ready }... }, each offer's packed worker, { worker, number
---   of its row of look-alikes, packed worker... } of the look-alikes that were read; their numbers follow the offers'. From
---   this the client can compute how each offer was evaluated.
+--   of its row of look-alikes, packed worker, blocks that were looked up... } of the look-alikes that were read; their numbers
+--   follow the offers'. From this the client can compute how each offer was evaluated.
 -- - the state that a booking needs: `rows`, `at`, `workers` and `backlog_us` by number of the offer, and if it uses
 --   a prediction `used` (its tokens) and `wait_us` (us to wait for them); `matches` by number of the chain
--- Returns nil if there are too few look-alikes.
+-- Returns nil if there are too few look-alikes; { -2 } if the client has to price blocks in other tiers (_lookup.lua).
 local function evaluate(keys, ask, now)
   local state = {
     keys = keys, ask = ask, now = now, fresh = now - STALE_US, count = 0, rows = {}, at = {}, workers = {}, records = {},
     backlog_us = {}, used = {}, wait_us = {}, matches = {}, best = {}, in_flight = 0,
     chosen = 0, prefill = 0, least = math.huge, lowest = math.huge, ring = math.huge,
-    named = {}, kind_of = {}, packed_of = {}, row_of = {}, extras = {}, overdue = {},
+    named = {}, kind_of = {}, packed_of = {}, row_of = {}, group_of_row = {}, extras = {}, overdue = {},
   }
   local offers, names = ask.offers, {}
   for at = 0, #offers - 1, OFFER_FIELDS do
@@ -30,7 +30,11 @@ local function evaluate(keys, ask, now)
   end
   find_predictions(state)
   weigh_offers(state)
-  if ask.look_alikes[1] then
+  if ask.lookup then
+    if not look_up(state) then
+      return { -2 }
+    end
+  elseif ask.look_alikes[1] then
     weigh_look_alikes(state)
   end
   if state.chosen == 0 then

@@ -3,7 +3,8 @@
 --
 -- ask, cmsgpack: { factor for computing again, { { tokens of a step, packed step hashes }... }, kinds, offers, limits (0: check
 --   none), pair layout (0: choose one offer; see _pair_choice.lua), look-alikes, { workers that get no offer as
---   look-alikes... }, least number of look-alikes, place on the ring }, packed by kvatlas/reservations/redis.py
+--   look-alikes... }, least number of look-alikes, place on the ring, lookup (0: what look-alikes hold is part of the offers;
+--   see _lookup.lua) }, packed by kvatlas/reservations/redis.py
 -- Kinds, offers and look-alikes are rows of flat lists: hundreds of tables would take longer than all the rest.
 -- kind: number of its chain (0: none), most tokens that can be used, tokens of a hit that are lost, us for each queued token,
 --   running request, KV token, tokens that a waiting request stands for, us for each prompt token, squared prompt token, hit,
@@ -34,9 +35,21 @@ local function unpack_limits(limits)
   }
 end
 
+local function unpack_lookup(lookup)
+  local blocks, active, workers, held, scope_id, chains, reuse, odd, home, home_us = unpack(lookup)
+  local rows = {}
+  for i = 1, #odd, 2 do
+    rows[odd[i]] = (odd[i + 1] - 1) * OFFER_FIELDS
+  end
+  return {
+    blocks = blocks, active = active, workers = workers, held = held, scope_id = scope_id, chains = chains, reuse = reuse,
+    odd = rows, home = home, home_us = home_us,
+  }
+end
+
 -- Returns an ask with its fields by name, each chain as { step_tokens, hashes }; limits and pair_layout are nil if absent.
 local function unpack_ask(packed)
-  local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring =
+  local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring, lookup =
     unpack(cmsgpack.unpack(packed))
   local steps, rows = 0, (#offers + #look_alikes) / OFFER_FIELDS
   for i, chain in ipairs(chains) do
@@ -52,6 +65,7 @@ local function unpack_ask(packed)
     again_factor = again_factor, chains = chains, kinds = kinds, offers = offers,
     limits = limits ~= 0 and unpack_limits(limits) or nil, pair_layout = pair_layout ~= 0 and pair_layout or nil,
     look_alikes = look_alikes, skipped = skipped, least_members = least_members, ring = ring,
+    lookup = lookup ~= 0 and unpack_lookup(lookup) or nil,
   }
 end
 
@@ -207,13 +221,21 @@ local function mean_of(state)
   return sums
 end
 
+-- Returns after which place of the ask's look-alikes a worker's row begins; nil if it has none.
+local function row_for(state, worker, packed)
+  local group = select(GROUP, struct.unpack(WORKER, packed))
+  local lookup = state.ask.lookup
+  local odd = lookup and lookup.odd[worker]
+  return odd and state.group_of_row[odd] == group and odd or state.row_of[group]
+end
+
 -- Returns the place of the row of the kind that an offer to a worker has; nil or false if it gets no offer.
 local function kind_for(state, worker)
   local k = state.kind_of[worker]
   if k == nil and state.ask.look_alikes[1] and not state.named[worker] then
     local packed = state.packed_of[worker] or records_of(state.keys, { worker })[1]
     state.packed_of[worker] = packed
-    local at = state.row_of[select(GROUP, struct.unpack(WORKER, packed))]
+    local at = row_for(state, worker, packed)
     k = at and state.ask.look_alikes[at + KIND] * KIND_FIELDS or false
     state.kind_of[worker] = k
     if k then

@@ -9,7 +9,7 @@
 
 local FIRST_READ, MOST_READ = 4, 512
 local ROUNDING_US = 1 -- equal sums may differ in cost by this much
-local MOST_RETURNED = 32
+local MOST_RETURNED, MOST_LOOKED_UP = 32, 8 -- the latter if the choice looked up what they hold
 local MOST_WEIGHED, MOST_OVERDUE = 160, 32 -- of one ask
 local MOST_EQUALS = 10000 -- more with the lowest score are read in their order, from whatever place the ask has on the ring
 
@@ -22,7 +22,8 @@ local function find_look_alikes(state)
   end
   for at = 0, #ask.look_alikes - 1, OFFER_FIELDS do
     local group = tonumber(redis.call('HGET', keys[GROUPS], ask.look_alikes[at + OFFER_WORKER]))
-    if group then
+    state.group_of_row[at] = group
+    if group and not state.row_of[group] then
       state.row_of[group] = at
       local low, high = group * 2 * FAMILY, (group * 2 + 2) * FAMILY
       members = members + redis.call(
@@ -36,7 +37,7 @@ local function find_look_alikes(state)
   local old = redis.call('ZRANGEBYSCORE', keys[SAMPLES], '-inf', string.format('%d', state.fresh), 'LIMIT', 0, MOST_OVERDUE)
   for i, packed in ipairs(records_of(keys, old)) do
     local worker = old[i]
-    if not state.named[worker] and state.row_of[select(GROUP, struct.unpack(WORKER, packed))] then
+    if not state.named[worker] and row_for(state, worker, packed) then
       state.packed_of[worker] = packed
       state.overdue[#state.overdue + 1] = worker
       kind_for(state, worker)
@@ -45,8 +46,14 @@ local function find_look_alikes(state)
   return true
 end
 
--- Weighs one of the look-alikes whose row begins after `at`. ring_place: where it stands on the ring.
-local function weigh_member(state, at, worker, packed, ring_place)
+-- Returns where a worker stands on the ring.
+local function place_on_ring(worker)
+  return tonumber(string.sub(redis.sha1hex(worker), 1, 8), 16)
+end
+
+-- Weighs one of the look-alikes whose row begins after `at`. ring_place: where it stands on the ring. `own`: its own row,
+-- instead of theirs.
+local function weigh_member(state, at, worker, packed, ring_place, own)
   local limits, slots, kv_tokens, decode_us = state.ask.limits, 0, 0, 0
   if limits then
     decode_us = limits.of_look_alikes[at / OFFER_FIELDS + 1]
@@ -55,16 +62,15 @@ local function weigh_member(state, at, worker, packed, ring_place)
     end
   end
   state.count, state.left = state.count + 1, state.left - 1
-  local score, level = weigh(state, state.count, state.ask.look_alikes, at, worker, packed, slots, kv_tokens, decode_us)
+  local rows, row_at = own or state.ask.look_alikes, own and 0 or at
+  local score, level = weigh(state, state.count, rows, row_at, worker, packed, slots, kv_tokens, decode_us)
   prefer(state, state.count, score, level, (ring_place - state.ask.ring) % 4294967296)
 end
 
 -- Returns cursors of the orders to be read, { order, weight, last = the last sum read, at, family }..., with weights that add
--- up to the prices of a kind; a running request also costs what it is delayed by computing this prompt.
-local function cursors_for(kinds, k, work_us, family)
-  local queued_us, kv_us = kinds[k + QUEUED_US], kinds[k + KV_US]
-  local running_us = kinds[k + RUNNING_US] + interference(kinds, k, work_us, 1)
-  local waiting_us = queued_us * kinds[k + WAITING_TOKENS] / TOKENS_PER_WAITING
+-- up to what a queued token, a running request, a KV token, and a waiting request for each token that it stands for in the mix
+-- cost.
+local function cursors_for(queued_us, running_us, kv_us, waiting_us, family)
   local mix = math.min(queued_us, waiting_us, running_us / MIX_TOKENS, kv_us / (MIX_TOKENS * KV_PER_RUNNING))
   local cursors = {}
   local function add(order, left, whole)
@@ -180,7 +186,11 @@ local function weigh_family(state, at, family)
     return
   end
   local kinds, k = state.ask.kinds, state.ask.look_alikes[at + KIND] * KIND_FIELDS
-  local cursors = cursors_for(kinds, k, state.ask.look_alikes[at + WORK], family)
+  local queued_us, running_us = kinds[k + QUEUED_US], kinds[k + RUNNING_US] -- and what it is delayed by computing this prompt
+  local cursors = cursors_for(
+    queued_us, running_us + interference(kinds, k, state.ask.look_alikes[at + WORK], 1), kinds[k + KV_US],
+    queued_us * kinds[k + WAITING_TOKENS] / TOKENS_PER_WAITING, family
+  )
   local most, others = FIRST_READ, state.count
   while true do
     local all_read, threshold, all_equal = false, without_load_us, true
@@ -232,8 +242,7 @@ local function weigh_look_alikes(state)
   for _, worker in ipairs(state.extras) do
     state.seen[worker] = true
     local packed = state.packed_of[worker]
-    local ring_place = tonumber(string.sub(redis.sha1hex(worker), 1, 8), 16)
-    weigh_member(state, state.row_of[select(GROUP, struct.unpack(WORKER, packed))], worker, packed, ring_place)
+    weigh_member(state, row_for(state, worker, packed), worker, packed, place_on_ring(worker))
   end
   for _, group in ipairs(groups_in_order(state)) do
     weigh_family(state, state.row_of[group], group * 2 + 1)
@@ -242,17 +251,19 @@ local function weigh_look_alikes(state)
 end
 
 -- Returns the chosen number, and up to MOST_RETURNED of the look-alikes that were read, the chosen one first: { worker, number
--- of its row of look-alikes, packed worker... }. Their numbers follow those of the offers.
+-- of its row of look-alikes, packed worker, blocks that it holds (0 without a lookup)... }. Their numbers follow those of the
+-- offers.
 local function list_members(state)
   local offers, chosen, members = #state.offered, state.chosen, {}
   local function add(number)
-    members[#members + 1], members[#members + 2], members[#members + 3] =
-      state.workers[number], state.at[number] / OFFER_FIELDS + 1, state.records[number]
+    local at = state.row_at and state.row_at[number] or state.at[number]
+    members[#members + 1], members[#members + 2], members[#members + 3], members[#members + 4] =
+      state.workers[number], at / OFFER_FIELDS + 1, state.records[number], state.depths and state.depths[number] or 0
   end
   if chosen > offers then
     add(chosen)
   end
-  for number = offers + 1, math.min(state.count, offers + MOST_RETURNED) do
+  for number = offers + 1, math.min(state.count, offers + (state.row_at and MOST_LOOKED_UP or MOST_RETURNED)) do
     if number ~= chosen then
       add(number)
     end

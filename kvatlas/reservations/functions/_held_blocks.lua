@@ -1,0 +1,153 @@
+-- Reads from the index what workers hold of a prompt, and only as much as a choice needs. The index's layout:
+-- kvatlas/index/redis/functions/_slot.lua. Its keys are in another slot than the pool's, so this works in a standalone store.
+--
+-- Residency is prefix-closed for active holders: along a chain they only get fewer. Other holders in the same values (retired
+-- ones that are being swept, loading ones) come and go, so values of equal length may name others. But if the values of two
+-- blocks are equal, so are the active holders of all blocks between them.
+--
+-- chain: { hashes = packed, tokens = those that a hash stands for, blocks = key, values = those read, place = the block that
+-- was read last, last = its value, most = no active holder that was not returned holds more blocks, met = the holders
+-- returned, runs = how often some were returned }. Blocks count from 1.
+
+local ACTIVE_HOLDER, HOLDER_BYTES, ENTRY_BYTES = 3, 3, 4 -- field of an index record, sizes of a number and of an entry
+local FARTHEST_TIER, PROBED_TIERS = 4, 64 -- the last tier other than HBM, blocks between two looks at tiers
+local MOST_IN_RUN = 24 -- more new holders at one depth are a crowd
+
+local function hash_at(chain, i)
+  return string.sub(chain.hashes, i * HASH_BYTES - 7, i * HASH_BYTES)
+end
+
+-- Returns the holders value of a block; '' if it has none.
+local function value_at(chain, i)
+  local value = chain.values[i]
+  if not value then
+    value = redis.call('HGET', chain.blocks, hash_at(chain, i)) or ''
+    chain.values[i] = value
+  end
+  return value
+end
+
+local function open_chain(blocks, tokens, hashes)
+  local chain = { hashes = hashes, tokens = tokens, blocks = blocks, values = {}, met = {}, runs = 0 }
+  local low, high = 0, #hashes / HASH_BYTES -- block `low` has a holder, and the one after `high` has none
+  while low < high do
+    local middle = math.ceil((low + high) / 2)
+    if redis.call('HEXISTS', blocks, hash_at(chain, middle)) == 1 then
+      low = middle
+    else
+      high = middle - 1
+    end
+  end
+  chain.place, chain.most = low, low
+  return chain
+end
+
+-- Goes back to the last block whose value differs from the one read last.
+local function skip_run(chain)
+  local right, step = chain.place, 1 -- all blocks from `right` on to the last place have its value
+  local left = right - step
+  while left > 0 and value_at(chain, left) == chain.last do
+    step = step * 2
+    right, left = left, left - step
+  end
+  left = math.max(0, left)
+  while right - left > 1 do
+    local middle = math.floor((left + right) / 2)
+    if value_at(chain, middle) == chain.last then
+      right = middle
+    else
+      left = middle
+    end
+  end
+  chain.place, chain.most = left, left
+end
+
+-- Returns the deepest holders that were not returned before, which hold chain.place blocks; nil if they are a crowd, or there
+-- are no more.
+local function next_holders(chain)
+  local before = chain.last or ''
+  if chain.last then
+    skip_run(chain)
+  end
+  if chain.place == 0 then
+    return nil
+  end
+  local value, found = value_at(chain, chain.place), {}
+  if #value - #before > MOST_IN_RUN * ENTRY_BYTES then
+    return nil
+  end
+  for first = 1, #value - HOLDER_BYTES, ENTRY_BYTES do
+    local holder = string.sub(value, first, first + HOLDER_BYTES - 1)
+    if not chain.met[holder] then
+      found[#found + 1] = holder
+    end
+  end
+  if #found > MOST_IN_RUN then
+    return nil
+  end
+  for _, holder in ipairs(found) do
+    chain.met[holder] = true
+  end
+  chain.last, chain.most, chain.runs = value, chain.place - 1, chain.runs + 1
+  return found
+end
+
+-- Returns a worker's active holder; nil if it has none.
+local function holder_of(lookup, worker)
+  local packed = redis.call('HGET', lookup.workers, worker)
+  local done, record = pcall(cmsgpack.unpack, packed or '')
+  local holder = done and type(record) == 'table' and record[ACTIVE_HOLDER]
+  return type(holder) == 'string' and #holder == HOLDER_BYTES and holder or nil
+end
+
+-- Returns the position of a holder's entry among those of a block; nil if it does not hold it.
+local function entry_in(value, holder)
+  local at = string.find(value, holder, 1, true)
+  while at and at % ENTRY_BYTES ~= 1 do
+    at = string.find(value, holder, at + 1, true)
+  end
+  return at
+end
+
+-- Returns how many blocks a worker holds whose holder was not returned; nil if they are fewer than `least`.
+local function depth_of(lookup, chain, worker, least)
+  local low, high = least, chain.most
+  local holder = low <= high and high > 0 and holder_of(lookup, worker)
+  if not holder or (low > 0 and not entry_in(value_at(chain, low), holder)) then
+    return low == 0 and 0 or nil
+  end
+  while low < high do
+    local middle = math.ceil((low + high) / 2)
+    if entry_in(value_at(chain, middle), holder) then
+      low = middle
+    else
+      high = middle - 1
+    end
+  end
+  return low
+end
+
+-- Returns true if all of the first `depth` blocks are in a worker's HBM, as far as kvatlas/index/gallop.py would see.
+local function is_in_hbm(lookup, chain, worker, depth)
+  local holder = depth > 0 and holder_of(lookup, worker)
+  if not holder then
+    return true
+  end
+  local fields, elsewhere = {}, false
+  for tier = 1, FARTHEST_TIER do
+    fields[tier] = holder .. lookup.scope_id .. string.char(tier)
+  end
+  for _, blocks in ipairs(redis.call('HMGET', lookup.held, unpack(fields))) do
+    elsewhere = elsewhere or blocks
+  end
+  local i = 1
+  while elsewhere and i <= depth do
+    local value = value_at(chain, i)
+    local at = entry_in(value, holder)
+    if at and string.byte(value, at + HOLDER_BYTES) % 2 == 0 then
+      return false
+    end
+    i = (i < depth and i + PROBED_TIERS > depth) and depth or i + PROBED_TIERS
+  end
+  return true
+end

@@ -1,0 +1,87 @@
+"""A lookup: what the look-alikes of an ask hold of a prompt, found in the index by the same call that chooses among them.
+
+Without one, an ask says what its look-alikes hold, and names all that hold something else. With one, look-alikes may hold the
+prompt to any depth, so the ask stays small where each worker holds another part of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvatlas.blocks.reuse import ReuseRule
+from kvatlas.errors import KvatlasError
+from kvatlas.identity import Scope
+
+MOST_LOOKED_UP = 8_192
+"""Hashes of all chains in one ask. More would make the call's argument too long."""
+
+
+class NotInHbm(KvatlasError):
+    """The cheapest worker of an ask with a lookup holds blocks in other tiers. What reading those costs is known only to who
+    asks; without it, the worker is too cheap."""
+
+
+class Reuse(NamedTuple):
+    """How many of the tokens that a worker holds its engine uses for one prompt (`kvatlas.blocks.reuse.ReuseRule`).
+
+    `most_tokens` at most; `lost_tokens` of a hit are lost, before it is limited if `loses_first`; `share` of the rest counts,
+    cut to a multiple of `unit_tokens`.
+    """
+
+    most_tokens: int
+    lost_tokens: int = 0
+    loses_first: bool = False
+    share: float = 1.0
+    unit_tokens: int = 1
+
+    @classmethod
+    def of(cls, rule: ReuseRule, input_tokens: int, block_size: int, readable_tokens: int | None) -> "Reuse":
+        """A rule for one prompt; the arguments are those of `ReuseRule.usable_tokens`."""
+        unit = rule.alignment_tokens or (block_size if rule.block_aligned else 1)
+        most = rule.limit_tokens(input_tokens, readable_tokens)
+        return cls(most, rule.dropped_blocks * block_size, rule.drops_resident, min(1.0, rule.share), unit)
+
+    def usable_tokens(self, held_tokens: int) -> int:
+        """Equal to `ReuseRule.usable_tokens`; the Lua twin is in `functions/_lookup.lua`."""
+        if self.loses_first:
+            usable = min(held_tokens - self.lost_tokens, self.most_tokens)
+        else:
+            usable = min(held_tokens, self.most_tokens) - self.lost_tokens
+        if self.share < 1:
+            usable = int(usable * self.share)
+        return max(0, usable - usable % self.unit_tokens)
+
+
+class LookupChain(NamedTuple):
+    """A prompt's packed sequence hashes, as workers of one shape announce them; each stands for `tokens` tokens."""
+
+    tokens: int
+    hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What is looked up. `chains` and `reuse` are by number of the ask's row of look-alikes; a row without a chain is of
+    workers that hold no block of the prompt.
+
+    Several rows may have one likeness: the first is for all its workers but the `odd` ones, which have the row of that number.
+    Marks are not looked at: workers with marks need an ask without a lookup. `home`: the worker of the prompt's session, which
+    costs `home_us` less than its row.
+    """
+
+    scope: Scope
+    chains: Sequence[LookupChain | None]
+    reuse: Sequence[Reuse]
+    odd: Mapping[str, int] = field(default_factory=dict)
+    home: str | None = None
+    home_us: float = 0.0
+
+    @property
+    def distinct_chains(self) -> Sequence[LookupChain]:
+        """Each chain once."""
+        return list({id(chain): chain for chain in self.chains if chain is not None}.values())
+
+    def row_of(self, worker_id: str, likeness: bytes, likenesses: Sequence[bytes]) -> int:
+        """The number of a worker's row. `likenesses`: those of all rows, among which is the worker's."""
+        odd = self.odd.get(worker_id)
+        return odd if odd is not None and likenesses[odd] == likeness else likenesses.index(likeness)

@@ -1,0 +1,141 @@
+"""Quotes for a large pool whose workers' blocks the booking's own call looks up: a cold one for each kind of workers.
+
+The store lowers a cold quote by what a worker holds (`kvatlas.reservations.lookup`). So a choice waits neither for a lookup nor
+for a quote for every worker, whatever the workers hold and however fast they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import overload
+
+from xxhash import xxh3_64_intdigest
+
+from kvatlas.blocks.hashing import HASH_BYTES, thin
+from kvatlas.blocks.tiers import Tier
+from kvatlas.reservations import Evaluation, Lookup, LookupChain, OfferEvaluation, Reuse
+from kvatlas.reservations.lookup import MOST_LOOKED_UP
+from kvatlas.reservations.protocol import MOST_OFFERS
+from router_client.pricing.look_alikes import LEAST_CANDIDATES, least_members
+from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, PromptLookup, Run, chain_for
+from router_client.pricing.pool import BlockShape, Candidate, Pool
+from router_client.pricing.quotes import KindQuote, Quote, Surcharge
+from router_client.pricing.surcharges import SESSION
+from router_client.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class LookupQuotes:
+    """`rows`: the likeness of each row of look-alikes, and its quote; its candidate is any worker of that row. `empty`: the
+    prompt's chains, with nothing looked up.
+
+    `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`).
+    """
+
+    pool: Pool
+    rows: Sequence[tuple[bytes, Quote]]
+    lookup: Lookup
+    empty: PromptLookup
+    ring: int
+    kinds: Mapping[int, KindQuote] = field(default_factory=dict)
+
+    @property
+    def least_members(self) -> int:
+        """How many look-alikes the store should know."""
+        return least_members(self.pool)
+
+    def match(self, evaluation: Evaluation) -> tuple[Sequence[Quote], Sequence[OfferEvaluation], int | None]:
+        """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.
+
+        Workers that this reading of the pool does not have yet are left out; None: the chosen worker is one of them.
+        """
+        known, offers = self.pool.candidate_of, evaluation.offers
+        kept = [i for i, offer in enumerate(offers) if (it := known.get(offer.worker_id)) and it.kind in self.kinds]
+        chosen = kept.index(evaluation.chosen) if evaluation.chosen in kept else None
+        quotes = _MemberQuotes(self, [(known[offers[i].worker_id], evaluation.held_tokens[i]) for i in kept])
+        by_offer = evaluation.by_offer
+        return quotes, by_offer if len(kept) == len(offers) else [by_offer[i] for i in kept], chosen
+
+    def quote(self, candidate: Candidate, held_tokens: int) -> Quote:
+        """A worker's quote, surcharges included."""
+        for_kind = self.kinds[candidate.kind]
+        prefix = _in_hbm(held_tokens) if held_tokens else NOTHING_HELD
+        quote = Quote(candidate, for_kind, prefix, *for_kind.price_prefix(prefix))
+        home = self.lookup.home
+        return quote if home in (None, candidate.id) else _away(quote, self.lookup.home_us)
+
+
+class _MemberQuotes(Sequence[Quote]):
+    """Each made when it is read: a router reads one of those that the store returned."""
+
+    def __init__(self, quotes: LookupQuotes, held: Sequence[tuple[Candidate, int]]) -> None:
+        self._quotes = quotes
+        self._held = held
+
+    @overload
+    def __getitem__(self, index: int) -> Quote: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Quote]: ...
+    def __getitem__(self, index: int | slice) -> Quote | Sequence[Quote]:
+        if isinstance(index, slice):
+            return _MemberQuotes(self._quotes, self._held[index])
+        return self._quotes.quote(*self._held[index])
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def quote_lookup(
+    prompt: Prompt, pool: Pool, seed: bytes, *, home: str | None = None, session_us: float = 0.0
+) -> LookupQuotes | None:
+    """Quotes for a large pool; None if something about it or the prompt can only be priced here (`why_not_looked_up`). `home`:
+    the worker of the prompt's session, which the others cost `session_us` more than."""
+    rows_of = [(group.likeness, example) for group in pool.groups for example in (group.example, *group.odd_examples)]
+    if why_not_looked_up(pool) or len(rows_of) > MOST_OFFERS:
+        return None
+    empty = PromptLookup.empty(prompt, pool.block_shapes)
+    looked_up: dict[BlockShape, LookupChain] = {}
+    kinds: dict[int, KindQuote] = {}
+    rows: list[tuple[bytes, Quote]] = []
+    chains: list[LookupChain | None] = []
+    reuse: list[Reuse] = []
+    number_of: dict[tuple[bytes, int], int] = {}
+    for number, (likeness, example) in enumerate(rows_of):
+        for_kind = kinds.get(example.kind)
+        if for_kind is None:
+            for_kind = kinds[example.kind] = KindQuote.of(prompt, example, pool.profile)
+        cold = Quote(example, for_kind, NOTHING_HELD, *for_kind.price_prefix(NOTHING_HELD))
+        rows.append((likeness, cold if home is None else _away(cold, session_us)))
+        shape = example.shape
+        if shape is not None and shape not in looked_up:
+            hashes = thin(chain_for(prompt, shape, empty.chains).all_hashes(), shape.granularity)
+            looked_up[shape] = LookupChain(shape.block_size * shape.granularity, hashes)
+        chains.append(None if shape is None else looked_up[shape])
+        readable = prompt.reading.readable_tokens(example.endpoint.kind)
+        reuse.append(Reuse.of(example.rule, prompt.input_tokens, for_kind.block_tokens, readable))
+        number_of[likeness, example.kind] = number
+    if sum(len(chain.hashes) for chain in looked_up.values()) > MOST_LOOKED_UP * HASH_BYTES:
+        return None
+    odd = {id: number_of[group.likeness, kind] for group in pool.groups for id, kind in group.odd.items()}
+    ring = xxh3_64_intdigest(empty.fingerprint + seed) >> 32
+    lookup = Lookup(prompt.scope, chains, reuse, odd, home, float(round(session_us)) if home is not None else 0.0)
+    return LookupQuotes(pool, rows, lookup, empty, ring, kinds)
+
+
+def why_not_looked_up(pool: Pool) -> str:
+    """Why a choice needs a lookup of its own first, in a few words; empty if it does not."""
+    if not pool.groups or len(pool.candidates) < LEAST_CANDIDATES:
+        return "every worker of a small pool is explained"
+    if pool.sources or pool.stores:
+        return "what workers read from elsewhere depends on what all of them hold"
+    return "marks are looked up apart" if pool.has_marks else ""
+
+
+def _away(quote: Quote, session_us: float) -> Quote:
+    away = Surcharge(SESSION, round(session_us), 1)
+    return quote._replace(surcharges=(*quote.surcharges, away), surcharge_us=quote.surcharge_us + away.us)
+
+
+@lru_cache(maxsize=16_384)
+def _in_hbm(tokens: int) -> HeldPrefix:
+    return HeldPrefix.of((Run(tokens, (Tier.HBM,)),))

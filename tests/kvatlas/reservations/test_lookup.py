@@ -1,0 +1,213 @@
+"""Look-alikes that hold different parts of a prompt: the choice of one call, which reads few of them, against a look at every
+one in process."""
+
+import random
+
+import pytest
+
+from kvatlas.blocks.hashing import HASH_BYTES, extend_chain
+from kvatlas.blocks.reuse import ReuseRule
+from kvatlas.blocks.tiers import Tier
+from kvatlas.cost import EngineProfile, EngineRates, Load, Plan, Prices, QuillcacheProfile
+from kvatlas.events import ScopeUse
+from kvatlas.identity import Scope
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.reservations import (
+    Ask,
+    Booking,
+    Evaluation,
+    LoadReport,
+    LookAlikes,
+    LookAlikesUnknown,
+    Lookup,
+    LookupChain,
+    MemoryReservations,
+    NotInHbm,
+    Offer,
+    OfferKind,
+    Outcome,
+    RedisReservations,
+    Reservations,
+    Reuse,
+    StepChain,
+    WorkerReport,
+)
+from kvatlas.reservations.evaluation import worth_us
+from kvatlas.reservations.room_and_slo import Limit, Limits
+from kvatlas.store.connection import Store
+from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_US, Clock, id_of
+
+pytestmark = pytest.mark.anyio
+
+SCOPE = Scope("model", "tokenizer")
+LIKENESSES = [b"likeness", b"likenesT", b"likenesU"]
+SIZES = [16, 32, 0]
+"""Block sizes of the likenesses' workers; 0: they have announced none."""
+FAST, SLOW = EngineProfile(), EngineProfile(EngineRates(prefill_us_per_token=80.0, tpot_us_per_running=90.0))
+
+
+class Fleet:
+    """A random fleet, written alike to a store and to a model in process."""
+
+    def __init__(self, seed: int, store: Store, index: RedisIndex, clock: Clock) -> None:
+        self.rng = rng = random.Random(seed)
+        self.clock = clock
+        self.indexes = index, MemoryIndex()
+        self.real, self.model = RedisReservations(store, index), MemoryReservations(clock, self.indexes[1])
+        self.count, self.blocks = rng.choice([5, 20, 60, 150]), rng.choice([0, 1, 2, 9, 40, 130, 300])
+        self.shape = rng.choice(["different", "alike", "evicted", "few", "none", "random"])
+        self.tokens = [rng.randrange(50_000) for _ in range(self.blocks * 16 + 1)]
+        self.heaviest, self.unknown = rng.choice([0, 1, 500, 4_000, 40_000]), rng.choice([0.0, 0.0, 0.2, 1.0])
+        self.likeness_of = {f"w{n:03}": LIKENESSES[rng.choice([0, 0, 0, 0, 1, 2])] for n in range(self.count)}
+        if rng.random() < 0.5:
+            self.likeness_of = dict.fromkeys(self.likeness_of, LIKENESSES[0])
+        self.tiers = rng.choice([[Tier.HBM], [Tier.HBM], [Tier.HBM], [Tier.HBM, Tier.HBM, Tier.CPU_DRAM]])
+        self.slow = {id for id in self.likeness_of if rng.random() < rng.choice([0.0, 0.3])}
+
+    def size_of(self, worker_id: str) -> int:
+        return SIZES[LIKENESSES.index(self.likeness_of[worker_id])]
+
+    def depth_of(self, number: int) -> int:
+        blocks, rng = self.blocks, self.rng
+        match self.shape:
+            case "different":
+                return number * blocks // self.count
+            case "alike":
+                return blocks // 3 if number > 4 else rng.randint(0, blocks)
+            case "evicted":
+                return blocks // 2 if number % 2 else rng.randint(0, blocks)
+            case "few":
+                return rng.randint(0, blocks) if number < 6 else 0
+            case "none":
+                return 0
+        return rng.randint(0, blocks)
+
+    async def hold(self) -> None:
+        """Also by holders that are retired, and by some of a granularity that is not asked for."""
+        for number, worker_id in enumerate(self.likeness_of):
+            size = self.size_of(worker_id) or 16
+            depth, tier = self.depth_of(number) * 16 // size, self.rng.choice(self.tiers)
+            below = self.rng.randint(0, depth) if tier is not Tier.HBM else depth
+            chain = extend_chain(self.tokens, size)[: depth * HASH_BYTES]
+            for index in self.indexes:
+                if below:
+                    await index.put(ScopeUse(SCOPE, size), worker_id, Tier.HBM, chain[: below * HASH_BYTES])
+                if depth > below:
+                    await index.put(ScopeUse(SCOPE, size), worker_id, tier, chain[below * HASH_BYTES :])
+        real, _ = self.indexes
+        for number in range(self.rng.choice([0, 4])):  # an index in process frees at once what a store sweeps later
+            chain = extend_chain(self.tokens, 16)[: self.rng.randint(0, self.blocks) * HASH_BYTES]
+            kept = self.rng.randrange(len(chain) // HASH_BYTES) if chain else 0
+            if chain:
+                await real.put(ScopeUse(SCOPE, 16), f"gone{number}", Tier.HBM, chain[kept * HASH_BYTES :])
+                record = await real.record(f"gone{number}")
+                assert record is not None
+                await real.retire(f"gone{number}", record.incarnation)
+
+    async def report(self) -> None:
+        for first in range(0, self.count, 24):
+            reports = {}
+            for worker_id in list(self.likeness_of)[first : first + 24]:
+                rng, limit = self.rng, Limit(self.rng.choice([0, 40]), self.rng.choice([0, 900_000]))
+                load = Load(
+                    rng.randint(0, 40), rng.randint(0, self.heaviest), rng.choice([0, 0, 2]), rng.choice([0, 9_000])
+                )
+                age_us = rng.choice([0, 0, 4 * SECOND_US])
+                sample = None if rng.random() < self.unknown else LoadReport(load, age_us)
+                reports[worker_id] = WorkerReport(1, sample, self.likeness_of[worker_id], limit)
+            for each in (self.real, self.model):
+                await each.report(POOL, reports)
+
+    def prompt(self) -> list[int]:
+        shared = self.tokens[: self.rng.randint(0, self.blocks) * 16]
+        return [*shared, *(self.rng.randrange(50_000) for _ in range(self.rng.randint(1, 900)))]
+
+    def ask(self, tokens: list[int]) -> Ask:
+        rng, output = self.rng, self.rng.choice([1, 128, 700])
+        lookups = {size: LookupChain(size, extend_chain(tokens, size)) for size in SIZES if size}
+        chains = [StepChain.of(SCOPE.scope_id, size, one.hashes) for size, one in lookups.items()]
+        rule = rng.choice([ReuseRule(), ReuseRule(dropped_blocks=1), ReuseRule(block_aligned=False, share=0.7),
+                           ReuseRule(dropped_blocks=1, drops_resident=True, alignment_tokens=64)])  # fmt: skip
+        rows, reuse, row_chains = [], [], []
+        interference, believed_us = rng.choice([0.0, 0.1]), 5 * SECOND_US
+        for profile in (FAST, SLOW):
+            for number, likeness in enumerate(LIKENESSES):
+                prices = profile.prices(Plan("w", len(tokens), output))
+                if rng.random() < 0.1:
+                    prices = rng.choice(
+                        [QuillcacheProfile().prices(Plan("w", 1, 9)), Prices(30.0, 9e3, 4.0, 9, 30.0, hit_us=400)]
+                    )
+                work, size = worth_us(prices._replace(hit_us=0.0), len(tokens)), SIZES[number]
+                chain = number if size and len(chains[number].hashes) else None
+                each = Reuse.of(rule, len(tokens), size or 16, rng.choice([None, None, 64]))
+                kind = OfferKind(chain, each.most_tokens, each.lost_tokens, prices, believed_us, 0, interference)
+                rows.append(
+                    LookAlikes(likeness, Offer("", kind, 0, 0, work + output * 7_000.0, work), output * 7_000.0)
+                )
+                reuse.append(each)
+                row_chains.append(lookups[size] if size else None)
+        home = rng.choice([None, None, *self.likeness_of])
+        odd = {id: 3 + LIKENESSES.index(likeness) for id, likeness in self.likeness_of.items() if id in self.slow}
+        lookup = Lookup(SCOPE, row_chains, reuse, odd, home, 50_000.0 if home else 0.0)
+        limits = rng.choice([None, Limits([], len(tokens)), Limits([], len(tokens), 400_000.0, output * 9_000.0, 2.5),
+                             Limits([], len(tokens), 100_000.0, 0.0, slo_filters=True)])  # fmt: skip
+        skipped = rng.sample(list(self.likeness_of), 2) if rng.random() < 0.2 else ()
+        return Ask([], chains, rng.choice([0.0, 16.0]), limits, look_alikes=rows, skipped=skipped, ring=rng.randrange(1 << 32),
+                   lookup=lookup)  # fmt: skip
+
+    async def evaluate(self, asked: Ask) -> None:
+        real, model = await outcome_of(self.real, asked), await outcome_of(self.model, asked)
+        if isinstance(real, Evaluation) and isinstance(model, Evaluation):
+            assert real.worker_id == model.worker_id, (real.offers[real.chosen], model.offers[model.chosen])
+            numbers = {offer.worker_id: i for i, offer in enumerate(model.offers)}
+            for i, offer in enumerate(real.offers):
+                same = numbers[offer.worker_id]
+                assert (offer, real.held_tokens[i]) == (model.offers[same], model.held_tokens[same])
+                assert real.by_offer[i] == model.by_offer[same]
+        else:
+            assert real == model
+
+
+async def outcome_of(reservations: Reservations, asked: Ask) -> Evaluation | type[Exception]:
+    try:
+        return await reservations.evaluate(POOL, asked)
+    except (LookAlikesUnknown, NotInHbm) as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_choice_of_one_call_is_that_of_a_look_at_every_worker(store: Store, clock: Clock, seed: int) -> None:
+    for more in range(3):
+        await store.client.flushdb()
+        await clock.pass_us(0)
+        fleet = Fleet(seed * 100 + more, store, await open_redis_index(store, writer=True), clock)
+        await fleet.hold()
+        await fleet.report()
+        live: list[bytes] = []
+        prompts = [fleet.prompt() for _ in range(6)]
+        for number in range(14):
+            await clock.pass_us(fleet.rng.choice([0, 300_000, SECOND_US]))
+            if number % 5 == 4:
+                await fleet.report()
+            prompt = fleet.rng.choice(prompts)
+            asked = fleet.ask(prompt)
+            await fleet.evaluate(asked)
+            if fleet.rng.random() < 0.7:
+                id = id_of(number)
+                booking = Booking(id, "r", len(prompt), asked, 60 * LEASE_US, LONGEST_US)
+                booked = [await booked_by(each, booking) for each in (fleet.real, fleet.model)]
+                assert booked[0] == booked[1]
+                live += [id] * (booked[0] is not None)
+            if live and fleet.rng.random() < 0.3:
+                ended = live.pop(fleet.rng.randrange(len(live)))
+                for each in (fleet.real, fleet.model):
+                    await each.release(POOL, ended, Outcome.FINISHED)
+
+
+async def booked_by(reservations: Reservations, booking: Booking) -> str | None:
+    try:
+        found = await reservations.book(POOL, booking)
+    except (LookAlikesUnknown, NotInHbm):
+        return None
+    return None if found is None else found.worker_id
