@@ -12,7 +12,15 @@ from typing import NamedTuple
 from kvatlas.cost.protocol import Load, Prices, mean_load
 from kvatlas.reservations.likeness import RING, place_on_ring
 from kvatlas.reservations.pair_choice import choose_pair
-from kvatlas.reservations.protocol import Ask, Evaluation, LookAlikesUnknown, Offer, OfferEvaluation, OfferKind
+from kvatlas.reservations.protocol import (
+    Ask,
+    Evaluation,
+    Fetching,
+    LookAlikesUnknown,
+    Offer,
+    OfferEvaluation,
+    OfferKind,
+)
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, Over, level
 
 
@@ -71,10 +79,17 @@ class Candidates(NamedTuple):
         return cls(offers, limits, rings)
 
 
+def next_source(fetching: Fetching | None, busy_until_us: Mapping[str, int], now_us: int) -> str | None:
+    """The first of the sources that are free, else the one that is free first; None without any."""
+    if fetching is None:
+        return None
+    return min(fetching.sources, key=lambda source: max(now_us, busy_until_us.get(source, 0)))
+
+
 def evaluate(
     ask: Ask, candidates: Candidates, loads: Mapping[str, WorkerLoad], matches: Sequence[PrefixMatch], now_us: int
 ) -> Evaluation:
-    """Choose the cheapest candidate, or pair. `loads` has every candidate."""
+    """Choose the cheapest candidate, or pair; no source is busy. `loads` has every candidate."""
     offers = candidates.offers
     mean = mean_load([load for offer in offers if (load := loads[offer.worker_id].reported) is not None])
     kinds = {offer.worker_id: offer.kind for offer in offers}
@@ -98,9 +113,10 @@ def evaluate(
         by_offer.append(found)
     if ask.pair_layout is not None:
         prefill, chosen = choose_pair(ask.pair_layout, scores)
-        return Evaluation(chosen, offers, by_offer, prefill)
-    chosen = min(range(len(scores)), key=lambda i: (scores[i], candidates.rings[i]))
-    return Evaluation(chosen, offers, by_offer)
+    else:
+        prefill, chosen = None, min(range(len(scores)), key=lambda i: (scores[i], candidates.rings[i]))
+    computing = chosen if prefill is None else prefill
+    return Evaluation(chosen, offers, by_offer, prefill, next_source(offers[computing].fetching, {}, now_us))
 
 
 def usable_tokens(kind: OfferKind, predicted_tokens: int) -> int:

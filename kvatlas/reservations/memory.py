@@ -10,7 +10,7 @@ from itertools import count
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.cost.regression import Evidence
-from kvatlas.reservations.evaluation import Candidates, PrefixMatch, WorkerLoad, evaluate, ready_us
+from kvatlas.reservations.evaluation import Candidates, PrefixMatch, WorkerLoad, evaluate, next_source, ready_us
 from kvatlas.reservations.memory_pool import BookedRequest, MemoryPool, PoolWorker, PredictedPrefix
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
@@ -83,6 +83,7 @@ class MemoryReservations:
         self._drop_worker(pool, worker_id, self._clock_us())
         pool.workers.pop(worker_id, None)
         pool.rates.pop(worker_id, None)
+        pool.busy_until_us.pop(worker_id, None)
 
     async def add_evidence(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
         pool = self._pool(pool_id)
@@ -115,6 +116,9 @@ class MemoryReservations:
         self._reserve(pool, booking.id, booking, found, found.chosen, matches, now)
         if found.prefill is not None and booking.prefill_id is not None:
             self._reserve(pool, booking.prefill_id, booking, found, found.prefill, matches, now)
+        fetching = found.offers[found.computing].fetching
+        if fetching is not None and found.source is not None:
+            pool.busy_until_us[found.source] = max(now, pool.busy_until_us.get(found.source, 0)) + fetching.us
         return found
 
     def release_now(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
@@ -176,7 +180,9 @@ class MemoryReservations:
             PrefixMatch(pool.predictions[other].worker_id, steps, pool.predictions[other].ready_us)
             for other, steps in matches.items()
         ]
-        return evaluate(ask, candidates, loads, held, now), matches
+        found = evaluate(ask, candidates, loads, held, now)
+        source = next_source(found.offers[found.computing].fetching, pool.busy_until_us, now)
+        return replace(found, source=source), matches
 
     def _reserve(
         self,

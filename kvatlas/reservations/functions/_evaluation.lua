@@ -3,7 +3,7 @@
 --
 -- ask, cmsgpack: { factor for computing again, { { tokens of a step, packed step hashes }... }, kinds, offers, limits (0: check
 --   none), pair layout (0: choose one offer; see _pair_choice.lua), look-alikes, { workers that get no offer as
---   look-alikes... }, least number of look-alikes, place on the ring }, packed by kvatlas/reservations/redis.py
+--   look-alikes... }, least number of look-alikes, place on the ring, fetches }, packed by kvatlas/reservations/redis.py
 -- Kinds, offers and look-alikes are rows of flat lists: hundreds of tables would take longer than all the rest.
 -- kind: number of its chain (0: none), most tokens that can be used, tokens of a hit that are lost, us for each queued token,
 --   running request, KV token, tokens that a waiting request stands for, us for each prompt token, squared prompt token, hit,
@@ -11,6 +11,7 @@
 -- offer: worker, number of its kind (from 0), steps it holds, cached tokens, cost without load, the part of that cost before
 --   the first token. Ties go to the first offer.
 -- look-alikes: the same, with a likeness instead of a worker.
+-- fetches: { number of the row among offers and look-alikes, us of the transfer, equal sources... }...
 -- limits: { us to the first token (0: no limit), us for all other tokens (0: none), factor for the us by which these are
 --   missed, 1 if workers that miss them are filtered out, prompt tokens, rows of: request slots, KV tokens (0: unknown), us
 --   for all tokens but the first without load; 1 if look-alikes have room; us for all tokens but the first for each row of
@@ -21,6 +22,7 @@ local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, INTERFERENCE, KIND_FIE
 local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3, 4, 5, 6, 6
 local MOST_ASK, MOST_OFFERS, MOST_SKIPPED = 131072, 256, 256 -- bytes of an ask, its offers, and workers that get none
 local MOST_CHAINS, MOST_STEPS = 16, 2048 -- chains of an ask, and steps in all of them
+local MOST_SOURCES = 16 -- of an offer
 local MOST_MATCHED = 256 -- predictions that one ask looks at
 local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
@@ -35,7 +37,7 @@ end
 
 -- Returns an ask with its fields by name, each chain as { step_tokens, hashes }; limits and pair_layout are nil if absent.
 local function unpack_ask(packed)
-  local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring =
+  local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring, fetches =
     unpack(cmsgpack.unpack(packed))
   local steps, rows = 0, (#offers + #look_alikes) / OFFER_FIELDS
   for i, chain in ipairs(chains) do
@@ -48,7 +50,7 @@ local function unpack_ask(packed)
   return {
     again_factor = again_factor, chains = chains, kinds = kinds, offers = offers,
     limits = limits ~= 0 and unpack_limits(limits) or nil, pair_layout = pair_layout ~= 0 and pair_layout or nil,
-    look_alikes = look_alikes, skipped = skipped, least_members = least_members, ring = ring,
+    look_alikes = look_alikes, skipped = skipped, least_members = least_members, ring = ring, fetches = fetches,
   }
 end
 
