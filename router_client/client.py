@@ -122,7 +122,7 @@ class RouterClient:
         self._accuracy_reporter = None if report is None else AccuracyReporter(self.answers, report)
         self._lookup = IndexLookup(index, self.counters, load_only=self.settings.load_only)
         self._late_calls = LateCalls()
-        self._builder = ChoiceBuilder(self._learner, self._statistics, fetches, self.settings.limits.shed_factor)
+        self._builder = ChoiceBuilder(self._learner, self._statistics, self.settings.limits.shed_factor)
         self._decider = Decider(
             self._lookup,
             self._fleet,

@@ -13,7 +13,6 @@ from kvatlas.reservations import Outcome
 from kvatlas.reservations.room_and_slo import Over
 from router_client.basis import Basis
 from router_client.booking.reservation import Reservation
-from router_client.learning.fetches import OpenFetch
 from router_client.learning.rates import Feedback
 from router_client.learning.timings import Timings
 from router_client.learning.usage import Usage
@@ -280,12 +279,9 @@ class Choice(ChoiceData):
     reservation: Reservation | None = field(default=None, compare=False)
     feedback: Feedback | None = field(default=None, compare=False)
     answered: Callable[[Usage, Timings | None], None] | None = field(default=None, compare=False)
-    open_fetch: OpenFetch | None = field(default=None, compare=False, repr=False)
 
     async def first_token(self) -> None:
         """The first token is there: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
-        if self.open_fetch is not None:
-            self.open_fetch.end()
         if self.reservation is not None:
             await self.reservation.first_token()
 
@@ -297,8 +293,6 @@ class Choice(ChoiceData):
         `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`) the
         worker's rates are learned from it.
         """
-        if self.open_fetch is not None:
-            self.open_fetch.end()
         well = 200 <= status < 300
         if well and self.answered is not None and usage is not None:
             self.answered(usage, timings)

@@ -14,7 +14,15 @@ from kvatlas.cost.protocol import Load, Prices, mean_load
 from kvatlas.reservations.likeness import RING, place_on_ring
 from kvatlas.reservations.lookup import LookupChain
 from kvatlas.reservations.pair_choice import choose_pair
-from kvatlas.reservations.protocol import Ask, Evaluation, LookAlikesUnknown, Offer, OfferEvaluation, OfferKind
+from kvatlas.reservations.protocol import (
+    Ask,
+    Evaluation,
+    Fetching,
+    LookAlikesUnknown,
+    Offer,
+    OfferEvaluation,
+    OfferKind,
+)
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, Over, level
 
 
@@ -101,10 +109,17 @@ def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer
     return Offer(worker_id, kind, steps, cached, base_us - saved, work_us - saved)
 
 
+def next_source(fetching: Fetching | None, busy_until_us: Mapping[str, int], now_us: int) -> str | None:
+    """The first of the sources that are free, else the one that is free first; None without any."""
+    if fetching is None:
+        return None
+    return min(fetching.sources, key=lambda source: max(now_us, busy_until_us.get(source, 0)))
+
+
 def evaluate(
     ask: Ask, candidates: Candidates, loads: Mapping[str, WorkerLoad], matches: Sequence[PrefixMatch], now_us: int
 ) -> Evaluation:
-    """Choose the cheapest candidate, or pair. `loads` has every candidate."""
+    """Choose the cheapest candidate, or pair; no source is busy. `loads` has every candidate."""
     offers = candidates.offers
     mean = mean_load([load for offer in offers if (load := loads[offer.worker_id].reported) is not None])
     kinds = {offer.worker_id: offer.kind for offer in offers}
@@ -128,9 +143,10 @@ def evaluate(
         by_offer.append(found)
     if ask.pair_layout is not None:
         prefill, chosen = choose_pair(ask.pair_layout, scores)
-        return Evaluation(chosen, offers, by_offer, prefill)
-    chosen = min(range(len(scores)), key=lambda i: (scores[i], candidates.rings[i]))
-    return Evaluation(chosen, offers, by_offer, held_tokens=candidates.held_tokens)
+    else:
+        prefill, chosen = None, min(range(len(scores)), key=lambda i: (scores[i], candidates.rings[i]))
+    source = next_source(offers[chosen if prefill is None else prefill].fetching, {}, now_us)
+    return Evaluation(chosen, offers, by_offer, prefill, candidates.held_tokens, source)
 
 
 def usable_tokens(kind: OfferKind, predicted_tokens: int) -> int:

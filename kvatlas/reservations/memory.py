@@ -14,7 +14,7 @@ from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import WorkerRuns
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.regression import Evidence
-from kvatlas.reservations.evaluation import Candidates, PrefixMatch, WorkerLoad, evaluate, ready_us
+from kvatlas.reservations.evaluation import Candidates, PrefixMatch, WorkerLoad, evaluate, next_source, ready_us
 from kvatlas.reservations.lookup import LookupChain, NotInHbm
 from kvatlas.reservations.memory_pool import BookedRequest, MemoryPool, PoolWorker, PredictedPrefix
 from kvatlas.reservations.protocol import (
@@ -102,6 +102,7 @@ class MemoryReservations:
         self._drop_worker(pool, worker_id, self._clock_us())
         pool.workers.pop(worker_id, None)
         pool.rates.pop(worker_id, None)
+        pool.busy_until_us.pop(worker_id, None)
 
     async def add_evidence(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
         pool = self._pool(pool_id)
@@ -134,6 +135,9 @@ class MemoryReservations:
         self._reserve(pool, booking.id, booking, found, found.chosen, matches, now)
         if found.prefill is not None and booking.prefill_id is not None:
             self._reserve(pool, booking.prefill_id, booking, found, found.prefill, matches, now)
+        fetching = found.offers[found.computing].fetching
+        if fetching is not None and found.source is not None:
+            pool.busy_until_us[found.source] = max(now, pool.busy_until_us.get(found.source, 0)) + fetching.us
         return found
 
     def release_now(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
@@ -212,7 +216,8 @@ class MemoryReservations:
             runs = () if looked_up is None else held[looked_up].get(found.worker_id, ())
             if not all(flags & Tier.HBM.flag for _, flags in runs):
                 raise NotInHbm(f"worker {found.worker_id} holds blocks in other tiers")
-        return found, matches
+        source = next_source(found.offers[found.computing].fetching, pool.busy_until_us, now)
+        return replace(found, source=source), matches
 
     def _reserve(
         self,

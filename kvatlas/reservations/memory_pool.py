@@ -121,6 +121,8 @@ class MemoryPool:
         self.predictions: dict[bytes, PredictedPrefix] = {}
         self.called_off = Deadlines()
         self.routers: dict[str, int] = {}
+        self.busy_until_us: dict[str, int] = {}
+        """When the fetches that are booked at each source should have ended."""
         self.rates: dict[str, Evidence] = {} if rates is None else rates
         self.ends = Deadlines()
         self.prediction_ends = Deadlines()

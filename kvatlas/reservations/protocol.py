@@ -34,6 +34,8 @@ MOST_OFFERS, MOST_LIKENESSES, MOST_STEPS = 192, 32, 2_048
 """Limits of one ask: offers and kinds of look-alikes together, kinds of look-alikes, and steps of all chains. More would hold
 up the store for long."""
 ID_BYTES = 16
+MOST_SOURCES = 16
+"""Limit of equal sources that one offer names."""
 
 STALE_US = 5_000_000
 """Older load samples are ignored: engines are sampled each second."""
@@ -75,11 +77,19 @@ class OfferKind(NamedTuple):
     interference: float = 0.0
 
 
+class Fetching(NamedTuple):
+    """A transfer of `us` microseconds that a request makes its worker begin, from any one of these equal `sources`."""
+
+    sources: tuple[str, ...]
+    us: int
+
+
 class Offer(NamedTuple):
     """A worker that may be booked, and the request's cost there.
 
     `held_steps`: steps that the index knows of; `cached_tokens`: everything cached. `base_us`: the cost without load, of
-    which `work_us` pass before the first token. Offers of one `kind` share the object.
+    which `work_us` pass before the first token. Offers of one `kind` share the object. `fetching`: what it would fetch from
+    other workers, if anything.
     """
 
     worker_id: str
@@ -88,6 +98,7 @@ class Offer(NamedTuple):
     cached_tokens: int
     base_us: float
     work_us: float
+    fetching: Fetching | None = None
 
 
 class LookAlikes(NamedTuple):
@@ -200,7 +211,8 @@ class Evaluation:
 
     `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair layout,
     `chosen` computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `held_tokens` has
-    for each offer what its worker holds.
+    for each offer what its worker holds. `source`: the worker from which the one that computes the prompt fetches: of those
+    that its offer names, the one whose booked transfers end first.
     """
 
     chosen: int
@@ -208,6 +220,12 @@ class Evaluation:
     by_offer: Sequence[OfferEvaluation]
     prefill: int | None = None
     held_tokens: Sequence[int] = ()
+    source: str | None = None
+
+    @property
+    def computing(self) -> int:
+        """The offer whose worker computes the prompt."""
+        return self.chosen if self.prefill is None else self.prefill
 
     @property
     def worker_id(self) -> str:
@@ -280,7 +298,8 @@ def _load_report(record: FleetRecord, now_us: int) -> LoadReport | None:
 class Reservations(Protocol):
     """The bookings of every router on every pool. All calls raise Unreachable; times are those of the store's clock.
 
-    Promises: `book` chooses and reserves in one step, so that all routers see each other's bookings. A reservation ends
+    Promises: `book` chooses and reserves in one step, so that all routers see each other's bookings. A fetch keeps its source
+    busy for as long as it should take, whatever becomes of the request. A reservation ends
     with its release, its router's lease, its worker's retirement, or its longest time, whichever is first; ending it again
     changes nothing. A prediction ends when it is no longer believed, or when its request fails; a settled one also ends
     with its worker's incarnation.

@@ -233,9 +233,9 @@ def _pack_ask(ask: Ask, lookup: Any) -> bytes:
             kinds.extend(_kind_fields(kind))
         return number
 
-    for worker_id, kind, held_steps, cached_tokens, base_us, work_us in ask.offers:
+    for worker_id, kind, held_steps, cached_tokens, base_us, work_us, _ in ask.offers:
         offers += (worker_id, number_of(kind), held_steps, cached_tokens, base_us, work_us)
-    for likeness, (_, kind, held_steps, cached_tokens, base_us, work_us), _ in ask.look_alikes:
+    for likeness, (_, kind, held_steps, cached_tokens, base_us, work_us, _), _ in ask.look_alikes:
         look_alikes += (likeness, number_of(kind), held_steps, cached_tokens, base_us, work_us)
     layout, skipped = ask.pair_layout, list(ask.skipped)
     if skipped and ask.offers:  # workers with their own offer count as well
@@ -253,6 +253,7 @@ def _pack_ask(ask: Ask, lookup: Any) -> bytes:
             ask.least_members,
             ask.ring,
             lookup,
+            _fetch_rows(ask),
         )
     )
 
@@ -274,6 +275,12 @@ def _lookup_fields(lookup: Lookup, keys: ShardKeys) -> tuple[Any, ...]:
         lookup.home or "",
         lookup.home_us,
     )
+
+
+def _fetch_rows(ask: Ask) -> list[tuple[Any, ...]]:
+    """What offers, then look-alikes, would fetch: number of the row (from 1), us, sources."""
+    fetching = chain((one.fetching for one in ask.offers), (one.offer.fetching for one in ask.look_alikes))
+    return [(row, one.us, *one.sources) for row, one in enumerate(fetching, start=1) if one is not None]
 
 
 def _kind_fields(kind: OfferKind) -> tuple[float, ...]:
@@ -380,7 +387,7 @@ def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
         raise NotInHbm("the cheapest worker holds blocks in other tiers")
     if chosen < 0:
         raise LookAlikesUnknown(f"the store has fewer than {ask.least_members} look-alikes for an ask")
-    prefill, now_us, mean, in_flight, predictions, records, members = rest
+    prefill, now_us, mean, in_flight, predictions, records, members, source = rest
     queued, running, waiting, kv_tokens = mean or (0, 0, 0, 0)
     best = {worker_id.decode(): UsablePrediction(tokens, ready_us) for worker_id, tokens, ready_us in predictions}
     mean_load = Load(running, queued, waiting, kv_tokens)
@@ -396,4 +403,5 @@ def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
         more = [each.offer._replace(worker_id=name.decode()) for name, each in zip(names, groups, strict=True)]
         offers, records = [*offers, *more], [*records, *member_records]
     by_offer = _OfferEvaluations(ask, offers, records, groups, now_us, mean_load, in_flight, best)
-    return Evaluation(chosen - 1, offers, by_offer, prefill - 1 if prefill else None, held_tokens)
+    source_id = source.decode() or None
+    return Evaluation(chosen - 1, offers, by_offer, prefill - 1 if prefill else None, held_tokens, source_id)

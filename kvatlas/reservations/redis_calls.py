@@ -43,6 +43,7 @@ _PARTS = (
             "order_running",
             "order_kv",
             "order_mix",
+            "sources",
         )
     ),
     "rates",

@@ -51,7 +51,7 @@ def build_ask(
     def offer_of(quote: Quote, worker_id: str) -> Offer:
         kind, step_tokens = kind_of(quote.for_kind)
         base_us, held_steps = quote.offered_us, quote.held.tokens // step_tokens
-        return Offer(worker_id, kind, held_steps, quote.cached_tokens, base_us, quote.work_us)
+        return Offer(worker_id, kind, held_steps, quote.cached_tokens, base_us, quote.work_us, quote.fetching)
 
     offers = [offer_of(quote, quote.id) for quote in quotes]
     limits = build_limits(prompt, quotes, settings.limits, [quote for _, quote in look_alikes])

@@ -9,7 +9,6 @@ from kvatlas.request import SelectionResult
 from router_client.booking.reservation import Reservation
 from router_client.choice_statistics import ChoiceStatistics
 from router_client.decision.case import Case
-from router_client.learning.fetches import Fetches
 from router_client.learning.rates import RateLearner
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.fetch_fields import Fetch
@@ -28,11 +27,8 @@ _log = logging.getLogger("router_client")
 class ChoiceBuilder:
     """Builds results for one router. When a request ends, `statistics` and `learner` compare its choice with the answer."""
 
-    def __init__(
-        self, learner: RateLearner, statistics: ChoiceStatistics, fetches: Fetches, shed_factor: float
-    ) -> None:
+    def __init__(self, learner: RateLearner, statistics: ChoiceStatistics, shed_factor: float) -> None:
         self._learner = learner
-        self._fetches = fetches
         self._statistics = statistics
         self._shed_factor = shed_factor
         self._remarked: set[str] = set()
@@ -79,7 +75,6 @@ class ChoiceBuilder:
                 case.basis if learns else None,
                 time.time_ns() // 1_000,
             ),
-            self._fetches.begin(fetch.source.id) if fetch is not None and reservation is not None else None,
         )
 
     def pair(self, case: Case, ranking: PairRanking, reservations: Sequence[Reservation]) -> PairChoice:

@@ -81,7 +81,7 @@ class Decider:
         if not quotes:
             return self._builder.ranking(case, (), pool.left_out)
         evaluation = await self._look(case, quotes)
-        results = self._rank(case, quotes, evaluation.by_offer, evaluation.chosen)
+        results = self._rank(case, quotes, evaluation.by_offer, evaluation.chosen, evaluation.source)
         return self._builder.ranking(case, results, pool.left_out)
 
     async def predict_tokens(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> dict[str, int]:
@@ -135,7 +135,7 @@ class Decider:
         ask = self._policy.ask(case, listed)
         if not self._settings.booking.reservations:
             evaluation = evaluate_without_bookings(ask, case.pool, listed)
-            return self._choose(case, listed, evaluation.by_offer, evaluation.chosen)
+            return self._choose(case, listed, evaluation.by_offer, evaluation.chosen, evaluation.source)
         failure = "reservations: no answer lately" if not behind or trying else ""
         if call_store:
             call = self._choose_in_store(case, listed, ask, deadline, book=book)
@@ -224,7 +224,7 @@ class Decider:
         evaluation, reservations = await self._booker.look_or_book(case.prompt, ask, deadline, book=book_cheapest)
         if book and case.followed is not None:
             _, reservations = await self._booker.book(case.prompt, _narrow_ask(ask, case.followed), deadline)
-        return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, *reservations)
+        return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, evaluation.source, *reservations)
 
     async def _choose_by_lookup(
         self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, book: bool
@@ -275,7 +275,7 @@ class Decider:
             for reservation in reservations:
                 await reservation.end(Outcome.FAILED)
             raise Unreachable(f"worker {evaluation.worker_id} was chosen, but its fleet record can't be read")
-        return self._choose(case, matched, by_offer, chosen, *reservations)
+        return self._choose(case, matched, by_offer, chosen, evaluation.source, *reservations)
 
     def _choose_alone(self, case: Case, quotes: Sequence[Quote], ask: Ask, *, book: bool, behind: bool) -> Choice:
         """Choose with this router's own knowledge: loads as read last, and its own bookings. `behind`: the store learns of
@@ -287,12 +287,18 @@ class Decider:
         worker_id = evaluation.worker_id if case.followed is None else case.followed
         reserve = self._booker.book_behind if behind else self._booker.book_alone
         reservations = reserve(case.prompt, _narrow_ask(ask, worker_id)) if book else ()
-        return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, *reservations)
+        return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, evaluation.source, *reservations)
 
     def _rank(
-        self, case: Case, quotes: Sequence[Quote], by_offer: Sequence[OfferEvaluation], chosen: int
+        self,
+        case: Case,
+        quotes: Sequence[Quote],
+        by_offer: Sequence[OfferEvaluation],
+        chosen: int,
+        source: str | None = None,
     ) -> RankedResults:
-        return RankedResults(quotes, by_offer, chosen=chosen, criteria=self._policy.criteria(case.prompt))
+        criteria = self._policy.criteria(case.prompt)
+        return RankedResults(quotes, by_offer, chosen=chosen, criteria=criteria, source=source)
 
     def _choose(
         self,
@@ -300,10 +306,12 @@ class Decider:
         quotes: Sequence[Quote],
         by_offer: Sequence[OfferEvaluation],
         chosen: int,
+        source: str | None = None,
         reservation: Reservation | None = None,
     ) -> Choice:
-        """The followed worker, if any, else the chosen one. `quotes` and `by_offer` have the same order."""
-        results = self._rank(case, quotes, by_offer, chosen)
+        """The followed worker, if any, else the chosen one, with the `source` that the booking chose for it. `quotes` and
+        `by_offer` have the same order."""
+        results = self._rank(case, quotes, by_offer, chosen, source)
         result, would_be = results[0], None
         if case.followed is not None:
             would_be = result.worker_id

@@ -1,4 +1,4 @@
-"""Fetches of KV between engines, as one router sees them: those open at each source, and how much arrived.
+"""Fetches of KV between engines, as one router sees them: how much arrived.
 
 An answer whose cached tokens are fewer than predicted did not get all that it was to fetch: its source died, had evicted it, or
 engines can't reach each other at all. The share that arrived is what later fetches of the pool are priced with. It recovers
@@ -7,12 +7,8 @@ with time, so that a pool whose network was mended is tried again.
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from secrets import randbits
-
-from xxhash import xxh3_64_intdigest
 
 from kvatlas.request import SelectionResult
 from router_client.learning.usage import Usage
@@ -46,26 +42,11 @@ class Fetches:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pools: dict[str, _Arrived] = {}
-        self._open: Counter[str] = Counter()
-        self._seed = randbits(64)
 
     def share(self, pool_id: str) -> float:
         """Share of the requested tokens that recent fetches delivered, 0 to 1."""
         known = self._pools.get(pool_id)
         return 1.0 if known is None else known.share(self._clock())
-
-    def open_at(self, source: str) -> int:
-        """How many of this router's requests fetch from this worker now."""
-        return self._open[source]
-
-    def turn_of(self, source: str) -> tuple[int, int]:
-        """Fewest open fetches first; then in an order of this router's own, so that routers do not begin with the same."""
-        return self._open[source], xxh3_64_intdigest(source.encode(), self._seed)
-
-    def begin(self, source: str) -> "OpenFetch":
-        """A request is sent that fetches from this worker."""
-        self._open[source] += 1
-        return OpenFetch(self._open, source)
 
     def record(self, pool_id: str, result: SelectionResult, usage: Usage) -> None:
         """Learn from an answer. One says nothing that was to fetch nothing, or tells no cached tokens."""
@@ -77,22 +58,3 @@ class Fetches:
         arrived = min(max(0, cached - result.usable_tokens), asked)
         known.asked = known.asked * FADING + 1
         known.arrived = known.arrived * FADING + arrived / asked
-
-
-class OpenFetch:
-    """One fetch, until `end`."""
-
-    __slots__ = ("_ended", "_open", "_source")
-
-    def __init__(self, open: Counter[str], source: str) -> None:
-        self._open = open
-        self._source = source
-        self._ended = False
-
-    def end(self) -> None:
-        """It is over, well or not; a second call changes nothing."""
-        if not self._ended:
-            self._ended = True
-            self._open[self._source] -= 1
-            if not self._open[self._source]:
-                del self._open[self._source]

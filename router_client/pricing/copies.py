@@ -3,17 +3,19 @@
 Another worker's copy counts only if the request makes the engine fetch it. So both engines have the same connector
 (`EngineEndpoint.kv_connector`), the source says where it is fetched from and which of its tiers are, and the request can name
 the source (`Prompt.fetch_by`) unless the engine finds it by itself. Both also share a transfer group (or name none), and their
-blocks and marks are of one form: nothing is fetched that the reader could not use. The deepest copies are considered; equal
-ones share the load by how many fetches are open at each.
+blocks and marks are of one form: nothing is fetched that the reader could not use. The deepest copies are considered; of equal
+ones the booking chooses (`kvatlas.reservations.protocol.Fetching`).
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from zlib import crc32
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Piece, ReadRate, TermKind
 from kvatlas.fleet.records import EngineEndpoint, KvConnector
+from kvatlas.reservations.protocol import MOST_SOURCES
 from router_client.pricing.overlap import HeldPrefix, Run
 from router_client.pricing.pool import Pool, meeting_form
 from router_client.pricing.quotes import Quote, Surcharge
@@ -46,7 +48,6 @@ class CopySources:
     def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
         self._held = held
         self._fetch_by = prompt.fetch_by | {KvConnector.LMCACHE}  # LMCache finds its source itself
-        self._fetches = pool.fetches
         self._share = pool.fetches.share(prompt.scope.pool_id)
         self._stores = {endpoint.id: endpoint for endpoint in pool.stores if endpoint.id in held}
         self._deepest: dict[Hashable, dict[str | None, list[_Copy]]] = {}
@@ -63,10 +64,10 @@ class CopySources:
         if not self._deepest or reader.kv_connector not in self._fetch_by:
             return best
         unasked = reader.kv_connector is KvConnector.LMCACHE
-        for copy in self._copies_for(reader, quote.held.copied_tokens):
-            fetched = self._read(quote, copy.source, copy.prefix)
+        for equal in self._copies_for(reader, quote.held.copied_tokens):
+            fetched = self._read(quote, equal[0].source, equal[0].prefix)
             if fetched is not None and (unasked or fetched.offered_us < best.offered_us):
-                best, unasked = fetched, False
+                best, unasked = fetched._replace(equal_sources=tuple(copy.source.id for copy in equal)), False
         return best
 
     def _add(self, copy: _Copy) -> None:
@@ -79,20 +80,18 @@ class CopySources:
                 elif copy.depth == known[0].depth:
                     deepest[domain] = [*known, copy] if copy.is_equal(known[0]) else [copy]
 
-    def _copies_for(self, reader: EngineEndpoint, own_tokens: int) -> Iterator[_Copy]:
-        """At most two a group, deeper than the reader's own: the deepest copy, and the deepest in its own domain."""
+    def _copies_for(self, reader: EngineEndpoint, own_tokens: int) -> Iterator[Sequence[_Copy]]:
+        """Equal copies that are deeper than the reader's own, at most twice a group: the deepest, and the deepest in its own
+        domain."""
         seen: set[str] = set()
         for key in _meeting_points(reader):
             for domain in (reader.locality_domain, None):
                 equal = self._deepest.get(key, {}).get(domain, ())
                 if not equal or equal[0].prefix.copied_tokens <= own_tokens:
                     continue
-                copy = (
-                    min(equal, key=lambda copy: self._fetches.turn_of(copy.source.id)) if len(equal) > 1 else equal[0]
-                )
-                if copy.source.id not in seen:
-                    seen.add(copy.source.id)
-                    yield copy
+                if equal[0].source.id not in seen:
+                    seen.add(equal[0].source.id)
+                    yield equal if len(equal) <= MOST_SOURCES else _some_for(reader, equal)
 
     def _read(self, quote: Quote, source: EngineEndpoint, prefix: HeldPrefix) -> Quote | None:
         """The quote with what the source holds beyond the worker's own; None if that is nothing."""
@@ -118,7 +117,10 @@ class CopySources:
         added = [Surcharge(DISPLACED, round(DISPLACED_FACTOR * computing_us), tokens)]
         if (lost := 1 - self._share) > 0:
             added.append(Surcharge(NOT_FETCHED, round(lost * computing_us), round(lost * tokens)))
-        return read._replace(surcharges=tuple(added), surcharge_us=sum(one.us for one in added))
+        transfer_us = max(0, round(read.base_us - at_hand_us))
+        return read._replace(
+            surcharges=tuple(added), surcharge_us=sum(one.us for one in added), transfer_us=transfer_us
+        )
 
     def _read_store(self, quote: Quote, reader: EngineEndpoint) -> Quote:
         """The quote with what the deepest of the reader's shared stores holds beyond its own; of equally deep ones the one that
@@ -137,6 +139,12 @@ class CopySources:
             and (read := self._read(quote, store, self._held[id])) is not None
         ]
         return min(reads, key=lambda read: (-read.transferred_tokens, read.base_us), default=quote)
+
+
+def _some_for(reader: EngineEndpoint, equal: Sequence[_Copy]) -> Sequence[_Copy]:
+    """MOST_SOURCES of these, others for other readers."""
+    first = crc32(reader.id.encode()) % len(equal)
+    return [*equal[first:], *equal[:first]][:MOST_SOURCES]
 
 
 def _meeting_points(worker: EngineEndpoint) -> list[Hashable]:

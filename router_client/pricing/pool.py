@@ -42,18 +42,12 @@ class FetchKnowledge(Protocol):
     def share(self, pool_id: str) -> float:
         """Share of the requested tokens that recent fetches delivered, 0 to 1."""
 
-    def turn_of(self, source: str) -> tuple[int, int]:
-        """Among equal sources the one with the least is next."""
-
 
 class NothingFetched:
     """Before any fetch."""
 
     def share(self, _: str) -> float:
         return 1.0
-
-    def turn_of(self, _: str) -> tuple[int, int]:
-        return 0, 0
 
 
 class BlockShape(NamedTuple):

@@ -212,7 +212,8 @@ class PairRanking:
 
     def _rank_slice(self, quotes: Sequence[Quote], first: int, chosen: int | None) -> RankedResults:
         by_offer = self._evaluation.by_offer[first : first + len(quotes)]
-        return RankedResults(quotes, by_offer, chosen=chosen, criteria=self._criteria)
+        source = self._evaluation.source if chosen is not None else None
+        return RankedResults(quotes, by_offer, chosen=chosen, criteria=self._criteria, source=source)
 
 
 class Alternative(NamedTuple):
@@ -265,10 +266,11 @@ def _decode_quote(quote: Quote, near: bool) -> Quote:
         reads_store=False,
         surcharges=(),
         surcharge_us=0,
+        equal_sources=(),
     )
 
 
 def _decode_offer(offer: Offer, quote: Quote) -> Offer:
     """An offer for only the answer: no prompt is computed, and the cost of the answer without load is the pair's price."""
     kind = offer.kind._replace(chain=None, prices=offer.kind.prices._replace(queued_us=0.0))
-    return offer._replace(kind=kind, base_us=float(quote.surcharge_us), work_us=0.0)
+    return offer._replace(kind=kind, base_us=float(quote.surcharge_us), work_us=0.0, fetching=None)

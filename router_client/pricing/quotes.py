@@ -19,7 +19,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, ReadRate, TermKind
 from kvatlas.fleet.records import Role
 from kvatlas.reservations.evaluation import worth_us
-from kvatlas.reservations.protocol import MOST_OFFERS
+from kvatlas.reservations.protocol import MOST_OFFERS, Fetching
 from router_client.pricing.overlap import HeldPrefix, Run
 from router_client.pricing.pool import Candidate
 from router_client.prompt import Prompt
@@ -148,7 +148,7 @@ class Quote(NamedTuple):
     """The cost of a request on one candidate without load: `base_us`, of which `work_us` pass before the first token.
 
     The worker would reuse `usable_tokens` of its held prefix, and read `transfers` from the worker or shared store
-    `source`.
+    `source`. From another worker that takes `transfer_us`, and `equal_sources` would serve it as well, `source` among them.
     """
 
     candidate: Candidate
@@ -162,6 +162,8 @@ class Quote(NamedTuple):
     reads_store: bool = False
     surcharges: tuple[Surcharge, ...] = ()
     surcharge_us: int = 0
+    equal_sources: tuple[str, ...] = ()
+    transfer_us: int = 0
 
     @property
     def id(self) -> str:
@@ -172,6 +174,11 @@ class Quote(NamedTuple):
     def offered_us(self) -> float:
         """Its cost without load, surcharges included."""
         return self.base_us + self.surcharge_us
+
+    @property
+    def fetching(self) -> Fetching | None:
+        """What it would fetch from other workers."""
+        return Fetching(self.equal_sources, self.transfer_us) if self.equal_sources else None
 
     @property
     def transferred_tokens(self) -> int:

@@ -138,7 +138,7 @@ def test_the_client_has_the_async_clients_calls_and_submit() -> None:
 
 @pytest.mark.parametrize(
     ("choice", "twin", "less"),
-    [(Choice, SyncChoice, {"reservation", "feedback", "answered", "open_fetch"}), (PairChoice, SyncPairChoice, set())],
+    [(Choice, SyncChoice, {"reservation", "feedback", "answered"}), (PairChoice, SyncPairChoice, set())],
 )
 def test_a_choice_has_the_async_choices_calls(choice: type, twin: type, less: set[str]) -> None:
     assert public(twin) == public(choice) - less

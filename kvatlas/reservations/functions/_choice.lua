@@ -1,13 +1,37 @@
 -- The choice among all offers to named workers and to look-alikes.
 
+-- Finds the first free source of the offer that computes the prompt, else the one that is free first.
+local function find_source(state)
+  local ask, number = state.ask, state.prefill > 0 and state.prefill or state.chosen
+  local row = state.at[number] / OFFER_FIELDS + 1
+  if state.rows[number] == ask.look_alikes then
+    row = row + #ask.offers / OFFER_FIELDS
+  end
+  for _, fetch in ipairs(ask.fetches) do
+    if fetch[1] == row then
+      local first = math.huge
+      for i = 3, math.min(#fetch, MOST_SOURCES + 2) do
+        local busy_us = tonumber(redis.call('HGET', state.keys[SOURCES], fetch[i])) or 0
+        local free_us = math.max(state.now, is_finite(busy_us) and busy_us or 0)
+        if free_us < first then
+          first, state.source = free_us, fetch[i]
+        end
+      end
+      state.fetched_us = first + fetch[2]
+    end
+  end
+end
+
 -- Returns
 -- - the answer, an array: number of the cheapest offer (with a pair layout: of the one that computes the answer), number of the
 --   offer that computes the prompt alone (0: none), now, the mean load (empty: no load is unknown), tokens in flight,
 --   { { worker with a prediction, its tokens, us at which they are ready }... }, each offer's packed worker, { worker, number
 --   of its row of look-alikes, packed worker, blocks that were looked up... } of the look-alikes that were read; their numbers
---   follow the offers'. From this the client can compute how each offer was evaluated.
+--   follow the offers', source of the worker that computes the prompt ('': it fetches nothing). From this the client can
+--   compute how each offer was evaluated.
 -- - the state that a booking needs: `rows`, `at`, `workers` and `backlog_us` by number of the offer, and if it uses
---   a prediction `used` (its tokens) and `wait_us` (us to wait for them); `matches` by number of the chain
+--   a prediction `used` (its tokens) and `wait_us` (us to wait for them); `matches` by number of the chain; with a source
+--   `source`, and `fetched_us`, at which its fetches will have ended
 -- Returns nil if there are too few look-alikes; { -2 } if the client has to price blocks in other tiers (_lookup.lua).
 local function evaluate(keys, ask, now)
   local state = {
@@ -45,5 +69,8 @@ local function evaluate(keys, ask, now)
     predictions[#predictions + 1] = { worker, one.tokens, one.ready_us }
   end
   local chosen, members = list_members(state)
-  return { chosen, state.prefill, now, state.mean or {}, state.in_flight, predictions, state.offered, members }, state
+  find_source(state)
+  return {
+    chosen, state.prefill, now, state.mean or {}, state.in_flight, predictions, state.offered, members, state.source or '',
+  }, state
 end

@@ -4,7 +4,7 @@
 -- ask, cmsgpack: { factor for computing again, { { tokens of a step, packed step hashes }... }, kinds, offers, limits (0: check
 --   none), pair layout (0: choose one offer; see _pair_choice.lua), look-alikes, { workers that get no offer as
 --   look-alikes... }, least number of look-alikes, place on the ring, lookup (0: what look-alikes hold is part of the offers;
---   see _lookup.lua) }, packed by kvatlas/reservations/redis.py
+--   see _lookup.lua), fetches }, packed by kvatlas/reservations/redis.py
 -- Kinds, offers and look-alikes are rows of flat lists: hundreds of tables would take longer than all the rest.
 -- kind: number of its chain (0: none), most tokens that can be used, tokens of a hit that are lost, us for each queued token,
 --   running request, KV token, tokens that a waiting request stands for, us for each prompt token, squared prompt token, hit,
@@ -12,6 +12,7 @@
 -- offer: worker, number of its kind (from 0), steps it holds, cached tokens, cost without load, the part of that cost before
 --   the first token. Ties go to the first offer.
 -- look-alikes: the same, with a likeness instead of a worker.
+-- fetches: { number of the row among offers and look-alikes, us of the transfer, equal sources... }...
 -- limits: { us to the first token (0: no limit), us for all other tokens (0: none), factor for the us by which these are
 --   missed, 1 if workers that miss them are filtered out, prompt tokens, rows of: request slots, KV tokens (0: unknown), us
 --   for all tokens but the first without load; 1 if look-alikes have room; us for all tokens but the first for each row of
@@ -23,6 +24,7 @@ local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3
 local MOST_ASK, MOST_OFFERS, MOST_SKIPPED = 131072, 192, 256 -- bytes of an ask, its offers, and workers that get none
 local MOST_CHAINS, MOST_STEPS = 16, 2048 -- chains of an ask, and steps in all of them
 local MOST_LIKENESSES = 32 -- of an ask
+local MOST_SOURCES = 16 -- of an offer
 local MOST_MATCHED, LONG = 64, 4096 -- predictions that one ask looks at; one counts once more for each LONG bytes of hashes
 local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
@@ -49,7 +51,7 @@ end
 
 -- Returns an ask with its fields by name, each chain as { step_tokens, hashes }; limits and pair_layout are nil if absent.
 local function unpack_ask(packed)
-  local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring, lookup =
+  local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring, lookup, fetches =
     unpack(cmsgpack.unpack(packed))
   local steps, rows = 0, (#offers + #look_alikes) / OFFER_FIELDS
   for i, chain in ipairs(chains) do
@@ -64,7 +66,7 @@ local function unpack_ask(packed)
   return {
     again_factor = again_factor, chains = chains, kinds = kinds, offers = offers,
     limits = limits ~= 0 and unpack_limits(limits) or nil, pair_layout = pair_layout ~= 0 and pair_layout or nil,
-    look_alikes = look_alikes, skipped = skipped, least_members = least_members, ring = ring,
+    look_alikes = look_alikes, skipped = skipped, least_members = least_members, ring = ring, fetches = fetches,
     lookup = lookup ~= 0 and unpack_lookup(lookup) or nil,
   }
 end

@@ -20,7 +20,8 @@
 --                         'tables' -> us at which small keys were made tables, see report.lua
 --  12 samples       ZSET  the workers whose load sample is believed, scored with the us of the sample
 --  13 order_queued, order_running, order_kv, order_mix: the workers of all groups by load, see _orders.lua
---  17 rates         HASH  worker id -> cmsgpack evidence of its rates (learn.lua)
+--  17 sources       HASH  worker id -> us at which the fetches that are booked there should have ended
+--  18 rates         HASH  worker id -> cmsgpack evidence of its rates (learn.lua)
 --
 -- worker: fifteen big-endian doubles, which are read ten times as fast as cmsgpack, then its incarnation as text. The doubles:
 -- us of its load sample (0: none), us up to which bookings are in that sample, queued tokens, running requests, waiting
@@ -36,7 +37,7 @@
 
 local WORKERS, LOAD, RESERVATIONS, BOOKED, OWNED, ROUTERS = 1, 2, 3, 4, 5, 6
 local PREDICTIONS, ANCHORS, PREDICTED, DEADLINES, GROUPS, SAMPLES = 7, 8, 9, 10, 11, 12
-local ORDER_QUEUED, ORDER_RUNNING, ORDER_KV, ORDER_MIX, RATES = 13, 14, 15, 16, 17
+local ORDER_QUEUED, ORDER_RUNNING, ORDER_KV, ORDER_MIX, SOURCES, RATES = 13, 14, 15, 16, 17, 18
 local IS_ZSET = {
   [BOOKED] = true, [OWNED] = true, [PREDICTED] = true, [DEADLINES] = true, [SAMPLES] = true, [ORDER_QUEUED] = true,
   [ORDER_RUNNING] = true, [ORDER_KV] = true, [ORDER_MIX] = true,

@@ -40,7 +40,7 @@ end
 -- Forgets everything that was booked and reported. Needed when the store's clock went back (it is another server's, or was
 -- set): old data would count as fresh until the clock is back where it was.
 local function reset(keys)
-  for i = LOAD, ORDER_MIX do
+  for i = LOAD, SOURCES do
     redis.call('UNLINK', keys[i])
   end
 end

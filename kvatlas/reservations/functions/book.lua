@@ -129,6 +129,9 @@ register('kvatlas_pool_book', function(keys, args)
       if state.prefill > 0 then
         reserve(keys, prefill_id, owner, longest_us, input_tokens, state, state.prefill, now)
       end
+      if state.source then
+        redis.call('HSET', keys[SOURCES], state.source, string.format('%d', state.fetched_us))
+      end
     end
   end
   expire_without_workers(keys)

@@ -15,6 +15,7 @@ register('kvatlas_pool_forget', function(keys, args)
   end
   redis.call('HDEL', keys[WORKERS], worker)
   redis.call('HDEL', keys[RATES], worker)
+  redis.call('HDEL', keys[SOURCES], worker)
   expire_without_workers(keys)
   return 0
 end)

@@ -29,7 +29,7 @@ from kvatlas_simulator.lab.requests import MODEL, LabRequest
 from router_client.booking.booker import evaluate_without_bookings
 from router_client.decision.case import Case
 from router_client.decision.policy import RoutingPolicy
-from router_client.learning.fetches import Fetches, OpenFetch
+from router_client.learning.fetches import Fetches
 from router_client.learning.rates import PoolRates
 from router_client.learning.usage import Usage
 from router_client.pricing.overlap import ResidencyOnly, look_up_overlap
@@ -85,7 +85,6 @@ class _Open:
     results: RankedResults
     predicted_wait: bool
     step_us: float = 0.0
-    fetch: OpenFetch | None = None
 
 
 class Atlas(LoadBlind):
@@ -152,18 +151,20 @@ class Atlas(LoadBlind):
         else:
             evaluation = evaluate_without_bookings(ask, self._pool, quotes)
         results = RankedResults(
-            quotes, evaluation.by_offer, chosen=evaluation.chosen, criteria=self._policy.criteria(prompt)
+            quotes,
+            evaluation.by_offer,
+            chosen=evaluation.chosen,
+            criteria=self._policy.criteria(prompt),
+            source=evaluation.source,
         )
         self._last = results
         self._open[request.number] = _Open(router, now_us, results, IN_FLIGHT in results[0].cost.kinds)
         return int(quotes[evaluation.chosen].id[1:])
 
     def fetch_of(self, request: LabRequest) -> LabFetch | None:
-        opened = self._open[request.number]
-        result = opened.results[0]
+        result = self._open[request.number].results[0]
         if result.source is None:
             return None
-        opened.fetch = self._fetches.begin(result.source)
         return LabFetch(int(result.source[1:]), result.usable_tokens + result.transferred_tokens)
 
     def predicted_tokens(self, number: int) -> int:
@@ -178,8 +179,7 @@ class Atlas(LoadBlind):
         number = sequence.request.number
         opened = self._open[number]
         opened.step_us = self._step_us(engine)
-        if opened.fetch is not None:
-            opened.fetch.end()
+        if opened.results[0].source is not None:
             usage = Usage(sequence.request.input_tokens, 0, sequence.cached_tokens)
             self._fetches.record(POOL, opened.results[0], usage)
         if self._settings.booking.reservations:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvatlas.cost import Prices
 from kvatlas.reservations import Ask, Booking, Evaluation, Offer, OfferKind, Reservations, StepChain
 from kvatlas.reservations.evaluation import worth_us
+from kvatlas.reservations.protocol import Fetching
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.store.connection import Store
 
@@ -73,6 +74,7 @@ def offer(
     capacity_steps: int = 0,
     interference: float = 0.0,
     extra_us: float = 0.0,
+    fetching: Fetching | None = None,
 ) -> Offer:
     """A worker that holds `held_steps`, at the cost of computing the rest and decoding."""
     cached = min(held_steps * STEP_TOKENS, input_tokens - 1)
@@ -85,6 +87,7 @@ def offer(
         cached,
         work + 900_000 + extra_us,
         work,
+        fetching,
     )
 
 
@@ -111,7 +114,7 @@ def same_evaluation(real: Evaluation, model: Evaluation) -> bool:
 
     read = range(len(real.offers))
     return (
-        (real.worker_id, real.prefill) == (model.worker_id, model.prefill)
+        (real.worker_id, real.prefill, real.source) == (model.worker_id, model.prefill, model.source)
         and all(real.offers[i] == model.offers[place(i)] for i in read)
         and all(real.by_offer[i] == model.by_offer[place(i)] for i in read)
     )

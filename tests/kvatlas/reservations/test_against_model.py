@@ -28,6 +28,7 @@ from kvatlas.reservations import (
     WorkerReport,
 )
 from kvatlas.reservations.likeness import RING
+from kvatlas.reservations.protocol import Fetching
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.reservations.room_and_slo import Limit, Limits
 from kvatlas.store.connection import open_store
@@ -54,6 +55,11 @@ OTHER = Prices(4.0, 1_500.0, 0.3, 0, 45.0, hit_us=5.0)
 
 numbers = st.sampled_from(NUMBERS)
 workers = st.sampled_from(WORKERS)
+fetches = st.none() | st.builds(
+    Fetching,
+    st.lists(workers, min_size=1, max_size=4, unique=True).map(tuple),
+    st.sampled_from([1, 100_000, 3 * SECOND_US]),
+)
 interferences = st.sampled_from([0.0, 0.1, 1.0])
 loads = st.builds(Load, st.integers(0, 9), st.integers(0, 9_000), st.integers(0, 3), st.integers(0, 99_000))
 
@@ -78,6 +84,7 @@ def asks(draw: st.DrawFn) -> Ask:
                 capacity_steps=6 if worker_id == "c-12" else 0,
                 interference=draw(interferences),
                 extra_us=draw(st.sampled_from([0.0, 0.25, 30_000.0])),
+                fetching=draw(fetches),
             )
         )
     again_factor, limits = draw(st.sampled_from([0.0, 2.5, 16.0])), draw(st.none() | limits_of(len(offers)))
@@ -102,6 +109,7 @@ def look_alike_asks(draw: st.DrawFn) -> Ask:
             capacity_steps=6 if number == 2 else 0,
             interference=draw(interferences),
             extra_us=draw(st.sampled_from([0.0, 30_000.0])),
+            fetching=draw(fetches),
         )
         look_alikes.append(LookAlikes(LIKENESSES[number], made, draw(st.sampled_from([0.0, 900_000.0]))))
     limits = asked.limits

@@ -4,8 +4,8 @@ import pytest
 
 from kvatlas.cost import Load
 from kvatlas.errors import InvalidValue
-from kvatlas.reservations import Booking, LoadReport, Outcome, Reservations, StepChain, WorkerReport
-from kvatlas.reservations.protocol import ARRIVAL_US, STALE_US
+from kvatlas.reservations import Ask, Booking, LoadReport, Outcome, Reservations, StepChain, WorkerReport
+from kvatlas.reservations.protocol import ARRIVAL_US, STALE_US, Fetching
 from tests.kvatlas.reservations.asks import (
     LEASE_US,
     LONGEST_US,
@@ -434,3 +434,25 @@ def test_equal_tokens_in_two_scopes_are_different_steps() -> None:
     assert len(one.hashes) == len(chain) // 8
     assert one.hashes != other.hashes
     assert StepChain.of(b"a" * 8, 16, chain[:63]).hashes == b""
+
+
+async def test_equal_sources_take_turns_whichever_router_books(reservations: Reservations, clock: Clock) -> None:
+    def fetched(*sources: str, us: int = SECOND_US) -> Ask:
+        return ask([offer("a", fetching=Fetching(sources, us))])
+
+    async def source(number: int, asked: Ask) -> str | None:
+        booking = Booking(id_of(number), f"r{number}", 1_000, asked, LEASE_US, LONGEST_US)
+        found = await reservations.book(POOL, booking)
+        return None if found is None else found.source
+
+    same = fetched("x", "y", "z")
+    assert [await source(number, same) for number in range(7)] == ["x", "y", "z", "x", "y", "z", "x"]
+    assert (await reservations.evaluate(POOL, same)).source == "y"
+    assert (await reservations.evaluate(POOL, same)).source == "y"  # nothing was booked
+    assert await source(7, fetched("y", us=9 * SECOND_US)) == "y"  # the only source
+    assert [await source(number, same) for number in (8, 9)] == ["z", "x"]
+    await clock.pass_us(5 * SECOND_US)
+    assert await source(10, same) == "x"  # it is free
+    assert await source(11, ask([offer("a")])) is None
+    await reservations.forget(POOL, "y")
+    assert await source(12, fetched("y", "x")) == "y"

@@ -26,6 +26,7 @@ from kvatlas.reservations import (
     RedisReservations,
     WorkerReport,
 )
+from kvatlas.reservations.protocol import Fetching
 from kvatlas.reservations.redis import write_reports
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, call_pool, pool_keys
 from kvatlas.store.connection import Store
@@ -79,7 +80,9 @@ def reservations(store: Store, clock: Clock) -> RedisReservations:
 
 
 def asked(number: int) -> Ask:
-    return ask([offer(worker, chain=0, capacity_steps=8) for worker in WORKERS], steps(number // 20, 1, 2, 3))
+    fetching = Fetching(tuple(WORKERS), SECOND_US)
+    offers = [offer(worker, chain=0, capacity_steps=8, fetching=fetching) for worker in WORKERS]
+    return ask(offers, steps(number // 20, 1, 2, 3))
 
 
 def look_alikes_asked() -> Ask:

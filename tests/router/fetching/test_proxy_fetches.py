@@ -148,6 +148,23 @@ async def test_another_router_is_told_what_to_send_if_it_asks(store: Store, valk
             assert usage_of(await engine.post("/v1/completions", json=body)) == HELD
 
 
+async def test_equal_sources_share_the_fetches_of_all_routers(store: Store, valkey_url: str) -> None:
+    ids, prompt = ["one", "two", "three"], list(range(100_000))
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(running_fleet(store, {}))
+        for id in ids:
+            await fleet.holds(id, prompt)
+        slow = {"block_bytes": 1 << 20}  # so that a transfer takes longer than the next choices
+        records = {id: peer(id, f"http://127.0.0.1:{at}", BUSY, **slow) for at, id in enumerate(ids, 1)}
+        records["free"] = peer("free", "http://127.0.0.1:4", {"running_decodes": 0}, **slow)
+        await FleetStore(store).write(records)
+        fleet.loaded.update(records)
+        routers = [await stack.enter_async_context(running_quiet_proxy(valkey_url)) for _ in range(2)]
+        asked = {**BODY, "prompt": prompt, "fetch": True}
+        answers = [(await routers[at % 2].post("/kvatlas/route", json=asked)).json() for at in range(3)]
+    assert {answer["fetch"]["source"] for answer in answers} == set(ids), answers
+
+
 async def test_a_prefill_worker_fetches_too(store: Store, valkey_url: str) -> None:
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(store, {}))

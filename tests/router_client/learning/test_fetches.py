@@ -1,4 +1,4 @@
-"""What fetches teach: the share that arrives, and whose turn it is."""
+"""What fetches teach: the share that arrives."""
 
 from typing import Any
 
@@ -67,13 +67,3 @@ def test_an_answer_that_says_nothing_or_has_it_all_changes_no_price(usage: dict[
     fetches = Fetches(lambda: 0.0)
     fetches.record(SCOPE.pool_id, best(fetches), Usage(TOKENS, 1, **usage))
     assert fetches.share(SCOPE.pool_id) == 1
-
-
-def test_an_open_fetch_ends_once() -> None:
-    fetches = Fetches()
-    one, two = fetches.begin("s"), fetches.begin("s")
-    one.end()
-    one.end()
-    assert fetches.open_at("s") == 1 and fetches.turn_of("s") > fetches.turn_of("t")
-    two.end()
-    assert fetches.open_at("s") == 0

@@ -14,9 +14,9 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import CostProfile, EngineProfile, QuillcacheProfile
 from kvatlas.fleet.records import EngineKind, EngineState, FleetRecord, Liveness, Role
 from router_client import Prompt, SelectionResult
-from router_client.learning.fetches import Fetches
 from router_client.pricing.overlap import HeldPrefix, Run
 from router_client.pricing.pool import Pool
+from router_client.pricing.quote_desk import quote_candidates
 from router_client.pricing.quotes import rendezvous_weight
 from router_client.pricing.ranking import rank as rank_pool
 from tests.router_client.pools import FETCH_BY, PEER, SCOPE, pool, worker
@@ -278,15 +278,20 @@ def test_what_marks_need_beyond_the_fetchable_tiers_makes_a_copy_worthless() -> 
         assert result.transferred_tokens == fetched
 
 
-def test_equal_sources_share_the_fetches_that_are_open() -> None:
-    workers = pool(*(worker(id, role=Role.DECODE, **PEER) for id in ("s1", "s2", "s3")), worker("w", **PEER))
-    fetches = Fetches()
-    copies = {id: held(9_600) for id in ("s1", "s2", "s3")}
-    for _ in range(9):
-        (result,) = rank_pool(prompt(10_000), Pool.of(workers, fetches=fetches), copies)
-        assert result.source is not None
-        fetches.begin(result.source)
-    assert [fetches.open_at(id) for id in copies] == [3, 3, 3]
+def test_a_booking_may_choose_among_the_first_equal_sources_and_each_reader_has_others() -> None:
+    sources = [f"s{number:02}" for number in range(20)]
+    readers = ("w1", "w2")
+    workers = pool(*(worker(id, role=Role.DECODE, **PEER) for id in sources), *(worker(id, **PEER) for id in readers))
+    copies = {id: held(9_600) for id in sources}
+    offered = []
+    for some in (sources[:3], sources):
+        held_by = {id: copies[id] for id in some}
+        quotes = quote_candidates(prompt(10_000), Pool.of(workers), held_by, fingerprint=b"")
+        offered += [quote.fetching for quote in quotes if quote.fetching is not None]
+    assert len(offered) == 4 and len({one.us for one in offered}) == 1
+    assert set(offered[0].sources) == set(offered[1].sources) == set(sources[:3])
+    assert [len(set(one.sources)) for one in offered[2:]] == [16, 16]
+    assert set(offered[2].sources) != set(offered[3].sources)
 
 
 def test_nothing_is_fetched_from_a_worker_that_the_request_may_not_have() -> None:
