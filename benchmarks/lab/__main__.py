@@ -98,9 +98,9 @@ def _write_policies(workloads: Sequence[Workload], watch: Stopwatch) -> None:
 
 def _write_terms(workloads: Sequence[Workload], watch: Stopwatch) -> None:
     pages = [
-        "## Terms of the cost",
-        "What is lost without each, and with three routers; then without marks, on engines of a hybrid: full attention and a "
-        "sliding window, which share each cache.",
+        "## Cost terms",
+        "The loss without each term, and with three routers; then without marks, on hybrid engines: full attention and a "
+        "sliding window share each cache.",
         "",
     ]
     for workload in workloads:
@@ -120,9 +120,9 @@ def _write_terms(workloads: Sequence[Workload], watch: Stopwatch) -> None:
 def _write_gap(workloads: Sequence[Workload], watch: Stopwatch) -> None:
     """What does kvatlas not know that the oracle does, and what is that worth?"""
     pages = [
-        "## What separates kvatlas from the oracle",
-        "kvatlas with what it has to estimate as it is: prices that are the engines' step costs (`true-rates`), each engine's "
-        "queue at the moment of the choice, in tokens that are left to compute (`true-loads`), or both. weighted-scorers for "
+        "## Sources of the gap to the oracle",
+        "kvatlas with its estimates replaced by true values: the engines' step costs as prices (`true-rates`), each engine's "
+        "queue at the moment of the choice, in tokens left to compute (`true-loads`), or both. weighted-scorers for "
         "comparison: it looks for prefixes first.",
         "",
     ]

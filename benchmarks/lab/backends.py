@@ -168,7 +168,7 @@ async def _measure_memory(recording: Recording) -> Figures:
     tracemalloc.stop()
     began = perf_counter()
     await _fill(MemoryIndex(), recording)
-    return _with(figures, used, f"{perf_counter() - began:.2f} s, told again by publishers")
+    return _with(figures, used, f"{perf_counter() - began:.2f} s, resent by publishers")
 
 
 async def _measure_server(name: str, recording: Recording, binary: Path | None) -> Figures:
@@ -292,7 +292,7 @@ def write_backends(workloads: Sequence[Workload], watch: Stopwatch) -> None:
         f"{FLEET.cache_tokens:,} tokens): {recording.changes:,} residencies came and went in {len(recording.batches):,} "
         f"batches, {residencies:,} stay, in blocks of {workload.block_tokens} tokens. Each backend holds the same in the end, "
         f"which is checked. Overlaps are of the last {len(recording.asked)} prompts, one at a time: over a socket for all but "
-        "the first. Memory is what Python allocates, what the store tells (a cluster has four shards here, and sums over its "
+        "the first. Memory is what Python allocates, what the store reports (a cluster has four shards here, and sums over its "
         "nodes), and what the process of Dynamo's indexer grows by. Times depend on the machine and on what else it does.",
         "",
         "```",

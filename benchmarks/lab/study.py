@@ -76,7 +76,7 @@ def run_study(
 def to_markdown(rows: Sequence[Row], command: str, seeds: int, points: int) -> str:
     """The study's chapter. `points`: how many there are, when all are replayed."""
     lines = [
-        "## How close to the best",
+        "## Distance from the oracle",
         "Public traces at two sizes of fleet, three sizes of cache and two loads: moderate is the trace's rate with 8 workers, "
         f"and twice that with 16; high is twice as much. **Blind** policies do not see the caches ({', '.join(BLIND)}). "
         f"{seeds} seed{'s' if seeds > 1 else ''}; requests from the trace's beginning, with empty caches.",
