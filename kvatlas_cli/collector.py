@@ -51,7 +51,7 @@ class _Followed:
 
 
 class Collector:
-    """Follows the pods with the labels. A worker has its pod's name. A terminating pod is drained, then left; a pod with
+    """Follows the pods with the labels. A worker has its pod's name. A terminating pod is drained, then dropped; a pod with
     another name or address is another engine. While Kubernetes does not answer, the known pods stay."""
 
     def __init__(self, api: PodLister, settings: CollectSettings, state_dir: Path) -> None:
@@ -136,7 +136,7 @@ class Pod:
 
 
 def worker_id_of_pod(name: str) -> str:
-    """As the collector, and the sidecars of the manifests, name the worker of a pod."""
+    """The worker id that the collector, and the sidecars of the manifests, give a pod."""
     return name.replace(".", "_")
 
 

@@ -1,4 +1,4 @@
-"""Where NATS is and who connects to it: addresses, credentials, certificates, and the user's inbox."""
+"""Access to NATS: addresses, credentials, certificates, and the user's inbox."""
 
 import ssl
 from dataclasses import dataclass

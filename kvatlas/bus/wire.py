@@ -178,7 +178,7 @@ def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
 
 
 def _check_entry(entry: Any, version: int) -> None:
-    """Check its form and its numbers, types included: 16.0 equals 16 but packs differently."""
+    """Check an entry's form and its numbers, types included: 16.0 equals 16 but packs differently."""
     most = CHAIN + (version == VERSION_WITH_CHAINS)
     if type(entry) is not list or not CHAIN <= len(entry) <= most:
         raise WireError(f"scope entry {entry!r:.80}; expected four names, block size, block bytes")

@@ -1,4 +1,5 @@
-"""What each publisher may speak for: workers, tenants, models, addresses. Indexers read it, `kvatlas auth nats` writes it.
+"""Publishers' identities: the workers, tenants, models and addresses that each may speak for. Indexers read them, `kvatlas
+auth nats` writes them.
 
 NATS proves the sender: a publisher's user may write only its own workers' subjects. So the last word of the subject, a
 worker's id, leads to the identity that applies to it.

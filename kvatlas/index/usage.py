@@ -22,7 +22,7 @@ class ResidentUse:
 
 
 def sum_use(amounts: Iterable[tuple[bytes, Tier, float]], scopes: Mapping[bytes, Scope]) -> list[ResidentUse]:
-    """From (scope id, tier, byte-seconds), by the scopes' text, then by tier."""
+    """Sum (scope id, tier, byte-seconds) by the scopes' text, then by tier."""
     found: dict[tuple[Scope | None, Tier], float] = {}
     for scope_id, tier, amount in amounts:
         place = scopes.get(scope_id), tier

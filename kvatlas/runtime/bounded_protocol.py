@@ -101,7 +101,7 @@ class BoundedProtocol(H11Protocol):
         self._cancel_deadline()
 
     def shutdown(self) -> None:
-        """The server stops and does not wait for an unfinished body."""
+        """Stop the server without waiting for an unfinished body."""
         self._stops_at = self.loop.time() + STOP_S
         super().shutdown()
         self._cancel_deadline()

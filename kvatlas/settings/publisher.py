@@ -283,7 +283,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         return settings
 
     def _check_connector(self) -> None:
-        """Without a connector nothing is fetched, whatever else is said of it."""
+        """Check that fetch settings come with a connector: without one nothing is fetched."""
         for flag, given in (("--kv-port", self.kv_port), ("--kv-tiers", self.kv_tiers)):
             if given and self.kv_connector is None:
                 raise SettingsError(f"{flag} is given without --kv-connector; expected the connector of that port")

@@ -18,7 +18,7 @@ from kvatlas_cli.top.screen import View, render, sort_workers
 from kvatlas_cli.top.terminal import Terminal, open_terminal
 
 FIRST_HEARTBEATS_S = 1.2
-"""Each worker sends one per second: after this long we know how far the index is behind."""
+"""Each worker sends one per second: after this time we know how far the index lags."""
 
 
 @with_settings(TopSettings)

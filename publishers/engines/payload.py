@@ -124,7 +124,7 @@ def tokens_of(tag: str, fields: Fields) -> list[int]:
 
 
 def tokens_of_pairs(tag: str, fields: Fields) -> tuple[list[int], Sequence[int]]:
-    """(the event's `token_ids`, the token behind the last block). The second is empty unless tokens come in pairs.
+    """(the event's `token_ids`, the token after the last block). The second is empty unless tokens come in pairs.
 
     With EAGLE, SGLang keys its tree by pairs (t[j], t[j+1]): the block at tokens 16..31 has the pairs that *start* there, so
     it covers token 32 too, as vLLM's lookahead hashes do. Raises EngineEventError.

@@ -21,7 +21,7 @@ _REPLAY_CURE = "set --replay-endpoint to the replay socket of the engine's --kv-
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """What was seen, and what to do about it."""
+    """An observation, and what to do about it."""
 
     seen: str
     cure: str
@@ -108,7 +108,7 @@ class SocketWatch:
         return Suspicion(seen, cure if self._refused else f"if the engine runs: {off_cure}")
 
     def _of_rank(self, cure: str) -> str:
-        """The cure for a rank above 0: it may run on another node than the engine's HTTP address."""
+        """The cure for a rank above 0: it may run on a node other than the engine's HTTP address."""
         if not self._rank:
             return cure
         there = f"if rank {self._rank} runs on another node, its event socket is there: set --endpoint to that node"

@@ -81,7 +81,7 @@ class Feed:
         engine_up: Callable[[], bool | None] = lambda: None,
     ) -> None:
         """`on_alive`: called when `alive` changes. `engine_up`: True if the engine is known to be up, regardless of the
-        connection (None: unknown). If so, replay is asked for its events even without a connection."""
+        connection (None: unknown). If so, its events are requested from replay even without a connection."""
         self.continuity = continuity
         self.consistent = True
         """True if every batch up to the feed's position was passed to `on_batch`."""

@@ -31,7 +31,7 @@ from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 
 CLOSE_S = 5.0
 READY_RETRY_S = 0.5
-"""How soon the fleet is read again until the picker is ready."""
+"""Interval at which the fleet is read again until the picker is ready."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 

@@ -30,7 +30,7 @@ from router_client.decision.index_access import open_overlap_index
 from router_client.pricing.overlap import OverlapIndex
 
 TOKENIZE_S = 5.0
-"""How long an engine may take to tokenize a prompt, or to list its models."""
+"""Limit on the time that an engine takes to tokenize a prompt or list its models."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 

@@ -56,7 +56,7 @@ _HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
 
 
 class Connections(Protocol):
-    """Clients' connections. `is_nearly_full`: further ones will soon be refused."""
+    """Clients' connections. `is_nearly_full`: new ones will soon be refused."""
 
     @property
     def is_nearly_full(self) -> bool: ...
@@ -235,7 +235,7 @@ class _ForEngines:
 
 
 def _may_be_another(path: str) -> bool:
-    """True if HTTP software on the way to an engine may normalise the path, to one that is not allowed."""
+    """True if HTTP software on the way to an engine may normalize the path to one that is not allowed."""
     return bool({"", ".", ".."} & set(path.split("/")[1:]))
 
 

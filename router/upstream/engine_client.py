@@ -49,7 +49,7 @@ class EngineAway(KvatlasError):
 
 
 class EngineUnreachable(EngineAway):
-    """The engine did not answer, or went away before its first byte. `connected`: it accepted the connection."""
+    """The engine did not answer, or disappeared before its first byte. `connected`: it accepted the connection."""
 
     def __init__(self, line: str, *, connected: bool) -> None:
         super().__init__(line)
@@ -57,7 +57,7 @@ class EngineUnreachable(EngineAway):
 
 
 class EngineLost(EngineAway):
-    """The engine disappeared in mid-answer."""
+    """The engine disappeared mid-answer."""
 
 
 class IncomingAnswer:

@@ -24,8 +24,8 @@ def build_ask(
     usual_block_size: int | None,
     look_alikes: Mapping[bytes, Quote] = MappingProxyType({}),
 ) -> Ask:
-    """Offers in the order of `quotes`, and offers to look-alikes by likeness. `chains`: by block size, as far as hashed;
-    more is hashed as needed. `usual_block_size`: the pool's, for workers that have announced no block yet.
+    """Offers in the order of `quotes`, and offers to look-alikes by likeness. `chains`: by block size, as far as already
+    hashed; the rest is hashed as needed. `usual_block_size`: the pool's, for workers that have announced no block yet.
 
     Raises InvalidValue for an out-of-range token id.
     """

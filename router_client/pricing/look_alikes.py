@@ -40,7 +40,7 @@ class LookAlikeQuotes:
 
     @property
     def least_members(self) -> int:
-        """How many look-alikes the store should know."""
+        """Number of look-alikes that the store should know."""
         return int(KNOWN_SHARE * sum(group.size for group in self.pool.groups))
 
     def match(self, evaluation: Evaluation) -> tuple[list[Quote], Sequence[OfferEvaluation], int | None]:
