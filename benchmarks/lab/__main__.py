@@ -118,7 +118,7 @@ def _write_terms(workloads: Sequence[Workload], watch: Stopwatch) -> None:
 
 
 def _write_gap(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    """What does kvatlas not know that the oracle does, and what is that worth?"""
+    """Write the chapter on what the oracle knows and kvatlas does not, and its value."""
     pages = [
         "## Sources of the gap to the oracle",
         "kvatlas with its estimates replaced by true values: the engines' step costs as prices (`true-rates`), each engine's "
@@ -137,7 +137,7 @@ def _write_gap(workloads: Sequence[Workload], watch: Stopwatch) -> None:
 
 
 def _write_fleet_sizes(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    """What does a policy save?"""
+    """Write the chapter on the workers that a policy saves."""
     pages = [
         "## Worker-hours for the same goodput",
         "The fewest workers with which the same share of requests is good, and their hours.",
@@ -163,7 +163,8 @@ def _write_fleet_sizes(workloads: Sequence[Workload], watch: Stopwatch) -> None:
 
 
 def _write_events(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    """At which delay, or loss, of events is kvatlas no better than policies that need none? Of the first workload."""
+    """Write the chapter on late and lost events: when is kvatlas no better than policies without events? For the first
+    workload."""
     workload = workloads[0]
     pages = ["## Late and lost events", f"{workload.name}; {', '.join(UNRELIABLE[1:])} use no events."]
     for flag, field, values in (

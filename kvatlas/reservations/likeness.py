@@ -37,7 +37,7 @@ def likeness_of(record: FleetRecord) -> bytes:
         endpoint.eagle,
         endpoint.events,
         cache_blocks,
-        *endpoint.stores,  # without stores, the same bytes as in versions that know none
+        *endpoint.stores,  # without stores, the same bytes as in versions that don't know them
         *([record.tenants] if record.tenants else []),  # likewise
         *([endpoint.kv_connector.value] if endpoint.kv_connector else []),
     )

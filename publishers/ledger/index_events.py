@@ -185,7 +185,7 @@ class IndexEvents:
         yield head.namespace, flags, packed, parent, first_index
 
     def _first_index(self, stretch: Stretch) -> int:
-        """Index of the first published block in this stretch or behind it."""
+        """Index of the first published block in this stretch or after it."""
         return stretch.index + (self._last - stretch.index) % self._step
 
     # ---------------------------------------------------------------- snapshots

@@ -54,7 +54,8 @@ class EventlessEngine:
                 await publisher.close_gently()
 
     def _on_engine_change(self, state: EngineState) -> None:
-        """An engine that was away may have lost its cache, even if no page says when its process started."""
+        """Handle a change of the engine's state: one that was down may have lost its cache, even if no page says when its
+        process started."""
         if state is EngineState.UP:
             if self._was_up:
                 self._start_over("engine is up again")

@@ -139,12 +139,13 @@ class OpenEngine:
             counters.dead_letters_dropped += 1
 
     def _record_loss(self, why: str) -> None:
-        """Some claimed blocks may be gone: see `kvatlas_publishers.feed.undecodable`."""
+        """Record that some claimed blocks may be gone: see `kvatlas_publishers.feed.undecodable`."""
         if self._distrust.record_loss(monotonic()):
             self._start_over(why)
 
     def _on_engine_change(self, state: EngineState) -> None:
-        """An engine that was away may have lost its cache, even if no page says when its process started."""
+        """Handle a change of the engine's state: one that was down may have lost its cache, even if no page says when its
+        process started."""
         if state is EngineState.UP:
             if self._was_up:
                 self._start_over("engine is up again")

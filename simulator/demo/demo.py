@@ -46,7 +46,7 @@ ROUTERS = {
 """The flags of each phase's router."""
 
 RESIDENCY = {"by residency": [*SHARED_MACHINE, "--no-marks"]}
-"""Additional router for hybrid engines: chooses as routers do that know only full attention's blocks."""
+"""Additional router for hybrid engines: chooses like a router that knows only full attention's blocks."""
 
 
 class DemoSettings(ProcessSettings):

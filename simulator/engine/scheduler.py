@@ -20,7 +20,7 @@ from kvatlas_simulator.engine.tokenizer import AnswerTokens
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """How much one engine takes on at a time."""
+    """Limits of one engine's concurrent work."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8_192

@@ -18,12 +18,12 @@ BLOCK_TOKENS = 64
 REQUESTS = 4_000
 REQUESTS_PER_S = 6.7
 ANSWER_S_PER_TOKEN = 0.02
-"""How fast a user or a program reads an answer before continuing."""
+"""Speed at which a user or a program reads an answer before continuing."""
 
 
 class Arrivals(StrEnum):
-    """When sessions begin. `POISSON`: evenly. `BURSTY`: a third of them within 5 s of each minute. `DIURNAL`: as a sine
-    over the whole time, like one day, from a fifth of the mean to nearly twice it."""
+    """The times at which sessions begin. `POISSON`: evenly. `BURSTY`: a third of them within 5 s of each minute. `DIURNAL`: as
+    a sine over the whole time, like one day, from a fifth of the mean to nearly twice it."""
 
     POISSON = "poisson"
     BURSTY = "bursty"

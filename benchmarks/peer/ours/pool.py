@@ -19,7 +19,7 @@ SCOPE = Scope("bench", "bench")
 
 
 async def write_pool(store: Store, workers: int, held: list[tuple[list[int], Mapping[int, int]]]) -> None:
-    """Empty the store, and write workers of which some hold prompts: (token ids, worker number to blocks)."""
+    """Empty the store, and write workers, some of which hold prompts: (token ids, worker number to blocks)."""
     await store.client.flushall()
     index = await open_redis_index(store, writer=True)
     use = ScopeUse(SCOPE, BLOCK_SIZE)
@@ -50,5 +50,5 @@ def worker_name(number: int) -> str:
 
 
 def held_prefixes(source: PromptSource) -> list[tuple[list[int], Mapping[int, int]]]:
-    """The blocks that the workers of a source of prompts hold."""
+    """The blocks that the workers of a prompt source hold."""
     return list(zip(source.prefixes, source.depths, strict=True))
