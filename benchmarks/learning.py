@@ -78,7 +78,7 @@ def relative_errors(learned: EngineRates, true: StepCost) -> dict[str, float]:
 
 
 def to_results(learned: Sequence[LearnedRates]) -> list[Result]:
-    """The largest error of each engine, beside its budget."""
+    """The largest error of each engine, with its budget."""
     return [
         Result(
             f"learned rates of an engine of {true.prefill_us_per_token:g} us a token, {REQUESTS} requests",

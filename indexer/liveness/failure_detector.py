@@ -42,7 +42,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Notes:
-    """Further content of a worker's record."""
+    """Other content of a worker's record."""
 
     applied_us: int = 0
     trace: str | None = None

@@ -60,7 +60,7 @@ class HttpSettings(ProcessSettings):
         if (settings.http_cert_file is None) != (settings.http_key_file is None):
             raise SettingsError("--http-cert-file and --http-key-file belong together; expected both")
         if settings.http_client_ca_file is not None and settings.http_cert_file is None:
-            raise SettingsError("--http-client-ca-file needs TLS; expected --http-cert-file and --http-key-file too")
+            raise SettingsError("--http-client-ca-file needs TLS; add --http-cert-file and --http-key-file")
         _ = settings.http  # raises
         return settings
 

@@ -218,7 +218,7 @@ def _locked(state_dir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             line = f"--state-dir (or KVATLAS_STATE_DIR) is {state_dir}, which another `kvatlas up` uses"
-            raise SettingsError(f"{line}; expected a folder of its own") from None
+            raise SettingsError(f"{line}; expected a separate folder") from None
         yield
 
 

@@ -2,7 +2,7 @@
 
 The first source with a value counts:
 
-    the engine's events    of the scope and tier, else of the scope's device tier, else of its other tiers
+    the engine's events    of the scope and tier, then of the scope's device tier, then of its other tiers
     the settings           --block-bytes, or a model's configuration
     the engine's metrics
 """

@@ -77,7 +77,7 @@ class Admission:
         priority: int | None = None,
     ) -> Booked:
         """Book the first worker or pair for a request. `text` None: its prompt is not read. `header`: looks up a header by its
-        lower-case name. `tenant_id`: the proven tenant, overriding the header's. `priority`: likewise.
+        lower-case name. `tenant_id`, `priority`: proven values, overriding the headers'.
 
         Raises NoWorkers, EnginesRest, Unreachable, QueueFull and RequestShed.
         """

@@ -1,7 +1,7 @@
 """Requests that wait in the router while every worker of their pool is over its limits.
 
-Because it waits here rather than in an engine, a request goes to the first worker with room, and the router sets the order: by
-priority, then fair between tenants.
+A request that waits here rather than in an engine goes to the first worker with room, and the router sets the order: by
+priority, then fairly between tenants.
 """
 
 import asyncio

@@ -244,7 +244,7 @@ def _check_headers(request: Request) -> None:
     for name in ("content-encoding", "x-body-compressed"):
         for value in request.headers.getlist(name):
             if value.strip().lower() not in ("", "identity"):
-                raise UnreadableBody(f"{name} is {value[:80]!r}; expected none: engines read no compressed bodies")
+                raise UnreadableBody(f"{name} is {value[:80]!r}; remove it: engines read no compressed bodies")
     if len(request.headers.getlist("content-type")) > 1:
         raise UnreadableBody("content-type is given more than once; expected one")
 

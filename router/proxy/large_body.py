@@ -81,7 +81,7 @@ async def find_model(body: bytes) -> str | None:
 
 def _check_name(name: str | None, body: bytes) -> None:
     if name in WITHHELD:
-        raise NotForClients(f"{name} is in a body of {len(body)} bytes; expected none in a large one")
+        raise NotForClients(f"{name} is in a body of {len(body)} bytes; remove it from large bodies")
 
 
 async def _end_of_text(body: bytes, start: int) -> int:

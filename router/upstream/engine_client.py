@@ -96,7 +96,7 @@ class IncomingAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An engine's whole answer to a call of our own."""
+    """An engine's whole answer to one of our own calls."""
 
     status: int
     body: bytes
@@ -144,7 +144,7 @@ class EngineClient:
     async def call(
         self, method: str, url: str, value: object = None, *, more_headers: Mapping[str, str] = MappingProxyType({})
     ) -> Reply:
-        """A call of our own; `value` is sent as JSON. Raises EngineAway."""
+        """Make one of our own calls; `value` is sent as JSON. Raises EngineAway."""
         headers = [(b"accept", b"application/json")]
         headers += [(name.encode("latin-1"), more.encode("latin-1")) for name, more in more_headers.items()]
         body = b""

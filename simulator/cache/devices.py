@@ -24,7 +24,7 @@ class SequenceMove:
 class DeviceCaches:
     """The caches of several devices. A sequence is on one of them at a time; devices share no blocks.
 
-    The caches can also be used directly (`cache`): this class has no state of its own.
+    The caches can also be used directly (`cache`): this class has no state.
     """
 
     def __init__(self, caches: Mapping[str, KVCache]) -> None:

@@ -291,8 +291,8 @@ class IndexReplica:
     async def _differs(
         self, layout: Layout, readers: Sequence[ShardReader], comparisons: Sequence[ShardComparison], verify: int
     ) -> str | None:
-        """Follow the store. Returns how the copy differs from it, or None. None too if the store does not answer, because
-        the stream goes on."""
+        """Follow the store. Returns how the copy differs from it, or None. Also None if the store does not answer, because the
+        stream continues."""
         try:
             if (now := await self._read_layout()) != layout:
                 return f"layout {now.number} of the store answers now, with {now.partitions} partitions"
