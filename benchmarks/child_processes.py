@@ -127,7 +127,7 @@ async def child_process(
 
 
 async def take_turns(turn: Callable[[str], Awaitable[Sequence[str]]]) -> None:
-    """The main loop of a child that takes several turns: `turn` gets the line and returns the results. Ends with stdin."""
+    """Run the main loop of a child that takes several turns: `turn` gets the line and returns the results. Ends with stdin."""
     loop = asyncio.get_running_loop()
     print("ready", flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):

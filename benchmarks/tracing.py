@@ -209,7 +209,7 @@ class Ingest:
 
 
 def switched_off_us() -> float:
-    """Microseconds of all span-making places of a routed request, while traces are off."""
+    """Microseconds of all places that create a span in a routed request, while traces are off."""
     calls = 20_000
 
     def places() -> None:

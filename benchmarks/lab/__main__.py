@@ -224,7 +224,7 @@ SINGLE = {"gap": _write_gap, "live": write_live}
 
 
 def main(words: Sequence[str]) -> None:
-    """`words`: the command line."""
+    """Run the studies. `words`: the command line."""
     parser = argparse.ArgumentParser("benchmarks.lab", description=__doc__)
     parser.add_argument("--study", choices=("short", "full", *SINGLE, *CHAPTERS), default="short")
     parser.add_argument("--seeds", type=int, default=1, help="of the full study")

@@ -152,7 +152,7 @@ async def _fill(index: ResidencyIndex, recording: Recording) -> None:
 
 
 async def _check(name: str, index: ResidencyIndex, recording: Recording) -> None:
-    """Raises RuntimeError for an index that does not hold what the recording's does."""
+    """Check that the index holds what the recording's does. Raises RuntimeError."""
     for request in recording.asked:
         scope, chain = request.identity.scope, recording.chain(request)
         if chain and (await index.overlap(scope, chain)).depths() != recording.index.overlap_now(scope, chain).depths():

@@ -55,7 +55,7 @@ def count_points(traces: int) -> int:
 def run_study(
     workloads: Sequence[Workload], seeds: int, dynamo_python: str | None, on_row: Callable[[Sequence[Row]], None]
 ) -> None:
-    """`on_row` gets all rows so far after each point."""
+    """Run the study. `on_row` gets all rows so far after each point."""
     policies = (*BLIND, *OURS, *(["dynamo"] if dynamo_python else []), "oracle")
     rows: list[Row] = []
     for workload in workloads:

@@ -27,7 +27,7 @@ async def _measure(parts: Sequence[str], subjects: Sequence[Subject], console: C
 
 
 def main(words: list[str]) -> None:
-    """`words`: the command line."""
+    """Run the comparison. `words`: the command line."""
     subjects = [Subject.OURS] if "--ours" in words else list(Subject)
     parts = [part for word in words if word != "--ours" for part in word.split(",") if part] or list(PARTS)
     unknown = [part for part in parts if part not in PARTS]

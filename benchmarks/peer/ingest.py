@@ -86,7 +86,7 @@ async def _ingest(subject: Subject, hashes: int, messages: int) -> _Turn:
 
 @asynccontextmanager
 async def _calls(pipeline: Pipeline) -> AsyncIterator[Callable[[], Awaitable[StoreCall | None]]]:
-    """The longest store call from now on; the peer has no store."""
+    """Record the longest store call in the block; the peer has no store."""
     if isinstance(pipeline, OurPipeline):
         async with store_calls(pipeline.store) as calls:
             yield calls.longest

@@ -72,7 +72,7 @@ class Front:
 
     @asynccontextmanager
     async def serve(self, engine_url: str) -> AsyncIterator[str]:
-        """Its URL."""
+        """Serve; yields the URL."""
         fresh = httpx.Limits(max_keepalive_connections=0)  # an idle connection may be one that the engine closes
         async with (
             httpx.AsyncClient(timeout=60, limits=fresh, trust_env=False) as client,

@@ -54,7 +54,7 @@ class Figures:
 
 @asynccontextmanager
 async def running_store(primaries: int, shards: int) -> AsyncIterator[tuple[Store, dict[str, int]]]:
-    """An empty store, and its processes by name."""
+    """Start an empty store; yields it and its processes by name."""
     async with AsyncExitStack() as stack:
         if primaries == 1:
             server = await stack.enter_async_context(valkey_server())

@@ -69,7 +69,7 @@ def _engines(first_port: int, count: int, hashes: int) -> AbstractAsyncContextMa
 
 @asynccontextmanager
 async def _other_sidecar(pipeline: OurPipeline, first_port: int) -> AsyncIterator[int]:
-    """Its process."""
+    """Start the sidecar; yields its process."""
     args = ["publish", "--engine", "vllm", "--worker-id", OTHER, "--model-id", SCOPE.model_id]
     args += [
         "--endpoint",

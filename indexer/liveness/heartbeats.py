@@ -120,7 +120,7 @@ class Heartbeats:
             await unsubscribe(subscription, self._client)
 
     async def tick(self) -> None:
-        """One round of adopting, judging, writing and retiring."""
+        """Run one round of adopting, judging, writing and retiring."""
         now_s = self._clock()
         if now_s - self._ticked_s > PAUSED_S:
             self._detector.skip_pause(now_s - self._ticked_s, now_s)

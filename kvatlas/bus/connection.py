@@ -102,7 +102,7 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
 
 
 async def _quiet(_: Exception) -> None:
-    """By default nats-py prints each connection error with its traceback; we act on the client's state instead."""
+    """Ignore a connection error: by default nats-py prints it with its traceback, but we act on the client's state."""
 
 
 async def unsubscribe(subscription: Subscription, client: Client) -> None:

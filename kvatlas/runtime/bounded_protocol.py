@@ -163,7 +163,7 @@ class BoundedProtocol(H11Protocol):
     # ------------------------------------------------------------ refusals
 
     def send_400_response(self, msg: str) -> None:
-        """Called while an error of the parser is handled."""
+        """Refuse an invalid request. Called while an error of the parser is handled."""
         error = sys.exception()
         if getattr(error, "error_status_hint", 400) == 431:
             self._counters.headers += 1
@@ -172,7 +172,7 @@ class BoundedProtocol(H11Protocol):
             self._refuse(400, f"this is not HTTP/1.1: {error!s:.200}")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """`HttpBorder` refuses WebSockets; any other upgrade may be ignored (RFC 9110, 7.8)."""
+        """Do nothing: `HttpBorder` refuses WebSockets, and any other upgrade may be ignored (RFC 9110, 7.8)."""
 
     @property
     def _who(self) -> str:

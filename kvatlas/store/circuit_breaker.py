@@ -37,7 +37,7 @@ class CircuitBreaker:
         return True
 
     def record_success(self) -> None:
-        """The store answered."""
+        """Record that the store answered."""
         self._failed = 0
 
     def record_failure(self) -> None:

@@ -38,7 +38,7 @@ class StoreLatency:
         self._mean_s += (seconds - self._mean_s) / 8
 
     def deadline_ms(self, least_ms: float, most_ms: float, calls: int = CALLS_A_DECISION) -> float:
-        """Time for a decision that waits for this many calls. A store that never answers does not change it."""
+        """Time for a decision that waits for this many calls. A store that never answers does not lengthen it."""
         enough_ms = calls * (self._mean_s + 4 * self._deviation_s) * 1_000
         return min(max(least_ms, enough_ms), max(least_ms, most_ms))
 

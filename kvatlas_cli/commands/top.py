@@ -41,7 +41,7 @@ async def _top(settings: TopSettings) -> None:
 
 @asynccontextmanager
 async def _heartbeats(settings: TopSettings) -> AsyncIterator[Mapping[str, ReceivedHeartbeat]]:
-    """The workers' heartbeats meanwhile; empty without NATS, with a notice."""
+    """Collect the workers' heartbeats inside the block; none without NATS, with a notice."""
     listener = HeartbeatListener()
     try:
         client = await connect_nats(settings.nats, name="kvatlas-top", wait=settings.wait, on_wait=print_notice)

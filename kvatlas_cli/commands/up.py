@@ -112,7 +112,7 @@ def parse_engine(text: str) -> dict[str, str]:
 
 
 def _check_values(flags: dict[str, str]) -> None:
-    """Raises SettingsError in terms of `--engine`, because the user did not write these flags."""
+    """Check the flags' values. Raises SettingsError in terms of `--engine`, because the user did not write these flags."""
     to_be_discovered = {"engine": EngineKind.VLLM, "model_id": "m"}
     if flags.get("engine") != EngineKind.TENSORRT_LLM:
         to_be_discovered["endpoint"] = "tcp://127.0.0.1:1"

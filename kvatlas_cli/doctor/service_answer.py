@@ -51,7 +51,7 @@ def judge_gone(name: str, worker_ids: Collection[str]) -> Finding:
 
 
 def judge_unknown(why: str) -> Finding:
-    """No model is known. `why`: the first cause."""
+    """The finding that no model is known. `why`: the first cause."""
     return Finding(
         CHECK, Level.ERROR, f"would a request be served well now? No, because {why}", "see the findings below"
     )

@@ -63,7 +63,7 @@ class ConnectionState:
     # ---------------------------------------------------------------- what happened
 
     def record_connect(self) -> None:
-        """The socket has one more connection."""
+        """Record one more connection of the socket."""
         self._connections += 1
         self._connected_once = True
         self._probe_due = True  # ask at once for batches sent before
@@ -71,13 +71,13 @@ class ConnectionState:
         self._was_lost = False
 
     def record_disconnect(self, now_s: float) -> None:
-        """The socket lost one connection."""
+        """Record that the socket lost one connection."""
         self._connections = max(0, self._connections - 1)
         self._was_lost = self._was_lost or not self._connections
         self._lost_s = now_s
 
     def record_restart(self) -> None:
-        """The engine's process was replaced."""
+        """Record that the engine's process was replaced."""
         self._restart_due = True
 
     def request_probe(self) -> None:

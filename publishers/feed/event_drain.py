@@ -195,7 +195,7 @@ class EventDrain:
         return [], []
 
     def _start_over(self, why: str, *, forget: bool) -> None:
-        """`forget`: True if it may be another engine process."""
+        """Drop everything held. `forget`: True if it may be another engine process."""
         if forget:
             self._decoder.forget()
         self._counters.feed_gaps = self._position.gaps

@@ -88,7 +88,7 @@ class Stretch:
         names: tuple[EngineHash, ...] = (),
         copies: int = 0,
     ) -> None:
-        """A stretch with `names` is plain."""
+        """`names`: given for a plain stretch."""
         self.namespace = namespace
         self.index = index
         self.hashes = hashes

@@ -401,7 +401,7 @@ class Ledger:
         return known is not None
 
     def _forget_blocks(self) -> bool:
-        """Blocks were resolved by the size of a partial block, so all are dropped until they are stored again. True if some
+        """Drop all blocks until they are stored again, because they were resolved by the size of a partial block. True if some
         were published."""
         announced = self.announced_blocks > 0
         uses_keys = self._resolver.uses_keys
@@ -491,7 +491,7 @@ class Ledger:
         return ledger
 
     def _check_block_size(self, saved: int | None) -> None:
-        """Raises InvalidValue if the saved blocks have another size than the engine's groups now require."""
+        """Check that the saved blocks have the size that the engine's groups now require. Raises InvalidValue."""
         size = self.settings.block_size or self.groups.smallest_full or saved
         if size != saved:
             raise InvalidValue(f"saved ledger of blocks of {saved} tokens; expected {size}")

@@ -236,7 +236,7 @@ class Residency:
                 variants.hang(name, parent_name)
 
     def _hang(self, event: EngineStored, blocks: Sequence[Block]) -> None:
-        """If a block's parent has several hashes, note behind which of them the block is found."""
+        """Note behind which of its parent's hashes a block is found, if the parent has several."""
         variants, parent_name = self._lineage.variants, event.parent
         for name, block in zip(event.hashes, blocks, strict=True):
             if parent_name is not None and block.parent in variants.names and name not in self._shared_hashes:
@@ -430,7 +430,7 @@ class Residency:
         return holding
 
     def enter_tiers(self, name: EngineHash, block: Block) -> None:
-        """Apply that a hash became known: its block is held wherever the hash is held."""
+        """Let a newly known hash's block be held wherever the hash is held."""
         if self.sparse:
             self.sparse.enter(name, block)
         flags = 0

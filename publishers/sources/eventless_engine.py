@@ -28,7 +28,7 @@ class EventlessEngine:
         self._was_up = False
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Opens no socket: only the engine's pages are read."""
+        """Do nothing: only the engine's pages are read."""
         self._publisher = Publisher(
             self._settings,
             nats=client,
@@ -38,7 +38,7 @@ class EventlessEngine:
         )
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no socket is open."""
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
         """Publish until cancelled; after `open`."""

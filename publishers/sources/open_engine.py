@@ -50,7 +50,7 @@ class OpenEngine:
         self._was_up = False
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Opens no socket."""
+        """Do nothing: there is no socket."""
         self._publisher = publisher = Publisher(
             self._settings,
             nats=client,
@@ -61,7 +61,7 @@ class OpenEngine:
         self._batches = OpenBatches(publisher)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no socket is open."""
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
         """Publish until cancelled, or until standard input has ended; after `open`."""

@@ -254,7 +254,7 @@ class Changelog:
             self._overflow()
 
     def _overflow(self) -> None:
-        """The outbox takes no more messages of this incarnation."""
+        """Give up this incarnation: the outbox takes no more of its messages."""
         self._counters.overflows += 1
         self._lost = True
         self.require_incarnation(IncarnationReason.OVERFLOW)

@@ -95,7 +95,7 @@ class AnswerReader:
         return part
 
     def end(self) -> None:
-        """The answer is complete."""
+        """Record that the answer is complete."""
         if self._stream is not None:
             self._usage, self.error = self._stream.usage, self._stream.error
             if self._objects is not None and self._objects.kept and self._stream.response_id is not None:

@@ -153,7 +153,7 @@ async def _drain(server: GatewayServer, settings: GatewaySettings) -> None:
 
 @asynccontextmanager
 async def _open_api(settings: GatewaySettings) -> AsyncIterator[KubernetesApi | None]:
-    """None if nothing is read from the API. Raises SettingsError outside a pod."""
+    """Open the API; None if nothing is read from it. Raises SettingsError outside a pod."""
     if settings.extension_objects == "none" and not settings.kubernetes_pool:
         yield None
         return

@@ -240,7 +240,7 @@ def _may_be_another(path: str) -> bool:
 
 
 def _check_headers(request: Request) -> None:
-    """Raises UnreadableBody if engines can't read the body's encoding, or would disagree on its type."""
+    """Check that engines can read the body's encoding, and agree on its type. Raises UnreadableBody."""
     for name in ("content-encoding", "x-body-compressed"):
         for value in request.headers.getlist(name):
             if value.strip().lower() not in ("", "identity"):

@@ -34,7 +34,7 @@ class AnswerUsage:
         self._task = BackgroundTask(self._run, "kvatlas router usage")
 
     def count(self, user: User, use: AnswerUse) -> None:
-        """One answer's."""
+        """Count one answer's usage."""
         self._used[user] = self._used.get(user, AnswerUse()).plus(use)
 
     def start(self) -> None:

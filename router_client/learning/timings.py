@@ -82,8 +82,8 @@ class AnswerClock:
             self.lateness.watch(self)
 
     def part(self, parts: int = 1) -> None:
-        """One or more parts of the answer arrived, each of one or more tokens. Don't count parts that only have a role, a
-        token count or the end: an answer of a few tokens would look many times as fast."""
+        """Record that one or more parts of the answer arrived, each of one or more tokens. Don't count parts that only have a
+        role, a token count or the end: an answer of a few tokens would look many times as fast."""
         if parts < 1:
             return
         now = self.now_ns()

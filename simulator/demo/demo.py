@@ -218,6 +218,6 @@ class FleetProbe:
 
 @asynccontextmanager
 async def open_probe(fleet: RunningFleet) -> AsyncIterator[FleetProbe]:
-    """A probe connected to the fleet's parts."""
+    """Open a probe connected to the fleet's parts."""
     async with connected_store(fleet.redis_url, wait=False) as store, httpx.AsyncClient(timeout=10) as http:
         yield FleetProbe(fleet, http, store)

@@ -314,7 +314,7 @@ class VirtualEngine:
         return match.hit_tokens // CACHE_BLOCK * self.block_tokens
 
     def _add_prefill(self, sequence: EngineRequest, count: int, received: int = 0) -> None:
-        """`received` of the tokens need not be computed."""
+        """Add tokens to the step's prefill. `received` of them need not be computed."""
         sequence.computed += count
         self._prefill.append(sequence)
         self._prefill_tokens += count - received

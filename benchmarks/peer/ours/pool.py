@@ -31,7 +31,7 @@ async def write_pool(store: Store, workers: int, held: list[tuple[list[int], Map
 
 
 async def write_loads(store: Store, workers: int) -> None:
-    """Each worker's current load, as publishers report it every second."""
+    """Write each worker's current load, as publishers report it every second."""
     rng = random.Random(2)
     loads = [
         WorkerState(

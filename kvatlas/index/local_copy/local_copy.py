@@ -207,7 +207,7 @@ class IndexReplica:
         log.warning("replica: %s; the store answers overlaps", line)
 
     async def _keep_copy(self, client: Client) -> str:
-        """Have a copy and keep it until it is in doubt; returns why."""
+        """Make a copy and keep it until it is in doubt; return the reason."""
         layout = await self._read_layout()
         async with self._file.open(layout) as copy:
             try:
@@ -320,7 +320,7 @@ class IndexReplica:
 
 @asynccontextmanager
 async def open_replica(store: Store, index: AnsweringIndex, settings: ReplicaSettings) -> AsyncIterator[IndexReplica]:
-    """A replica that makes its copy in the background. Does not wait for NATS or for the copy."""
+    """Open a replica that makes its copy in the background. Does not wait for NATS or for the copy."""
     replica = IndexReplica(store, index, settings)
     replica.start()
     try:

@@ -73,7 +73,7 @@ class SqliteShard(MemoryShard):
                 changes.put(name, (self.number, ids.of_value(scope_id, key)), (scope_id, key, value, *parent))
 
     def describe(self, changes: Changes) -> None:
-        """Add the rows of all that changed."""
+        """Add the rows of everything that changed."""
         self.describe_values(changes)
         for partition in self._positions.changed:
             position = self._positions.get(partition)

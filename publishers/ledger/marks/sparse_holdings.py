@@ -125,12 +125,12 @@ class SparseHoldings:
             self._changed.append(block)
 
     def enter(self, name: EngineHash, block: Stretch) -> None:
-        """Apply that a hash became known: its block is held wherever the hash is held."""
+        """Let a newly known hash's block be held wherever the hash is held."""
         for bit in self._bits_of(name):
             self.gain(block, bit)
 
     def leave(self, name: EngineHash, block: Stretch) -> None:
-        """Apply that a hash is no longer known, or no longer stands only for this block."""
+        """Undo `enter` for a hash that is no longer known, or no longer stands only for this block."""
         for bit in self._bits_of(name):
             self.lose(block, bit)
 
