@@ -1,5 +1,5 @@
-"""Measures every budget and prints a table: `python -m benchmarks`. `benchmarks.longer` measures what takes longer,
-`benchmarks.peer` some of it beside another system."""
+"""Measures every budget and prints a table: `python -m benchmarks`. `benchmarks.longer` has the longer measurements,
+`benchmarks.peer` compares some of them with another system."""
 
 import os
 import platform

@@ -25,8 +25,8 @@ class ServerProcess:
 async def server_process(
     module: str, args: Sequence[str], ready: str, environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[ServerProcess]:
-    """Run `python -m module args` from the moment that a line of its output matches the pattern `ready`, with one group.
-    `environment`: variables besides this process' own."""
+    """Run `python -m module args`; the block starts when a line of its output matches the pattern `ready`, which has one
+    group. `environment`: variables added to this process' own."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -68,7 +68,7 @@ def indexer_process(nats_url: str, redis_url: str) -> AbstractAsyncContextManage
 
 class Child:
     """A benchmark module as a child process. It prints `ready`; each time it reads a line from stdin, it runs, prints its
-    results one a line, and then `done`."""
+    results, one per line, and then `done`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -78,13 +78,13 @@ class Child:
         return self._process.pid
 
     async def start(self, turn: str = "") -> None:
-        """Let it run. `turn`: one line that tells it what."""
+        """Start a turn. `turn`: one line that describes it."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{turn}\n".encode())
         await self._process.stdin.drain()
 
     async def results(self, within_s: float = 2 * READY_S) -> list[str]:
-        """Wait until it is done; the lines that it printed."""
+        """Wait until it is done. Returns the lines that it printed."""
         assert self._process.stdout is not None
         lines: list[str] = []
         async with asyncio.timeout(within_s):
@@ -104,7 +104,7 @@ async def child_process(
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Child]:
-    """`python -m module args`, ready to start. Killed in the end. `environment` is added to this process' own."""
+    """`python -m module args`, ready to start; killed at the end. `environment` is added to this process' own."""
     process = await asyncio.create_subprocess_exec(
         python,
         "-m",
@@ -127,7 +127,7 @@ async def child_process(
 
 
 async def take_turns(turn: Callable[[str], Awaitable[Sequence[str]]]) -> None:
-    """What a child does that takes several turns: `turn` gets the line and returns the results. Ends with stdin."""
+    """Run the main loop of a child that takes several turns: `turn` gets the line and returns the results. Ends with stdin."""
     loop = asyncio.get_running_loop()
     print("ready", flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):

@@ -1,7 +1,7 @@
-"""What a choice costs as its pool grows, one dimension at a time: `python -m benchmarks.growth`.
+"""The cost of a choice as its pool grows, one dimension at a time: `python -m benchmarks.growth`.
 
 Prompts are given as hashes, so that the router does not hash them. Times and processor times are of one choice with its
-booking, its first token and its end; overlaps are asked for alone.
+booking, its first token and its end; overlaps are requested separately.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ async def _time_overlap(router: RouterClient, prompt: Prompt) -> float:
 
 
 async def _time_choice(router: RouterClient, prompt: Prompt) -> float:
-    """Seconds until it is reserved. Raises RuntimeError for a choice that was not made by cost."""
+    """Seconds until a choice is reserved. Raises RuntimeError for a choice that was not made by cost."""
     began = perf_counter()
     choice = await router.reserve(prompt)
     seconds = perf_counter() - began
@@ -98,7 +98,7 @@ async def _time_choice(router: RouterClient, prompt: Prompt) -> float:
 
 
 def tabulate(dimension: str, points: Sequence[Point]) -> Table:
-    """One row a point. The bars show the choice's time, by the longest one of the dimension."""
+    """One row per point. The bars show the choice's time, relative to the longest of the dimension."""
     first = points[0]
     fixed = {"workers": first.workers, "holders": first.holders, "blocks": first.blocks}
     rest = ", ".join(f"{value} {name}" for name, value in fixed.items() if name != dimension)

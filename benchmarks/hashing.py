@@ -1,4 +1,4 @@
-"""Hashing a prompt of 32,768 tokens: the whole chain, and lazily the first blocks of a cold prompt."""
+"""Hashes a prompt of 32,768 tokens: the whole chain, and only the first blocks of a cold prompt."""
 
 import random
 from collections.abc import Callable

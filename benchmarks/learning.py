@@ -1,8 +1,8 @@
-"""How close learned rates come to the true ones: `python -m benchmarks.learning`.
+"""Compares learned rates with the true ones: `python -m benchmarks.learning`.
 
-The whole system, every part a process: simulated engines of different speed, a sidecar each, an indexer, and a router that
-follows round-robin, so that every engine gets 200 requests over HTTP. Then the learned rates in the store are compared with
-those that the engines were started with.
+It runs the whole system, each part as a process: simulated engines of different speed, a sidecar each, an indexer, and a
+router that follows round-robin, so that every engine gets 200 requests over HTTP. Then the learned rates in the store are
+compared with the engines' configured ones.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ def relative_errors(learned: EngineRates, true: StepCost) -> dict[str, float]:
 
 
 def to_results(learned: Sequence[LearnedRates]) -> list[Result]:
-    """The largest error of each engine, beside its budget."""
+    """The largest error of each engine, with its budget."""
     return [
         Result(
             f"learned rates of an engine of {true.prefill_us_per_token:g} us a token, {REQUESTS} requests",

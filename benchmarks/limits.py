@@ -1,7 +1,7 @@
-"""What this machine does at best, to judge the other figures by: `python -m benchmarks.limits`.
+"""The best figures that this machine allows, to judge the others by: `python -m benchmarks.limits`.
 
-A round trip over loopback with nothing to do at its other end, the store's own commands without a function, and the hash of a
-prompt. What goes to the store and back, changes a block there or begins with token ids can't be faster than these.
+A loopback round trip to a server that does nothing, the store's own commands without a function, and hashing a prompt.
+Anything that calls the store, changes a block there or starts from token ids can't be faster.
 """
 
 import os

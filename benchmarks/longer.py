@@ -1,4 +1,4 @@
-"""Measures what takes longer than the budgets: `python -m benchmarks.longer`.
+"""Longer measurements than those of the budgets: `python -m benchmarks.longer`.
 
 How `route` scales, how well several routers spread a burst compared with one, the proxy's overhead, the accuracy of
 predictions and of learned rates, and several rebuilds of a wiped index.
@@ -22,7 +22,7 @@ from kvatlas.embedded import nats_server
 
 
 async def _measure(console: Console) -> None:
-    """Prints each part when it is measured."""
+    """Print each part when it is measured."""
     async with nats_server() as nats, valkey_store() as store:
         console.print(*await latency.measure_scaling(store))
         runs = await comparison.measure(store)

@@ -1,7 +1,7 @@
-"""How often an engine finds as many prompt tokens cached as the router predicted: `python -m benchmarks.predictions`.
+"""How often an engine finds exactly as many cached prompt tokens as the router predicted: `python -m benchmarks.predictions`.
 
-The whole path, each part a process of its own: conversations over HTTP through `kvatlas router`, simulated engines with a
-real paged cache, their sidecars, indexers. Each request that deviates is counted under one `Deviation`.
+It runs the whole path, each part as its own process: conversations over HTTP through `kvatlas router`, simulated engines with
+a real paged cache, their sidecars, indexers. Each request that deviates is counted under one `Deviation`.
 """
 
 import tempfile
@@ -79,7 +79,7 @@ def to_results(accuracies: Sequence[Accuracy]) -> list[Result]:
 
 
 def tabulate(accuracies: Sequence[Accuracy]) -> Table:
-    """Every figure: each request is counted in one row."""
+    """Every figure; each request is counted in one row."""
     table = Table("requests", *(one.load.name for one in accuracies), title="cached tokens, predicted and real")
     counts = [Counter(outcome.deviation for outcome in one.outcomes) for one in accuracies]
     table.add_row("all", *(f"{len(one.outcomes):,}" for one in accuracies))

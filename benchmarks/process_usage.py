@@ -16,7 +16,7 @@ class Usage:
 
 
 def usage_of(pid: int) -> Usage:
-    """Raises ProcessLookupError for a process that has ended."""
+    """The usage of a process. Raises ProcessLookupError if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         status = Path(f"/proc/{pid}/status").read_text()

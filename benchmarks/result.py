@@ -1,4 +1,4 @@
-"""Measured figures beside their budgets."""
+"""Measured figures with their budgets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

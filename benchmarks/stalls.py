@@ -1,9 +1,9 @@
 """The longest call to the store at extreme shapes of the index: large snapshots, values of many holders, many scopes, many
 workers. `python -m benchmarks.stalls` measures them on Valkey and, with `--binary PROGRAM`, on another server.
 
-A call of the store holds up every other client, so this bounds the wait of a router's choice. What a call takes by the clock
-other programs on the machine, and other machines on its host, prolong at will; so the budget is for processor time of the
-server's main thread, and beside it are the longest call by the clock, and what the clock says of calls that only compute.
+A store call delays every other client, so this bounds the wait of a router's choice. Other programs on the machine, and other
+machines on its host, prolong a call's wall-clock time, so the budget is for the processor time of the server's main thread.
+The longest call by the clock, and the clock's time for calls that only compute, are printed beside it.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SWEEP_BLOCKS, SCRUB_BLOCKS = 2_000, 500
 
 COMPUTING_CALLS = 200
 COMPUTING = "local n = 0 for i = 1, 80000 do n = n + i % 7 end return n"
-"""One or two milliseconds of processor time, and nothing else."""
+"""A call of one or two milliseconds of processor time, and nothing else."""
 
 Contents = dict[Scope, bytes]
 """Packed hashes by scope."""
@@ -70,7 +70,7 @@ class BenchedWorker:
         return messages
 
     def message(self, scope: Scope, event: IndexEvent) -> wire.RawMessage:
-        """One message as large as the bus takes, whoever sent it."""
+        """One message of the largest size that the bus takes."""
         seq = self._outbox.next_seq
         uses = {scope.scope_id: ScopeUse(scope, BLOCK_SIZE)}
         self._outbox.put([event], uses, 1)
@@ -137,7 +137,7 @@ async def snapshots(index: ResidencyIndex) -> AsyncIterator[str]:
 
 
 async def values_of_many_holders(index: ResidencyIndex) -> AsyncIterator[str]:
-    """256 workers, of which each holds another half of 8,000 blocks: no two values are equal, and each is 512 bytes."""
+    """256 workers, each of which holds a different half of 8,000 blocks: no two values are equal, and each is 512 bytes."""
     scope = Scope("bench", "values")
     rng = random.Random(7)
     blocks = [os.urandom(HASH_BYTES) for _ in range(8_000)]
@@ -245,7 +245,7 @@ def _longest_calls(store: TimedStore, step: str) -> list[Result]:
 
 
 async def _compute(store: TimedStore) -> Result:
-    """What the clock says of calls that only compute: what it says above that of others is no work of theirs."""
+    """The wall-clock time of calls that only compute, as a reference: time beyond that is not the calls' own work."""
     store.forget()
     for _ in range(COMPUTING_CALLS):
         await store.client.eval(COMPUTING, 0)
@@ -260,7 +260,7 @@ async def _compute(store: TimedStore) -> Result:
 async def _store(binary: Path | None) -> AsyncIterator[TimedStore]:
     async with valkey_server(binary=binary) as server, connected_store(server.url, wait=False) as store:
         try:
-            # a call takes the longer, the more other programs interrupt it: that is not what is measured
+            # the more other programs interrupt a call, the longer it takes: that is not measured here
             os.setpriority(os.PRIO_PROCESS, server.pid, -20)
         except PermissionError:
             Console(stderr=True).print("the server runs at the usual priority: other programs' work is measured too")

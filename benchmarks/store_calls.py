@@ -1,9 +1,9 @@
-"""The longest call to the store while something is measured, and which command it was: no call may hold the store long.
+"""The longest call to the store during a measurement, and its command: no call may hold the store for long.
 
-It is read from the store's slow log, so it is the time by the clock from the call's begin to its end, in which other programs
-may have had the processor; `TimedStore` measures the call's processor time too. Loading a function library is a figure of its
-own: a server compiles each of the three once a version (3 to 4 ms of processor time), when the first process of that version
-starts, not while requests are routed.
+It is read from the store's slow log, so it is wall-clock time, in which other programs may have had the processor;
+`TimedStore` measures the call's processor time too. Loading a function library is a separate figure: a server compiles each of
+the three once per version (3 to 4 ms of processor time), when the first process of that version starts, not while requests are
+routed.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 LONGEST_MS = 5.0
 SHORTEST_US = 3_000
-"""Calls below are not logged, so that the log holds all others and costs nothing: when thousands of its entries go, the
-allocator tidies up, for 5 ms of processor time in whatever call comes next."""
+"""Shorter calls are not logged, so that the log holds all others and costs nothing: deleting thousands of its entries makes
+the allocator clean up in the next call, for 5 ms of processor time."""
 KEPT = 4_096
 SLOW_LOG = {"slowlog-log-slower-than": str(SHORTEST_US), "slowlog-max-len": str(KEPT)}
 """Settings of a store whose longest call is read later."""
@@ -33,14 +33,14 @@ LOADING = "FUNCTION"
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """One call. `command`: its name, of a function call with the function's."""
+    """One call. `command`: its name, including the function's for a function call."""
 
     command: str
     ms: float
 
 
 class StoreCalls:
-    """The longest calls so far; None where none took SHORTEST_US."""
+    """The longest calls so far; None if no call took SHORTEST_US."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -54,7 +54,7 @@ class StoreCalls:
         return _longest(call for call in await self._slow() if call.command == LOADING)
 
     async def result(self, during: str) -> Result:
-        """The figure beside its budget. `during`: what was measured."""
+        """The figure with its budget. `during`: what was measured."""
         call, load = await self.longest(), await self.longest_load()
         ms = SHORTEST_US / 1e3 if call is None else call.ms
         what = "none above" if call is None else call.command
@@ -69,7 +69,8 @@ class StoreCalls:
 
 
 class CallTimes(NamedTuple):
-    """One call's, ms. `waited`: how long the server's main thread waited for a processor that other programs had."""
+    """The times of one call, in ms. `waited`: time that the server's main thread waited for a processor that other programs
+    had."""
 
     processor: float
     clock: float
@@ -94,11 +95,11 @@ class TimedStore(Store):
         self.forget()
 
     async def open(self) -> None:
-        """Set the server's slow log up: it never has more than a few entries."""
+        """Set up the server's slow log, which never has more than a few entries."""
         await self._execute("CONFIG SET", "slowlog-log-slower-than", int(self.NOTED_MS * 1e3), "slowlog-max-len", 8)
 
     def forget(self) -> None:
-        """Begin with the longest calls again."""
+        """Forget the longest calls so far."""
         self.by_processor = self.by_clock = CallTimes(0.0, 0.0, 0.0, "none above")
 
     async def _call(self, commands: Sequence[tuple[Any, ...]], *, retry: bool) -> list[Any]:
@@ -123,7 +124,7 @@ class TimedStore(Store):
         return answer
 
     async def _logged_ms(self) -> float:
-        """By the slow log, how long the last call took; 0 for a short one."""
+        """The last call's duration according to the slow log; 0 for a short one."""
         entries = [one for one in await self.client.slowlog_get(8) if one["id"] > self._log_id]
         self._log_id = max([self._log_id, *(one["id"] for one in entries)])
         return max((one["duration"] / 1e3 for one in entries if _name(one["command"]) not in NOT_OURS), default=0.0)
@@ -136,7 +137,7 @@ class TimedStore(Store):
 
 @asynccontextmanager
 async def store_calls(store: Store) -> AsyncIterator[StoreCalls]:
-    """Calls from now on; afterwards the store's settings are as before."""
+    """Record calls from now on; afterwards the store's settings are restored."""
     client = store.client
     before = await client.config_get("slowlog-log-slower-than", "slowlog-max-len")
     await client.config_set("slowlog-max-len", KEPT)

@@ -9,7 +9,7 @@ from kvatlas.store.connection import Store, connected_store
 
 @asynccontextmanager
 async def valkey_store() -> AsyncIterator[Store]:
-    """An embedded Valkey of the benchmark's own."""
+    """An embedded Valkey for one benchmark."""
     async with valkey_server() as valkey, connected_store(valkey.url, wait=False) as store:
         yield store
 

@@ -1,6 +1,6 @@
 """The sync client compared with the async one: `python -m benchmarks.threads`.
 
-How long booking and finishing a choice takes through its thread, and choices a second of several threads.
+The time to book and finish a choice through its thread, and choices per second of several threads.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ SETTINGS = RouterSettings(deadline_ms=None)
 
 
 async def measure(store: Store) -> list[Result]:
-    """Both clients on the same store, one call at a time; then several threads at once."""
+    """Measure both clients on the same store, one call at a time; then several threads at once."""
     workload = RouteWorkload(WORKERS, BLOCKS)
     await workload.write(store)
     async_times = await asyncio.to_thread(
@@ -71,7 +71,7 @@ def _time_sync(url: str, workload: RouteWorkload) -> list[float]:
 
 
 def _measure_rate(url: str, workload: RouteWorkload, threads: int) -> float:
-    """Choices a second, each booked and finished."""
+    """Choices per second, each booked and finished."""
     prompts = [workload.hashed_prompt() for _ in range(threads * CALLS)]
     with SyncRouterClient.open(url, SETTINGS, wait=False) as router, ThreadPoolExecutor(threads) as pool:
 

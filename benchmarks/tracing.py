@@ -1,8 +1,8 @@
-"""What traces cost: `python -m benchmarks.tracing`.
+"""The cost of traces: `python -m benchmarks.tracing`.
 
-Processor time of a request in `kvatlas router`, in processes that sample no trace, 1 % and all; and of a message of 16 blocks
-from outbox to index while traces are off, on with none sampled, and all recorded: at 1 %, 99 of 100 cost what one that is not
-sampled costs. In short turns, so that a busy machine meets all of them.
+Processor time of a request in `kvatlas router`, in processes that sample no traces, 1 % and all; and of a message of 16 blocks
+from outbox to index with traces off, on with none sampled, and all recorded (at 1 %, 99 of 100 cost as much as an unsampled
+one). Turns are short, so that a busy machine affects all of them.
 """
 
 import gc
@@ -83,7 +83,7 @@ class _Encoder(SpanExporter):
 
 
 def provider_of(share: float | None) -> TracerProvider | None:
-    """A process' one, that samples this share of requests; None: traces are off."""
+    """A process' tracer provider, which samples this share of requests; None: traces are off."""
     if share is None:
         return None
     provider = decide_roots_first(TracerProvider(sampler=ParentBased(TraceIdRatioBased(share))))
@@ -93,7 +93,7 @@ def provider_of(share: float | None) -> TracerProvider | None:
 
 @contextmanager
 def traced_by(provider: TracerProvider | None) -> Iterator[None]:
-    """All spans of the block are exported at its end."""
+    """Trace the block; all its spans are exported at its end."""
     before, trace._TRACER_PROVIDER = trace._TRACER_PROVIDER, provider  # the API lets a process set it once
     try:
         yield
@@ -109,7 +109,7 @@ async def cpu_us(step: Step) -> dict[str, list[float]]:
     providers = {name: provider_of(share) for name, share in SAMPLED.items()}
     for number in range(ROUNDS + 1):
         for name, provider in providers.items():
-            gc.collect()  # what a turn leaves behind is not the next one's
+            gc.collect()  # a turn's leftovers must not count for the next one
             began = process_time()
             with traced_by(provider):
                 for _ in range(CALLS):
@@ -156,7 +156,7 @@ async def router_cpu_us(store: Store) -> dict[str, float]:
 
 
 def traces_of(share: float | None, url: str) -> dict[str, str]:
-    """Variables of a process that exports this share of its traces to a receiver; none for None."""
+    """Environment variables of a process that exports this share of its traces to a receiver; empty for None."""
     if share is None:
         return {}
     return {
@@ -168,8 +168,8 @@ def traces_of(share: float | None, url: str) -> dict[str, str]:
 
 
 class Ingest:
-    """One worker's events of 16 blocks, each published and applied by itself: the most spans that a block can cost. From the
-    ledger to the index, but for the bus."""
+    """One worker's events of 16 blocks, each published and applied separately, which causes the most spans per block. From the
+    ledger to the index, without the bus."""
 
     def __init__(self, index: ResidencyIndex) -> None:
         self._index = index
@@ -209,7 +209,7 @@ class Ingest:
 
 
 def switched_off_us() -> float:
-    """Microseconds of all places of a routed request that make a span, while traces are off."""
+    """Microseconds of all places that create a span in a routed request, while traces are off."""
     calls = 20_000
 
     def places() -> None:
@@ -223,7 +223,7 @@ def switched_off_us() -> float:
 
 
 async def measure() -> list[Result]:
-    """Cost of each share compared with traces switched off, in percent of processor time."""
+    """The cost of each share compared with traces switched off, in percent of processor time."""
     async with valkey_store() as store:
         routed = await router_cpu_us(store)
         ingest = Ingest(await open_redis_index(store, writer=True))

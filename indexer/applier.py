@@ -1,10 +1,10 @@
 """One shard's way into the index: one call carries the messages that the shard's partitions have queued; the next follows
 at once.
 
-There is no linger time: an idle shard applies a message at once. More messages gather while a call is under way, so calls
-grow under load by themselves, up to a limit that keeps each call short (other clients wait for the store meanwhile).
+There is no linger time: an idle shard applies a message at once. More messages gather while a call is under way, so calls grow
+automatically under load, up to a limit that keeps each call short (other clients wait for the store meanwhile).
 
-Partitions with long queues, typically snapshots, have a lane of their own: the store applies a snapshot message in a
+Partitions with long queues, typically snapshots, have their own lane: the store applies a snapshot message in a
 hundred parts or more, and other partitions' messages would otherwise wait for all of them.
 """
 

@@ -1,4 +1,4 @@
-"""One replica: its partitions, their appliers, and further tasks, in one task group."""
+"""One replica: its partitions, their appliers, and other tasks, in one task group."""
 
 import os
 import socket
@@ -53,7 +53,7 @@ class Replica:
         fleet_id: str | None = None,
     ) -> None:
         """`client`: for the event stream. `calls`: for heartbeats and grant requests, which a publisher may send in any
-        number. `publishers`: further partition counts that publishers may use in their subjects. `fleet_id`: the id of store
+        number. `publishers`: other partition counts that publishers may use in their subjects. `fleet_id`: the id of store
         and stream. Raises SettingsError for an unusable file of identities."""
         self._identities = load_identities(settings.identities, "--identities") if settings.identities else None
         self.member_id = settings.member_id or default_member_id()
@@ -138,7 +138,7 @@ class Replica:
 
     @property
     def stream_partitions(self) -> int:
-        """How many partitions the stream has."""
+        """Number of partitions of the stream."""
         return self._index.partitions
 
     @property

@@ -18,8 +18,8 @@ KvatlasError                    one clear line: what was wrong, with which value
 import struct
 
 DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error)
-"""Errors that computing with a value may raise. The borders refuse such values. If a worker's data raises one all the same,
-we refuse it, count it under the worker's name, and go on. Every InvalidValue is one of them."""
+"""Errors that computing with a value may raise. The borders refuse such values. If a worker's data raises one anyway, we
+refuse it, count it under the worker's name, and continue. Every InvalidValue is one of them."""
 
 
 class KvatlasError(Exception):

@@ -62,9 +62,9 @@ class Unmarked:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Where blocks are marked behind each head (a block whose index is a multiple of 64): bit i is set if some block of the
+    """Positions of marked blocks after each head (a block whose index is a multiple of 64): bit i is set if some block of the
     head's subtree at offset i (0 to 63) from it is marked. `hashes` are packed, `bits` are 8 big-endian bytes each, offset
-    0 lowest; 0: nothing is marked any more."""
+    0 lowest; 0: nothing is marked."""
 
     scope_id: bytes
     hashes: bytes

@@ -44,7 +44,7 @@ def _refuse_extension(code: int, data: bytes) -> None:
 
 
 def _check_values(payload: bytes) -> None:
-    """Raises InvalidValue for too many values of kinds that take much more memory than their bytes."""
+    """Check that there are not too many values that take much more memory than their bytes. Raises InvalidValue."""
     at = others = 0
     while at < len(payload):
         if integers := _INTEGERS.match(payload, at):

@@ -1,4 +1,4 @@
-"""Numbers, durations and counts as text for people."""
+"""Numbers, durations and counts as human-readable text."""
 
 from collections.abc import Iterable
 

@@ -50,7 +50,7 @@ class Fallbacks:
 
 
 class Slo(BaseModel):
-    """The caller's objective: time to the first token, and time for each further token, in milliseconds."""
+    """The caller's objective: time to the first token, and time for each later token, in milliseconds."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow")
 
@@ -62,7 +62,7 @@ DEFAULT_SLO = Slo()
 
 
 class BlockHint(BaseModel):
-    """One block of a prompt, with a size of its own: `token_count` tokens, and `bytes` of KV cache (None: as the request
+    """One block of a prompt, with its own size: `token_count` tokens, and `bytes` of KV cache (None: as the request
     says of all)."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
@@ -78,8 +78,8 @@ class RequestHints(BaseModel):
     A prompt is given as `token_ids`; as precomputed `block_hashes` of blocks of `block_tokens` tokens each, 64-bit integers
     or text; or as `blocks`, with such hashes and a size each, of which only the last one may have fewer tokens. `chain`: the
     kind of these hashes, sequence hashes (`own`) or an engine's own hashes (`external:<name>`); by default `own` if all can
-    be, else `external:default`. Unknown fields are `ignored_fields`. `token_count` is the prompt's length if the hashes leave
-    out its partial last block. `labels`, `allow` and `deny` restrict the workers that may get it. `cache_reading`: the
+    be, otherwise `external:default`. Unknown fields are `ignored_fields`. `token_count` is the prompt's length if the hashes
+    leave out its partial last block. `labels`, `allow` and `deny` restrict the workers that may get it. `cache_reading`: the
     request's limits on reading the engine's prefix cache (`skip`, `prompt_logprobs`, `logprob_start_len`). `media`: images
     among the `token_ids` (`id`, `offset`, `length`).
     """
@@ -214,13 +214,13 @@ class SelectionResult:
     """One worker as a candidate for a request, and the request's cost there.
 
     Blocks have the worker's own block size. `required_blocks`: blocks of the prompt, including its partial last one (which
-    no engine keeps for others). `overlap_blocks`: how many leading ones the worker holds. `resident_tokens`: tokens in them
-    (a lower bound if the worker publishes only every g-th block). `usable_tokens`: how many of these its engine will reuse.
-    `source`: the worker whose copy it would read, for `transferred_tokens` more; with `reads_store` it is a shared store,
-    which its engine reads unasked. `predicted_tokens`: further tokens that it is predicted to hold, because they are being
-    computed there, or were computed by an engine without events; no event has confirmed them. `load_known` False: the load
-    is the pool's mean. `over`: what the worker has no room for, and which part of the request's SLO it would miss. `plan`:
-    the plan that was priced. `why`: why the worker can't hold any of the prompt's blocks, if it can't.
+    no engine keeps for others). `overlap_blocks`: number of leading ones that the worker holds. `resident_tokens`: tokens in
+    them (a lower bound if the worker publishes only every g-th block). `usable_tokens`: number of these that its engine will
+    reuse. `source`: the worker whose copy it would read, for `transferred_tokens` more; with `reads_store` it is a shared
+    store, which its engine reads unasked. `predicted_tokens`: additional tokens that it is predicted to hold, because they are
+    being computed there, or were computed by an engine without events; no event has confirmed them. `load_known` False: the
+    load is the pool's mean. `over`: what the worker has no room for, and which part of the request's SLO it would miss.
+    `plan`: the plan that was priced. `why`: why the worker can't hold any of the prompt's blocks, if it can't.
     """
 
     worker_id: str

@@ -106,7 +106,7 @@ def describe_mistake(where: str, error: ErrorDetails) -> str:
 
 
 def _unquoted(names: str) -> str:
-    """Names as people write them: pydantic quotes each."""
+    """Names without quotes: pydantic quotes each."""
     return names.replace("'", "")
 
 

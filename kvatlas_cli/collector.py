@@ -51,7 +51,7 @@ class _Followed:
 
 
 class Collector:
-    """Follows the pods with the labels. A worker has its pod's name. A terminating pod is drained, then left; a pod with
+    """Follows the pods with the labels. A worker has its pod's name. A terminating pod is drained, then dropped; a pod with
     another name or address is another engine. While Kubernetes does not answer, the known pods stay."""
 
     def __init__(self, api: PodLister, settings: CollectSettings, state_dir: Path) -> None:
@@ -76,7 +76,7 @@ class Collector:
             found = await self._api.list_objects("v1", "pods", self._settings.selector)
         except KvatlasError as error:
             if self._unread != str(error):
-                _log.warning("pods not listed (%s); following those listed last", error)
+                _log.warning("pods not listed (%s); following those in the last list", error)
             self._unread = str(error)
             return
         self._unread = ""
@@ -136,7 +136,7 @@ class Pod:
 
 
 def worker_id_of_pod(name: str) -> str:
-    """As the collector, and the sidecars of the manifests, name the worker of a pod."""
+    """The worker id that the collector, and the sidecars of the manifests, give a pod."""
     return name.replace(".", "_")
 
 

@@ -38,7 +38,8 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a 
 def with_settings(settings_class: type[S]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command `command(settings, ...)` a flag for each field of its settings, besides its own parameters.
 
-    Flags are passed as text and checked only by the settings class, so wrong flags and wrong variables are reported alike.
+    Flags are passed as text and checked only by the settings class, so wrong flags and wrong variables are reported in the
+    same way.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Log lines on stderr, one per record, for people or as JSON; a lasting condition does not log a line every second."""
+"""Log lines on stderr, one per record, human-readable or JSON; a lasting condition does not log a line every second."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ _WORKER = re.compile(r"worker ([A-Za-z0-9_-]{1,64}):? ")
 
 
 class PlainFormatter(logging.Formatter):
-    """`kvatlas: <message>`, for commands that end by themselves. An exception adds one line, or its traceback when
+    """`kvatlas: <message>`, for commands that end on their own. An exception adds one line, or its traceback when
     debugging."""
 
     def __init__(self, *, tracebacks: bool = False) -> None:
@@ -112,7 +112,7 @@ def log_to_stderr(level: str, style: str = "plain") -> None:
 
 
 def notice_text(line: str) -> str:
-    """A line for the user: JSON if the log is, else plain."""
+    """A line for the user: JSON if the log is, otherwise plain."""
     formatter = _formatter if isinstance(_formatter, JsonFormatter) else PlainFormatter()
     return formatter.format(logging.LogRecord("kvatlas_cli", logging.INFO, "", 0, line, None, None))
 

@@ -1,4 +1,4 @@
-"""Output of commands: JSON for scripts, tables for people, notices on stderr."""
+"""Output of commands: JSON for scripts, human-readable tables, notices on stderr."""
 
 import json
 import os

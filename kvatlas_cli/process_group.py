@@ -23,7 +23,7 @@ _log = logging.getLogger("kvatlas_cli")
 
 
 def replica_flags(settings: RoutingSettings, number: int) -> list[str]:
-    """A file for the index's replica is one process' own: it has the process' number behind its name."""
+    """Flags of one process: each has its own replica file, named with the process' number at the end."""
     return [] if settings.replica_file is None else ["--replica-file", f"{settings.replica_file}.{number}"]
 
 
@@ -32,10 +32,10 @@ async def run_process_group(
 ) -> None:
     """Run this command line in each of `processes` processes until cancelled, then stop them in order.
 
-    `shared`: port flags and the ports on which all processes listen; 0 takes a free one. `flags`: further flags of each
-    process, by its number from 0. A process that crashes is restarted. None outlives this one, even if it is killed
-    (Linux). Raises SettingsError for an unavailable port, and KvatlasError if a process ends with an error, which it has
-    already printed.
+    `shared`: port flags and the ports on which all processes listen; 0 takes a free one. `flags`: additional flags of each
+    process, by its number from 0. A process that crashes is restarted. None outlives this one, even if it is killed (Linux).
+    Raises SettingsError for an unavailable port, and KvatlasError if a process ends with an error, which it has already
+    printed.
     """
     with contextlib.ExitStack() as stack:
         words = [*sys.argv[1:], "--processes", "1", "--share-port"]

@@ -33,7 +33,7 @@ def run_service(
 
 
 def run_query(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> None:
-    """Run a command that ends by itself. SIGINT and SIGTERM cancel it and raise KeyboardInterrupt."""
+    """Run a command that ends on its own. SIGINT and SIGTERM cancel it and raise KeyboardInterrupt."""
     style = "plain" if settings.log_format == "console" else settings.log_format
     if not _run(component, settings, body, style=style):
         raise KeyboardInterrupt
@@ -60,7 +60,7 @@ def _run(
     style: str,
     metrics_page: bool = False,
 ) -> bool:
-    """Run the body. True if it ended by itself, False if a signal stopped it."""
+    """Run the body. True if it ended on its own, False if a signal stopped it."""
     log_to_stderr(settings.log_level, style)
     with closing(body):  # the body never starts if telemetry can't be set up
         telemetry = setup_telemetry(component, metrics_page=metrics_page)

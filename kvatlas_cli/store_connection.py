@@ -21,7 +21,7 @@ async def open_index(store: Store, settings: Settings) -> RedisIndex:
 
 
 async def check_worker_known(store: Store, index: RedisIndex, worker_id: str) -> None:
-    """Raises InvalidValue if neither the index nor the fleet has the worker."""
+    """Check that the index or the fleet has the worker. Raises InvalidValue."""
     record = await index.record(worker_id)
     if (record is None or not record.answering) and worker_id not in await FleetStore(store).all():
         raise InvalidValue(f"no worker {worker_id!r}: neither the index nor the fleet has it")

@@ -4,7 +4,7 @@ from kvatlas.fleet.records import EngineState, FleetRecord, Liveness
 
 
 def state_word(record: FleetRecord) -> str:
-    """`lost` takes precedence; then `in doubt` if the engine is up but the index may be wrong about it; else the engine's
+    """`lost` takes precedence; then `in doubt` if the engine is up but the index may be wrong about it; otherwise the engine's
     state."""
     if record.liveness is Liveness.LOST:
         return "lost"

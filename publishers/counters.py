@@ -35,7 +35,7 @@ class PublisherCounters:
     folds_failed: int = 0
     """batches that the ledger could not fold, so everything held was dropped"""
     feed_unheard: int = 0
-    """batches ignored because too many were lost like that"""
+    """batches ignored because too many were lost in this way"""
     event_gaps: int = 0
     """gaps in the event numbers (open event forms)"""
     event_restarts: int = 0
@@ -80,7 +80,7 @@ class PublisherCounters:
     store_notices: int = 0
     """notices sent to the publisher of the engine's shared store; for a store's publisher: received"""
     store_notices_lost: int = 0
-    """notices not sent because NATS was away or refused them"""
+    """notices not sent because NATS was down or refused them"""
     store_notices_refused: int = 0
     """notices that a store's publisher could not use: damaged, or of another model, tenant or block size"""
     saves: int = 0

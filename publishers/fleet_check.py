@@ -1,7 +1,7 @@
 """Checks that the NATS server belongs to the publisher's fleet, if the fleet id is set. The indexers answer.
 
-The publisher asks before it publishes anything, and repeatedly later. Without an answer it continues: no indexer is there that
-could assign its workers to another fleet, and an indexer that starts later sees the fleet id in the heartbeats.
+The publisher asks before it publishes anything, and repeatedly later. Without an answer it continues: no indexer could assign
+its workers to another fleet, and an indexer that starts later sees the fleet id in the heartbeats.
 """
 
 import anyio

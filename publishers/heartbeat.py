@@ -41,7 +41,7 @@ class HeartbeatSender:
         fleet_id: str | None = None,
         every_s: float = HEARTBEAT_S,
     ) -> None:
-        """`quiet`: True while another publisher publishes the worker; heartbeats are then only for people. `fleet_id`: the
+        """`quiet`: True while another publisher publishes the worker; heartbeats are then only informational. `fleet_id`: the
         configured fleet."""
         self._client = client
         self._endpoint = endpoint

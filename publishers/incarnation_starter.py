@@ -102,7 +102,7 @@ class IncarnationStarter:
         return GrantRequest(worker_id=self._worker_id, incarnation=incarnation, snapshot_bytes=size)
 
     def _withdraw(self) -> None:
-        """Called when a grant is refused: see `Changelog.withdraw`."""
+        """Withdraw the old incarnation if a grant is refused: see `Changelog.withdraw`."""
         if self._changelog.withdraw(time_us()):
             log.warning(
                 "worker %s: changes were lost when the outbox was full, and no grant for a snapshot yet; "

@@ -274,12 +274,13 @@ class Publisher:
                 await self._client.flush()
 
     def drain(self) -> None:
-        """The engine is about to stop: routers send the worker no new requests. It is still published until then."""
+        """Drain the worker, because its engine is about to stop: routers send it no new requests. It is published until
+        then."""
         self.engine.draining = True
         self.beat()
 
     def undrain(self) -> None:
-        """The engine has started again."""
+        """Undo `drain`: the engine has started again."""
         if self.engine.draining:
             self.engine.draining = False
             self.beat()
@@ -330,8 +331,8 @@ class Publisher:
         self.record(EngineBatch([what or EngineCleared(tuple(_tier(tier) for tier in tiers))]))
 
     def record(self, batch: EngineBatch) -> None:
-        """Record an engine's batch. It is folded at once if nothing is in flight, else together with batches of the next 5
-        ms."""
+        """Record an engine's batch. It is folded at once if nothing is in flight, otherwise together with batches of the next
+        5 ms."""
         before = self.changelog.pending_events
         if not self.engine.hear(batch.dp_rank):
             self.counters.feed_unheard += 1
@@ -347,13 +348,13 @@ class Publisher:
             self._fold_wakeup.wake()
 
     def clear(self) -> None:
-        """Drop all known blocks, because the engine's cache was reset or its model has new weights. Whoever resets the cache
-        calls this: the engine reports the reset only with its next batch, perhaps after the next request."""
+        """Drop all known blocks, because the engine's cache was reset or its model has new weights. Call this after resetting
+        the cache: the engine reports the reset only with its next batch, perhaps after the next request."""
         self.record(EngineBatch([EngineCleared(tuple(Tier))]))
         self.settle()
 
     def start_over(self) -> None:
-        """The engine's blocks are no longer known: drop everything, and begin an empty incarnation."""
+        """Drop everything and begin an empty incarnation, because the engine's blocks are no longer known."""
         self.changelog.start_over(time_us())
         self._on_start_over()
         self._sender.wake()
@@ -365,13 +366,13 @@ class Publisher:
         self._incarnation_wakeup.wake()
 
     async def flush(self) -> None:
-        """Wait until the stream has acknowledged everything recorded before. If NATS is away, this waits until it is back."""
+        """Wait until the stream has acknowledged everything recorded before. If NATS is down, this waits until it is back."""
         while not self.changelog.flushed:
             self._fold_wakeup.wake()
             await self._progress.wait()
 
     def forget_adapter(self, adapter: str) -> None:
-        """The engine reloaded the adapter from another path: drop its old blocks."""
+        """Drop the old blocks of an adapter that the engine reloaded from another path."""
         self.settle()
         log.info("worker %s: adapter %s was reloaded from another path; dropping its blocks", self.worker_id, adapter)
         events = self.changelog.forget_adapter(adapter)
@@ -469,7 +470,7 @@ class Publisher:
     # ---------------------------------------------------------------- tasks
 
     async def _fold_pending(self) -> None:
-        """Fold recorded batches: at once while nothing is in flight, else after lingering."""
+        """Fold recorded batches: at once while nothing is in flight, otherwise after lingering."""
         while True:
             await self._fold_wakeup.wait(self.changelog.checkpoint_in(monotonic()))
             if self.changelog.pending_events:

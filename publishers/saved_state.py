@@ -46,7 +46,7 @@ class StateFile:
         self.warning = ""
 
     def check_writable(self) -> None:
-        """Raises SettingsError if the folder can't be created or written, rather than failing at the first save."""
+        """Check that the folder can be created and written, rather than failing at the first save. Raises SettingsError."""
         folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ BLOCKED_S = 2.0
 
 
 class SelfReport:
-    """Reads the parts of one publisher; changes nothing but its diagnoses."""
+    """Reads the parts of one publisher; changes only its diagnoses."""
 
     def __init__(
         self,

@@ -124,7 +124,7 @@ def _sidecar(
     settings: PublishSettings,
 ) -> "EngineSidecar | DrainedEngine | EventlessEngine | OpenEngine | SharedStore":
     if settings.engine is EngineKind.STORE:
-        from kvatlas_publishers.shared_store.process import SharedStore  # a process of its own
+        from kvatlas_publishers.shared_store.process import SharedStore  # its own process
 
         return SharedStore(settings)
     if not settings.events:

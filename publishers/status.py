@@ -1,5 +1,5 @@
-"""The HTTP server of a publisher process: a page for people; `/healthz`, `/readyz`, `/status` (JSON), `/metrics` for probes and
-scripts.
+"""The HTTP server of a publisher process: a human-readable page; `/healthz`, `/readyz`, `/status` (JSON), `/metrics` for
+probes and scripts.
 
 `POST /clear` drops all known blocks; call it after resetting the engine's prefix cache or updating its weights. `POST /events`
 takes a batch of the open event forms, JSON or msgpack, for the worker named by `?worker=`, or for the only one.

@@ -1,4 +1,4 @@
-"""A sidecar's page for people: each worker's engine, feed, blocks by tier, outbox, last snapshot, and problems."""
+"""A sidecar's human-readable page: each worker's engine, feed, blocks by tier, outbox, last snapshot, and problems."""
 
 import time
 from collections.abc import Sequence

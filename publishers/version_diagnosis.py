@@ -19,8 +19,8 @@ class VersionDiagnosis:
         """Number of the feed's restarts when the diagnosis was set; None: it is not set."""
 
     def look(self, counters: LedgerCounters, version: str, feed_restarts: int) -> None:
-        """`version`: SGLang's, as the engine reports it; empty: unknown. `feed_restarts`: how often the engine's process was
-        replaced."""
+        """Set or clear the diagnosis. `version`: SGLang's, as the engine reports it; empty: unknown. `feed_restarts`: number
+        of times that the engine's process was replaced."""
         before, self._seen = self._seen, (counters.engine_too_old, counters.parent_removed)
         if version and is_too_old(version):
             seen = f"the engine is SGLang {version}, whose events don't show which blocks it holds"

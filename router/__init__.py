@@ -1,6 +1,7 @@
 """The routers that serve requests: the OpenAI-compatible proxy (`proxy/`) and the endpoint picker for gateways (`gateway/`).
 
-Both stand on the library `router_client`, which overlaps, prices, books and learns. Here is what only a server needs:
+Both build on the library `router_client`, which looks up overlaps, prices, books and learns. This package has what only a
+server needs:
 
     proxy/            requests over HTTP: parse, route, send to an engine, relay the answer
     gateway/          the same decisions over gRPC, for Envoy and the Gateway API's inference extension
@@ -8,7 +9,7 @@ Both stand on the library `router_client`, which overlaps, prices, books and lea
     prompts/          turns requests into prompts in their scopes, and finds the catalogue to look them up in
     tokens/           turns text into token ids
     admission/        a queue for requests that no worker has room for
-    answers/          server-sent events, and errors in answers, read on their way
+    answers/          server-sent events, and errors in answers, read as they pass
     engine_objects/   which worker keeps stored responses, files and the like
     upstream/         connections to engines, and how their answers are judged
     progress/         finds engines that have work but compute nothing, probes and avoids them

@@ -1,4 +1,4 @@
-"""One router's settings for what clients must prove and what answers reveal to them."""
+"""What one router's clients must prove, and what answers reveal to them."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -31,8 +31,8 @@ _log = logging.getLogger("kvatlas_router.tenancy")
 
 @dataclass(frozen=True, slots=True)
 class ClientBorders:
-    """`proof` checks clients against the file of clients; None: all clients are the one tenant. `exchange` shares what clients
-    may use in a minute among routers. `salts`: each tenant's requests get their own cache salt (`--salt-is-tenant`).
+    """`proof` checks clients against the file of clients; None: all clients are the one tenant. `exchange` shares clients'
+    allowances per minute among routers. `salts`: each tenant's requests get their own cache salt (`--salt-is-tenant`).
     `decisions`: answers have the decision header; None: only answers to keys that may see it, or if callers have no keys, all
     answers of a router on loopback (`near`). `operators_prove`: operators' calls need a token, so the tenant that they name is
     trusted."""
@@ -52,7 +52,8 @@ class ClientBorders:
         return TenantGate(application, self.proof, ClientLimits(self.counters, self.exchange), self.counters)
 
     def status(self, tenant_id: str) -> dict[str, Any]:
-        """For operators: the tenants and how often clients proved them. `tenant_id`: the tenant of a router with only one."""
+        """Status for operators: the tenants and how often clients proved them. `tenant_id`: the tenant of a router with only
+        one."""
         named = [tenant_id] if self.proof is None else list(self.proof.clients.tenants)
         return {
             "proven": self.proof is not None,
@@ -85,7 +86,7 @@ class ClientBorders:
 async def open_borders(
     settings: ClientSettings, fleet: FleetStore, *, salts: bool, decisions: bool | None = None
 ) -> AsyncIterator[ClientBorders]:
-    """The borders of a server with these settings, while it runs; see `ClientBorders` for `salts` and `decisions`. Raises
+    """Open the borders of a server with these settings while it runs; see `ClientBorders` for `salts` and `decisions`. Raises
     SettingsError for an unusable file of clients."""
     proof = Proof(settings.clients_file) if settings.clients_file is not None else None
     if proof is not None:
@@ -114,6 +115,6 @@ async def open_borders(
 
 
 def caller_of(scope: Scope) -> Caller:
-    """The sender of a request to the tenants' port."""
+    """The caller of a request on the tenants' port."""
     permit = permit_of(scope)
     return ANYBODY if permit is None else permit.caller

@@ -69,7 +69,7 @@ class BookingId:
 
     @classmethod
     def parse(cls, text: str) -> "BookingId | None":
-        """None for any other text."""
+        """Parse an id; None for any other text."""
         try:
             found = msgpack.unpackb(urlsafe_b64decode(text + "=" * (-len(text) % 4)))
             version, pool_id, worker_id, ids = found

@@ -118,7 +118,7 @@ async def _drain(application: ProxyApplication, settings: ProxySettings, serving
 
 @asynccontextmanager
 async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]:
-    """The application with all its parts, for the caller's own server."""
+    """Open the application with all its parts, for the caller's own server."""
     stack = AsyncExitStack()
     try:
         parts = await stack.enter_async_context(

@@ -95,5 +95,5 @@ class TenantGate:
 
 
 def permit_of(scope: Scope) -> Permit | None:
-    """The request's permit from the gate; None if this router has no file of clients."""
+    """The request's permit from the gate; None if this router has no clients file."""
     return scope.get("kvatlas.permit")

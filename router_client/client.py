@@ -68,8 +68,8 @@ class RouterClient:
     it.
 
     `overlap` and `rank` raise Unreachable if the store does not answer. A choice is made within the deadline whatever the
-    store does (`Choice.basis` says on what grounds); it raises Unreachable only if the pool's workers were never read. All
-    calls raise InvalidValue for a request that breaks the contract.
+    store does (`Choice.basis` says how); it raises Unreachable only if the pool's workers were never read. All calls raise
+    InvalidValue for a request that breaks the contract.
 
     Enter the client (`async with`) if it books in a store: this renews its lease there, and leaving releases everything
     that is still booked.
@@ -219,11 +219,11 @@ class RouterClient:
 
     async def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
         """Every worker of the scope's pool by id, including those that get no requests now. If the store does not answer
-        within the deadline, the workers as read last. Raises Unreachable if they were never read."""
+        within the deadline, the last-read workers. Raises Unreachable if there are none."""
         return (await self._decider.read_pool(scope.pool_id)).records
 
     async def record_end(self, pool_id: str, id: bytes, outcome: Outcome | None) -> bool:
-        """Record how a reservation of any router of the pool ended, or (None) that its first token is there. False if it
+        """Record how a reservation of any of the pool's routers ended, or (None) that its first token has arrived. False if it
         does not (or no longer) exist. Raises Unreachable."""
         if outcome is None:
             return await self._reservations.record_first_token(pool_id, id)
@@ -239,9 +239,9 @@ class RouterClient:
         return self._learner.learned(scope.pool_id)
 
     async def locate(self, scope: Scope, block: int | BlockKey) -> Sequence[Residency]:
-        """Every residency of one block, by worker and tier: by its sequence hash, or by a key that says it
-        (`kvatlas.blocks.block_names`; `kvatlas.block_lookup` knows engines' own hashes, too). Raises Unreachable; InvalidValue
-        for a key that does not say one; NotSupported if the client's index answers overlaps only."""
+        """Every residency of one block, by worker and tier: by its sequence hash, or by a key that contains it
+        (`kvatlas.blocks.block_names`; `kvatlas.block_lookup` also accepts engines' own hashes). Raises Unreachable;
+        InvalidValue for a key without one; NotSupported if the client's index answers overlaps only."""
         return await self._block_index().locate(scope, said_sequence_hash(block))
 
     async def children(self, scope: Scope, prefix: int | BlockKey | None = None) -> Sequence[Residency]:

@@ -2,7 +2,7 @@
 
 KvatlasError
  |- NoWorkers        no worker of the pool can take the request now
- `- ClientClosed     a sync client is used outside its `with` block, or in another process than the one that opened it
+ `- ClientClosed     a sync client is used outside its `with` block, or in a process other than the one that opened it
 """
 
 from kvatlas.errors import KvatlasError

@@ -16,7 +16,7 @@ from router_client.pricing.pool import FetchKnowledge, Pool
 MAX_AGE_MS = 200.0
 EMPTY_GRACE_S = 10.0
 BEHIND_S = 3.0
-"""From a store that is far away, the pool is read behind the choices, and so old at most."""
+"""Maximum age of the pool if the store is far away: it is then read in the background."""
 
 
 class FleetReader(Protocol):
@@ -38,7 +38,7 @@ class StaticFleet:
 
 
 class LastKnownRecords:
-    """Fleet records as read last. For EMPTY_GRACE_S an empty read does not replace them: a store that came back without its
+    """The last-read fleet records. For EMPTY_GRACE_S an empty read does not replace them: a store that came back without its
     data is empty until the indexers have written again, a second or two later."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,8 +89,8 @@ class FleetCache:
         return await asyncio.shield(self._start_read(pool_id))
 
     def read_behind(self, pool_id: str) -> Pool | None:
-        """The pool as it was at most BEHIND_S ago, without waiting; if it is older than `max_age_ms`, it is read meanwhile.
-        None if it is too old for that."""
+        """The pool, at most BEHIND_S old, without waiting; if older than `max_age_ms`, it is refreshed in the background. None
+        if older than BEHIND_S."""
         kept = self._kept.get(pool_id)
         age_s = self._clock() - kept[0] if kept is not None else float("inf")
         if age_s >= self._max_age_s:
@@ -105,10 +105,10 @@ class FleetCache:
         return await self.read_pool(pool_id)
 
     async def read_pool_in_time(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> tuple[Pool, str]:
-        """The pool within READ_SHARE of the deadline, and ''. If that fails, the pool as read last, and why. If
-        `call_store` is False, the pool as read last.
+        """The pool within READ_SHARE of the deadline, and ''. If that fails, the last-read pool, and the reason. If
+        `call_store` is False, the last-read pool.
 
-        A pool that was never read is waited for, because nothing else could decide. Raises Unreachable for it.
+        A pool that was never read is waited for, because nothing can be decided without it; raises Unreachable if that fails.
         """
         known = self.last_known(pool_id)
         if known is None:
@@ -121,12 +121,12 @@ class FleetCache:
             return self.last_known(pool_id) or known, f"fleet: {deadline.describe(error)}"
 
     def last_known(self, pool_id: str) -> Pool | None:
-        """The pool as read last, however long ago; None if it was never read."""
+        """The last-read pool, however old; None if it was never read."""
         kept = self._kept.get(pool_id)
         return kept[1] if kept is not None else None
 
     def known_pools(self) -> Collection[str]:
-        """Pools that were ever read with workers."""
+        """Pools in which workers were ever found."""
         return list(self._kept)
 
     async def close(self) -> None:
@@ -137,7 +137,7 @@ class FleetCache:
         await asyncio.gather(*reads, return_exceptions=True)
 
     def _start_read(self, pool_id: str) -> "asyncio.Task[Pool]":
-        """One at a time."""
+        """Start a read unless one is running."""
         read = self._reads.get(pool_id)
         if read is None:
             read = self._reads[pool_id] = asyncio.create_task(self._read(pool_id), name="kvatlas fleet records")
@@ -167,7 +167,7 @@ class FleetCache:
     def _discard(self, pool_id: str, read: asyncio.Task[Pool]) -> None:
         del self._reads[pool_id]
         if not read.cancelled():
-            read.exception()  # retrieved; otherwise asyncio logs that it never was
+            read.exception()  # retrieve the error; otherwise asyncio logs that it never was
 
 
 async def _default_profile(pool_id: str) -> CostProfile:

@@ -85,7 +85,7 @@ class PairChoiceData:
 
     @property
     def retry_after_s(self) -> int:
-        """After how many seconds a refused request should be sent again."""
+        """Seconds after which to retry a refused request."""
         return max(1, -int((self._slo_ttft_us - (self.ttft_us or 0)) // 1_000_000))
 
     def explain(self) -> str:

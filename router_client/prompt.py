@@ -63,8 +63,8 @@ class Prompt:
 
     `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
     like, within these limits. `fetch_by`: connectors of engines to which its sender passes `Choice.fetch` on; a worker with one
-    of them may be priced as one that fetches KV from another. `strategy` None: as the router's settings say. `notes`: what of
-    the request was ignored, a line each. `program`: the program that sent it, for its tenant's bill.
+    of them may be priced as one that fetches KV from another. `strategy` None: as the router's settings say. `notes`: parts of
+    the request that were ignored, one line each. `program`: the program that sent it, for its tenant's bill.
     """
 
     scope: Scope
@@ -242,7 +242,7 @@ class Prompt:
         return prompt if set(sizes) == {block_bytes} else replace(prompt, byte_ends=(*accumulate(sizes),))
 
     def kv_bytes(self, first: int, end: int, block_size: int) -> int:
-        """KV bytes of tokens `first` up to `end`, rounded up, by what the request says; 0 for unknown. `block_size`: of
+        """KV bytes of tokens `first` up to `end`, rounded up, as given in the request; 0 for unknown. `block_size`: of
         `block_bytes`, if the prompt has none."""
         size = self.block_size or block_size
         if not self.byte_ends:
@@ -250,7 +250,7 @@ class Prompt:
         return self._bytes_before(end, size) - self._bytes_before(first, size)
 
     def _bytes_before(self, tokens: int, size: int) -> int:
-        """Behind the last block as many a token as in that."""
+        """Bytes of the tokens before `end`; tokens after the last block count like that block's."""
         ends = (0, *self.byte_ends)
         at = min(tokens // size, len(ends) - 2)
         return ends[at] + -(-(tokens - at * size) * (ends[at + 1] - ends[at]) // size)

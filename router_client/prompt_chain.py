@@ -1,6 +1,6 @@
 """A prompt's hash chain, computed only as far as a worker holds it.
 
-The first lookup covers FIRST_BLOCKS blocks, each further one GROWTH times as many as the last. So a cold prompt costs one
+The first lookup covers FIRST_BLOCKS blocks, each later one GROWTH times as many as the one before. So a cold prompt costs one
 round trip and FIRST_BLOCKS hashes however long it is, a hit of 1,024 blocks one round trip, one of 8,192 two. (Hashing that
 many takes about as long as a round trip.) Ready hashes are looked up at once.
 """

@@ -17,7 +17,7 @@ from router_client.prompt_chain import PromptChain
 BLOCK_TOKENS = 64
 """Block size of the published hashes."""
 MOST_WAITING = 4_096
-"""Limit of lines that wait for a follower; further ones are dropped, and their number is reported."""
+"""Limit of lines that wait for a follower; any more are dropped, and their number is reported."""
 
 
 @dataclass(slots=True, eq=False)

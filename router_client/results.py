@@ -33,7 +33,8 @@ def headers_for(worker: EngineEndpoint) -> dict[str, str]:
 
 
 class LazySequence(Sequence[T]):
-    """Items built on first access: a router that asked only for the best of hundreds does not read all."""
+    """A sequence whose items are built on first access: a router that needs only the best of hundreds does not build them
+    all."""
 
     __slots__ = ("_items", "_make")
 
@@ -73,7 +74,7 @@ class LazySequence(Sequence[T]):
 class Ranking:
     """Every candidate with its cost, cheapest first, those without room last; empty without candidates.
 
-    `unread`: how many candidates a choice did not have to read, because none of them costs less than the chosen one.
+    `unread`: number of candidates that a choice did not read, because none of them costs less than the chosen one.
     `left_out`: all other workers of the pool by id, each with the reason. `slo`: the request's. `remarks`: what was ignored
     in the request, and why no worker can hold its blocks, one line each. `index`: who answered the lookup, and how old that
     answer may be, if the router has a local copy of the index.
@@ -101,7 +102,7 @@ class Ranking:
 
     @property
     def retry_after_s(self) -> int:
-        """How long the best candidate should need to work off the excess over the SLO: whole seconds, at least 1."""
+        """Estimated time for the best candidate to work off the excess over the SLO: whole seconds, at least 1."""
         late_us = (earliest_ttft_us(self.results) or 0) - self.slo.ttft_ms * 1_000
         return max(1, ceil(late_us / 1e6))
 
@@ -210,7 +211,7 @@ class ChoiceData:
 
     @property
     def retry_after_s(self) -> int:
-        """After how many seconds a refused request should be sent again: see `Ranking.retry_after_s`."""
+        """Seconds after which to retry a refused request: see `Ranking.retry_after_s`."""
         return self.ranking.retry_after_s
 
     @property
@@ -281,14 +282,14 @@ class Choice(ChoiceData):
     answered: Callable[[Usage, Timings | None], None] | None = field(default=None, compare=False)
 
     async def first_token(self) -> None:
-        """The first token is there: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
+        """Report the first token: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
         if self.reservation is not None:
             await self.reservation.first_token()
 
     async def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """Report the end of the request: answered if `status` is 2xx, broken by its engine's failure if it is 500 or more, else
-        failed (0: without an answer). Leaving the block of `route` does the same, as failed if by an exception. A second call
-        changes no booking.
+        """Report the end of the request: answered if `status` is 2xx, broken by its engine's failure if it is 500 or more,
+        otherwise failed (0: without an answer). Leaving the block of `route` does the same, as failed if by an exception. A
+        second call changes no booking.
 
         `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`) the
         worker's rates are learned from it.
@@ -319,7 +320,7 @@ def fell_open_for_want_of(choice: ChoiceData) -> str | None:
 
 
 def list_left_out(left_out: Mapping[str, str], most: int) -> str:
-    """Up to `most` workers with the reason for each, and the number of further ones."""
+    """Up to `most` workers with the reason for each, and the number of those omitted."""
     named = ", ".join(f"{id} ({why})" for id, why in islice(left_out.items(), most))
     return f"{named} and {len(left_out) - most} more" if len(left_out) > most else named
 

@@ -90,7 +90,7 @@ class RouterSettings:
     `seed` decides how ties are broken. `router_id` names this router's lease; absent: the host's name and random digits.
 
     `limits`: which workers are left out for lack of room or time. `pairs`: when a prefill worker computes the prompt.
-    `select`: which workers may get requests at all; a request may narrow it further (`Prompt.select`). `session_us`: the
+    `select`: which workers may get requests at all; a request may narrow it (`Prompt.select`). `session_us`: the
     cost of leaving a session's worker; 0: sessions are ignored. `temperature`: 0 chooses the cheapest; above 0, more
     expensive workers get requests too (`router_client.pricing.surcharges`). `explain_all`: every choice reads the load of
     every candidate, so that it can be explained in full; otherwise a choice among more than 16 candidates reads only those

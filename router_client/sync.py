@@ -1,4 +1,4 @@
-"""The router client for threads: the same calls as `RouterClient`, which runs in a loop of its own.
+"""The router client for threads: the same calls as `RouterClient`, which runs in its own loop.
 
 with SyncRouterClient.open("redis://127.0.0.1:6379") as router:
     with router.route(Prompt.of_tokens(Scope("llama", "llama"), token_ids)) as choice:
@@ -180,11 +180,11 @@ class SyncRouterClient:
 
     def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
         """Every worker of the scope's pool by id, including those that get no requests now. If the store does not answer
-        within the deadline, the workers as read last. Raises Unreachable if they were never read."""
+        within the deadline, the last-read workers. Raises Unreachable if there are none."""
         return self._thread.run(self._client.workers, scope)
 
     def record_end(self, pool_id: str, id: bytes, outcome: Outcome | None) -> bool:
-        """Record how a reservation of any router of the pool ended, or (None) that its first token is there. False if it
+        """Record how a reservation of any of the pool's routers ended, or (None) that its first token has arrived. False if it
         does not (or no longer) exist. Raises Unreachable."""
         return self._thread.run(self._client.record_end, pool_id, id, outcome)
 

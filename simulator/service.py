@@ -25,7 +25,7 @@ from kvatlas_simulator.settings import EngineSettings
 from kvatlas_simulator.zmq_events import open_feed
 
 GRACE_S = 2
-"""How long open responses may continue after the engine is told to stop."""
+"""Time that open responses may continue after the engine is asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)

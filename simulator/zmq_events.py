@@ -157,7 +157,7 @@ class ZmqEventFeed:
 
 @asynccontextmanager
 async def open_feed(encoding: EventEncoding, settings: FeedSettings) -> AsyncIterator[ZmqEventFeed]:
-    """A feed whose sockets close with the context. Raises SettingsError for an endpoint that can't be used."""
+    """Open a feed whose sockets close with the context. Raises SettingsError for an endpoint that can't be used."""
     context = zmq.asyncio.Context()
     pub = open_socket(context, zmq.PUB)
     router = None

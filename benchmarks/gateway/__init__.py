@@ -1,6 +1,6 @@
-"""What the endpoint picker costs in front of an Envoy, and what it decides, beside `kvatlas router`.
+"""The cost of the endpoint picker in front of an Envoy, and its decisions, compared with `kvatlas router`.
 
 envoy.py     a real Envoy with the example's configuration
-latency.py   time added and processor time a request, by how much of an answer the picker follows
+latency.py   added time and processor time per request, by how much of an answer the picker follows
 workload.py  the demo's workload through both
 """

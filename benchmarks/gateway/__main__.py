@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gateway`: prints what the endpoint picker costs, and how it decides beside `kvatlas router`."""
+"""`python -m benchmarks.gateway`: prints the cost of the endpoint picker, and its decisions compared with `kvatlas router`."""
 
 import uvloop
 from rich.console import Console

@@ -1,4 +1,4 @@
-"""A real Envoy with the configuration of examples/envoy.yaml, once for each way in which it is asked."""
+"""A real Envoy with the configuration of examples/envoy.yaml, once for each way to ask the picker."""
 
 import json
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ ANSWER = '{"choices": [{"text": "x"}], "usage": {"prompt_tokens": 512, "completi
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """`picker`: its port; None: no picker is asked, and the request's own header says where it goes. `answer_bodies`: do they
-    pass through the picker?"""
+    """`picker`: its port; None: no picker is asked, and the request's own header says where it goes. `answer_bodies`: true if
+    they pass through the picker."""
 
     picker: int | None
     answer_bodies: bool = True

@@ -1,8 +1,8 @@
-"""Time added and processor time a request: Envoy alone, Envoy with `kvatlas epp`, and `kvatlas router`.
+"""Added time and processor time per request: Envoy alone, Envoy with `kvatlas epp`, and `kvatlas router`.
 
-Requests one after the other go through all in turns to a simulated engine: the time added to asking the engine directly. Then
-as many as possible for some seconds through each, to an engine that takes nothing (an answer of Envoy's own): requests a
-second, and processor time a request of each process. Processor time is the most reliable figure.
+First, requests to a simulated engine go through each in turn, one at a time: the time added to asking the engine directly.
+Then, for some seconds, as many as possible go through each to an engine that takes no time (Envoy's own answer): requests per
+second, and each process' processor time per request. Processor time is the most reliable figure.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Figures:
 
 
 async def measure(store: Store) -> list[Figures]:
-    """Requests of 512 token ids."""
+    """Measure with requests of 512 token ids."""
     await store.client.flushall()
     await open_redis_index(store, writer=True)
     async with AsyncExitStack() as stack:
@@ -96,7 +96,7 @@ async def measure(store: Store) -> list[Figures]:
 
 
 async def _serve_from(store: Store, url: str) -> None:
-    """The fleet's only worker is there now; routers read it within two seconds."""
+    """Make this the fleet's only worker; routers read it within two seconds."""
     await FleetStore(store).write({"w1": routable_record(SCOPE, WorkerState(id="w1"), base_url=url)})
     await asyncio.sleep(2.5)
 
@@ -112,7 +112,7 @@ def _request(*, streamed: bool) -> bytes:
 
 
 def _headers(engine_url: str) -> dict[str, str]:
-    """Used by Envoy alone; the picker's choice replaces it."""
+    """Headers for Envoy without a picker; the picker's choice replaces them."""
     engine = engine_url.removeprefix("http://")
     return {"content-type": "application/json", "x-gateway-destination-endpoint": engine}
 
@@ -142,7 +142,7 @@ async def _compare(urls: Mapping[str, str], engine_url: str, *, streamed: bool) 
 
 
 async def _throughput(url: str, engine_url: str, processes: Mapping[str, int]) -> tuple[float, Mapping[str, float]]:
-    """Requests a second over CONNECTIONS connections, and processor time a request."""
+    """Requests per second over CONNECTIONS connections, and processor time per request."""
     payload, headers = _request(streamed=False), _headers(engine_url)
     done = 0
 

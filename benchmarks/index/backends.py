@@ -1,9 +1,9 @@
-"""The index backends beside each other, on the same messages: `python -m benchmarks.index.backends [BLOCKS]`.
+"""Compares the index backends on the same messages: `python -m benchmarks.index.backends [BLOCKS]`.
 
-One worker after the other stores chains, and removes some; a call carries several messages, as an indexer's does. The store
-keeps an append-only file, so that it restarts with what it had; the memory index is filled again from its publishers. What goes
-to disk (of SQLite: all that the process writes meanwhile; of Valkey: its append-only file) is divided by the bytes of the
-changed block entries (hash and holders value): the write amplification.
+Workers store chains one after another, and remove some; a call carries several messages, like an indexer's. The store keeps an
+append-only file, so that it restarts with its data; the memory index is refilled by its publishers. Write amplification is
+what goes to disk (SQLite: everything that the process writes meanwhile; Valkey: its append-only file), divided by the bytes of
+the changed block entries (hash and holders value).
 """
 
 import sys
@@ -84,8 +84,8 @@ class Workload:
 
 @dataclass(slots=True)
 class Figures:
-    """What was measured of one backend. `children_us` None: it has no side index. `recovery_s`: from opening it again to the
-    first answer."""
+    """Measurements of one backend. `children_us` None: it has no side index. `recovery_s`: from reopening it to the first
+    answer."""
 
     name: str
     blocks_s: float
@@ -98,7 +98,7 @@ class Figures:
 
 
 async def measure_memory(workload: Workload) -> Figures:
-    """Filled again from what its publishers tell: it keeps nothing."""
+    """Measure the memory index. It keeps nothing, so its publishers refill it."""
     figures = await _measure(MemoryIndex(), workload)
     began, again = perf_counter(), MemoryIndex()
     await workload.apply(again)
@@ -166,7 +166,7 @@ def _chain(number: int) -> bytes:
 
 
 def _written_by_this_process() -> int:
-    """Bytes handed to write calls."""
+    """Bytes that this process has passed to write calls."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar:"))
 

@@ -1,5 +1,5 @@
-"""The cost of digests and checks in the store: the same messages are applied by the function library as it is, and by a variant
-without digests, in turns on the same server."""
+"""The cost of digests and checks in the store: the same messages are applied by the unchanged function library and by a
+variant without digests, in turns on the same server."""
 
 import os
 from statistics import median
@@ -22,7 +22,7 @@ from kvatlas.store.connection import Store
 USE = ScopeUse(Scope("bench", "bench"), 16)
 WORKERS = 16
 BLOCKS_A_CALL = 8_000
-"""The number that an indexer under load sends in one call."""
+"""Number of messages that an indexer under load sends in one call."""
 CALLS = 8
 ROUNDS = 40
 CHECKPOINT_EVERY = 1_000
@@ -87,7 +87,7 @@ def _no_sums(packed_hashes: bytes) -> tuple[int, int]:
 
 
 async def _time_apply(index: RedisIndex, calls: list[list[PartitionBatch]]) -> float:
-    """The seconds of all calls but the first, which begins the incarnations and registers the scopes."""
+    """The seconds of all calls except the first, which begins the incarnations and registers the scopes."""
     await index.apply(0, calls[0])
     began = perf_counter()
     for batches in calls[1:]:
@@ -96,7 +96,8 @@ async def _time_apply(index: RedisIndex, calls: list[list[PartitionBatch]]) -> f
 
 
 def _calls(hashes_a_message: int) -> list[list[PartitionBatch]]:
-    """What publishers send: stores, a removal of an older message's blocks after every second store, and checkpoints."""
+    """Calls with what publishers send: stores, a removal of an older message's blocks after every second store, and
+    checkpoints."""
     workers = [_MessageSource(f"w{i}", hashes_a_message) for i in range(WORKERS)]
     calls = [[PartitionBatch(worker.partition, [worker.begin()]) for worker in workers]]
     messages = BLOCKS_A_CALL // hashes_a_message // WORKERS

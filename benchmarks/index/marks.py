@@ -1,6 +1,6 @@
-"""Overlap with marks: how much longer a lookup takes if holders have marks, and how long its longest call is.
+"""Overlap with marks: how much longer a lookup takes if holders have marks, and the duration of its longest call.
 
-What is stored is written directly: the shapes matter, not the way there. `sparse`: the last mark is near the depth, as engines
+The data is written directly, because only its shape matters. `sparse`: the last mark is near the depth, as engines
 leave them; `polluted`: other branches have marks at every offset of the last eight segments, and the holder's own is far away.
 """
 
@@ -32,7 +32,7 @@ _NO_MARKS = b"\x00\x96\x00\x00\x00\x00\x00\x00"
 
 
 async def measure(store: Store) -> list[Result]:
-    """One shard, holders of different depths."""
+    """Measure one shard with holders of different depths."""
     index = await open_redis_index(store, shards=1, writer=True)
     results: list[Result] = []
     seed = 0
@@ -59,7 +59,7 @@ async def measure(store: Store) -> list[Result]:
 
 
 async def _longest_call_ms(store: Store, chain: bytes, limit: int) -> float:
-    """The processor time, in the store, of the longest of the calls that a lookup takes."""
+    """The store's processor time for the longest call of a lookup."""
     k, functions = ShardKeys(0), IndexFunctions(store)
     lookup = [k.blocks(SCOPE.scope_id), k.meta, k.marked, k.marks(SCOPE.scope_id)]
     calls: list[tuple[str, list[str], list[bytes | int | str]]] = []
@@ -93,7 +93,7 @@ async def _store_cpu_s(store: Store) -> float:
 
 
 async def write_holders(store: Store, chain: bytes, holders: int, shape: str) -> None:
-    """The chain's blocks that `holders` holders have, each to another depth."""
+    """Write the chain's blocks for `holders` holders, each to a different depth."""
     draw = random.Random(holders)
     hashes = [chain[at : at + 8] for at in range(0, len(chain), 8)]
     count, k = len(hashes), ShardKeys(0)

@@ -1,4 +1,4 @@
-"""Bytes that a block takes in the store: with one holder, and for each further one."""
+"""Bytes per block in the store: with one holder, and for each additional one."""
 
 import os
 

@@ -34,7 +34,7 @@ IN_PROCESS_US = {(512, 64, False): 4.0, (2_048, 64, False): 10.0, (8_192, 64, Fa
 
 
 async def measure(store: Store, shards: int) -> list[Result]:
-    """The shared index with this many shards, and (with one) the in-process index."""
+    """Measure the shared index with this many shards and (with one) the in-process index."""
     await store.client.flushall()
     index = await open_redis_index(store, shards=shards, writer=True)
     memory = MemoryIndex()

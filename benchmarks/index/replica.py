@@ -1,7 +1,7 @@
-"""A router's replica of the index beside the shared one: `python -m benchmarks.index.replica`.
+"""A router's replica of the index compared with the shared one: `python -m benchmarks.index.replica`.
 
-In alternating turns: overlap, and a booked choice, over both. Then what the replica costs: the copy (time, memory, the longest
-that it kept other tasks of the process waiting), and each message and block of the stream.
+In alternating turns: overlap, and a booked choice, over both. Then the cost of the replica: the copy (time, memory, the
+longest wait that it caused for other tasks of the process), and each message and block of the stream.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ async def _ready_replica(store: Store, nats_url: str) -> AsyncIterator[tuple[Red
     client = await connect_nats(nats_url, name="kvatlas-bench", wait=False)
     await ensure_stream(client, StreamSettings(storage="memory"))
     await client.close()
-    # the other requests of this process share its core: what is old here is so because of them
+    # the other requests of this process share its core, and delay what is read here
     async with open_replica(
         store, AnsweringIndex(store, index), ReplicaSettings(nats_url, max_stale_ms=5_000)
     ) as replica:
@@ -97,7 +97,7 @@ async def measure_overlaps(store: Store, nats_url: str) -> list[Result]:
 
 
 async def measure_choices(store: Store, nats_url: str) -> list[Result]:
-    """Each turn's processor time is this process' own, the store's apart."""
+    """Measure choices. Each turn's processor time is this process' own; the store's is separate."""
     workload = RouteWorkload(ROUTE_WORKERS, ROUTE_BLOCKS)
     await workload.write(store)
     results = []
@@ -152,7 +152,7 @@ async def measure_copy(store: Store) -> list[Result]:
 
 
 async def measure_feed(nats_url: str) -> list[Result]:
-    """A stream that is full when the reading begins."""
+    """Measure reading a stream that is full at the start."""
     results = []
     for hashes, messages in MESSAGES.items():
         client = await connect_nats(nats_url, name="kvatlas-bench", wait=False)
@@ -203,7 +203,7 @@ async def _in_turns(calls: Mapping[str, Callable[[], Awaitable[object]]]) -> dic
 
 @asynccontextmanager
 async def _longest_wait() -> AsyncIterator[Callable[[], float]]:
-    """Gives the longest time (s) that a task which is always ready waited for its turn."""
+    """Yields the longest time (s) that an always-ready task waited for its turn."""
     longest = 0.0
 
     async def run() -> None:

@@ -98,9 +98,9 @@ def _write_policies(workloads: Sequence[Workload], watch: Stopwatch) -> None:
 
 def _write_terms(workloads: Sequence[Workload], watch: Stopwatch) -> None:
     pages = [
-        "## Terms of the cost",
-        "What is lost without each, and with three routers; then without marks, on engines of a hybrid: full attention and a "
-        "sliding window, which share each cache.",
+        "## Cost terms",
+        "The loss without each term, and with three routers; then without marks, on hybrid engines: full attention and a "
+        "sliding window share each cache.",
         "",
     ]
     for workload in workloads:
@@ -118,11 +118,11 @@ def _write_terms(workloads: Sequence[Workload], watch: Stopwatch) -> None:
 
 
 def _write_gap(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    """What does kvatlas not know that the oracle does, and what is that worth?"""
+    """Write the chapter on what the oracle knows and kvatlas does not, and its value."""
     pages = [
-        "## What separates kvatlas from the oracle",
-        "kvatlas with what it has to estimate as it is: prices that are the engines' step costs (`true-rates`), each engine's "
-        "queue at the moment of the choice, in tokens that are left to compute (`true-loads`), or both. weighted-scorers for "
+        "## Sources of the gap to the oracle",
+        "kvatlas with its estimates replaced by true values: the engines' step costs as prices (`true-rates`), each engine's "
+        "queue at the moment of the choice, in tokens left to compute (`true-loads`), or both. weighted-scorers for "
         "comparison: it looks for prefixes first.",
         "",
     ]
@@ -137,7 +137,7 @@ def _write_gap(workloads: Sequence[Workload], watch: Stopwatch) -> None:
 
 
 def _write_fleet_sizes(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    """What does a policy save?"""
+    """Write the chapter on the workers that a policy saves."""
     pages = [
         "## Worker-hours for the same goodput",
         "The fewest workers with which the same share of requests is good, and their hours.",
@@ -163,7 +163,8 @@ def _write_fleet_sizes(workloads: Sequence[Workload], watch: Stopwatch) -> None:
 
 
 def _write_events(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    """At which delay, or loss, of events is kvatlas no better than policies that need none? Of the first workload."""
+    """Write the chapter on late and lost events: when is kvatlas no better than policies without events? For the first
+    workload."""
     workload = workloads[0]
     pages = ["## Late and lost events", f"{workload.name}; {', '.join(UNRELIABLE[1:])} use no events."]
     for flag, field, values in (
@@ -223,7 +224,7 @@ SINGLE = {"gap": _write_gap, "live": write_live}
 
 
 def main(words: Sequence[str]) -> None:
-    """`words`: the command line."""
+    """Run the studies. `words`: the command line."""
     parser = argparse.ArgumentParser("benchmarks.lab", description=__doc__)
     parser.add_argument("--study", choices=("short", "full", *SINGLE, *CHAPTERS), default="short")
     parser.add_argument("--seeds", type=int, default=1, help="of the full study")

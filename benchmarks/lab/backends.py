@@ -1,8 +1,8 @@
-"""The index backends beside each other, on what the engines of one replay did.
+"""Compares the index backends on the events of one replay.
 
 A replay of the first workload is recorded once; its events go into each index as fast as it takes them: as the messages of our
-publishers, or, to Dynamo's indexer, as engines publish them. Then each is asked for the overlaps of the last prompts, one at a
-time, and opened again.
+publishers, or, to Dynamo's indexer, as engines publish them. Then each answers the overlaps of the last prompts, one at a
+time, and is reopened.
 """
 
 import random
@@ -53,7 +53,7 @@ COLUMNS = ("backend", "changes/s", "overlap p50 us", "p99 us", "bytes a residenc
 
 @dataclass(slots=True)
 class Recording:
-    """What the engines of a replay did: their batches of events, and the messages that publishers make of them."""
+    """The events of a replay's engines: their batches, and the messages that publishers make of them."""
 
     block_tokens: int
     asked: Sequence[LabRequest]
@@ -61,7 +61,7 @@ class Recording:
     messages: list[PartitionBatch] = field(default_factory=list)
     changes: int = 0
     index: MemoryIndex = field(default_factory=MemoryIndex)
-    """The index at the end."""
+    """The index's content at the end."""
 
     @classmethod
     def of(cls, workload: Workload) -> "Recording":
@@ -81,7 +81,7 @@ class Recording:
         return recording
 
     def calls(self, shards: int) -> Iterator[tuple[int, list[PartitionBatch]]]:
-        """(shard, batches), as an indexer that is behind would make them."""
+        """(shard, batches) of calls, as a lagging indexer would make them."""
         for first in range(0, len(self.messages), MESSAGES_A_CALL):
             by_partition: dict[int, list[PartitionBatch]] = defaultdict(list)
             for batch in self.messages[first : first + MESSAGES_A_CALL]:
@@ -136,7 +136,7 @@ class Figures:
 
 
 async def _measure(name: str, index: ResidencyIndex, recording: Recording) -> Figures:
-    """Without memory and what opening it again takes."""
+    """Measure everything except memory and the time to reopen."""
     began = perf_counter()
     await _fill(index, recording)
     seconds = perf_counter() - began
@@ -152,7 +152,7 @@ async def _fill(index: ResidencyIndex, recording: Recording) -> None:
 
 
 async def _check(name: str, index: ResidencyIndex, recording: Recording) -> None:
-    """Raises RuntimeError for an index that does not hold what the recording's does."""
+    """Check that the index holds what the recording's does. Raises RuntimeError."""
     for request in recording.asked:
         scope, chain = request.identity.scope, recording.chain(request)
         if chain and (await index.overlap(scope, chain)).depths() != recording.index.overlap_now(scope, chain).depths():
@@ -168,7 +168,7 @@ async def _measure_memory(recording: Recording) -> Figures:
     tracemalloc.stop()
     began = perf_counter()
     await _fill(MemoryIndex(), recording)
-    return _with(figures, used, f"{perf_counter() - began:.2f} s, told again by publishers")
+    return _with(figures, used, f"{perf_counter() - began:.2f} s, resent by publishers")
 
 
 async def _measure_server(name: str, recording: Recording, binary: Path | None) -> Figures:
@@ -281,7 +281,7 @@ async def _measure_all(recording: Recording) -> tuple[list[Figures], Collection[
 
 
 def write_backends(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    """The chapter `backends`, of the first workload."""
+    """Write the chapter `backends`, for the first workload."""
     workload = workloads[0]
     recording = Recording.of(workload)
     residencies = anyio.run(_count_residencies, recording.index)
@@ -292,7 +292,7 @@ def write_backends(workloads: Sequence[Workload], watch: Stopwatch) -> None:
         f"{FLEET.cache_tokens:,} tokens): {recording.changes:,} residencies came and went in {len(recording.batches):,} "
         f"batches, {residencies:,} stay, in blocks of {workload.block_tokens} tokens. Each backend holds the same in the end, "
         f"which is checked. Overlaps are of the last {len(recording.asked)} prompts, one at a time: over a socket for all but "
-        "the first. Memory is what Python allocates, what the store tells (a cluster has four shards here, and sums over its "
+        "the first. Memory is what Python allocates, what the store reports (a cluster has four shards here, and sums over its "
         "nodes), and what the process of Dynamo's indexer grows by. Times depend on the machine and on what else it does.",
         "",
         "```",

@@ -1,4 +1,4 @@
-"""docs/results.md: chapters that are measured apart, each with the commands that repeat it."""
+"""docs/results.md: chapters that are measured separately, each with the command that repeats it."""
 
 import os
 import platform

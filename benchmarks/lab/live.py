@@ -1,4 +1,4 @@
-"""Live and virtual replays of the same requests beside each other."""
+"""Compares live and virtual replays of the same requests."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ POLICIES = ("kvatlas",)
 
 
 def write_live(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    """The chapter `live`: half an hour of requests of the first workload, in scaled real time."""
+    """Write the chapter `live`: half an hour of the first workload's requests, in scaled real time."""
     workload = workloads[0]
     study = Study(replace(workload, requests=workload.requests[:REQUESTS]), POLICIES, [POINT], seeds=1)
     live, virtual = anyio.run(compare_live, study, SCALE), compare(study, jobs=1)

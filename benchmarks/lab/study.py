@@ -22,7 +22,7 @@ LOADS = {"moderate": 1.0, "high": 2.0}
 
 
 class Row(NamedTuple):
-    """What policies made of so many requests of one trace at one point; means over the seeds."""
+    """The policies' results for this many requests of one trace at one point; means over the seeds."""
 
     trace: str
     load: str
@@ -32,11 +32,11 @@ class Row(NamedTuple):
 
     @property
     def blind(self) -> list[str]:
-        """The policies without sight of the caches that were replayed."""
+        """The replayed policies that don't see the caches."""
         return [name for name in BLIND if name in self.figures]
 
     def best_blind(self, figure: str) -> tuple[str, float]:
-        """The policy without sight of the caches that has the least of a figure."""
+        """The policy that has the lowest figure among those that don't see the caches."""
         found = {name: float(getattr(self.figures[name], figure)) for name in self.blind}
         best = min(found, key=found.__getitem__)
         return best, found[best]
@@ -55,7 +55,7 @@ def count_points(traces: int) -> int:
 def run_study(
     workloads: Sequence[Workload], seeds: int, dynamo_python: str | None, on_row: Callable[[Sequence[Row]], None]
 ) -> None:
-    """`on_row` gets all rows so far after each point."""
+    """Run the study. `on_row` gets all rows so far after each point."""
     policies = (*BLIND, *OURS, *(["dynamo"] if dynamo_python else []), "oracle")
     rows: list[Row] = []
     for workload in workloads:
@@ -74,9 +74,9 @@ def run_study(
 
 
 def to_markdown(rows: Sequence[Row], command: str, seeds: int, points: int) -> str:
-    """The study's chapter. `points`: how many there are, when all are replayed."""
+    """The study's chapter. `points`: number of points of the complete study."""
     lines = [
-        "## How close to the best",
+        "## Distance from the oracle",
         "Public traces at two sizes of fleet, three sizes of cache and two loads: moderate is the trace's rate with 8 workers, "
         f"and twice that with 16; high is twice as much. **Blind** policies do not see the caches ({', '.join(BLIND)}). "
         f"{seeds} seed{'s' if seeds > 1 else ''}; requests from the trace's beginning, with empty caches.",

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.peer [--ours] [PART,...]`: prints what is measured of both; all parts without a list. `--ours`: of
-kvatlas alone, without the peer being installed."""
+"""`python -m benchmarks.peer [--ours] [PART,...]`: prints the figures of both; all parts without a list. `--ours`: only
+kvatlas, without the peer installed."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from benchmarks.stores import valkey_store
 
 
 async def _measure(parts: Sequence[str], subjects: Sequence[Subject], console: Console) -> None:
-    """Prints each part when it is measured."""
+    """Print each part when it is measured."""
     for part in parts:
         async with valkey_store() as store:
             rows = await PARTS[part](store, subjects)
@@ -27,7 +27,7 @@ async def _measure(parts: Sequence[str], subjects: Sequence[Subject], console: C
 
 
 def main(words: list[str]) -> None:
-    """`words`: the command line."""
+    """Run the comparison. `words`: the command line."""
     subjects = [Subject.OURS] if "--ours" in words else list(Subject)
     parts = [part for word in words if word != "--ours" for part in word.split(",") if part] or list(PARTS)
     unknown = [part for part in parts if part not in PARTS]

@@ -1,4 +1,4 @@
-"""Choose and reserve, by number of workers: how long one choice takes, how many a second, and their processor time."""
+"""Choosing and reserving, by number of workers: latency, choices per second, and processor time."""
 
 import asyncio
 import json
@@ -92,7 +92,7 @@ async def _measure_pool(
 
 
 async def _take(child: Child, given: str, store: Store) -> _Turn:
-    """Latency, then rate. The store's processor time is all that it took: the peer leaves it alone."""
+    """Measure latency, then rate. The store's processor time is its total, because the peer does not use the store."""
     await child.start(f"latency {given}")
     (line,) = await child.results()
     latency = json.loads(line)
@@ -117,7 +117,7 @@ def _our_router(store: Store, source: PromptSource) -> AbstractAsyncContextManag
 
 @asynccontextmanager
 async def _their_router(source: PromptSource) -> AsyncIterator[Child]:
-    """Their router, with an engine for each worker that holds blocks, and one silent engine for all others."""
+    """Run their router, with an engine for each worker that holds blocks, and one silent engine for all others."""
     holding = sorted({worker for depths in source.depths for worker in depths})
     with Engines(len(holding) + 1) as engines:
         sockets = {str(worker): engines.endpoints[i] for i, worker in enumerate(holding)}

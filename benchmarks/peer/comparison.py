@@ -19,9 +19,9 @@ class Subject(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One figure of each subject, from each turn. A subject that was not measured, or has nothing like it, is missing.
+    """One figure of each subject, from each turn. A subject that was not measured, or has no such figure, is missing.
 
-    `budget`: what ours may be at most."""
+    `budget`: upper limit of ours."""
 
     name: str
     unit: str
@@ -36,13 +36,13 @@ class Comparison:
 
     @property
     def result(self) -> Result | None:
-        """Our figure beside its budget."""
+        """Our figure with its budget."""
         ours = self.figures.get(Subject.OURS)
         return Result(self.name, median(ours), self.unit, self.budget) if ours else None
 
 
 def tabulate(comparisons: Sequence[Comparison], title: str) -> Table:
-    """One row a figure: ours, theirs, ratio."""
+    """One row per figure: ours, theirs, ratio."""
     table = Table("measured", "unit", title=title)
     for column in (*Subject, "ours / theirs"):
         table.add_column(column, justify="right")

@@ -1,9 +1,9 @@
-"""A child process that is several engines: `python -m benchmarks.peer.engine_process FIRST_PORT ENGINES HASHES`.
+"""A child process that acts as several engines: `python -m benchmarks.peer.engine_process FIRST_PORT ENGINES HASHES`.
 
-Engines publish messages of HASHES blocks each, in chains of CHAIN blocks that nobody else has. Turns, in this order:
-`prepare MESSAGES FIRST LAST CONTENTS` makes that many messages for each of the engines FIRST to LAST - 1, of chains that are
-(CONTENTS `own`) each engine's own, (`same`) the same for all, or (another word) its own and others than these; `publish
-RATE` waits for subscribers and publishes them in turn over the engines, RATE a second together or (0) as fast as the
+Engines publish messages of HASHES blocks each, in chains of CHAIN blocks that no other engine has. Turns, in this order:
+`prepare MESSAGES FIRST LAST CONTENTS` makes that many messages for each of the engines FIRST to LAST - 1. Their chains are
+each engine's own (CONTENTS `own`), the same for all (`same`), or its own but different ones (any other word); `publish RATE`
+waits for subscribers and publishes the messages, engine by engine in turn, RATE a second in total or (0) as fast as the
 subscribers take them. `clear FIRST LAST`: these engines drop their caches.
 """
 
@@ -27,14 +27,14 @@ def chain_tokens(owner: int | str, number: int) -> list[int]:
 
 
 def chain_owner(contents: str, engine: int) -> int | str:
-    """Whose chains an engine has: see `prepare`."""
+    """The owner of an engine's chains: see `prepare`."""
     if contents == "same":
         return contents
     return engine if contents == "own" else f"{contents}/{engine}"
 
 
 def last_chain(owner: int | str, hashes: int, messages: int) -> list[int]:
-    """The token ids of the last chain that is complete after so many messages of an engine."""
+    """The token ids of the last chain that is complete after this many messages of an engine."""
     return chain_tokens(owner, messages * hashes // CHAIN - 1)
 
 

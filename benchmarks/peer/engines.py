@@ -1,6 +1,6 @@
-"""Engines as both subjects see them: ZMQ sockets that publish vLLM's KV events, one a worker.
+"""Engines as both subjects see them: ZMQ sockets that publish vLLM's KV events, one per worker.
 
-A real engine drops what a slow subscriber leaves; these wait instead, so that both subjects get all of it.
+A real engine drops messages for a slow subscriber; these wait instead, so that both subjects get all messages.
 """
 
 import time
@@ -31,7 +31,7 @@ def encode_stored(tokens: Sequence[int], block_size: int, parent: int | None = N
         "block_size": block_size,
         "medium": "GPU",
     }
-    return msgpack.packb([time.time(), [event], None]), hashes[-1]  # each socket is an engine of its own, of no rank
+    return msgpack.packb([time.time(), [event], None]), hashes[-1]  # each socket is a separate engine without ranks
 
 
 def encode_cleared() -> bytes:
@@ -40,7 +40,7 @@ def encode_cleared() -> bytes:
 
 
 class Engines:
-    """Event sockets of several engines, bound to loopback ports; `ports`: ready ones, or as many free ones as engines."""
+    """Event sockets of several engines, bound to loopback ports; `ports`: given ones, or as many free ones as engines."""
 
     def __init__(self, count: int, first_port: int | None = None) -> None:
         self._context = zmq.Context()

@@ -1,6 +1,6 @@
-"""From the engines' sockets into the index, as fast as it goes: blocks a second, and processor time a block by process.
+"""From the engines' sockets into the index, as fast as possible: blocks per second, and processor time per block by process.
 
-16 engines; everything shares this machine's cores, the engines too (their time is not counted).
+16 engines; everything shares this machine's cores, including the engines (their time is not counted).
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from kvatlas.store.connection import Store
 
 ENGINES = 16
 MESSAGES = {1: 2_048, 16: 1_024, 64: 512}
-"""Hashes a message to messages of each engine."""
+"""Hashes per message -> messages of each engine."""
 ROUNDS = 2
 DEADLINE_S = 120
 POLL_S = 0.01
@@ -40,7 +40,7 @@ class _Turn:
 
 
 async def measure(_: Store, subjects: Sequence[Subject], rounds: int = ROUNDS) -> list[Comparison]:
-    """Every turn has a store of its own."""
+    """Every turn has its own store."""
     turns: dict[int, dict[Subject, list[_Turn]]] = defaultdict(lambda: defaultdict(list))
     for _round in range(rounds):
         for hashes in MESSAGES:
@@ -86,7 +86,7 @@ async def _ingest(subject: Subject, hashes: int, messages: int) -> _Turn:
 
 @asynccontextmanager
 async def _calls(pipeline: Pipeline) -> AsyncIterator[Callable[[], Awaitable[StoreCall | None]]]:
-    """The longest store call from now on; the peer has no store."""
+    """Record the longest store call in the block; the peer has no store."""
     if isinstance(pipeline, OurPipeline):
         async with store_calls(pipeline.store) as calls:
             yield calls.longest

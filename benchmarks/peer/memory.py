@@ -1,5 +1,5 @@
-"""Memory: of the index a block, with one holder and for each further one; of the process that follows the engines; and of
-each process before it knows anything."""
+"""Memory: of the index per block, with one holder and for each additional one; of the process that follows the engines; and of
+each idle process."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ ROUNDS = 2
 DEADLINE_S = 120
 POLL_S = 0.05
 RELEASED_S = CHECK_EVERY_S + 1
-"""After a burst, until a service has given back what it left."""
+"""Wait after a burst, until a service has released its memory."""
 BLOCK_BYTES = 45
 HOLDER_BYTES = 4
 LEDGER_BYTES = 150
@@ -39,7 +39,7 @@ class _Turn:
 
 
 async def measure(_: Store, subjects: Sequence[Subject], rounds: int = ROUNDS) -> list[Comparison]:
-    """Every turn has a store of its own."""
+    """Every turn has its own store."""
     turns: dict[Subject, list[_Turn]] = defaultdict(list)
     for _round in range(rounds):
         for subject in subjects:

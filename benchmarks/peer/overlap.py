@@ -1,7 +1,7 @@
 """Overlap of ready hashes, by length of the prompt, held by 64 workers to equal and to different depths.
 
-Shared: what a router process asks another process for: `RouterClient.overlap` (the store), and the peer's indexer over HTTP.
-In process: the in-memory index, and the peer's radix tree.
+Shared: a router process asks another process: `RouterClient.overlap` (the store), and the peer's indexer over HTTP. In
+process: the in-memory index, and the peer's radix tree.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What is measured of kvatlas and its peer, by name."""
+"""The measured parts of kvatlas and its peer, by name."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Both ways from the engines' event sockets to an index that answers, each as the processes that a fleet runs."""
+"""Both pipelines from the engines' event sockets to an index that answers, each as the processes that a fleet runs."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -66,7 +66,7 @@ class TheirPipeline:
 
 @asynccontextmanager
 async def our_pipeline(first_port: int, engines: int, granularity: int = 1) -> AsyncIterator[OurPipeline]:
-    """A sidecar of all engines, NATS, an indexer and a store of its own. The engines must be bound already."""
+    """Run a sidecar for all engines, NATS, an indexer and a separate store. The engines must already be bound."""
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(nats_server())
         valkey = await stack.enter_async_context(valkey_server())
@@ -82,7 +82,7 @@ async def our_pipeline(first_port: int, engines: int, granularity: int = 1) -> A
 
 @asynccontextmanager
 async def their_pipeline(first_port: int, engines: int) -> AsyncIterator[TheirPipeline]:
-    """An indexer that follows all engines itself."""
+    """Run an indexer that follows all engines itself."""
     endpoints = [f"tcp://127.0.0.1:{first_port + number}" for number in range(engines)]
     async with dynamo_indexer(endpoints, BLOCK_SIZE) as indexer:
         yield TheirPipeline({"indexer": indexer.pid}, indexer)
@@ -92,12 +92,12 @@ PIPELINES: Mapping[Subject, Callable[[int, int], AbstractAsyncContextManager[Pip
     Subject.OURS: our_pipeline,
     Subject.THEIRS: their_pipeline,
 }
-"""(the first engine's port, number of engines): of whom."""
+"""The followed engines: (the first engine's port, number of engines)."""
 
 
 @asynccontextmanager
 async def running_pipeline(subject: Subject, engines: int, hashes: int) -> AsyncIterator[tuple[Child, Pipeline]]:
-    """A process of engines that publish so many hashes a message, and one subject that follows them."""
+    """Run a process of engines that publish this many hashes per message, and one subject that follows them."""
     first_port = free_ports(engines)
     args = [str(first_port), str(engines), str(hashes)]
     async with (
@@ -108,7 +108,7 @@ async def running_pipeline(subject: Subject, engines: int, hashes: int) -> Async
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports in a row; somebody may still take one first."""
+    """The first of this many consecutive free ports; another process may still take one first."""
     while True:
         first = free_port()
         if all(is_free(first + number) for number in range(count)):

@@ -1,7 +1,8 @@
-"""Prompts of a pool, the same for both subjects: standard library alone, because the peer's processes read it too.
+"""Prompts of a pool, the same for both subjects. Uses only the standard library, because the peer's processes read this file
+too.
 
 A prompt begins with one of PREFIXES prefixes, seven eighths of its blocks, that some workers hold; the rest is new, so each
-choice books a prefix that nobody holds yet.
+choice books a prefix that no worker holds yet.
 """
 
 import random
@@ -45,7 +46,7 @@ OVERLAP_HOLDERS = 64
 
 
 class OverlapCase:
-    """A prompt whose blocks OVERLAP_HOLDERS workers hold, as a whole or each to a depth of its own (`different`)."""
+    """A prompt whose blocks OVERLAP_HOLDERS workers hold, as a whole or each to a different depth (`different`)."""
 
     def __init__(self, blocks: int, different: bool) -> None:
         self.blocks = blocks

@@ -1,5 +1,5 @@
-"""What a router process of either subject measures in one turn: standard library alone, because the peer's processes read
-it too."""
+"""What a router process of either subject measures in one turn. Uses only the standard library, because the peer's processes
+read this file too."""
 
 import asyncio
 import json
@@ -19,13 +19,13 @@ SECONDS = 3.0
 CONCURRENCY = 16
 OVERLAP_CALLS = 200
 PREPARED = 512
-"""Prompts made before the time is taken."""
+"""Prompts made before the measurement starts."""
 
 
 async def time_choices(
     prompts: Iterator[Prompt], book: Callable[[Prompt], Awaitable[Booked]], finish: Callable[[Booked], Awaitable[None]]
 ) -> str:
-    """One choice at a time, each finished, outside of its time, before the next: {p50_ms, p99_ms} of booking."""
+    """One choice at a time; each is finished, outside the measured time, before the next: {p50_ms, p99_ms} of booking."""
     times = []
     for _ in range(WARM_UP + CALLS):
         prompt = next(prompts)
@@ -40,7 +40,7 @@ async def time_choices(
 async def count_choices(
     prompts: Iterator[Prompt], book: Callable[[Prompt], Awaitable[Booked]], finish: Callable[[Booked], Awaitable[None]]
 ) -> str:
-    """CONCURRENCY choices at a time, as fast as they go: {choices, seconds, cpu_s}. A choice includes its end."""
+    """CONCURRENCY choices at a time, as fast as possible: {choices, seconds, cpu_s}. A choice includes its end."""
     prepared = [next(prompts) for _ in range(PREPARED)]
     choices, began, cpu_began = 0, perf_counter(), process_time()
 

@@ -1,4 +1,4 @@
-"""From published to visible: an engine publishes one new block, and a router asks until it finds it.
+"""From published to visible: an engine publishes one new block, and a router polls until it finds it.
 
 Quiet: nothing else happens. Busy: 64 other engines, followed by the same process, publish 2,000 messages a second.
 """
@@ -42,7 +42,7 @@ class _Turn:
 
 
 async def measure(_: Store, subjects: Sequence[Subject], rounds: int = ROUNDS) -> list[Comparison]:
-    """Every turn has a store of its own."""
+    """Every turn has its own store."""
     turns: dict[Subject, list[_Turn]] = defaultdict(list)
     for _round in range(rounds):
         for subject in subjects:

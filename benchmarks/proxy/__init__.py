@@ -1,1 +1,1 @@
-"""What `kvatlas router` adds to a request."""
+"""The overhead that `kvatlas router` adds to a request."""

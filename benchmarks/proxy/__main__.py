@@ -1,4 +1,4 @@
-"""`python -m benchmarks.proxy`: prints what `kvatlas router` adds to a request."""
+"""`python -m benchmarks.proxy`: prints the overhead that `kvatlas router` adds to a request."""
 
 import uvloop
 from rich.console import Console

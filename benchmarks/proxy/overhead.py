@@ -1,4 +1,5 @@
-"""What `kvatlas router` adds to a request, compared with the engine asked directly and with a bare reverse proxy.
+"""The overhead that `kvatlas router` adds to a request, compared with calling the engine directly and through a bare reverse
+proxy.
 
 Requests to the three take turns, so that other load on the machine affects each equally. Processor time is the most reliable
 figure.
@@ -72,7 +73,7 @@ class Overhead:
 
 
 async def measure(store: Store) -> list[Overhead]:
-    """For a text that the engine tokenizes and for token ids, whole and streamed."""
+    """Measure with text that the engine tokenizes and with token ids, unstreamed and streamed."""
     await store.client.flushall()
     await open_redis_index(store, writer=True)
     async with AsyncExitStack() as stack:

@@ -1,1 +1,1 @@
-"""An index that lost everything, until it is complete again."""
+"""The rebuild of an index that lost everything."""

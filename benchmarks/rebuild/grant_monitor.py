@@ -1,4 +1,4 @@
-"""Observes on the bus what the indexers grant to snapshots."""
+"""Observes the indexers' grants for snapshots on the bus."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,7 +16,7 @@ from kvatlas.index.protocol import WorkerRecord
 @dataclass(slots=True)
 class GrantMonitor:
     """Pairs grant requests with their replies; a reply may be received before its request. `outstanding`: snapshots that were
-    granted and are not in the index yet."""
+    granted but are not in the index yet."""
 
     requests: dict[str, GrantRequest] = field(default_factory=dict)
     replies: dict[str, GrantReply] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""How long an index of 1,048,576 blocks takes to be complete again after FLUSHALL.
+"""Measures how long an index of 1,048,576 blocks takes to be complete again after FLUSHALL.
 
 Real servers, two indexers, the publishers of a fleet in one process. It is complete when every worker answers with all its
-blocks. Grants to snapshots are observed on the bus: how many bytes are outstanding at once.
+blocks. Grants for snapshots are observed on the bus, to count the bytes outstanding at once.
 """
 
 from contextlib import AsyncExitStack
@@ -26,7 +26,7 @@ BLOCKS = 1 << 20
 INDEXERS = 2
 ROUNDS = 3
 SETTLE_S = 3.0
-"""Between two rounds, until no worker is in doubt any more."""
+"""Pause between two rounds, until no worker is in doubt."""
 LONGEST_S = 10.0
 POLL_S = 0.05
 DEADLINE_S = 120.0
@@ -68,7 +68,7 @@ async def measure(store: Store, nats_url: str, *, workers: int = WORKERS, rounds
 
 
 async def _wait_until_complete(store: Store, names: list[str], grants: GrantMonitor | None = None) -> float:
-    """Wait until every worker answers with all its blocks; seconds until the first one answered."""
+    """Wait until every worker answers with all its blocks. Returns the seconds until the first one answered."""
     began, first_s = perf_counter(), 0.0
     index: RedisIndex | None = None
     with anyio.fail_after(DEADLINE_S):

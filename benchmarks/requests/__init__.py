@@ -1,1 +1,2 @@
-"""Requests of many clients through `kvatlas router`: several routers and a flaky engine, and a queue where all are full."""
+"""Requests of many clients through `kvatlas router`: several routers with a flaky engine, and a queue when all engines are
+full."""

@@ -1,4 +1,4 @@
-"""Clients that send streamed completions at random times, and what each of them saw."""
+"""Clients that send streamed completions at random times, and record what they see."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one client sends: a prompt, further headers, and the name of its kind in the results."""
+    """What one client sends: a prompt, additional headers, and the name of its kind in the results."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -83,7 +83,7 @@ async def _ask(client: httpx.AsyncClient, url: str, model: str, request: Request
 
 
 def ttft_ms(seen: Sequence[Seen], q: float) -> float:
-    """A quantile of the times to the first token of those that were answered; 0 if none was."""
+    """A quantile of the times to the first token of answered requests; 0 if none was answered."""
     times = sorted(one.ttft_s for one in seen if not one.error)
     return quantile(times, q) * 1_000 if times else 0.0
 
@@ -104,7 +104,7 @@ async def running_engines(model: str, count: int, **settings: Any) -> AsyncItera
 
 @asynccontextmanager
 async def repeating(work: Callable[[], Awaitable[None]], every_s: float) -> AsyncIterator[None]:
-    """Does the work before the block, and again and again inside it."""
+    """Do the work once before the block, and repeatedly inside it."""
 
     async def repeat() -> None:
         while task.running:

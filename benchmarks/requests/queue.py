@@ -1,7 +1,7 @@
 """A queue in the router, on and off, at 1.2 times what the engines can serve: `python -m benchmarks.requests queue`.
 
 Two tenants, one of which sends four times as much, and two priorities. Without the router's queue each engine queues what it
-gets, in order of arrival. The engines tell how many of their request slots are taken, as SGLang's do.
+gets, in order of arrival. The engines report how many of their request slots are taken, like SGLang.
 """
 
 import re
@@ -66,7 +66,7 @@ class Run:
         return [one for one in self.seen if kind in (one.kind, "all")]
 
     def goodput_per_s(self, kind: str) -> float:
-        """Requests a second whose first token came within the SLO."""
+        """Requests per second whose first token came within the SLO."""
         good = sum(not one.error and one.ttft_s <= SLO_S for one in self.of(kind))
         return good / (len(self.seen) / self.per_s)
 

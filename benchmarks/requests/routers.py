@@ -1,7 +1,7 @@
-"""Three routers behind a plain round-robin balancer with a flaky engine among 16, beside one router without faults.
+"""Three routers behind a plain round-robin balancer with a flaky engine among 16, compared with one router without faults.
 
-`python -m benchmarks.requests routers`. Engines publish their events to `kvatlas up`; all else is real too: indexer, store,
-router processes. The flaky engine answers every second request with 500, at once.
+`python -m benchmarks.requests routers`. Engines publish their events to `kvatlas up`; everything else is real too: indexer,
+store, router processes. The flaky engine answers every second request with 500, at once.
 """
 
 from collections import Counter
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Requests of the fullest and of the emptiest good engine, as multiples of their mean."""
+        """Requests at the fullest and the emptiest good engine, as multiples of the mean."""
         found = Counter(one.worker for one in self.seen if not one.error)
         good = [found[f"e{number}"] for number in range(ENGINES) if f"e{number}" != FLAKY]
         mean = sum(good) / len(good)
@@ -64,7 +64,7 @@ class Run:
 
 
 class Front:
-    """Stands before one engine, and lets every second request fail while `flaky`."""
+    """A front for one engine that lets every second request fail while `flaky`."""
 
     def __init__(self) -> None:
         self.flaky = False
@@ -72,7 +72,7 @@ class Front:
 
     @asynccontextmanager
     async def serve(self, engine_url: str) -> AsyncIterator[str]:
-        """Its URL."""
+        """Serve; yields the URL."""
         fresh = httpx.Limits(max_keepalive_connections=0)  # an idle connection may be one that the engine closes
         async with (
             httpx.AsyncClient(timeout=60, limits=fresh, trust_env=False) as client,
@@ -101,7 +101,7 @@ class Front:
 
 
 async def measure() -> list[Run]:
-    """One router without faults, then three with a flaky engine, over the same fleet, with other prompts."""
+    """Measure one router without faults, then three with a flaky engine, over the same fleet with other prompts."""
     front = Front()
     engine = {"num_gpu_blocks": 4_096, "decode_step_us": STEP_US}
     async with AsyncExitStack() as stack:
@@ -142,7 +142,7 @@ def _requests(random: Random) -> list[Request]:
 
 
 def tabulate(runs: Sequence[Run]) -> Table:
-    """A line for each run."""
+    """One line per run."""
     table = Table(
         "",
         "lost",

@@ -1,4 +1,4 @@
-"""How long a booked choice takes, and how that scales with workers and blocks."""
+"""The duration of a booked choice, and how it scales with workers and blocks."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ WARM_UP = 30
 
 
 async def measure(store: Store) -> list[Result]:
-    """With 64 workers and prompts of 512 blocks."""
+    """Measure with 64 workers and prompts of 512 blocks."""
     workload = RouteWorkload(WORKERS, BLOCKS)
     from_hashes = await _time_bookings(store, workload, workload.hashed_prompt)
     from_tokens = await _time_bookings(store, workload, workload.token_prompt)
@@ -83,7 +83,7 @@ def _tabulate(title: str, what: str, rows: Sequence[tuple[int, _Medians]]) -> Ta
 
 
 async def _time_bookings(store: Store, workload: RouteWorkload, next_prompt: Callable[[], Prompt]) -> list[float]:
-    """The seconds of each `book`, sorted. One at a time, each finished before the next."""
+    """The sorted seconds of each `book`, one at a time, each finished before the next."""
     await workload.write(store)
     times = []
     async with RouterClient.open(store.url, RouterSettings(deadline_ms=None), wait=False) as router:
@@ -98,6 +98,6 @@ async def _time_bookings(store: Store, workload: RouteWorkload, next_prompt: Cal
 
 
 async def _time_overlaps(store: Store, workload: RouteWorkload) -> list[float]:
-    """The seconds of each overlap alone, sorted, on what the workload has written."""
+    """The sorted seconds of each overlap alone, on the workload's data."""
     index = await open_redis_index(store, writer=False)
     return await time_async_calls([partial(index.overlap, SCOPE, workload.hashes()) for _ in range(CALLS)])

@@ -1,4 +1,4 @@
-"""Choices a second of one and of four router processes, and their processor time."""
+"""Choices per second of one and of four router processes, and their processor time."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -14,7 +14,7 @@ SECONDS = 2.0
 
 
 async def measure(store: Store) -> list[Result]:
-    """Each choice is booked, gets its first token, and is finished."""
+    """Measure choices that are booked, get their first token, and are finished."""
     results = []
     for processes in PROCESSES:
         results += await _measure_processes(store, processes)

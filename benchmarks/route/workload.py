@@ -1,7 +1,7 @@
 """The pool and the prompts that `route` is measured with.
 
-A prompt begins with one of PREFIXES shared prefixes, seven eighths of its blocks, which every worker holds to a depth of its
-own; the rest is unique. So each choice prices every worker, and books a prefix that is new.
+A prompt begins with one of PREFIXES shared prefixes, seven eighths of its blocks, which every worker holds to a different
+depth; the rest is unique. So each choice prices every worker, and books a new prefix.
 """
 
 import os
@@ -51,7 +51,7 @@ class RouteWorkload:
         await self.write_load(store)
 
     async def write_load(self, store: Store) -> None:
-        """Write the workers' fleet records with a load of now, as publishers report it each second."""
+        """Write the workers' fleet records with a current load, as publishers report it each second."""
         rng = random.Random(2)
         loads = [
             WorkerState(

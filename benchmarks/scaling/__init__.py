@@ -1,1 +1,1 @@
-"""What grows with a fleet: figures for `docs/scaling.md`. See `benchmarks.scaling.__main__`."""
+"""Costs that grow with a fleet: figures for `docs/scaling.md`. See `benchmarks.scaling.__main__`."""

@@ -1,8 +1,8 @@
 """A fleet of 1,000 workers, simulated: heartbeats, events, restarts of a tenth at once, and the choices of 10 routers.
 
 Publishers, NATS, the store, two indexers and the routers are real and share this machine's cores; the engines, and most of the
-events that so many would send, are not there. What each process computes is given for a heartbeat, a block and a choice, so
-that other rates can be calculated (`docs/scaling.md`).
+events that they would send, are left out. Each process' work is given per heartbeat, block and choice, so that other rates can
+be calculated (`docs/scaling.md`).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ WORKERS, BLOCKS = 1_000, 256
 RESTARTED = 100
 INDEXERS = 2
 ROUTERS, CHOICES = 10, 20
-"""Choices of each router, one after the other; all routers at once."""
+"""Choices of each router, one after another; all routers at once."""
 PROMPT_TOKENS = 4_096
 IDLE_S, EVENTS_S, EVENT_RATE = 10.0, 10.0, 100.0
 DEADLINE_S = 240.0

@@ -1,8 +1,8 @@
-"""Ingest, overlap and choices on 1, 2 and 3 primaries and with 1, 2 and 4 indexers: processor time a block and a choice.
+"""Ingest, overlap and choices on 1, 2 and 3 primaries and with 1, 2 and 4 indexers: processor time per block and per choice.
 
 One primary is a standalone server with one shard. Two and three are those of a cluster of three that hold shards: two shards,
-and four, whose slots are dealt to them in turn. All share this machine's cores, so blocks a second say little; what each
-process computes says what scales.
+and four, whose slots are dealt to them in turn. All share this machine's cores, so blocks per second mean little; each
+process' processor time shows what scales.
 """
 
 import os
@@ -42,7 +42,7 @@ POLL_S = 0.05
 
 @dataclass(slots=True)
 class Figures:
-    """Microseconds of a choice and of an overlap by process; of a block by number of indexers, and blocks a second."""
+    """Microseconds of a choice and of an overlap by process; of a block by number of indexers, and blocks per second."""
 
     primaries: int
     choice_us: dict[str, float] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Figures:
 
 @asynccontextmanager
 async def running_store(primaries: int, shards: int) -> AsyncIterator[tuple[Store, dict[str, int]]]:
-    """An empty store, and the processes of it by name."""
+    """Start an empty store; yields it and its processes by name."""
     async with AsyncExitStack() as stack:
         if primaries == 1:
             server = await stack.enter_async_context(valkey_server())

@@ -1,7 +1,7 @@
 """The publishers of many workers in one process: `python -m benchmarks.scaling.workers NATS_URL WORKERS BLOCKS`.
 
 Each turn is a line: `events RATE SECONDS` (messages a second of all workers, each of MESSAGE_BLOCKS new blocks), `restart
-COUNT` (so many workers end at once, begin again with empty caches, and fill them). Heartbeats go on all the while.
+COUNT` (this many workers end at once, start again with empty caches, and fill them). Heartbeats continue meanwhile.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ def worker_name(number: int) -> str:
 
 
 class Worker:
-    """One worker's publisher, in a task of its own."""
+    """One worker's publisher, in its own task."""
 
     def __init__(self, client: Client, number: int, blocks: int, rng: random.Random) -> None:
         self._settings = PublisherSettings(worker_id=worker_name(number), model_id="bench", block_size=BLOCK_SIZE)
@@ -39,7 +39,7 @@ class Worker:
         self._publisher: Publisher | None = None
 
     async def start(self) -> None:
-        """Returns when its publisher runs and the blocks are on their way."""
+        """Start the publisher. Returns when it runs and the blocks are on their way."""
         self._ended.clear()
         started = asyncio.Event()
         self._task = asyncio.create_task(self._run(started))
@@ -59,7 +59,7 @@ class Worker:
             await self._ended.wait()
 
     async def store(self, blocks: int) -> None:
-        """Blocks of a new prompt."""
+        """Store the blocks of a new prompt."""
         assert self._publisher is not None
         start = self._rng.randrange(1 << 31)
         await self._publisher.stored(range(start, start + blocks * BLOCK_SIZE), block_size=BLOCK_SIZE)

@@ -1,1 +1,1 @@
-"""What protection costs, and what attacks can cost others."""
+"""The cost of protection, and what attacks can cost others."""

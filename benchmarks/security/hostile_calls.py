@@ -45,7 +45,7 @@ Words = tuple[str | int | bytes, ...]
 
 
 class HostileCall(NamedTuple):
-    """`user`: who may make it. `act`: what makes it long."""
+    """`user`: the user that may make it. `act`: what makes it long."""
 
     user: str
     function: str
@@ -68,7 +68,7 @@ CHAIN_HASHES = b"".join(map(hash_of, range(CHAIN)))
 
 
 def fill_store(client: Redis, chain: int = CHAIN) -> None:
-    """A shard's blocks, and a pool with bookings, as a large fleet has them; and what a rogue router adds to them."""
+    """Write a shard's blocks and a pool with bookings, as in a large fleet, and what a rogue router adds to them."""
     for library in LIBRARIES:
         client.function_load(library.code, replace=True)
     for first in range(0, chain, 1_000):
@@ -254,13 +254,13 @@ def measure(binary: Path | None = None) -> list[Result]:
 
 
 def _time(client: Redis, times: Path, call: HostileCall) -> tuple[float, str]:
-    """Processor time, ms, and how the call was refused."""
+    """The processor time in ms, and how the call was refused."""
     before, answer = int(times.read_text().split()[0]), ""
     try:
         client.execute_command(*call.words)  # type: ignore[no-untyped-call]
     except ResponseError as error:
         answer = f" ({error!s:.60})"
-    client.ping()  # what the server does after its answer counts too
+    client.ping()  # the server's work after its answer counts too
     return (int(times.read_text().split()[0]) - before) / 1e6, answer
 
 

@@ -1,5 +1,5 @@
-"""The proof of a request's tenant, by what proves it: a key, a certificate, a front's address, a JWT seen before and a new one;
-and the whole gate in front of the proxy, with limits."""
+"""The cost of proving a request's tenant, by kind of proof: a key, a certificate, a front's address, a known and a new JWT;
+and of the whole gate in front of the proxy, with limits."""
 
 import asyncio
 import json

@@ -1,7 +1,7 @@
 """How evenly several routers spread a burst, compared with one.
 
 2,000 requests over 16 idle workers, placed by one, two and eight router processes: how evenly the prompt tokens to be computed
-are spread, and what engines make of it; then by eight without prefixes in flight, and without reservations.
+are spread, and the resulting times at the engines; then by eight without prefixes in flight, and without reservations.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Run:
 
 
 async def measure(store: Store) -> list[Run]:
-    """Every run; the first one is that of a single router."""
+    """Measure every run; the first one has a single router."""
     burst = make_burst(requests=REQUESTS, workers=WORKERS)
     return [await _run(store, burst, routers, variant) for variant, routers in RUNS]
 
@@ -79,7 +79,7 @@ def to_results(runs: Sequence[Run]) -> list[Result]:
 
 
 def tabulate(runs: Sequence[Run]) -> Table:
-    """Every figure, and in words what gets worse without prefixes in flight or reservations."""
+    """Every figure, and a description of what gets worse without prefixes in flight or reservations."""
     one, two, eight, no_prefixes, no_reservations = (run.spread for run in runs)
     caption = (
         f"Fullest worker compared with one router: {two.fullest / one.fullest - 1:+.1%} with 2 routers, "

@@ -1,8 +1,7 @@
-"""What `--granularity` saves on the way from the engines to the index, and what an overlap loses by it:
+"""What `--granularity` saves on the way from the engines to the index, and what overlaps lose:
 `python -m benchmarks.stream.granularity`.
 
-Each granularity has processes of its own, in alternating turns. Processor times and bytes are those of an engine's block,
-announced or not.
+Each granularity has its own processes, in alternating turns. Processor times and bytes are per engine block, announced or not.
 """
 
 import random
@@ -43,7 +42,8 @@ PARTS = ("publisher", "NATS", "indexer", "store")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A block, but for `messages`, of the stream, and `missed`: blocks by which an overlap is below what the engine holds."""
+    """Figures per block, except `messages` of the stream, and `missed`: blocks by which an overlap is below what the engine
+    holds."""
 
     cpu_us: dict[str, float]
     store_bytes: float
@@ -110,7 +110,7 @@ async def _messages(pipeline: OurPipeline) -> int:
 
 
 def tabulate(turns: dict[int, list[Turn]]) -> Table:
-    """One row a granularity: medians over the turns."""
+    """One row per granularity: medians over the turns."""
     title = f"granularity; {ENGINES} engines, {HASHES} blocks a message, {BLOCKS:,} blocks of {BLOCK_SIZE} tokens"
     table = Table("granularity", *(f"{part}, us a block" for part in PARTS), title=title)
     for column in ("store, bytes a block", "messages of the stream", "blocks missed, mean", "most"):

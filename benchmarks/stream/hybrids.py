@@ -1,8 +1,8 @@
-"""Ingest of hybrid engines' events beside a full model's: processor time a block in the publisher and in the store, and bytes a
-block in the store.
+"""Ingest of hybrid engines' events compared with a full-attention model's: processor time per block in the publisher and the
+store, and bytes per block in the store.
 
 One simulated engine serves the same conversations with each model; its batches, as bytes, go through decoder, ledger and
-outbox, and the messages are applied to a store. Sockets and NATS are left out: they cost what their bytes cost.
+outbox, and the messages are applied to a store. Sockets and NATS are left out: their cost depends only on the bytes.
 """
 
 from time import process_time
@@ -51,7 +51,7 @@ async def measure(store: Store) -> list[Result]:
 
 
 def _batches(groups: tuple[str, ...], interval: int) -> list[bytes]:
-    """What the engine publishes, a batch for each of its steps."""
+    """The batches that the engine publishes, one per step."""
     parsed = [CacheGroup.parse(text) for text in groups]
     cache = HybridCache(parsed, num_blocks=POOL * len(parsed), block_size=BLOCK, retention=Retention(interval))
     engine, encoding = EngineCore(cache), EventEncoding(BLOCK, groups=cache.groups)

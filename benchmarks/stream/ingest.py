@@ -45,7 +45,8 @@ async def measure(store: Store, nats_url: str) -> list[Result]:
 
 
 async def prepare_index(store: Store, nats_url: str) -> ResidencyIndex:
-    """An empty index with every position at the stream's end: an indexer reads only what is published from now on."""
+    """Prepare an empty index with every position at the stream's end, so that an indexer reads only what is published from now
+    on."""
     await store.client.flushall()
     index = await open_redis_index(store, writer=True)
     client = await connect_nats(nats_url, name="kvatlas-bench", wait=False)

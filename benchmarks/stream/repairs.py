@@ -1,5 +1,5 @@
 """From published to visible while the index repairs itself: a sidecar of 64 ranks that hold 500,000 blocks publishes 2,000
-messages a second, snapshots of a worker with 300,000 blocks are applied one after the other, and 64 workers that cleared their
+messages a second, snapshots of a worker with 300,000 blocks are applied one after another, and 64 workers that cleared their
 caches are swept.
 
     python -m benchmarks.stream.repairs
@@ -35,10 +35,10 @@ from kvatlas.bus.subjects import control_subject
 
 RANKS, RANK_BLOCKS = 64, 7_872
 HASHES = 4
-"""A message; a multiple of it, 64 blocks, is a chain."""
+"""Blocks per message; a multiple of it, 64 blocks, is a chain."""
 RATE = 2_000
 FILL_RATE = 8_000
-"""Messages a second: as fast as they are taken, more would wait in the sidecar than it holds of blocks."""
+"""Messages per second. If sent as fast as they are taken, more blocks would wait in the sidecar than it holds."""
 MESSAGES = 320
 """Measured messages per rank, which take ten seconds."""
 LARGE_BLOCKS, LEAVING_BLOCKS = 300_032, 4_096
@@ -69,7 +69,7 @@ def _engines(first_port: int, count: int, hashes: int) -> AbstractAsyncContextMa
 
 @asynccontextmanager
 async def _other_sidecar(pipeline: OurPipeline, first_port: int) -> AsyncIterator[int]:
-    """Its process."""
+    """Start the sidecar; yields its process."""
     args = ["publish", "--engine", "vllm", "--worker-id", OTHER, "--model-id", SCOPE.model_id]
     args += [
         "--endpoint",
@@ -84,7 +84,7 @@ async def _other_sidecar(pipeline: OurPipeline, first_port: int) -> AsyncIterato
 
 
 class _Repairs:
-    """Clears the other engines' caches, then asks for one snapshot of the large worker after the other until cancelled."""
+    """Clears the other engines' caches, then requests one snapshot of the large worker after another until cancelled."""
 
     def __init__(self, pipeline: OurPipeline, client: Client, others: Child) -> None:
         self.snapshots = 0
@@ -125,7 +125,7 @@ async def _measure_phases(
     await _wait_for(pipeline, f"{OTHER}-dp0", last_chain(0, CHAIN, LARGE_BLOCKS // CHAIN))
 
     async def see_during(contents: str, beside: Callable[[], Awaitable[None]]) -> list[float]:
-        """Sorted seconds, while the ranks publish blocks of their own."""
+        """Sorted seconds until visible, while the ranks publish their own blocks."""
         await ranks.start(f"prepare {MESSAGES} 0 {RANKS} {contents}")
         await ranks.results()
         await ranks.start(f"publish {RATE}")
@@ -169,7 +169,7 @@ async def _measure_phases(
 
 
 async def _publish(engines: Child, messages: int, first: int, last: int, rate: int = 0) -> None:
-    """Own blocks of these engines; `rate` 0: as fast as they are taken."""
+    """Publish these engines' own blocks; `rate` 0: as fast as they are taken."""
     await engines.start(f"prepare {messages} {first} {last} own")
     await engines.results()
     await engines.start(f"publish {rate}")

@@ -1,6 +1,6 @@
 """Decides which closed workers' records to delete (pure; times are seconds of the caller's clock).
 
-A closed record refuses the rest of its incarnation in the stream. Once the stream has nothing of it any more, the record is
+A closed record refuses the rest of its incarnation in the stream. Once the stream has nothing left of it, the record is
 useless, and every pod that ever lived leaves one.
 """
 

@@ -1,1 +1,1 @@
-"""Which workers are alive, lost or retired, for routers."""
+"""Decides which workers are alive, lost or retired, for routers."""

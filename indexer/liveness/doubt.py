@@ -36,7 +36,7 @@ class Doubt(StrEnum):
 
     @property
     def text(self) -> str:
-        """A short text for people."""
+        """A short human-readable text."""
         return _TEXTS[self]
 
 
@@ -90,7 +90,7 @@ class DoubtJudge:
         return {worker_id: one.doubt for worker_id, one in self._open.items()}
 
     def doubt_of(self, worker_id: str) -> Doubt | None:
-        """Why this worker is in doubt now; None if it is not."""
+        """The reason why this worker is in doubt now; None if it is not."""
         one = self._open.get(worker_id)
         return None if one is None else one.doubt
 

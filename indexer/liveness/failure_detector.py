@@ -42,7 +42,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Notes:
-    """Further content of a worker's record."""
+    """Other content of a worker's record."""
 
     applied_us: int = 0
     trace: str | None = None
@@ -63,8 +63,9 @@ class FailureDetector:
         tenants_of: Callable[[str], tuple[str, ...]] = lambda _: (),
         describe_doubt: Callable[[str], str] = lambda _: "",
     ) -> None:
-        """`vouches`: was this worker's address compared with its publisher's identity? `tenants_of`: tenants whose prompts
-        that identity lets a worker get. `describe_doubt`: why the index may be wrong about a worker, for people."""
+        """`vouches`: true if this worker's address was compared with its publisher's identity. `tenants_of`: tenants whose
+        prompts that identity lets a worker get. `describe_doubt`: a human-readable reason why the index may be wrong about a
+        worker."""
         self._vouches = vouches
         self._tenants_of = tenants_of
         self._describe_doubt = describe_doubt

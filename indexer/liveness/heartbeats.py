@@ -35,7 +35,7 @@ PAUSED_S = 4.0
 silent."""
 DELETE_RECORD_AFTER_S = 3600.0
 ADOPT_EVERY_S = 15.0
-"""How soon to find a fleet record that no replica judges. A paused replica may have written it after the worker was
+"""Time within which to find a fleet record that no replica judges. A paused replica may have written it after the worker was
 retired, or a failover of the store brought it back."""
 
 log = logging.getLogger("kvatlas.indexer")
@@ -120,7 +120,7 @@ class Heartbeats:
             await unsubscribe(subscription, self._client)
 
     async def tick(self) -> None:
-        """One round of adopting, judging, writing and retiring."""
+        """Run one round of adopting, judging, writing and retiring."""
         now_s = self._clock()
         if now_s - self._ticked_s > PAUSED_S:
             self._detector.skip_pause(now_s - self._ticked_s, now_s)

@@ -30,7 +30,7 @@ class FleetGuard:
     """`join`, then `run` until cancelled."""
 
     def __init__(self, client: Client, store: Store, member_id: str, nats_name: str, joins: str | None = None) -> None:
-        """`joins`: the fleet that this indexer is of; an empty store joins it on purpose."""
+        """`joins`: the configured fleet of this indexer; lets an empty store join it."""
         self._joins = joins
         self._client = client
         self._store = store
@@ -61,7 +61,7 @@ class FleetGuard:
         return own
 
     def _other_than_wanted(self, ours: FleetIdentity | None, streams: str | None) -> str | None:
-        """Why a --fleet-id does not fit; None if it does, or if there is none."""
+        """The reason why a --fleet-id does not fit; None if it fits, or is not set."""
         wanted = self._joins
         for what, found in ((self._nats, streams), (self._store.name, ours.fleet if ours is not None else None)):
             if wanted is not None and found not in (None, wanted):
@@ -137,7 +137,7 @@ class FleetGuard:
         await self._client.publish(msg.reply, own.pack())
 
     async def _answer_publisher(self, own: FleetIdentity, asking: FleetIdentity, inbox: str) -> None:
-        """It learns the fleet of this NATS, and nothing of the store."""
+        """Answer a publisher, which learns the fleet of this NATS but nothing about the store."""
         if asking.fleet != own.fleet:
             line = (
                 f"a publisher of another fleet, {asking.fleet}, uses this NATS, for {asking.member}; it was refused: "

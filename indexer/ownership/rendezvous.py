@@ -1,4 +1,4 @@
-"""Which replica should own which partition: rendezvous hashing over the live members (pure)."""
+"""Assigns partitions to replicas: rendezvous hashing over the live members (pure)."""
 
 from collections.abc import Collection
 

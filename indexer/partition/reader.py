@@ -1,7 +1,7 @@
 """Reads one partition of the stream: an ephemeral consumer from the stored position, pulled without waiting.
 
 If the consumer, the stream, the connection or a message is lost, the consumer is dropped with its queue, and another one
-starts from the stored position. The fence treats messages that come twice as duplicates.
+starts from the stored position. The fence drops messages that come twice as duplicates.
 """
 
 import logging
@@ -64,8 +64,8 @@ class PartitionReader:
         identities: Identities | None = None,
         publishers: Sequence[int] = (),
     ) -> None:
-        """`identities`: what each worker's publisher may speak for; None: everything. `publishers`: further partition
-        counts that publishers may use."""
+        """`identities`: what each worker's publisher may speak for; None: everything. `publishers`: other partition counts
+        that publishers may use."""
         self.partition = partition
         self._client = client
         self._stream = stream

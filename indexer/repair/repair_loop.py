@@ -86,7 +86,7 @@ class RepairLoop:
             await unsubscribe(subscription, self._client)
 
     async def tick(self) -> None:
-        """One round: judge, and request snapshots."""
+        """Run one round: judge, and request snapshots."""
         records: dict[str, WorkerRecord] = {}
         rooms: dict[int, Room] = {}
         for shard in sorted({shard_of(partition, self._index.shards) for partition in self._owned.partitions}):

@@ -1,1 +1,1 @@
-"""The HTTP server of a replica: a page for people, `/status` for scripts, and endpoints for probes."""
+"""The HTTP server of a replica: a human-readable page, `/status` for scripts, and endpoints for probes."""

@@ -1,8 +1,8 @@
-"""Single blocks over HTTP: what `kvatlas locate`, `children` and `remove` do, for other programs.
+"""Single blocks over HTTP: `kvatlas locate`, `children` and `remove` for other programs.
 
 GET /blocks             who holds a block
-GET /blocks/children    who holds those that follow it; without a hash, first blocks
-POST /blocks/remove     take it from `worker`
+GET /blocks/children who holds those that follow it; without a hash, first blocks
+POST /blocks/remove remove it from `worker`
 
 Each names the block in its query: `hash`, with `prefix` if it is a key; or `engine_hash`. And the scope: `model_id`,
 `tokenizer_id`, `adapter_id`, `tenant_id`, `chain`.
@@ -26,7 +26,7 @@ _KNOWN = {"model_id", "tokenizer_id", "adapter_id", "tenant_id", "chain", "hash"
 
 
 def block_routes(lookup: BlockLookup) -> Sequence[Route]:
-    """Over an index that is written here."""
+    """Routes over an index that this process writes."""
 
     async def locate(request: Request) -> Any:
         scope, name = _read(request)

@@ -1,1 +1,1 @@
-"""Single blocks by whatever name a caller has: for people and tools, on no request's path."""
+"""Looks up single blocks by any of their names, for tools and interactive use; never on a request's path."""

@@ -1,8 +1,8 @@
-"""Who holds a block, what follows it, and taking it out, by any of its names.
+"""Finds who holds a block and what follows it, and removes it, by any of its names.
 
-Sequence hashes, and keys that say one, are looked up in the index. Only publishers know their engines' own hashes: those of the
-scope's workers are asked what a name stands for. A block is taken out by its worker's publisher, whose account the index
-follows, as if the engine had removed it; of a worker that no publisher speaks for, by a direct write.
+Sequence hashes, and keys that contain one, are looked up in the index. Only publishers know their engines' own hashes: the
+publishers of the scope's workers are asked what a name stands for. A block is removed by its worker's publisher, whose account
+the index follows, as if the engine had removed it; if the worker has no publisher, by a direct write.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ from kvatlas.index.protocol import ResidencyIndex
 
 
 class BlockLookup:
-    """Over one index. Calls raise Unreachable, and InvalidValue for a name that says nothing."""
+    """Looks up blocks in one index. Calls raise Unreachable, and InvalidValue for a name that stands for nothing."""
 
     def __init__(self, index: ResidencyIndex, fleet: FleetStore, client: Client | None) -> None:
-        """`client`: of NATS, by which publishers are asked; None: engines' own hashes raise NotSupported."""
+        """`client`: a NATS client, to ask publishers; None: engines' own hashes raise NotSupported."""
         self._index = index
         self._fleet = fleet
         self._client = client
 
     async def locate(self, scope: Scope, name: BlockName) -> Sequence[Residency]:
-        """Every residency of the block, by worker and tier; of an engine's hash, of all blocks that it stands for."""
+        """Every residency of the block, by worker and tier; for an engine's hash, of all blocks that it stands for."""
         found: list[Residency] = []
         for value in await self.sequence_hashes(scope, name):
             found += await self._index.locate(scope, value)
@@ -47,7 +47,7 @@ class BlockLookup:
         return sorted(found, key=residency_order)
 
     async def remove(self, scope: Scope, worker_id: str, name: BlockName) -> int:
-        """Take the block from a worker, in all tiers. Returns how many residencies the index had of it."""
+        """Remove the block from a worker, in all tiers. Returns the number of residencies that the index had."""
         values = await self.sequence_hashes(scope, name)
         held = [one for value in values for one in await self._index.locate(scope, value) if one.worker_id == worker_id]
         if not held:
@@ -75,8 +75,8 @@ class BlockLookup:
         )
 
     async def _follows(self, scope: Scope, value: int, key: BlockKey) -> bool:
-        """Does the block follow the one that the key says? A sequence hash says it by itself; who has a side index sees if the
-        key says otherwise."""
+        """True if the block follows the one that the key names. A sequence hash implies it; with a side index a contradicting
+        key is noticed."""
         if scope.chain != OWN_CHAIN:
             return True
         parent = int(key.prefix_hash, 16) if is_hash_text(key.prefix_hash) else None
@@ -87,7 +87,7 @@ class BlockLookup:
         return any(one.sequence_hash == value for one in followers)
 
     async def _blocks(self, scope: Scope, engine_hash: str) -> list[NamedBlock]:
-        """The blocks in this scope that an engine's hash stands for, by the answers of its publishers."""
+        """The blocks in this scope that an engine's hash stands for, according to its publishers."""
         if self._client is None:
             raise NotSupported("an engine's own hash is known to publishers alone, and there is no connection to NATS")
         records = await self._fleet.all()

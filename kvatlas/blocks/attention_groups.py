@@ -1,4 +1,4 @@
-"""Which positions of a prompt an engine can resume at: the rules of its KV cache groups (vLLM 0.33).
+"""The positions of a prompt at which an engine can resume: the rules of its KV cache groups (vLLM 0.33).
 
 A model's layers form groups by the kind of their attention. Each group caches its own blocks under the same hashes.
 Position p is the end of the first p blocks. A prompt resumes at the deepest position, at most (prompt tokens - 1) // block
@@ -100,7 +100,7 @@ class AttentionGroup:
         return needed + self.drops
 
     def blocks_needed(self, tokens: int) -> int:
-        """How many consecutive blocks the group must hold before this position (a multiple of its block size) to allow
+        """Number of consecutive blocks that the group must hold before this position (a multiple of its block size) to allow
         it."""
         position = tokens // self.block_size
         if self.kind in _WINDOWED:
@@ -113,7 +113,7 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class ResumptionRule:
-    """What the groups of one engine need together, counted in index blocks of `block_size` tokens.
+    """The combined needs of one engine's groups, counted in index blocks of `block_size` tokens.
 
     `alignment`: positions are multiples of this many blocks. `dropped`: a position needs this many blocks after it to be
     resident too. `sparse`: the groups that residency does not cover, in the order of their bits in `Block.held_by`. They
@@ -163,7 +163,7 @@ class ResumptionRule:
 
     @property
     def parts(self) -> int:
-        """How many blocks of the smallest group fit in one index block."""
+        """Number of blocks of the smallest group that fit in one index block."""
         return max((self.block_size // group.block_size for group in self.sparse), default=1) or 1
 
     @property

@@ -1,4 +1,4 @@
-"""How a caller may name a block: by its sequence hash, by its key, or by an engine's own hash."""
+"""Names of blocks: a sequence hash, a key, or an engine's own hash."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from kvatlas.identity import OWN_CHAIN, Scope
 
 @dataclass(frozen=True, slots=True)
 class NameInEngine:
-    """An engine's own hash of a block, as people write it: decimal, hex digits, or text."""
+    """An engine's own hash of a block, as users write it: decimal, hex digits, or text."""
 
     text: str
 
@@ -21,8 +21,8 @@ BlockName: TypeAlias = int | BlockKey | NameInEngine
 
 
 def sequence_hash_of(key: BlockKey) -> int | None:
-    """The sequence hash of a key's block, if the key says it: in the own chain it is the block hash, and of an engine's chain a
-    first block has one by its name alone. Raises InvalidValue for a block hash that can't be of the own chain."""
+    """The sequence hash of a key's block, if the key contains it: in the own chain it is the block hash; in an engine's chain
+    only a first block's name yields one. Raises InvalidValue for a block hash that can't belong to the own chain."""
     if key.scope.chain == OWN_CHAIN:
         return read_sequence_hash(key.block_hash)
     if key.block_index:
@@ -31,12 +31,12 @@ def sequence_hash_of(key: BlockKey) -> int | None:
 
 
 def needs_publishers(name: BlockName | None) -> bool:
-    """Do only publishers know which block is meant?"""
+    """True if only publishers know which block is meant."""
     return isinstance(name, NameInEngine) or (isinstance(name, BlockKey) and sequence_hash_of(name) is None)
 
 
 def said_sequence_hash(block: int | BlockKey) -> int:
-    """The same, of either. Raises InvalidValue for a key that does not say it."""
+    """The sequence hash of a hash or key. Raises InvalidValue for a key that does not contain it."""
     value = block if isinstance(block, int) else sequence_hash_of(block)
     if value is None:
         assert isinstance(block, BlockKey)
@@ -49,7 +49,7 @@ def said_sequence_hash(block: int | BlockKey) -> int:
 def read_block_name(
     scope: Scope, block_hash: str | None, prefix: str | None, engine_hash: str | None
 ) -> BlockName | None:
-    """A block as commands and queries name it: its hash, and with `prefix` its key; or an engine's own hash. None: not at all.
+    """Read a block's name from a command or query: its hash, with `prefix` its key, or an engine's own hash. None without any.
     Raises InvalidValue for both."""
     if engine_hash is not None:
         if block_hash is not None or prefix is not None:

@@ -74,7 +74,7 @@ class MarkDigest:
 
     @property
     def marks(self) -> int:
-        """How many blocks are marked."""
+        """Number of marked blocks."""
         return self._words[0]
 
     @property

@@ -1,4 +1,4 @@
-"""Images, audio and video in a prompt: which items touch which block, as engines hash them (`kvatlas.blocks.hashing`).
+"""Images, audio and video in a prompt: the items that touch each block, as engines hash them (`kvatlas.blocks.hashing`).
 
 vLLM (0.24 to 0.33): a block's key has `[id, offset]` for each item with placeholder tokens in the block or in the lookahead
 tokens after it. The offset is the item's offset minus that of the block's first token

@@ -131,7 +131,7 @@ class ShardRuns(NamedTuple):
 
 
 def depths_by_holder(values: Sequence[bytes], lengths: Sequence[int]) -> dict[int, int]:
-    """How many leading blocks each holder of the first run has, by holder number."""
+    """Number of leading blocks that each holder of the first run has, by holder number."""
     runs = _runs_by_holder(tuple(values), tuple(lengths))
     return {holder: sum(length for length, _ in found) for holder, found in runs.items()}
 
@@ -167,7 +167,7 @@ def _lost_holders(before: bytes, after: bytes) -> set[int]:
 
 
 def _single_lost_entry(before: bytes, after: bytes) -> int | None:
-    """The one entry that `after` lacks, if the values are otherwise equal (usual for neighbouring runs); else None."""
+    """The one entry that `after` lacks, if the values are otherwise equal (usual for neighbouring runs); otherwise None."""
     size = HOLDER_ENTRY_BYTES
     if len(before) != len(after) + size:
         return None
@@ -241,7 +241,7 @@ class Overlap(NamedTuple):
         return depths
 
     def reach(self) -> dict[str, int]:
-        """How many of the chain's first blocks each worker with marks can reuse, up to the lookup's limit (0: none). For
+        """Number of the chain's first blocks that each worker with marks can reuse, up to the lookup's limit (0: none). For
         workers that are missing here, residency decides."""
         reach: dict[str, int] = {}
         for shard in self.shards:
@@ -358,8 +358,8 @@ class IndexWork:
     """Work that this process has done since it opened the index; reading it does not contact the store.
 
     `puts`, `removes`: residencies, one for each (block, tier). `prefix_scans`: overlaps and children looked up. A clear changes
-    none of them. `bytes_written`: by a memory index 0; by one in a file what the file system was given; by one in a store the
-    keys and values of block entries that its server wrote.
+    none of them. `bytes_written`: 0 for a memory index; for one in a file the bytes written to it; for one in a store the keys
+    and values of block entries that its server wrote.
     """
 
     puts: int

@@ -1,4 +1,4 @@
-"""How much of a resident prefix an engine will really reuse: usable tokens.
+"""Usable tokens: how much of a resident prefix an engine will really reuse.
 
 Every engine recomputes at least the prompt's last token, because it needs the logits. Further losses:
 
@@ -65,7 +65,7 @@ class ReuseRule:
         return max(0, usable)
 
     def limit_tokens(self, prompt_tokens: int, readable_tokens: int | None = None) -> int:
-        """How many tokens of a prompt may be reused at most."""
+        """Maximum number of a prompt's tokens that may be reused."""
         limit = prompt_tokens - self.recomputed_tokens
         return max(0, limit if readable_tokens is None else min(limit, readable_tokens))
 
@@ -84,7 +84,7 @@ class CacheReading:
     logprob_start_len: int = -1
 
     def readable_tokens(self, kind: EngineKind) -> int | None:
-        """How many of the prompt's first tokens this kind of engine may read from its cache; None: all."""
+        """Number of the prompt's first tokens that this kind of engine may read from its cache; None: all."""
         if kind is EngineKind.SGLANG:
             return self.logprob_start_len if self.logprob_start_len >= 0 else None
         if kind in (EngineKind.VLLM, EngineKind.MOCK):
@@ -120,7 +120,7 @@ def default_rule(
 
 @dataclass(frozen=True, slots=True)
 class ReuseRules:
-    """The rule of each worker: its own, else that of its engine kind, else the kind's default."""
+    """The rule of each worker: its own, otherwise that of its engine kind, otherwise the kind's default."""
 
     by_worker: Mapping[str, ReuseRule] = field(default_factory=dict)
     by_kind: Mapping[EngineKind, ReuseRule] = field(default_factory=dict)

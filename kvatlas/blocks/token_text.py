@@ -1,4 +1,4 @@
-"""Token ids as people write them."""
+"""Token ids as users write them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Where NATS is and who connects to it: addresses, credentials, certificates, and the user's inbox."""
+"""Access to NATS: addresses, credentials, certificates, and the user's inbox."""
 
 import ssl
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class NatsAccess:
 
 
 def _check_seed(file: Path) -> None:
-    """Raises OSError, or AccessDenied for a file that holds something else."""
+    """Check that the file holds a seed. Raises OSError, or AccessDenied for other content."""
     import nkeys  # comes with the extras that have nats-py
 
     try:

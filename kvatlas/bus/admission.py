@@ -1,4 +1,4 @@
-"""Which messages of the stream may be applied: well-formed ones that arrive on their own worker's subject."""
+"""Admits messages of the stream that may be applied: well-formed ones that arrive on their own worker's subject."""
 
 from collections.abc import Sequence
 from enum import StrEnum

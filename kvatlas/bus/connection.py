@@ -22,7 +22,7 @@ UNSUBSCRIBE_S = 1.0
 async def connect_nats(
     access: NatsAccess | str, *, name: str, wait: bool = True, on_wait: Callable[[str], None] | None = None
 ) -> Client:
-    """Return a connected client that reconnects for ever; `access` may be the URL alone.
+    """Return a connected client that reconnects forever; `access` may be the URL alone.
 
     With `wait` an unreachable server is retried with back-off, and `on_wait` gets a line for the user before each pause.
     Without `wait` it raises Unreachable at once, naming the address. Raises AccessDenied for wrong credentials, a wrong
@@ -79,8 +79,8 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
         failures.append(error)
 
     try:
-        # switch on reconnection only after the first connection: otherwise nats-py would retry in silence, for ever or 60
-        # times by default
+        # switch on reconnection only after the first connection: otherwise nats-py would retry silently, forever or 60 times
+        # by default
         await client.connect(
             **options,
             name=name,
@@ -102,7 +102,7 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
 
 
 async def _quiet(_: Exception) -> None:
-    """By default nats-py prints each connection error with its traceback; we act on the client's state instead."""
+    """Ignore a connection error: by default nats-py prints it with its traceback, but we act on the client's state."""
 
 
 async def unsubscribe(subscription: Subscription, client: Client) -> None:

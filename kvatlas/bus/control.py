@@ -16,7 +16,7 @@ DigestWords = Annotated[list[Count], Field(max_length=64)]
 UNGRANTED_SNAPSHOT_BYTES = 64 * 1024
 """Snapshots up to this size need no grant."""
 MAX_SNAPSHOT_BYTES = 1 << 40
-"""Far more blocks than the store has memory for."""
+"""A limit far above what the store has memory for."""
 MAX_RETRY_AFTER_MS = 60_000
 
 
@@ -29,7 +29,7 @@ class ControlOp(StrEnum):
 
 
 class ScopeFields(WireRecord):
-    """An identity scope as a record has it."""
+    """An identity scope as a record."""
 
     model_id: Name
     tokenizer_id: Name
@@ -39,7 +39,7 @@ class ScopeFields(WireRecord):
 
     @classmethod
     def fields_of(cls, scope: Scope) -> dict[str, Any]:
-        """The fields of a record of this scope."""
+        """This scope as record fields."""
         names = ("model_id", "tokenizer_id", "adapter_id", "tenant_id", "chain")
         return {name: getattr(scope, name) for name in names}
 
@@ -59,10 +59,10 @@ class ControlRequest(WireRecord):
     """A request on `kvatlas.control.<worker>`.
 
     For a snapshot, `above` is the incarnation that the requester doubts: a publisher already above it ignores the request,
-    any other starts a new incarnation above it. `partitions`: those of the requester's layout; 0: not told.
+    any other starts a new incarnation above it. `partitions`: those of the requester's layout; 0: not given.
 
-    `engine_hash` asks for the blocks that it stands for; to drop blocks it is of those to drop, or `block` is the one. What is
-    dropped counts as removed by the engine.
+    `engine_hash` requests the blocks that it stands for. A request to drop blocks names them by `engine_hash`, or one of them
+    by `block`. Dropped blocks count as removed by the engine.
     """
 
     op: ControlOp
@@ -85,7 +85,7 @@ class ControlReply(WireRecord):
     with `marks` (`MarkDigest.words` of a worker with marks), as of `status["told_seq"]`, a checkpoint that the publisher sends
     to the stream for the requester.
 
-    A request for blocks, or to drop some, is answered with `blocks`: those that it is of.
+    A request for blocks, or to drop some, is answered with the `blocks` concerned.
     """
 
     max_bytes: ClassVar[int] = 4 << 20

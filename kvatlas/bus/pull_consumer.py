@@ -2,7 +2,7 @@
 per message.
 
 A consumer is never repaired: if the stream, the connection or a message is lost, another one starts from the last applied
-position. The fence drops messages that come twice as duplicates.
+position. The fence drops messages that arrive twice.
 """
 
 import json

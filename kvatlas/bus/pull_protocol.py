@@ -12,7 +12,7 @@ there are two more before the stream, and a random one may follow at the end."""
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Where a message stands in the stream. `pending`: matching messages that were left in the stream when it was sent."""
+    """A message's place in the stream. `pending`: matching messages that were left in the stream when it was sent."""
 
     stream_seq: int
     consumer_seq: int
@@ -47,7 +47,7 @@ class PullWindow:
         self.outstanding += self._batch
 
     def end_request(self, messages: int) -> None:
-        """The server ended a request with this many messages unsent."""
+        """Record that the server ended a request with this many messages unsent."""
         self.outstanding = max(0, self.outstanding - messages)
 
 
@@ -66,7 +66,7 @@ _REQUEST_ENDS = ("message size exceeds maxbytes", "batch completed", "exceeded m
 
 
 def pull_status(msg: Msg) -> PullStatus | None:
-    """What a delivered message says about the pull; None for a message of the stream."""
+    """The status of the pull according to a delivered message; None for a message of the stream."""
     if msg.reply.startswith("$JS.ACK."):
         return None
     headers = msg.headers or {}
@@ -81,7 +81,7 @@ def pull_status(msg: Msg) -> PullStatus | None:
 
 
 def messages_returned(msg: Msg) -> int:
-    """How many messages of an ended request were not sent."""
+    """Number of messages of an ended request that were not sent."""
     text = (msg.headers or {}).get("Nats-Pending-Messages", "0")
     return int(text) if text.isdigit() else 0
 

@@ -84,7 +84,7 @@ class PartitionQueue:
         self.queued_bytes += size_bytes
 
     def record_idle(self, consumer_seq: int) -> None:
-        """The server has nothing to deliver after its message `consumer_seq`."""
+        """Record that the server has nothing to deliver after its message `consumer_seq`."""
         if consumer_seq == self.received:
             if not self._entries:
                 self.pending = 0  # the pending messages are gone from the stream (purged or aged out)
@@ -92,7 +92,7 @@ class PartitionQueue:
             self.fail(f"NATS sent {consumer_seq} messages, {self.received} were received")
 
     def fail(self, why: str) -> None:
-        """Nothing more is taken from this queue; the reader starts another."""
+        """Fail: nothing more is taken from this queue; the reader starts another."""
         if not self.failed.is_set():
             self.failure = why
             self.failed.set()
@@ -142,7 +142,7 @@ class PartitionQueue:
         return entries[:count], size
 
     def record_applied(self, batch: PartitionBatch) -> None:
-        """The index applied a batch of this queue."""
+        """Record that the index applied a batch of this queue."""
         self.in_flight -= 1
         if batch.position is not None:
             self.applied_seq = batch.position.seq
@@ -150,6 +150,6 @@ class PartitionQueue:
             self.applied_ts_us = batch.messages[-1][TS_US]
 
     def fail_in_flight(self, why: str) -> None:
-        """The index did not apply a batch of this queue and never will."""
+        """Record that the index did not apply a batch of this queue and never will."""
         self.in_flight -= 1
         self.fail(why)

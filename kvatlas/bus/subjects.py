@@ -75,7 +75,7 @@ def grants_of_worker(worker_id: str) -> str:
 
 
 def fleet_subject(fleet_id: str) -> str:
-    """Requests that ask a fleet's indexers who they are (core NATS, request and reply)."""
+    """Requests for the identities of a fleet's indexers (core NATS, request and reply)."""
     return f"kvatlas.fleet.{fleet_id}"
 
 
@@ -108,6 +108,6 @@ def writer_of(subject: str) -> str:
 
 
 def is_inbox(reply: str) -> bool:
-    """True if a request may be answered there. The responder may publish anywhere, so we check the place that a request
+    """True if replies to this subject are allowed. The responder may publish anywhere, so we check the subject that a request
     names."""
     return reply.startswith("_INBOX.")

@@ -14,7 +14,7 @@ Version 2 adds these, for workers whose residency does not show where a prompt c
     [6 and 7, with a digest of 21 words]            [9, scope id, hashes]           unmarked
                                                     [10, scope id, hashes, bits]    heads (8 big-endian bytes of bits each)
 
-Version 3 adds the chain as a seventh scope field, for scopes whose keys are not of our own chain
+Version 3 adds the chain as a seventh scope field, for scopes whose keys belong to another chain
 (`kvatlas.identity.Scope.chain`).
 
 Messages that need none of these stay at version 1, so an indexer that knows only version 1 keeps serving all other workers.
@@ -122,7 +122,7 @@ def decode_raw(payload: bytes) -> RawMessage:
     if type(raw[MESSAGE_VERSION]) is not int or raw[MESSAGE_VERSION] not in LAST_CODE:
         raise WireError(f"message version {raw[MESSAGE_VERSION]!r:.40}; expected {VERSION} to {VERSION_WITH_CHAINS}")
     if len(raw) != 7:
-        raise WireError(f"message of {len(raw)} fields; expected 7")
+        raise WireError(f"message has {len(raw)} fields; expected 7")
     version, worker_id, incarnation, seq, ts_us, scopes, events = raw
     try:
         check_worker_id(worker_id)
@@ -135,7 +135,7 @@ def decode_raw(payload: bytes) -> RawMessage:
     if type(ts_us) is not int or not 0 <= ts_us <= MAX_SEQ:
         raise WireError(f"ts_us {ts_us!r:.40}; expected microseconds since 1970")
     if type(scopes) is not dict or type(events) is not list:
-        raise WireError("scopes and events; expected a map and an array")
+        raise WireError("scopes or events have a wrong type; expected a map and an array")
     for entry in scopes.values():
         _check_entry(entry, version)
     for event in events:
@@ -173,74 +173,74 @@ def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
     except InvalidValue as error:
         raise WireError(str(error)) from error
     if scope.scope_id != scope_id:
-        raise WireError(f"scope id {scope_id!r:.40} is not that of its scope ({scope.log_name})")
+        raise WireError(f"scope id {scope_id!r:.40} does not match its scope ({scope.log_name})")
     return ScopeUse(scope, entry[BLOCK_SIZE], entry[BLOCK_BYTES])
 
 
 def _check_entry(entry: Any, version: int) -> None:
-    """Check its form and its numbers, types included: 16.0 equals 16 but packs differently."""
+    """Check an entry's form and its numbers, types included: 16.0 equals 16 but packs differently."""
     most = CHAIN + (version == VERSION_WITH_CHAINS)
     if type(entry) is not list or not CHAIN <= len(entry) <= most:
-        raise WireError(f"scope entry {entry!r:.80}; expected four names, block size, block bytes")
+        raise WireError(f"scope entry is {entry!r:.80}; expected four names, block size, block bytes")
     block_size, block_bytes = entry[BLOCK_SIZE], entry[BLOCK_BYTES]
     if type(block_size) is not int or not 1 <= block_size <= MAX_BLOCK_TOKENS:
-        raise WireError(f"scope entry with block size {block_size!r:.40}; expected 1 to {MAX_BLOCK_TOKENS} tokens")
+        raise WireError(f"scope entry has block size {block_size!r:.40}; expected 1 to {MAX_BLOCK_TOKENS} tokens")
     if type(block_bytes) is not int or not 0 <= block_bytes <= MAX_BLOCK_BYTES:
-        raise WireError(f"scope entry with block bytes {block_bytes!r:.40}; expected 0 to {MAX_BLOCK_BYTES}")
+        raise WireError(f"scope entry has block bytes {block_bytes!r:.40}; expected 0 to {MAX_BLOCK_BYTES}")
 
 
 def _check_event(event: Any, scopes: dict[Any, Any], version: int) -> None:
     if type(event) is not list or not event:
-        raise WireError(f"event {event!r:.80}; expected an array")
+        raise WireError(f"event is {event!r:.80}; expected an array")
     code = event[CODE]
     if type(code) is not int or not 1 <= code <= LAST_CODE[version]:
-        raise WireError(f"event with code {code!r:.80}; expected 1 to {LAST_CODE[version]}")
+        raise WireError(f"event has code {code!r:.80}; expected 1 to {LAST_CODE[version]}")
     if code in _WITH_HASHES:
         if len(event) != (4 if code == REMOVED else 7):
-            raise WireError(f"event {code} of {len(event)} fields")
+            raise WireError(f"event {code} has {len(event)} fields")
         scope_id, tier, hashes = event[SCOPE_ID], event[TIER], event[HASHES]
         if type(scope_id) is not bytes or len(scope_id) != SCOPE_ID_BYTES or scope_id not in scopes:
-            raise WireError(f"event of scope {scope_id!r:.40}, which the message does not describe")
+            raise WireError(f"event names scope {scope_id!r:.40}, which the message does not describe")
         if type(tier) is not int or not 0 <= tier < _TIERS:
-            raise WireError(f"event of tier {tier!r:.40}; expected 0 to {_TIERS - 1}")
+            raise WireError(f"event has tier {tier!r:.40}; expected 0 to {_TIERS - 1}")
         if type(hashes) is not bytes or not hashes or len(hashes) % HASH_BYTES:
-            raise WireError("event whose hashes are not packed in 8 bytes each")
+            raise WireError("an event's hashes are not packed in 8 bytes each")
         if code != REMOVED:
             parent, first_index, reserved = event[PARENT], event[FIRST_INDEX], event[RESERVED]
             if parent is not None and (type(parent) is not bytes or len(parent) != HASH_BYTES):
-                raise WireError(f"event with parent {parent!r:.40}; expected 8 bytes or nil")
+                raise WireError(f"event has parent {parent!r:.40}; expected 8 bytes or nil")
             if type(first_index) is not int or not 0 <= first_index <= MAX_SEQ:
-                raise WireError(f"event with first index {first_index!r:.40}")
+                raise WireError(f"event has first index {first_index!r:.40}; expected 0 to {MAX_SEQ}")
             if type(reserved) is not int or reserved:
-                raise WireError(f"event with {reserved!r:.40} in its last field; expected 0, which is reserved")
+                raise WireError(f"event has {reserved!r:.40} in its last field, which is reserved; expected 0")
     elif code in (END, CHECKPOINT):
         digest = event[-1]
         words = (WORDS,) if version == VERSION else (WORDS, WORDS + MARK_WORDS)
         if len(event) != (3 if code == END else 2) or type(digest) is not list or len(digest) not in words:
-            raise WireError(f"event {code} without a digest of {' or '.join(map(str, words))} integers")
+            raise WireError(f"event {code} has no digest of {' or '.join(map(str, words))} integers")
         if any(type(word) is not int or not 0 <= word <= MAX_SEQ for word in digest):
-            raise WireError(f"event {code} whose digest is {digest!r:.80}")
+            raise WireError(f"event {code} has digest {digest!r:.80}; expected integers of 53 bits")
         if code == END and (type(event[CHUNKS]) is not int or not 0 <= event[CHUNKS] <= MAX_SEQ):
-            raise WireError(f"snapshot end of {event[CHUNKS]!r:.40} chunks")
+            raise WireError(f"snapshot end counts {event[CHUNKS]!r:.40} chunks; expected 0 to {MAX_SEQ}")
     elif code in _OF_MARKS:
         _check_marks(event, scopes)
     elif code == BEGIN and len(event) == 2 and version != VERSION:
         if type(event[DROPPED]) is not int or not 0 <= event[DROPPED] <= MAX_DROPPED:
-            raise WireError(f"snapshot begin that drops {event[DROPPED]!r:.80} blocks; expected 0 to {MAX_DROPPED}")
+            raise WireError(f"snapshot begin drops {event[DROPPED]!r:.80} blocks; expected 0 to {MAX_DROPPED}")
     elif len(event) != 1:
-        raise WireError(f"event {code} of {len(event)} fields")
+        raise WireError(f"event {code} has {len(event)} fields")
 
 
 def _check_marks(event: list[Any], scopes: dict[Any, Any]) -> None:
     if len(event) != (4 if event[CODE] == HEADS else 3):
-        raise WireError(f"event {event[CODE]} of {len(event)} fields")
+        raise WireError(f"event {event[CODE]} has {len(event)} fields")
     scope_id, hashes = event[SCOPE_ID], event[MARK_HASHES]
     if type(scope_id) is not bytes or len(scope_id) != SCOPE_ID_BYTES or scope_id not in scopes:
-        raise WireError(f"event of scope {scope_id!r}, which the message does not describe")
+        raise WireError(f"event names scope {scope_id!r}, which the message does not describe")
     if type(hashes) is not bytes or not hashes or len(hashes) % HASH_BYTES:
-        raise WireError("event whose hashes are not packed in 8 bytes each")
+        raise WireError("an event's hashes are not packed in 8 bytes each")
     if event[CODE] == HEADS and (type(event[HEAD_BITS]) is not bytes or len(event[HEAD_BITS]) != len(hashes)):
-        raise WireError("heads whose bits are not packed in 8 bytes each, one for each hash")
+        raise WireError("bits of heads are not packed in 8 bytes each, one for each hash")
 
 
 def _needs_marks(event: IndexEvent) -> bool:

@@ -1,5 +1,5 @@
-"""Rates of the cost profile `engine`, fitted to observed requests. It is the regression that routers learn by, over all
-rows at once and without fading.
+"""Rates of the cost profile `engine`, fitted to observed requests. Uses the regression that routers learn by, over all rows at
+once and without fading.
 
 A row is one JSON object: `prompt_tokens`, `cached_tokens`, `output_tokens`, `ttft_ms` and `tpot_ms` (either may be
 missing), and the engine's load when the request began: `queued_tokens`, `running_requests`, `kv_tokens`.

@@ -44,7 +44,7 @@ _OBJECT_STORE = ReadRate(20_000.0, 1_250.0)
 class EngineRates:
     """One worker's rates; the module docstring explains the defaults. Raises InvalidValue for a negative rate.
 
-    `tokens_per_waiting_request` stands in for queued tokens if an engine reports only how many requests wait.
+    `tokens_per_waiting_request` stands in for queued tokens if an engine reports only the number of waiting requests.
     `kv_bytes_per_token` sizes a transfer if the fleet record has no block bytes.
     """
 

@@ -1,4 +1,4 @@
-"""From finished requests to the rates of the profile `engine`: the rows of a request, and rates from an estimate.
+"""Learns the rates of the profile `engine` from finished requests: the rows of a request, and rates from an estimate.
 
 An answer in one piece gives no rows unless it is one token long: its decoding time can't be separated from interleaved
 prefills of other requests.

@@ -62,7 +62,7 @@ RATES: Final = len(Rate)
 Vector = tuple[float, ...]
 
 MEMORY: Final = 256.0
-"""How many requests evidence represents; older ones fade."""
+"""Number of requests that evidence represents; older ones fade."""
 FIRST_MEMORY: Final = 32.0
 """MEMORY at the start. It grows with the requests, so that rows measured against a poor estimate fade soon."""
 ERRORS_MEMORY: Final = 32.0
@@ -242,7 +242,7 @@ def _latency_of(rate: Rate) -> Latency:
 
 
 def _count_rows(a: list[list[float]], x: Vector) -> Vector:
-    """How many rows of each latency are left in A: a row that matches the estimate adds 1 to x' A x over its rates, less
+    """Number of rows of each latency left in A: a row that matches the estimate adds 1 to x' A x over its rates, less
     what has faded."""
     rows = [0.0] * len(Latency)
     for rate in Rate:

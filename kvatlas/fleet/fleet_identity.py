@@ -1,4 +1,4 @@
-"""Which fleet a part is of, as parts say it to each other over NATS."""
+"""The fleet that a component belongs to, as components report it over NATS."""
 
 from secrets import token_hex
 from typing import Annotated
@@ -12,8 +12,8 @@ FleetId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{12}$")]
 
 
 class FleetIdentity(WireRecord):
-    """A fleet, and the store that its indexers keep. `store_name`: for people; `member`: the part that says it; `publisher`: it
-    is a publisher, which knows no store."""
+    """A fleet, and the store that its indexers keep. `store_name`: human-readable; `member`: the reporting component;
+    `publisher`: it is a publisher, which knows no store."""
 
     fleet: FleetId
     store: Text = ""

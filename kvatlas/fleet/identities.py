@@ -1,4 +1,5 @@
-"""What each publisher may speak for: workers, tenants, models, addresses. Indexers read it, `kvatlas auth nats` writes it.
+"""Publishers' identities: the workers, tenants, models and addresses that each may speak for. Indexers read them, `kvatlas
+auth nats` writes them.
 
 NATS proves the sender: a publisher's user may write only its own workers' subjects. So the last word of the subject, a
 worker's id, leads to the identity that applies to it.
@@ -101,7 +102,8 @@ class Identities:
         return sorted(self._user_of)
 
     def check_scope(self, worker_id: str, scope: Scope) -> None:
-        """Raises InvalidValue, one line, if the publisher may not speak for the scope: TenantRefused for its tenant."""
+        """Check that the publisher may speak for the scope. Raises InvalidValue with one line: TenantRefused for its
+        tenant."""
         user, identity = self._of(worker_id)
         refusal = f"worker {worker_id}: publisher {user} may not speak for"
         if not matches(scope.model_id, identity.models):
@@ -111,8 +113,7 @@ class Identities:
             raise TenantRefused(f"{refusal} its tenant", scope.tenant_id)
 
     def check_endpoint(self, endpoint: EngineEndpoint) -> None:
-        """Raises InvalidValue, one line, if the worker's publisher may not advertise the model, the tenant or the
-        address."""
+        """Check that the worker's publisher may advertise the model, tenant and address. Raises InvalidValue with one line."""
         self.check_scope(endpoint.id, Scope(endpoint.model_id, endpoint.tokenizer_id, None, endpoint.tenant_id))
         address = endpoint.advertised_url or endpoint.base_url
         if not address:

@@ -95,7 +95,7 @@ class KvConnector(StrEnum):
 
     `P2P`: vLLM's OffloadingConnector with a `p2p` tier; the request names the source. `KVCR`: a host tier of vLLM or SGLang
     that takes `kv.fetch` hints; the request names the source and the source's own block hashes. `LMCACHE`: LMCache's P2P
-    backend; the engine finds the source by itself, and reads whatever it finds there.
+    backend; the engine finds the source on its own, and reads whatever it finds there.
     """
 
     P2P = "p2p"
@@ -113,22 +113,22 @@ class EngineState(StrEnum):
 
 
 class EngineEndpoint(WireRecord):
-    """A worker as routers need to know it.
+    """A worker's description for routers.
 
     The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups` are
-    the groups whose members' caches this worker can read; with none, the default, blocks held elsewhere are of no use to it.
-    `stores`: the shared stores that its engine reads and writes. Of a shared store itself (kind `store`), `read_setup_us` and
-    `read_us_per_mib` say how fast it is read; None: as its tier usually is.
-    `bootstrap_port`: of an SGLang prefill server's bootstrap server (None: SGLang's own default). `granularity`: every g-th
-    block of a chain is published. `eagle`: a hit drops a block. `groups`: how many KV cache groups the model has;
-    `alignment_tokens`: hits are multiples of this (0: of blocks). `lookahead_tokens`: how many tokens behind a block its hash
-    covers (`kvatlas.blocks.hashing`). `marks`: residency does not say where a prompt can be resumed, the worker's marks do.
-    `upper_bound`: why what is published is only an upper bound of what the engine reuses; empty if it is not. `events` False:
-    the engine publishes no KV events, so what it holds can only be predicted from the requests it gets. `chain`: the one that
-    its blocks' keys are of (`kvatlas.identity.Scope.chain`). `salt_is_tenant`: its blocks are of the tenants that requests'
-    cache salts name, besides `tenant_id`; None: a publisher of a version before does not say. `kv_connector`: how its engine
-    fetches KV from others (None: it can't, or that is unknown); others with this connector fetch from it at `kv_port` of its
-    host (None: they can't), what it holds in `kv_tiers` (labels of tiers; unknown ones are ignored).
+    the groups whose members' caches this worker can read; with none, the default, it can't use blocks held elsewhere.
+    `stores`: the shared stores that its engine reads and writes. For a shared store itself (kind `store`), `read_setup_us` and
+    `read_us_per_mib` are its read rate; None: its tier's usual rate. `bootstrap_port`: of an SGLang prefill server's bootstrap
+    server (None: SGLang's own default). `granularity`: every g-th block of a chain is published. `eagle`: a hit drops a block.
+    `groups`: number of the model's KV cache groups; `alignment_tokens`: hits are multiples of this (0: of blocks).
+    `lookahead_tokens`: number of tokens after a block that its hash covers (`kvatlas.blocks.hashing`). `marks`: marks, not
+    residency, show where a prompt can be resumed. `upper_bound`: why published residency is only an upper bound of what the
+    engine reuses; empty if it is exact. `events` False: the engine publishes no KV events, so what it holds can only be
+    predicted from the requests it gets. `chain`: the chain of its blocks' keys (`kvatlas.identity.Scope.chain`).
+    `salt_is_tenant`: its blocks belong to the tenants named by requests' cache salts, besides `tenant_id`; None: not reported
+    by older publishers. `kv_connector`: how its engine fetches KV from others (None: it can't, or that is unknown). Others
+    with this connector fetch from it at `kv_port` of its host (None: they can't), from its `kv_tiers` (labels of tiers;
+    unknown ones are ignored).
     """
 
     id: WorkerId
@@ -183,7 +183,7 @@ class EngineEndpoint(WireRecord):
 
     @property
     def can_be_fetched_from(self) -> bool:
-        """May engines with its connector read its KV?"""
+        """True if engines with its connector may read its KV."""
         if self.kv_connector is None or not self.kv_tiers or not self.url:
             return False
         return self.kv_connector is KvConnector.LMCACHE or self.kv_port is not None
@@ -258,7 +258,7 @@ LEFT_OUT = "left_out"
 
 
 class Diagnosis(WireRecord):
-    """A setting that contradicts what a publisher sees: a stable name, what it sees, and how to fix it."""
+    """A setting that contradicts what a publisher observes: a stable name, the observation, and the fix."""
 
     name: Annotated[str, Field(max_length=32)]
     seen: Annotated[str, Field(max_length=MAX_DIAGNOSIS_TEXT)]
@@ -324,7 +324,7 @@ class FleetRecord(WireRecord):
     clock; None: not reported. `trace`: the W3C traceparent of the last applied batch that came from an engine's batch, if
     publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer compared the address with what the
     worker's publisher may advertise. `tenants`: those whose prompts the worker may get, from its publisher's identity; `*`
-    in a name stands for any text; empty: all. For people: `applied_us`: when its messages were last applied, 0 if unknown;
+    in a name stands for any text; empty: all. For display: `applied_us`: when its messages were last applied, 0 if unknown;
     `doubt`: why the index may be wrong about it now, in a few words, empty if not in doubt; `repair`: the last one.
     """
 

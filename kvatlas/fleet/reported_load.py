@@ -1,4 +1,4 @@
-"""A worker's load, as its engine or a tool says it in a batch of the open event forms (docs/events.md)."""
+"""A worker's load, as its engine or a tool reports it in a batch of the open event forms (docs/events.md)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,11 +25,10 @@ _METRIC_NAMES = frozenset(
 
 
 def read_load(told: Mapping[str, Any], worker_id: str, sampled_us: int, locality_domain: str = "") -> WorkerState:
-    """A load as an engine tells it: fields of `ForwardPassMetrics`, by either name, and of `WorkerState`, side by side.
-    It may be a whole state: its `id` is then the worker's; its `locality_domain` counts if there is no other.
+    """Read a load as an engine reports it: fields of `ForwardPassMetrics`, by either name, and of `WorkerState`, side by side.
+    It may be a whole state: its `id` must then be the worker's; its `locality_domain` counts if there is no other.
 
-    Raises InvalidValue, naming the field, for a value out of bounds, for a name that is none of theirs, and for the state of
-    another worker.
+    Raises InvalidValue, naming the field, for a value out of bounds, for an unknown name, and for the state of another worker.
     """
     told = dict(told)
     if (named := told.pop("id", worker_id)) != worker_id:

@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 ALLOWANCES_A_CALL = 200
 MINUTE_S = 60.0
 MOST_DEBT = 10
-"""How many minutes an allowance may take to refill: no client pays longer for one answer, or for a router's false figures."""
+"""Maximum minutes for an allowance to refill: no client pays longer for one answer, or for a router's false figures."""
 
 
 class Draw(NamedTuple):
-    """`size`: of the allowance. `back`: what is put back; below 0: what was used without being drawn. `wanted`: what is drawn,
-    as far as it is there."""
+    """`size`: of the allowance. `back`: the amount returned; below 0: used without being drawn. `wanted`: the amount to draw,
+    if available."""
 
     name: str
     size: int
@@ -26,7 +26,7 @@ class Draw(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """`left`: in the allowance after it; below 0: it was overdrawn."""
+    """`left`: the rest of the allowance; below 0: overdrawn."""
 
     taken: int
     left: int
@@ -36,7 +36,7 @@ class SharedAllowances(Protocol):
     """Where allowances are."""
 
     async def draw(self, draws: Sequence[Draw]) -> Sequence[Drawn]:
-        """In order. Raises Unreachable, and redis' ResponseError if this user may not."""
+        """Draw, in order. Raises Unreachable, and redis' ResponseError if this user may not."""
 
 
 def allowance_key(name: str) -> str:

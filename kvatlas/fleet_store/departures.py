@@ -1,4 +1,4 @@
-"""Workers that were retired within the last hour, for people who look for a missing worker.
+"""Workers that were retired within the last hour, so that a missing worker can be found.
 
     kva:{fleet}:departed   HASH  worker id -> packed Departure
 

@@ -1,10 +1,11 @@
-"""Which fleet a store and an event stream belong to. If parts of two fleets meet, they must not take each other's workers.
+"""The fleet that a store and an event stream belong to. If components of two fleets meet, they must not take each other's
+workers.
 
     kva:{fleet}:identity   HASH  fleet -> id; store -> a random name of this store
 
-The first start of an indexer creates the id and writes it into the store and into the event stream's metadata. Indexers
-answer on `kvatlas.fleet.<id>` who they are. So an indexer with an empty store learns whether the fleet of its NATS is alive
-with another store, or has lost this one; and a publisher that was given its fleet's id learns whose NATS it uses.
+The first start of an indexer creates the id and writes it into the store and into the event stream's metadata. Indexers report
+their identity on `kvatlas.fleet.<id>`. So an indexer with an empty store learns whether the fleet of its NATS is alive with
+another store, or has lost this one; and a publisher that was given its fleet's id learns whose NATS it uses.
 """
 
 from secrets import token_hex

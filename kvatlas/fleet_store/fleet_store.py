@@ -144,7 +144,7 @@ class FleetStore:
             if known is None or known[0] != packed:
                 unpacked += 1
                 if unpacked % RECORDS_A_SLICE == 0:
-                    await asyncio.sleep(0)  # let choices go on meanwhile
+                    await asyncio.sleep(0)  # let choices continue meanwhile
                 try:
                     known = packed, _read_record(worker_id, packed)
                 except InvalidValue as error:
@@ -189,7 +189,7 @@ class FleetStore:
         return bool(await self._store.ask(self._store.client.hexists(self._members, member_id)))
 
     async def end_membership(self, member_id: str) -> None:
-        """Give up the membership and every lease at once."""
+        """Release the membership and every lease at once."""
         await self._call("kvatlas_fleet_leave", [self._members, self._leases], [member_id])
 
     async def claim_leases(self, member_id: str, ttl_ms: int, partitions: Sequence[int]) -> list[int]:
@@ -201,7 +201,7 @@ class FleetStore:
         return sorted(int(partition) for partition in held)
 
     async def release_leases(self, member_id: str, partitions: Sequence[int]) -> None:
-        """Give up its own leases among `partitions`."""
+        """Release its own leases among `partitions`."""
         if partitions:
             await self._call("kvatlas_fleet_release", [self._leases], [member_id, *partitions])
 
@@ -227,7 +227,7 @@ class FleetStore:
     # ------------------------------------------------------------ what clients may use
 
     async def draw(self, draws: Sequence[Draw]) -> Sequence[Drawn]:
-        """See `SharedAllowances`; at most ALLOWANCES_A_CALL of them."""
+        """See `SharedAllowances`; at most ALLOWANCES_A_CALL draws."""
         args = [number for one in draws for number in one[1:]]
         flat = await FLEET_LIBRARY.call(
             self._store, "kvatlas_fleet_draw", [allowance_key(one.name) for one in draws], args
@@ -247,7 +247,7 @@ class FleetStore:
 
 
 def _read_record(worker_id: bytes, packed: bytes) -> FleetRecord:
-    """Raises InvalidValue for a record of an unknown form, or of another worker."""
+    """Read a record. Raises InvalidValue for one of an unknown form, or of another worker."""
     record = FleetRecord.unpack(packed)
     if record.endpoint.id != _name_of(worker_id):
         raise InvalidValue(f"FleetRecord of worker {record.endpoint.id}; expected {_name_of(worker_id)}")

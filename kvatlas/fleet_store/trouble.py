@@ -1,4 +1,4 @@
-"""Why indexers can't start, in their own words. Without this, people would see only the consequences.
+"""Why indexers can't start, in their own words. Without this, only the consequences would be visible.
 
 kva:{fleet}:trouble   HASH  member id -> "<us of the store's clock> <line>"
 """

@@ -1,4 +1,4 @@
-"""The outcome of one `apply` in numbers, with the single list of possible message outcomes."""
+"""The counts of one `apply`, with the single list of possible message outcomes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

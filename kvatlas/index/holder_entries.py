@@ -26,7 +26,7 @@ def entries_of(value: bytes) -> Iterator[tuple[bytes, int]]:
 
 
 def depths_by_number(values: Sequence[bytes], lengths: Sequence[int]) -> dict[bytes, int]:
-    """How many leading blocks each holder of the first run has."""
+    """Number of leading blocks that each holder of the first run has."""
     going = {number for number, _ in entries_of(values[0])}
     depths, position = {}, 0
     for value, length in zip(values, lengths, strict=True):

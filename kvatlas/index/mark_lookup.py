@@ -28,8 +28,8 @@ Get = Callable[[bytes], bytes | None]
 
 
 class MarkedHolder(NamedTuple):
-    """A holder with marks: how many leading blocks of the chain it has, and how many blocks a position lies before its
-    mark."""
+    """A holder with marks: the number of leading blocks of the chain that it has, and the number of blocks by which a position
+    lies before its mark."""
 
     depth: int
     dropped: int = 0

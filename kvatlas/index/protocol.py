@@ -182,8 +182,8 @@ class ResidencyIndex(Protocol):
         `Residency.pinned` depends on it."""
 
     async def remove(self, scope: Scope, worker_id: str, tier: Tier | None, hashes: bytes) -> int:
-        """Remove blocks from a worker, child first, from one tier or (None) from all. Returns how many residencies were
-        removed, one for each (block, tier). See `put`."""
+        """Remove blocks from a worker, child first, from one tier or (None) from all. Returns the number of removed
+        residencies, one for each (block, tier). See `put`."""
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         """Every residency of one block, by worker and tier."""
@@ -191,8 +191,8 @@ class ResidencyIndex(Protocol):
     async def overlap(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
     ) -> Overlap:
-        """How many leading blocks of a chain each active worker holds, and how many of them workers with marks can reuse:
-        up to `limit` (None: all), counted from the chain's start. `first_index`: the first hash's index in the chain, a
+        """The number of leading blocks of a chain that each active worker holds, and how many of them workers with marks can
+        reuse: up to `limit` (None: all), counted from the chain's start. `first_index`: the first hash's index in the chain, a
         multiple of 64. `verify` also walks every block, and returns the differences."""
 
     async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[Residency]:
@@ -211,7 +211,7 @@ class ResidencyIndex(Protocol):
 
     async def forget_scopes(self, idle_s: float) -> int:
         """Forget scopes that have no block in any shard and that no message used for `idle_s` (the memory index need not
-        wait). Returns how many, at most a few hundred per call."""
+        wait). Returns their number, at most a few hundred per call."""
 
     async def clear(self) -> None:
         """Forget everything, including workers and positions."""
@@ -245,7 +245,7 @@ class ResidencyIndex(Protocol):
 
     async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
         """Set the position if it still is `expected`. Returns what is stored after the call. If a position was replaced,
-        all the partition's workers become `bad`, because the stream is another one now."""
+        all the partition's workers become `bad`, because it is a different stream now."""
 
     def snapshot(self, worker_id: str | None = None) -> AsyncIterator[Residency]:
         """Every residency of active holders, of one worker or of all. Not atomic: changes may happen meanwhile."""
@@ -268,7 +268,7 @@ class ResidencyIndex(Protocol):
         """Blocks and bytes of active holders by the scopes' text and tier."""
 
     async def usage(self) -> Sequence[ResidentUse]:
-        """See `ResidentUse`, by the scopes' text and tier: of what is resident, and of what was."""
+        """`ResidentUse` by the scopes' text and tier, of current and former blocks."""
 
     async def metrics(self) -> IndexMetrics:
         """Sizes by model; see IndexMetrics. Reads the store: some calls per holder."""

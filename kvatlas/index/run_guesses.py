@@ -1,4 +1,4 @@
-"""Guesses where the runs of a lookup begin and end: where those of an earlier lookup with the same start did.
+"""Guesses where the runs of a lookup begin and end, from an earlier lookup with the same start.
 
 Prompts share starts, and their holders change slowly. A lookup that probes these places first finds in one step what would
 otherwise take several. A wrong guess costs probes but never changes an answer: intervals whose ends differ are searched as

@@ -1,8 +1,8 @@
-"""For how long how many bytes were resident: what a tenant's blocks took of the engines' memory.
+"""Byte-seconds of residency: how much of the engines' memory a tenant's blocks took, and for how long.
 
-A worker's bytes count from the call that applied the message about them to the one that took them away, by the store's
-clock; those of a snapshot from its end. A block's size is the one that its worker told last, so that bytes of unknown size
-count as 0, as in `ResidentBlocks`.
+A worker's bytes count from the call that applied their message to the one that removed them, by the store's clock; those of a
+snapshot from its end. A block's size is the last one that its worker reported; blocks of unknown size count as 0, as in
+`ResidentBlocks`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ class ResidentUse:
 
 
 def sum_use(amounts: Iterable[tuple[bytes, Tier, float]], scopes: Mapping[bytes, Scope]) -> list[ResidentUse]:
-    """From (scope id, tier, byte-seconds), by the scopes' text, then by tier."""
+    """Sum (scope id, tier, byte-seconds) by the scopes' text, then by tier."""
     found: dict[tuple[Scope | None, Tier], float] = {}
     for scope_id, tier, amount in amounts:
         place = scopes.get(scope_id), tier

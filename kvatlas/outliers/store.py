@@ -13,7 +13,7 @@ from kvatlas.store.connection import Store
 HALF_LIFE_S = 10.0
 """Counts fade: after this long an answer counts half."""
 CLAIM_S = 2.0
-"""How long a router has the exclusive right to retry an ejected worker."""
+"""Duration of a router's exclusive right to retry an ejected worker."""
 KEEP_S = 600.0
 """A worker's record is dropped after this long without a change."""
 CHANGES_A_CALL = 200
@@ -45,7 +45,7 @@ class OutlierChange(NamedTuple):
 
 class OutlierRecord(NamedTuple):
     """A worker as all routers know it. `left_s`: time left of its ejection, 0 or less if it is over, None if not ejected.
-    `times`: how often it was ejected recently. `prober`: the router that may try it now, '' for none."""
+    `times`: number of recent ejections. `prober`: the router that may try it now, '' for none."""
 
     good: float
     bad: float

@@ -63,7 +63,7 @@ MEANING: Mapping[Deviation, str] = {
 
 
 def deviation(predicted: Prediction, prompt_tokens: int, cached_tokens: int) -> Deviation:
-    """How an answer with these token counts deviates from its prediction."""
+    """The deviation of an answer with these token counts from its prediction."""
     if cached_tokens == predicted.cached_tokens:
         return Deviation.NONE
     if predicted.prompt_tokens not in (None, prompt_tokens):

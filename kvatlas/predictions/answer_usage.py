@@ -11,12 +11,12 @@ from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import Store
 
 MOST_USERS = 10_000
-"""Limit of users per pool; further ones are counted together, without names."""
+"""Limit of users per pool; any more are counted together, without names."""
 USERS_A_REPORT = 200
 
 
 class User(NamedTuple):
-    """Whose answers they are. `program`: the client of the file of clients that sent the requests; empty: not known."""
+    """The user that answers belong to. `program`: the client in the clients file that sent the requests; empty: unknown."""
 
     scope: Scope
     program: str = ""
@@ -27,7 +27,7 @@ class User(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: bytes) -> "User | None":
-        """None: of users whose names are not kept. Raises InvalidValue."""
+        """Unpack a user; None for users whose names are not kept. Raises InvalidValue."""
         if not packed:
             return None
         try:
@@ -38,8 +38,7 @@ class User(NamedTuple):
 
 
 class AnswerUse(NamedTuple):
-    """Sums over answers that say how many prompt tokens their engine found cached. `saved_us`: what these tokens would have
-    cost to compute, as priced."""
+    """Sums over answers that report cached prompt tokens. `saved_us`: the priced time to compute these tokens."""
 
     answers: int = 0
     prompt_tokens: int = 0
@@ -57,14 +56,14 @@ def usage_keys(pool_id: str) -> list[str]:
 async def add_answer_use(
     store: Store, router_id: str, number: int, pool_id: str, used: Mapping[User, AnswerUse]
 ) -> None:
-    """Add to the totals; a report of a number that is not above the router's last one changes nothing. At most USERS_A_REPORT
-    users. Raises Unreachable: then it may be sent again."""
+    """Add to the totals. A report whose number is not above the router's last one changes nothing. At most USERS_A_REPORT
+    users. Raises Unreachable; the report may then be sent again."""
     amounts = [word for user, use in used.items() for word in (user.pack(), *use)]
     await call_pool(store, "used", pool_id, [router_id, number, MOST_USERS, *amounts], keys=usage_keys(pool_id))
 
 
 async def read_answer_use(store: Store, pool_id: str) -> dict[User | None, AnswerUse]:
-    """The totals. Raises Unreachable, and InvalidValue for what can't be read."""
+    """Read the totals. Raises Unreachable, and InvalidValue for unreadable ones."""
     found: dict[User | None, AnswerUse] = {}
     cursor = -1
     while cursor:

@@ -1,4 +1,4 @@
-"""Growth of counters in the last minute. Counters since the start never fall, so they would show one fault for ever."""
+"""Growth of counters in the last minute. Counters since the start never fall, so they would show one fault forever."""
 
 from collections import deque
 from collections.abc import Callable, Mapping

@@ -150,12 +150,12 @@ def evaluate(
 
 
 def usable_tokens(kind: OfferKind, predicted_tokens: int) -> int:
-    """How many of a predicted prefix's tokens a worker's engine would reuse."""
+    """Number of a predicted prefix's tokens that a worker's engine would reuse."""
     return max(0, min(predicted_tokens, kind.limit_tokens) - kind.lost_tokens)
 
 
 def worth_us(prices: Prices, tokens: int) -> float:
-    """How much holding these tokens saves."""
+    """The time that holding these tokens saves."""
     us = prices.token_us * tokens + prices.token_squared_us * tokens * tokens
     return us - prices.hit_us if tokens > 0 else us
 

@@ -1,9 +1,8 @@
 """Likeness: workers on which a request costs the same, apart from their load and the blocks that they hold.
 
-A router that looks for the cheapest of a thousand workers names a likeness instead of its workers, and the store knows
-those, sorted by load. So indexers, which report workers, and routers must agree on the likeness. It depends only on the
-fleet record, not on a router's settings. Workers that differ only in a router's settings (rates, reuse rules) share a
-likeness.
+A router that looks for the cheapest of a thousand workers names a likeness instead of its workers, and the store has those
+workers sorted by load. So indexers, which report workers, and routers must agree on the likeness. It depends only on the fleet
+record, not on a router's settings. Workers that differ only in a router's settings (rates, reuse rules) share a likeness.
 
 Look-alikes with equal costs stand on a **ring**, at the first 32 bits of the SHA-1 of their ids. A prompt goes to the next
 one after its own place, so different prompts spread and equal ones meet.
@@ -38,7 +37,7 @@ def likeness_of(record: FleetRecord) -> bytes:
         endpoint.eagle,
         endpoint.events,
         cache_blocks,
-        *endpoint.stores,  # without stores, the same bytes as in versions that know none
+        *endpoint.stores,  # without stores, the same bytes as in versions that don't know them
         *([record.tenants] if record.tenants else []),  # likewise
         *([endpoint.kv_connector.value] if endpoint.kv_connector else []),
     )

@@ -169,7 +169,7 @@ class MemoryReservations:
                     worker.reported = pool.cover(worker, worker.sampled_us - ARRIVAL_US, sample)
 
     def predicted_steps(self, pool_id: str, worker_id: str) -> int:
-        """How many steps a worker is predicted to hold."""
+        """Number of steps that a worker is predicted to hold."""
         return self._pool(pool_id).predicted_steps(worker_id)
 
     # ------------------------------------------------------------ pieces
@@ -317,7 +317,7 @@ class MemoryReservations:
 
 
 def _common_steps(mine: bytes, theirs: bytes) -> int:
-    """How many leading steps are equal."""
+    """Number of equal leading steps."""
     common = 0
     for at in range(0, min(len(mine), len(theirs)), HASH_BYTES):
         if mine[at : at + HASH_BYTES] != theirs[at : at + HASH_BYTES]:

@@ -146,7 +146,7 @@ class MemoryPool:
             worker.count(request, 1)
 
     def end_prefill(self, id: bytes) -> None:
-        """A booking's prompt no longer waits."""
+        """Record that a booking's prompt no longer waits."""
         request = self.booked[id]
         worker = self.workers[request.worker_id]
         if id in worker.uncovered:
@@ -235,7 +235,7 @@ class MemoryPool:
         return list(self._of_worker.get(worker_id, ()))
 
     def predicted_steps(self, worker_id: str) -> int:
-        """How many steps a worker is predicted to hold."""
+        """Number of steps that a worker is predicted to hold."""
         return self._steps.get(worker_id, 0)
 
     def predictions_along(self, hashes: bytes) -> list[bytes]:

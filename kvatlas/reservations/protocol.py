@@ -1,7 +1,7 @@
 """Reservations: the protocol, and the values that its calls take and return.
 
 A pool's load is what its workers report plus what routers have booked on them since. A **reservation** is one request on
-one worker: it queues the prompt tokens that the worker has to compute until the first token is there, and runs until it is
+one worker: it queues the prompt tokens that the worker has to compute until the first token arrives, and runs until it is
 released. A **prediction** is the cache content that a reservation leaves behind: the prompt's blocks count as held by the
 worker from when its prefill should end, until its events confirm them or the prediction ends (see `Reservations`).
 
@@ -59,13 +59,13 @@ class StepChain:
 
 
 class OfferKind(NamedTuple):
-    """Everything about a request that is the same on all workers that are alike.
+    """Everything about a request that is the same on all look-alikes.
 
     `chain`: index of the ask's chain that matches their block size; None: no match, and nothing is predicted. Of a
     predicted prefix of n tokens, min(n, `limit_tokens`) - `lost_tokens` can be used. A prediction is believed for
-    `believed_us` after it should be there; on workers whose events confirm nothing, up to `capacity_steps` steps are
-    believed (0: events confirm). `interference`: cost of each microsecond by which computing this prompt delays one of the
-    worker's open requests.
+    `believed_us` after its expected time; on workers whose events confirm nothing, up to `capacity_steps` steps are believed
+    (0: events confirm). `interference`: cost of each microsecond by which computing this prompt delays one of the worker's
+    open requests.
     """
 
     chain: int | None
@@ -234,7 +234,7 @@ class Evaluation:
 
 
 class Outcome(StrEnum):
-    """How a reservation ends.
+    """The outcome of a reservation.
 
     `FINISHED`: its prompt was computed. `FAILED`: perhaps not, so blocks that were still being computed are no longer
     believed. `BROKEN`: its engine failed; blocks that it had computed are no longer believed either, unless its events report
@@ -305,7 +305,7 @@ class Reservations(Protocol):
     with its worker's incarnation.
 
     If the store's clock goes back (another server's clock, or a step), all bookings and predictions end with the next
-    report. Otherwise they would count until the clock is back where it was.
+    report. Otherwise they would count until the clock has caught up.
     """
 
     @property
@@ -324,7 +324,7 @@ class Reservations(Protocol):
         Raises LookAlikesUnknown and NotInHbm; then nothing is reserved."""
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
-        """Record that the request's first token is there. False if the reservation does not exist, or this was recorded
+        """Record that the request's first token has arrived. False if the reservation does not exist, or this was recorded
         before."""
 
     async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
@@ -345,7 +345,7 @@ class Reservations(Protocol):
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
         """Report workers by id. Reports with a lower incarnation than the last one, and older samples, are late and
         ignored. A higher incarnation ends the worker's predictions, except for prompts that are being computed. Bookings
-        stay, because every snapshot begins an incarnation while the engine's requests go on."""
+        stay, because every snapshot begins an incarnation while the engine's requests continue."""
 
     async def forget(self, pool_id: str, worker_id: str) -> None:
         """Forget a worker that is gone, with all its bookings, predictions and learned rates."""

@@ -61,7 +61,7 @@ class IndexPlace(Protocol):
 
 
 class PoolDamage(NamedTuple):
-    """How often a pool was repaired since its last report, and what was damaged the last time."""
+    """Number of repairs of a pool since its last report, and what was damaged the last time."""
 
     times: int
     what: str

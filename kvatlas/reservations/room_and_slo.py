@@ -13,7 +13,7 @@ from kvatlas.fleet.records import FleetRecord
 
 
 class Over(IntFlag):
-    """Exceeded limits: the SLO's time to the first token, or for each further one; request slots; KV blocks."""
+    """Exceeded limits: the SLO's time to the first token, or for each later one; request slots; KV blocks."""
 
     TTFT = 1
     TPOT = 2
@@ -60,7 +60,7 @@ class Limits:
     """Limits of an ask; `of_offers` follows the order of its offers. Look-alikes have room if `look_alikes_have_room`;
     otherwise their reported limits are checked. A worker whose load is unknown or too old has room.
 
-    The request's SLO: its first token within `ttft_us`, and all further ones within `decode_us` (0: no objective). Each us
+    The request's SLO: its first token within `ttft_us`, and all later ones within `decode_us` (0: no objective). Each us
     of excess costs `slo_factor` us more. With `slo_filters`, a worker that misses the SLO is chosen only if all workers
     with room miss it.
     """

@@ -1,4 +1,4 @@
-"""Exponential back-off: how long to wait before a retry."""
+"""Exponential back-off between retries."""
 
 
 class Backoff:

@@ -128,7 +128,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cancel_deadline()
 
     def shutdown(self) -> None:
-        """The server stops and does not wait for an unfinished body."""
+        """Stop the server without waiting for an unfinished body."""
         self._stops_at = self.loop.time() + STOP_S
         super().shutdown()
         self._cancel_deadline()
@@ -202,7 +202,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(400, f"this is not HTTP/1.1: {sys.exception()!s:.200}")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """`HttpBorder` refuses WebSockets; any other upgrade may be ignored (RFC 9110, 7.8)."""
+        """Do nothing: `HttpBorder` refuses WebSockets, and any other upgrade may be ignored (RFC 9110, 7.8)."""
 
     @property
     def _who(self) -> str:

@@ -1,4 +1,4 @@
-"""Which connections an HTTP server keeps: a share for each client address, and a reserve for probes.
+"""Limits the connections of an HTTP server: a share for each client address, and a reserve for probes.
 
 Idle connections make room for new ones, the longest idle one first.
 """
@@ -11,7 +11,7 @@ from kvatlas.addresses import parse_ip
 RESERVE = 64
 """Connections above the limit that may request only the probes' paths."""
 RESERVE_SHARE = 8
-"""How many of these one address may have."""
+"""Number of these that one address may have."""
 NEARLY_FULL = 0.95
 """Nearly full: at least this share of the connections is in use."""
 

@@ -1,4 +1,4 @@
-"""Who may use an HTTP server, and how much. `http_border` and `bounded_protocol` enforce it."""
+"""Access to an HTTP server, and its limits. `http_border` and `bounded_protocol` enforce it."""
 
 import ssl
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ class HttpAccess:
     """Limits of one server, its certificate, and its tokens; every request needs one of them (none: no request needs a
     token).
 
-    `header_s` and `body_s`: seconds that a client has to send a request's headers, and then its body. `idle_s`: how long an
-    idle connection stays open. It must be longer than clients and load balancers keep one (httpx 5 s, aiohttp 15, Go and
-    Envoy's gateways 90, OkHttp 300, Google's load balancers 600); otherwise a request may be sent on a connection that is
-    just being closed. `address_connections`: limit per client address; None: three quarters of all. `client_ca_file`:
-    authorities for client certificates, which are optional.
+    `header_s` and `body_s`: seconds that a client has to send a request's headers, and then its body. `idle_s`: seconds that
+    an idle connection stays open. It must be longer than clients and load balancers keep one (httpx 5 s, aiohttp 15, Go and
+    Envoy's gateways 90, OkHttp 300, Google's load balancers 600); otherwise a request may be sent on a connection that is just
+    being closed. `address_connections`: limit per client address; None: three quarters of all. `client_ca_file`: authorities
+    for client certificates, which are optional.
     """
 
     body_bytes: int = 64 << 20

@@ -27,7 +27,7 @@ _log = logging.getLogger("kvatlas.http")
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A bound socket, who may use the server on it, and the connections to it."""
+    """A bound socket, the access rules of its server, and the connections to it."""
 
     socket: socket.socket
     access: HttpAccess

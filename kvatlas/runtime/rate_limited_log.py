@@ -32,7 +32,7 @@ class Repetitions:
         self._kinds: dict[Hashable, _Kind] = {}
 
     def admit(self, kind: Hashable, now_s: float) -> int | None:
-        """How many were left out before this one; None: leave this one out."""
+        """The number left out before this one; None: leave this one out."""
         known = self._kinds.get(kind)
         if known is not None and now_s - known.logged_s < known.quiet_s:
             known.left_out += 1

@@ -1,4 +1,4 @@
-"""Retries for servers that are not reachable yet. The only place that decides how often."""
+"""Retries for servers that are not reachable yet. The only place that decides when to retry."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

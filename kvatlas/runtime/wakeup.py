@@ -1,4 +1,4 @@
-"""A wait that ends by a call or after a time."""
+"""A wait that ends with a call or after a timeout."""
 
 import asyncio
 

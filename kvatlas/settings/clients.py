@@ -1,4 +1,4 @@
-"""Settings of every server that has clients of several tenants, and a port for operators beside."""
+"""Settings of every server with clients of several tenants, and a separate port for operators."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +14,11 @@ from kvatlas.settings.http import HttpSettings, read_tokens
 from kvatlas.settings.process import HelpGroups
 
 CONTROL_AFTER = 1_000
-"""From a server's port to its operators'."""
+"""Offset from a server's port to its operators' port."""
 
 
 class ClientSettings(HttpSettings):
-    """Who may use the server, and where operators do."""
+    """Access of clients, and the operators' port."""
 
     help_groups: ClassVar[HelpGroups] = {
         "Clients": "clients_file",
@@ -57,18 +57,18 @@ class ClientSettings(HttpSettings):
 
     @property
     def control_is_apart(self) -> bool:
-        """Do operators' calls have a port of their own? On loopback that would keep no one out."""
+        """True if operators' calls have their own port. On loopback that would protect nothing."""
         given = (self.control_port, self.control_token_file, self.http_token_file, self.clients_file)
         return any(one is not None for one in given) or not is_loopback(self.host)
 
     @property
     def control_http(self) -> HttpAccess:
-        """Who may use the port for operators."""
+        """Access to the operators' port."""
         file = self.control_token_file
         return self.http if file is None else replace(self.http, tokens=read_tokens(file, "--control-token-file"))
 
     @property
     def control_at(self) -> int:
-        """The port for operators."""
+        """The operators' port."""
         after = self.port + CONTROL_AFTER
         return self.control_port if self.control_port is not None else after if self.port and after < 65_536 else 0

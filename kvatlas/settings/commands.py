@@ -70,7 +70,7 @@ class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
                 )
         if "router_port" in settings.model_fields_set and not settings.router:
             raise SettingsError(
-                f"{_spelled('router_port')} is {settings.router_port}, but no router is started; expected --router too"
+                f"{_spelled('router_port')} is {settings.router_port}, but no router is started; add --router"
             )
         return settings
 

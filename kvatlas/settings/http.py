@@ -55,18 +55,18 @@ class HttpSettings(ProcessSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. Certificate and key belong together, and a file of tokens must be readable."""
+        """See `ProcessSettings.load`. Certificate and key belong together, and a token file must be readable."""
         settings = super().load(**flags)
         if (settings.http_cert_file is None) != (settings.http_key_file is None):
             raise SettingsError("--http-cert-file and --http-key-file belong together; expected both")
         if settings.http_client_ca_file is not None and settings.http_cert_file is None:
-            raise SettingsError("--http-client-ca-file needs TLS; expected --http-cert-file and --http-key-file too")
+            raise SettingsError("--http-client-ca-file needs TLS; add --http-cert-file and --http-key-file")
         _ = settings.http  # raises
         return settings
 
     @property
     def http(self) -> HttpAccess:
-        """Who may use the server, and how much of it. Raises SettingsError for a file of tokens that can't be used."""
+        """Access to the server, and its limits. Raises SettingsError for a token file that can't be used."""
         return HttpAccess(
             body_bytes=self.http_body_bytes,
             body_s=self.http_body_s,

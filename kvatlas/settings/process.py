@@ -16,7 +16,7 @@ from kvatlas.validation import describe_expected
 
 ENV_PREFIX = "KVATLAS_"
 COMMON = "Common"
-"""Group of the flags that people set first; the help begins with it."""
+"""Group of the flags that users set first; the help begins with it."""
 OWN = "Options"
 """Group of the flags that are in no other group."""
 HelpGroups = Mapping[str, str]
@@ -70,7 +70,7 @@ class ProcessSettings(BaseSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """Settings from flags (None: not given), else the environment, else the defaults.
+        """Settings from flags (None: not given), then the environment, then the defaults.
 
         Raises SettingsError: one line with the flag or variable, its value and what was expected.
         """

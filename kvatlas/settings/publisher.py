@@ -266,7 +266,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
             ("--mooncake-endpoint", settings.mooncake_endpoint),
         ):
             if given is not None:
-                raise SettingsError(f"{flag} is {given}; expected none: it is a flag of --engine store")
+                raise SettingsError(f"{flag} is {given}; remove it: it is a flag of --engine store")
         drained = settings.events and settings.engine is EngineKind.TENSORRT_LLM
         if drained:
             settings._check_drained()
@@ -283,10 +283,10 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         return settings
 
     def _check_connector(self) -> None:
-        """Without a connector nothing is fetched, whatever else is said of it."""
+        """Check that fetch settings come with a connector: without one nothing is fetched."""
         for flag, given in (("--kv-port", self.kv_port), ("--kv-tiers", self.kv_tiers)):
             if given and self.kv_connector is None:
-                raise SettingsError(f"{flag} is given without --kv-connector; expected the connector of that port")
+                raise SettingsError(f"{flag} is given without --kv-connector; expected both")
         if self.kv_connector is KvConnector.P2P and self.engine not in (EngineKind.VLLM, EngineKind.MOCK):
             raise SettingsError(f"--kv-connector is p2p, but --engine is {self.engine.value}; expected --engine vllm")
 
@@ -296,7 +296,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
             raise SettingsError(f"--source is {self.source}, and --endpoint {self.endpoint}; expected one of them")
         if self.source is not None and self.dp_size is not None:
             raise SettingsError(
-                f"--source is {self.source}, and --dp-size {self.dp_size}; expected a process for each rank"
+                f"--source is {self.source}, and --dp-size {self.dp_size}; run one process per rank instead"
             )
         if self.source is None and self.endpoint is None and self.status_port is None:
             expected = (
@@ -317,7 +317,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
             ("--dp-size", self.dp_size),
         ):
             if given is not None:
-                raise SettingsError(f"{flag} is {given}; expected none: a shared store is not an engine")
+                raise SettingsError(f"{flag} is {given}; remove it: a shared store is not an engine")
         if not self.store_ttl_s and self.lmcache_endpoint is None:
             expected = (
                 "expected a time after which a block counts as evicted, since evictions are not reported; or "
@@ -338,7 +338,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
             ("--dp-size", self.dp_size),
         ):
             if given is not None:
-                raise SettingsError(f"{flag} is {given}; expected none: TensorRT-LLM's events are read at --engine-url")
+                raise SettingsError(f"{flag} is {given}; remove it: TensorRT-LLM's events are read at --engine-url")
 
     @property
     def ranks(self) -> Sequence[Self]:

@@ -1,2 +1,2 @@
-"""The status page for people, served by routers, indexers and sidecars: one page and one renderer, each with its own
-sections."""
+"""The human-readable status page of routers, indexers and sidecars: one page and one renderer, with sections for each
+process."""

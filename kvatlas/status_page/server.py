@@ -1,7 +1,7 @@
 """`/` of a process' status port: the page, and the answers of its probe.
 
-Figures are collected at most once a second, however many people look at them. Sections are independent: one that can't be
-read says so in its place.
+Figures are collected at most once a second, however many viewers there are. Sections are independent: one that can't be read
+shows the error instead.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ class StatusPage:
         probe: Probe | None = None,
         failures: tuple[type[Exception], ...] = (),
     ) -> None:
-        """`role`: the kind of process; `name`: which one. `facts`: figures that need no waiting. `failures`: further errors
-        that sections and the probe raise when a server is away."""
+        """`role`: the kind of process; `name`: which one. `facts`: figures that need no waiting. `failures`: other errors that
+        sections and the probe raise when a server is down."""
         self._failures: tuple[type[Exception], ...] = (KvatlasError, TimeoutError, *failures)
         self._role = role
         self._name = name

@@ -50,7 +50,7 @@ async def workers_section(records: Mapping[str, FleetRecord], digest: ReadDigest
 
 
 def workers_fact(records: Mapping[str, FleetRecord]) -> Fact:
-    """How many workers may get requests."""
+    """Number of workers that may get requests."""
     engines = [record for record in records.values() if not record.endpoint.is_store]
     routable = sum(record.routable for record in engines)
     tone = Tone.GOOD if routable == len(engines) and routable else Tone.WARNING if routable else Tone.BAD

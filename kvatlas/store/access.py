@@ -1,4 +1,4 @@
-"""Where the store is and who connects to it: address, credentials, certificates."""
+"""Access to the store: address, credentials, certificates."""
 
 import ssl
 from dataclasses import dataclass

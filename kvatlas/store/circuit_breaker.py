@@ -21,8 +21,8 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Has it failed often enough to be left alone? A call that `may_call` allows then is a try, for which nothing should
-        wait."""
+        """True if it has failed often enough to be spared. A call that `may_call` then allows is only a trial, for which
+        nothing should wait."""
         return self._failed >= self._failures
 
     def may_call(self) -> bool:
@@ -37,11 +37,11 @@ class CircuitBreaker:
         return True
 
     def record_success(self) -> None:
-        """The store answered."""
+        """Record that the store answered."""
         self._failed = 0
 
     def record_failure(self) -> None:
-        """The store did not answer."""
+        """Record that the store did not answer."""
         self._failed += 1
         if self.is_open:
             self._next_try = self._clock() + self._rest_s

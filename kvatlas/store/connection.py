@@ -91,7 +91,7 @@ class Store:
         return await self._call(commands, retry=True)
 
     async def ask(self, command: Awaitable[T]) -> T:
-        """The answer to a command of `client`. Raises Unreachable."""
+        """The answer to a command sent with `client`. Raises Unreachable."""
         try:
             return await command
         except UNREACHABLE as error:
@@ -216,10 +216,10 @@ async def open_store(
     """Open a store and wait for its first answer; `access` may be the URL alone.
 
     URLs: `redis://`, `rediss://`, `unix://`, `redis+cluster://` and `rediss+cluster://` (any nodes of a cluster, separated
-    by commas), `redis+sentinel://` and `rediss+sentinel://` (as `SentinelUrl` describes). With `wait` an unreachable server
-    is tried again with back-off, and `on_wait` gets a line for the user each time. Without `wait` it raises Unreachable at
-    once, naming the address. Raises AccessDenied for wrong credentials or unusable certificate files, InvalidValue for any
-    other URL.
+    by commas), `redis+sentinel://` and `rediss+sentinel://` (as `SentinelUrl` describes). With `wait` an unreachable server is
+    retried with back-off, and `on_wait` gets a line for the user each time. Without `wait` it raises Unreachable at once,
+    naming the address. Raises AccessDenied for wrong credentials or unusable certificate files, InvalidValue for any other
+    URL.
     """
     whole = RedisAccess(access) if isinstance(access, str) else access
     return await retry_until_reachable(lambda: _open(whole), wait=wait, on_wait=on_wait)

@@ -17,7 +17,7 @@ READ_SHARE = 0.6
 """Share of a decision's time that reading the pool and the index may take, so that some is left for booking."""
 
 STORE_FAILURES = (Unreachable, LayoutMismatch, RedisError, TimeoutError)
-"""Errors from a store that is slow, away, or back without its data."""
+"""Errors from a store that is slow, down, or back without its data."""
 
 
 class StoreLatency:
@@ -38,7 +38,7 @@ class StoreLatency:
         self._mean_s += (seconds - self._mean_s) / 8
 
     def deadline_ms(self, least_ms: float, most_ms: float, calls: int = CALLS_A_DECISION) -> float:
-        """Time for a decision that waits for so many calls. A store that never answers does not change it."""
+        """Time for a decision that waits for this many calls. A store that never answers does not lengthen it."""
         enough_ms = calls * (self._mean_s + 4 * self._deviation_s) * 1_000
         return min(max(least_ms, enough_ms), max(least_ms, most_ms))
 
@@ -58,7 +58,7 @@ class LateCalls:
             async with asyncio.timeout(max(0.0, seconds)):
                 return await asyncio.shield(task)
         except TimeoutError:
-            # if this process was the busy one, the result is there by now
+            # if this process was the busy one, the result has arrived by now
             for _ in range(LAST_CHECKS):
                 if task.done():
                     return task.result()
@@ -92,7 +92,7 @@ class LateCalls:
     def _discard(self, task: asyncio.Task[Any]) -> None:
         self._late.discard(task)
         if not task.cancelled():
-            task.exception()  # retrieved; otherwise asyncio logs that it never was
+            task.exception()  # retrieve the error; otherwise asyncio logs that it never was
 
 
 class Deadline:

@@ -1,4 +1,4 @@
-"""How far away the store is, by the time that its quickest answers take."""
+"""Measures how far away the store is, by its quickest answers."""
 
 import asyncio
 import time
@@ -15,10 +15,11 @@ RECENT = 5
 
 class StoreDistance:
     """The shortest of the last RECENT round trips: it waited least for a busy machine. One quick answer shows that the store is
-    near, only RECENT slow ones that it is far. Measured by calls of its own: those of a choice take time of the store's too."""
+    near, only RECENT slow ones that it is far. Measured with its own calls, because those of a choice include the store's
+    computing."""
 
     def __init__(self, store: Store | None = None, every_s: float = EVERY_S) -> None:
-        """`store` None: there is none, and nothing is far."""
+        """`store` None: there is no store, so nothing is far."""
         self._store = store
         self._every_s = every_s
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -35,15 +36,16 @@ class StoreDistance:
 
     @property
     def round_trip_s(self) -> float:
-        """0 until it is known."""
+        """The round trip in seconds; 0 until it is known."""
         return min(self._recent) if len(self._recent) == RECENT else 0.0
 
     def is_far(self, deadline_ms: float | None) -> bool:
-        """Would the calls of a decision, one after the other, take longer than it may wait? Never without a deadline."""
+        """True if the calls of a decision, one after another, would take longer than it may wait. Always False without a
+        deadline."""
         return deadline_ms is not None and CALLS_A_DECISION * self.round_trip_s * 1_000 > deadline_ms
 
     def record(self, seconds: float) -> None:
-        """A round trip took so long."""
+        """Record the duration of a round trip."""
         self._recent.append(seconds)
 
     async def _run(self) -> None:
@@ -53,7 +55,7 @@ class StoreDistance:
             try:
                 await store_time_us(self._store)
             except STORE_FAILURES:
-                # who is away is not far: the choices themselves find that out
+                # a store that is down is not far: choices find that out themselves
                 await asyncio.sleep(self._every_s)
             else:
                 self.record(time.monotonic() - began)

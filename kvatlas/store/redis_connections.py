@@ -1,5 +1,5 @@
-"""Calls to the nodes of a store over few connections, with many calls at a time on each: requests are written as they come,
-and the answers arrive in that order.
+"""Calls to the nodes of a store over few connections, with many calls at a time on each: requests are written as they arrive,
+and answers come in the same order.
 
 redis-py opens and authenticates a connection. From then on we read its transport here, without a task, a lock and a buffer
 for every call. A round trip on loopback takes 60 us instead of 150, and simultaneous calls wait for each other instead of

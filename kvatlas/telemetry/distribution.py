@@ -94,7 +94,7 @@ class Distribution:
         return Distribution(self.extent, counts, self.sum + other.sum, {**self.exemplars, **other.exemplars})
 
     def to_jsonable(self) -> dict[str, Any]:
-        """A summary for people; quantiles are upper bounds, and None if unknown or infinite."""
+        """A human-readable summary; quantiles are upper bounds, and None if unknown or infinite."""
         found = {f"p{round(q * 100)}": self.quantile(q) for q in (0.5, 0.99)}
         finite = {name: at if at is not None and isfinite(at) else None for name, at in found.items()}
         return {"count": self.count, "sum": self.sum, **finite}

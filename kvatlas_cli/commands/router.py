@@ -17,7 +17,7 @@ def router(settings: ProxySettings) -> None:
         return
 
     def flags(number: int) -> list[str]:
-        """The port for operators counts up: what it shows is one process' own."""
+        """Flags for each process: the operators' port counts up, because each process shows only its own state."""
         port = settings.control_at + number if settings.control_at else 0
         return ["--control-port", str(port), *replica_flags(settings, number)]
 

@@ -18,7 +18,7 @@ from kvatlas_cli.top.screen import View, render, sort_workers
 from kvatlas_cli.top.terminal import Terminal, open_terminal
 
 FIRST_HEARTBEATS_S = 1.2
-"""Each worker sends one per second: after this long we know how far the index is behind."""
+"""Each worker sends one per second: after this time we know how far the index lags."""
 
 
 @with_settings(TopSettings)
@@ -41,7 +41,7 @@ async def _top(settings: TopSettings) -> None:
 
 @asynccontextmanager
 async def _heartbeats(settings: TopSettings) -> AsyncIterator[Mapping[str, ReceivedHeartbeat]]:
-    """The workers' heartbeats meanwhile; empty without NATS, with a notice."""
+    """Collect the workers' heartbeats inside the block; none without NATS, with a notice."""
     listener = HeartbeatListener()
     try:
         client = await connect_nats(settings.nats, name="kvatlas-top", wait=settings.wait, on_wait=print_notice)

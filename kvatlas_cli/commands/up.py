@@ -45,7 +45,7 @@ LOCK_FILE = "up.lock"
 LOOPBACK = "127.0.0.1"
 ROUTABLE_S = 10.0
 GRACE_S = 5.0
-"""How long running answers may take after Ctrl-C."""
+"""Time for running answers to finish after Ctrl-C."""
 DECISION_MS = 1_000.0
 """All parts share this machine, as in the demo, so the store may have to wait for a core."""
 _POLL_S = 0.05
@@ -112,7 +112,7 @@ def parse_engine(text: str) -> dict[str, str]:
 
 
 def _check_values(flags: dict[str, str]) -> None:
-    """Raises SettingsError in terms of `--engine`, because the user did not write these flags."""
+    """Check the flags' values. Raises SettingsError in terms of `--engine`, because the user did not write these flags."""
     to_be_discovered = {"engine": EngineKind.VLLM, "model_id": "m"}
     if flags.get("engine") != EngineKind.TENSORRT_LLM:
         to_be_discovered["endpoint"] = "tcp://127.0.0.1:1"
@@ -218,7 +218,7 @@ def _locked(state_dir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             line = f"--state-dir (or KVATLAS_STATE_DIR) is {state_dir}, which another `kvatlas up` uses"
-            raise SettingsError(f"{line}; expected a folder of its own") from None
+            raise SettingsError(f"{line}; expected a separate folder") from None
         yield
 
 

@@ -2,7 +2,7 @@
 
     report.py       a finding: its level, one line, and what to do
     examination.py  runs all checks, in order
-    service_answer.py  checks for each model if a request would be served well now
+    service_answer.py  checks for each model whether a request would be served well now
     fleets.py       checks that the store and the stream belong to the same fleet
     store_facts.py  reads the store's servers          store.py  judges them
     heartbeats.py   listens to publishers

@@ -37,9 +37,9 @@ from kvatlas_cli.doctor.report import Finding, Level, join_names
 LONGEST_S = 9.0
 """Longest time of an examination, whatever hangs, unless `wait` is set."""
 MOST_CALLS = 60
-"""Most sequential calls to the store."""
+"""Limit of sequential calls to the store."""
 SETTLE_S = 6.0
-"""Longest wait for states that settle by themselves during a rolling update. An indexer takes over a partition in 5 s."""
+"""Longest wait for states that settle on their own during a rolling update. An indexer takes over a partition in 5 s."""
 _POLL_S = 0.2
 START = "indexers.start"
 _RETRIED = "once this is fixed, the indexers start by themselves"
@@ -114,10 +114,10 @@ async def examine(
     on_wait: Told | None = None,
     on_step: Told = lambda _: None,
 ) -> list[Finding]:
-    """Run all possible checks. The first findings say if requests are served; the store's come next.
+    """Run all possible checks. The first findings say whether requests are served; the store's come next.
 
     `status_urls`: publishers' status pages. `expected`: workers that should exist, each with a remark or ''. Listens to
-    heartbeats for `listen_s`, and waits up to `settle_s` for states that may settle by themselves. Without `wait`, a server
+    heartbeats for `listen_s`, and waits up to `settle_s` for states that may settle on their own. Without `wait`, a server
     that does not answer is a finding, and the examination takes at most LONGEST_S, or `listen_s` if that is longer, plus
     MOST_CALLS round trips if the store is far away.
     """
@@ -149,7 +149,7 @@ async def examine(
 
 
 def _answer_first(found: Sequence[Finding], *, heard_up: bool) -> list[Finding]:
-    """The findings, with the answer if requests are served first. Drops errors that only follow from NATS being away, or from
+    """The findings, with the answer if requests are served first. Drops errors that only follow from NATS being down, or from
     indexers that report why they can't start. `heard_up`: an engine that is up was heard."""
     if any(one.check == START for one in found):
         found = _drop_errors(found, _FOLLOWS)
@@ -315,7 +315,7 @@ def _judge_served(
     stored: Mapping[str, Mapping[str, StoredReport]],
     departures: Mapping[str, Departure],
 ) -> Iterator[Finding]:
-    """For each pool, if a request would be served well now."""
+    """Judge for each pool whether a request would be served well now."""
     records = fleet.records
     heard = bus.listener.heard if bus is not None else None
     unusable = {id: "no heartbeat" for id in records if heard is not None and id not in heard}

@@ -1,4 +1,4 @@
-"""Indexer replicas: which are alive, and if every partition has an owner."""
+"""Indexer replicas: which are alive, and whether every partition has an owner."""
 
 from collections.abc import Collection, Iterator, Mapping
 

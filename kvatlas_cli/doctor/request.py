@@ -33,7 +33,7 @@ from router_client import (
 MOST_WORKERS = 8
 """Workers that are listed individually, best first."""
 MOST_SCOPES = 64
-"""Most other scopes in which the prompt is looked up."""
+"""Limit of other scopes in which the prompt is looked up."""
 
 _CHAT, _COMPLETION = "messages", "prompt"
 

@@ -48,7 +48,7 @@ def judge_progress(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[F
 
 
 def judge_tenants(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
-    """Requests that went to workers which can't have blocks of their tenants."""
+    """Requests that went to workers that can't have blocks of their tenants."""
     for router_id, report in sorted(reports.items()):
         for one in report.foreign_tenants:
             line = (
@@ -68,7 +68,8 @@ def conditions_of(reports: Mapping[str, StoredReport]) -> dict[str, RouterCondit
 
 
 def router_clocks(reports: Mapping[str, StoredReport], store_ahead_us: int) -> dict[str, int]:
-    """How far each router's clock is ahead of ours. `store_ahead_us`: likewise for the store, whose clock dates the reports."""
+    """How far each router's clock is ahead of ours. `store_ahead_us`: the same for the store, whose clock dates the
+    reports."""
     return {id: one.sent_us - reports[id].written_us + store_ahead_us for id, one in conditions_of(reports).items()}
 
 

@@ -1,4 +1,4 @@
-"""The first finding for each model: if a request would be served well right now.
+"""The first finding for each model: whether a request would be served well right now.
 
 "Yes": an engine takes it, and the index knows which one has its prefix. "By load only": an engine takes it, but the index has
 no reliable knowledge of prefixes. "No": the router would refuse it.

@@ -20,7 +20,7 @@ MAX_SILENT_US = 5_000_000
 STARTING_S = 600
 """An engine that was never up may still be loading its model for this long."""
 MOST_ALIKE = 8
-"""Most diagnoses with the same cure that are shown in full."""
+"""Limit of diagnoses with the same cure that are shown in full."""
 
 
 def judge_workers(
@@ -164,7 +164,7 @@ def _judge_diagnoses(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding
 
 
 def _judge_versions(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]:
-    """Publishers of other versions. Versions work together, but it helps to know which behaves how, and if an upgrade is
+    """Publishers of other versions. Versions work together, but it helps to know which behaves how, and whether an upgrade is
     complete."""
     workers: dict[str, list[str]] = defaultdict(list)
     for id, one in heard.items():

@@ -200,7 +200,7 @@ def _around(names: Sequence[str], selected: str, room: int) -> Sequence[str]:
 
 
 def _line(texts: Sequence[str], columns: Sequence[_Column], first: int, mark: str = " ") -> str:
-    """The worker and its state are left-aligned, figures are right-aligned."""
+    """A worker's line: its name and state are left-aligned, figures right-aligned."""
     cells = [mark + _cut(texts[0], first).ljust(first), _cut(texts[1], columns[1].width).ljust(columns[1].width)]
     cells += [_cut(text, column.width).rjust(column.width) for text, column in zip(texts[2:], columns[2:], strict=True)]
     return " ".join(cells)

@@ -1,4 +1,4 @@
-"""`kvatlas usage`: what each tenant's blocks took, and what they saved.
+"""`kvatlas usage`: the memory that each tenant's blocks took, and what they saved.
 
 rows.py      who used what, and the forms in which it is exported
 command.py   the command

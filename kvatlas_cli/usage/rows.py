@@ -1,4 +1,4 @@
-"""Who used what: the index's byte-seconds and the answers' tokens, joined by model, tenant, adapter and program."""
+"""Usage rows: the index's byte-seconds and the answers' tokens, joined by model, tenant, adapter and program."""
 
 import csv
 import io
@@ -12,7 +12,7 @@ from kvatlas.index.usage import ResidentUse
 from kvatlas.predictions.answer_usage import AnswerUse, User
 
 FORGOTTEN = "(forgotten)"
-"""Stands for names that are not kept any more."""
+"""Stands for names that are no longer kept."""
 
 _OF_ANSWERS = (
     ("prompt_tokens", "Prompt tokens of answers that report cached ones", "prompt_tokens", 1),
@@ -24,7 +24,7 @@ _OF_ANSWERS = (
 
 @dataclass(slots=True)
 class UsageRow:
-    """`scope` None: forgotten. `program` empty: of blocks, which programs share, and of requests that prove none."""
+    """`scope` None: forgotten. `program` empty: for blocks, which programs share, and for requests that prove none."""
 
     scope: Scope | None
     program: str
@@ -56,7 +56,7 @@ class UsageRow:
 
 
 def join_rows(resident: Iterable[ResidentUse], answers: Iterable[Mapping[User | None, AnswerUse]]) -> list[UsageRow]:
-    """A row for each model, tenant, adapter and program, in their order."""
+    """A row for each model, tenant, adapter and program, sorted by them."""
     found: dict[tuple[str, ...], UsageRow] = {}
 
     def row_of(scope: Scope | None, program: str) -> UsageRow:
@@ -74,7 +74,7 @@ def join_rows(resident: Iterable[ResidentUse], answers: Iterable[Mapping[User | 
 
 
 def to_csv(rows: Sequence[UsageRow]) -> str:
-    """With a line of names."""
+    """The rows as CSV, after a header line."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(UsageRow(None, "").jsonable()), lineterminator="\n")
     writer.writeheader()
@@ -83,7 +83,7 @@ def to_csv(rows: Sequence[UsageRow]) -> str:
 
 
 def to_prometheus(rows: Sequence[UsageRow]) -> str:
-    """Sums by model, and tier, as Prometheus' text: it has no tenant's, adapter's or program's name."""
+    """Sums by model and tier as Prometheus' text, without names of tenants, adapters or programs."""
     resident: dict[tuple[str, Tier], float] = {}
     answers: dict[str, AnswerUse] = {}
     for row in rows:

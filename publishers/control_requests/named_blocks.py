@@ -13,7 +13,7 @@ from kvatlas_publishers.ledger.lineage import Lineage
 
 
 def engine_hashes_of(text: str) -> list[EngineHash]:
-    """The engine hashes that a person's text may mean: a 64-bit number (decimal, or 16 hex digits), the bytes of hex digits, or
+    """The engine hashes that a user's text may mean: a 64-bit number (decimal, or 16 hex digits), the bytes of hex digits, or
     the text itself."""
     found: list[EngineHash] = [text.encode()]
     digits = text.removeprefix("0x").removeprefix("-")

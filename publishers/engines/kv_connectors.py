@@ -1,4 +1,4 @@
-"""How an engine fetches KV from others, according to its configuration (pure).
+"""Finds how an engine fetches KV from others, from its configuration (pure).
 
 vLLM     /server_info?config_format=json (development server only): `kv_transfer_config` of an OffloadingConnector, also
          inside a MultiConnector, with a `p2p` tier or one that takes router hints (KVCR)

@@ -67,7 +67,7 @@ def _cached_layers(text: Mapping[str, Any]) -> int:
 
 
 def _layer_values(text: Mapping[str, Any]) -> int:
-    """How many numbers a layer keeps for a token."""
+    """Number of values that a layer keeps per token."""
     if text.get("kv_lora_rank"):
         return _count(text, "kv_lora_rank") + _count(text, "qk_rope_head_dim")
     heads = _count(text, "num_attention_heads")

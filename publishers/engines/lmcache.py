@@ -83,10 +83,12 @@ class ChunkEvents:
             return
         parent, tokens = record.get("parent_block_hash"), record.get("token_ids")
         if not isinstance(parent, (bytes, type(None))) or not isinstance(tokens, list):
-            raise EngineEventError(f"record with parent {parent!r:.40} and token_ids {tokens!r:.40}")
+            raise EngineEventError(
+                f"record has parent {parent!r:.40} and token_ids {tokens!r:.40}; expected bytes or nil, and an array"
+            )
         if not tokens or len(names) != 1 or len(tokens) > MAX_BLOCK_TOKENS or set(map(type, tokens)) != {int}:
             raise EngineEventError(
-                f"record of {len(names)} stored chunks with {len(tokens)} tokens; expected one chunk"
+                f"record has {len(names)} stored chunks with {len(tokens)} tokens; expected one chunk"
             )
         if names[0] not in self.held:
             self.held.add(names[0])

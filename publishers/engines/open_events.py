@@ -62,7 +62,7 @@ def decode_batch(payload: bytes) -> EngineBatch:
     try:
         return batch_of(_parse(payload))
     except RecursionError as error:
-        raise EngineEventError(f"payload of {len(payload)} bytes that are nested too deeply") from error
+        raise EngineEventError(f"payload of {len(payload)} bytes is nested too deeply") from error
 
 
 def batch_of(raw: Any) -> EngineBatch:
@@ -103,20 +103,20 @@ def batch_of(raw: Any) -> EngineBatch:
 
 def _parse(payload: bytes) -> Any:
     if len(payload) > MAX_PAYLOAD_BYTES:
-        raise EngineEventError(f"payload of {len(payload)} bytes; expected at most {MAX_PAYLOAD_BYTES}")
+        raise EngineEventError(f"payload has {len(payload)} bytes; expected at most {MAX_PAYLOAD_BYTES}")
     if payload[:1] not in _JSON_STARTS or not payload:
         try:
             return unpack(payload, max_bytes=MAX_PAYLOAD_BYTES, strict_map_key=False)
         except InvalidValue as error:
             if payload[:1] >= b"\x80":
                 raise EngineEventError(f"payload of {error}") from error
-            raise EngineEventError(f"payload of {len(payload)} bytes that are neither JSON nor msgpack") from error
+            raise EngineEventError(f"payload of {len(payload)} bytes is neither JSON nor msgpack") from error
     if payload.count(b"[") + payload.count(b"{") > MAX_OTHER_VALUES:  # an empty one grows from 2 bytes to 64
-        raise EngineEventError(f"payload with more than {MAX_OTHER_VALUES} arrays and objects")
+        raise EngineEventError(f"payload has more than {MAX_OTHER_VALUES} arrays and objects")
     try:
         return json.loads(payload)
     except (ValueError, RecursionError) as error:
-        raise EngineEventError(f"payload of {len(payload)} bytes that are not JSON: {error!s:.80}") from error
+        raise EngineEventError(f"payload of {len(payload)} bytes is not JSON: {error!s:.80}") from error
 
 
 def _can_only_store(raw: Any) -> bool:
@@ -215,7 +215,7 @@ def _numbered_batch(raw_events: Sequence[Any], fields: RouterFields) -> EngineBa
         events.append(event)
         event_ids.append((event_id, repr(one).encode()))
     if len(ranks) > 1:
-        raise EngineEventError(f"batch with events of dp_rank {', '.join(map(str, sorted(ranks)))}; expected one rank")
+        raise EngineEventError(f"batch has events of dp_rank {', '.join(map(str, sorted(ranks)))}; expected one rank")
     header = OpenHeader(event_ids=event_ids, shutdown=fields.shutdown, load=fields.load)
     return EngineBatch(events, 0.0, ranks.pop() if ranks else None, skipped, lost, header=header)
 

@@ -31,8 +31,8 @@ class BlockStored(_Form):
 
     With `token_ids` the blocks are keyed by their tokens, so that any router finds them. If an engine never sends token ids,
     its blocks are keyed by its own hashes, for requests that carry such hashes (an external chain). If it does, an event
-    without them reports further copies of known blocks. `session_id`: replaces "root" for hashes that are valid only within a
-    session.
+    without them reports additional copies of known blocks. `session_id`: replaces "root" for hashes that are valid only within
+    a session.
     """
 
     type: Literal["block_stored"]
@@ -67,7 +67,7 @@ class BlockRemoved(_Form):
 
 
 class AllBlocksCleared(_Form):
-    """The worker holds no blocks any longer, in any tier."""
+    """The worker no longer holds any block, in any tier."""
 
     type: Literal["all_blocks_cleared"]
 

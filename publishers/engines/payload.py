@@ -124,7 +124,7 @@ def tokens_of(tag: str, fields: Fields) -> list[int]:
 
 
 def tokens_of_pairs(tag: str, fields: Fields) -> tuple[list[int], Sequence[int]]:
-    """(the event's `token_ids`, the token behind the last block). The second is empty unless tokens come in pairs.
+    """(the event's `token_ids`, the token after the last block). The second is empty unless tokens come in pairs.
 
     With EAGLE, SGLang keys its tree by pairs (t[j], t[j+1]): the block at tokens 16..31 has the pairs that *start* there, so
     it covers token 32 too, as vLLM's lookahead hashes do. Raises EngineEventError.
@@ -133,10 +133,10 @@ def tokens_of_pairs(tag: str, fields: Fields) -> tuple[list[int], Sequence[int]]
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], list):
         return tokens_of(tag, fields), ()
     if any(not isinstance(pair, list) or len(pair) != 2 for pair in tokens):
-        raise EngineEventError(f"{tag} with token_ids that mix pairs and single tokens")
+        raise EngineEventError(f"{tag} mixes pairs and single tokens in token_ids")
     firsts, seconds = [pair[0] for pair in tokens], [pair[1] for pair in tokens]
     if firsts[1:] != seconds[:-1]:
-        raise EngineEventError(f"{tag} with token pairs that don't overlap; expected (a, b), (b, c) and so on")
+        raise EngineEventError(f"{tag} has token pairs that don't overlap; expected (a, b), (b, c) and so on")
     _integers(tag, seconds)
     return _integers(tag, firsts), seconds[-1:]
 
@@ -148,7 +148,7 @@ def _integers(tag: str, tokens: list[Any]) -> list[int]:
     except TypeError:
         integers = False
     if not integers:
-        raise EngineEventError(f"{tag} with a token id that is not an integer")
+        raise EngineEventError(f"{tag} has a token id that is not an integer")
     return tokens
 
 

@@ -157,7 +157,7 @@ class EnginePoller:
         self._set_state(EngineState.ASLEEP if self._asleep else EngineState.UP)
 
     async def _ask_health(self, client: httpx.AsyncClient) -> int:
-        """The status of the engine's health page. SGLang's health page waits for a token, behind the prompts being computed. So
+        """The status of the engine's health page. SGLang's health page waits for a token, after the prompts being computed. So
         an engine that was up counts as healthy (200) if only this page is late: `_poll` still needs its metrics page. Whether
         the engine makes progress is not judged here."""
         try:

@@ -2,7 +2,7 @@
 published.
 
 Hashes are signed 64-bit integers, used unchanged. There are no groups and no extra keys; every event of a chain has its salt.
-`AllBlocksCleared` resets the whole cache: the device tier and the host's. The tiers behind them count as cleared too, since the
+`AllBlocksCleared` resets the whole cache: the device tier and the host's. Farther tiers count as cleared too, since the
 tree that names their blocks is gone. Others also evict from a shared pool (EXTERNAL), and no event reports that.
 
 - Up to 0.5.5 a block's hash covers only its own tokens (Python's `hash`), and blocks below another node of the tree look like

@@ -59,7 +59,7 @@ def read_records(body: bytes) -> Sequence[Record]:
     try:
         raw_records = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise EngineEventError(f"answer of {len(body)} bytes that are not JSON: {error!s:.80}") from error
+        raise EngineEventError(f"answer of {len(body)} bytes is not JSON: {error!s:.80}") from error
     if not isinstance(raw_records, list):
         raise EngineEventError(f"answer is {raw_records!r:.60}; expected an array of events")
     records = []
@@ -128,10 +128,12 @@ class EventDecoder:
         """The group's index; 0 if the engine reports no windows."""
         window, layers = fields.get("window_size") or 0, fields.get("layer_group_id") or 0
         if type(window) is not int or type(layers) is not int or not 0 <= window <= MAX_NUMBER:
-            raise EngineEventError(f"event of window_size {window!r:.40} and layer_group_id {layers!r:.40}")
+            raise EngineEventError(
+                f"event has window_size {window!r:.40} and layer_group_id {layers!r:.40}; expected integers"
+            )
         group = self._groups.setdefault((window, layers), len(self._groups))
         if group >= MAX_GROUPS:
-            raise EngineEventError(f"events of more than {MAX_GROUPS} windows and layer groups")
+            raise EngineEventError(f"events name more than {MAX_GROUPS} windows and layer groups")
         self._largest_window = max(window, self._largest_window)
         return group
 
@@ -142,16 +144,18 @@ class EventDecoder:
         if algorithm != HASH_ALGORITHM:
             self.foreign += 1
             self.foreign_algorithm = str(algorithm)[:MAX_ALGORITHM]
-            raise EngineEventError(f"block hashes of {algorithm!r:.40}; expected {HASH_ALGORITHM}")
+            raise EngineEventError(f"block hashes use {algorithm!r:.40}; expected {HASH_ALGORITHM}")
         blocks, parent = data.get("blocks"), data.get("parent_hash")
         if not isinstance(blocks, list) or (parent is not None and type(parent) is not int):
-            raise EngineEventError(f"stored blocks {blocks!r:.40} behind {parent!r:.40}; expected an array and a hash")
+            raise EngineEventError(
+                f"stored blocks are {blocks!r:.40} after {parent!r:.40}; expected an array and a hash"
+            )
         plain = _plain_run(blocks)
         if blocks and not plain:
-            raise EngineEventError(f"{len(blocks)} stored blocks that begin with an image: left out")
+            raise EngineEventError(f"{len(blocks)} stored blocks begin with an image: left out")
         if plain and not self._is_plain(plain, parent):
             self.foreign += 1
-            raise EngineEventError(f"{len(blocks)} stored blocks whose hash is not that of their tokens: left out")
+            raise EngineEventError(f"the hash of {len(blocks)} stored blocks does not match their tokens: left out")
         self.verified += bool(plain)
         kind = AttentionKind.FULL if (fields.get("window_size") or 0) == self._largest_window else AttentionKind.OTHER
         salt = blocks[0].get("cache_salt") if blocks else None
@@ -235,7 +239,7 @@ def _plain_run(raw_blocks: Sequence[Any]) -> list[_Block]:
             raise EngineEventError(f"stored block {raw!r:.80}; expected block_hash, cache_level, tokens")
         pairs = [(token.get("token_id"), token.get("token_extra_id")) for token in raw["tokens"]]
         if not 0 < len(pairs) <= MAX_BLOCK_TOKENS:
-            raise EngineEventError(f"stored block of {len(pairs)} tokens; expected 1 to {MAX_BLOCK_TOKENS}")
+            raise EngineEventError(f"stored block has {len(pairs)} tokens; expected 1 to {MAX_BLOCK_TOKENS}")
         is_text = not raw.get("mm_keys") and all(type(token) is int and not extra for token, extra in pairs)
         if not is_text or (run and salt != run[0].salt):
             break

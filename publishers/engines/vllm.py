@@ -3,7 +3,7 @@
 Decisions that the wire leaves open:
 - A group's spec kind defines its attention. Events without one (0.20, 0.21 and before, offloading, removals) use what other
   events of the group said.
-- With EAGLE, a block's hash may cover tokens behind the block (0.33, `lookahead_token_ids`): then a hit drops no block.
+- With EAGLE, a block's hash may cover tokens after the block (0.33, `lookahead_token_ids`): then a hit drops no block.
 - `locality` REMOTE (0.26 and later) means that the copy is not in this worker's own memory. GPU then becomes remote_hbm; FS,
   OBJ and STORAGE are shared storage, so object_store. CPU of another host has no tier here and is skipped by name.
 - Events of tiers other than the device's come from a KV connector (offloading, Mooncake, LMCache). They have tokens, but
@@ -17,8 +17,8 @@ Decisions that the wire leaves open:
   offloading connector (`TieringOffloadingManager.reset_cache`, 0.33).
 - For a request with `kv_cache_report_mode: "full"` (0.26 and later, so maps), vLLM reports cache hits as stored blocks, from
   the prompt's first block on. They look exactly like new copies: see `ledger.hit_reports`.
-- `remaining_copy_counts` (proposed for versions after 0.33): how many copies of each removed block are left. A block is held
-  until none is left. For a version that reports only the last copy's removal, use `--set-semantics`.
+- `remaining_copy_counts` (proposed for versions after 0.33): the number of copies of each removed block that remain. A block
+  is held until none remains. For a version that reports only the last copy's removal, use `--set-semantics`.
 - Before 0.14 events have an adapter's id but not its name, so requests can't be matched to such blocks.
 - Before 0.17 the engine's hash covers salt and multimodal items, but events omit them: such blocks look plain, so everything
   is an upper bound.
@@ -202,7 +202,7 @@ def _window(tag: str, fields: wire.Fields) -> int | None:
 
 
 def _lookahead(tag: str, fields: wire.Fields) -> Sequence[int]:
-    """The tokens behind the last block that its hash covers. `lookahead_token_ids` has one array of tokens per block."""
+    """The tokens after the last block that its hash covers. `lookahead_token_ids` has one array of tokens per block."""
     ahead = fields.get("lookahead_token_ids")
     if not ahead and (ahead is None or isinstance(ahead, list)):
         return ()

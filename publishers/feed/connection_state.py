@@ -3,14 +3,14 @@
     CONNECTING --connected--> CONNECTED --disconnected--> LOST --GRACE_S--> AWAY --connected--> CONNECTED
          `--------------------GRACE_S---------------------------------------^
 
-ZMQ reconnects by itself, so the engine counts as down only after its connection was lost for GRACE_S.
+ZMQ reconnects automatically, so the engine counts as down only after its connection was lost for GRACE_S.
 
 The feed's next task is the first of these that applies:
 
     RESTART     the engine's process was replaced
-    RECONNECT   the connection was lost and is back: ask replay for the batches missed meanwhile
+    RECONNECT   the connection was lost and is back: request a replay of the batches missed meanwhile
     TAKE        a message arrived
-    PROBE       first connection, or silence: ask replay if a last batch was lost. The pause doubles each time
+    PROBE       first connection, or silence: check by replay whether a last batch was lost. The pause doubles each time
 """
 
 from enum import Enum, auto
@@ -63,7 +63,7 @@ class ConnectionState:
     # ---------------------------------------------------------------- what happened
 
     def record_connect(self) -> None:
-        """The socket has one more connection."""
+        """Record one more connection of the socket."""
         self._connections += 1
         self._connected_once = True
         self._probe_due = True  # ask at once for batches sent before
@@ -71,17 +71,17 @@ class ConnectionState:
         self._was_lost = False
 
     def record_disconnect(self, now_s: float) -> None:
-        """The socket lost one connection."""
+        """Record that the socket lost one connection."""
         self._connections = max(0, self._connections - 1)
         self._was_lost = self._was_lost or not self._connections
         self._lost_s = now_s
 
     def record_restart(self) -> None:
-        """The engine's process was replaced."""
+        """Record that the engine's process was replaced."""
         self._restart_due = True
 
     def request_probe(self) -> None:
-        """Ask replay as soon as no message waits."""
+        """Request a replay as soon as no message waits."""
         self._probe_due = True
 
     # ---------------------------------------------------------------- what follows
@@ -115,7 +115,7 @@ class ConnectionState:
         return Task.WAIT
 
     def finish(self, task: Task, now_s: float) -> None:
-        """The task is done. TAKE, RECONNECT and PROBE restart the silence timer."""
+        """Finish the task. TAKE, RECONNECT and PROBE restart the silence timer."""
         if task in (Task.WAIT, Task.RESTART):
             return
         if task is not Task.PROBE:

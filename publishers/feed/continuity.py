@@ -7,17 +7,17 @@ the remembered ones.
     next in order                        take
     seq remembered, same payload         a duplicate: ignore
     seq remembered, another payload      a restart: start over
-    seq ahead                            a gap: ask replay, a few times; if it fills the gap from the same process, take;
+    seq ahead                            a gap: request replay, a few times; if it fills the gap from the same process, take;
                                          else start over
-    nothing taken yet, seq above 0       a late joiner: ask replay from 0 and take what leads up to it without a gap
-    silence, or reconnected              ask replay: this reveals a lost last batch, and another process whose next seq happens
+    nothing taken yet, seq above 0       a late joiner: request replay from 0 and take what leads up to it without a gap
+    silence, or reconnected request replay: this reveals a lost last batch, and another process whose next seq happens
                                          to follow ours
 
 To start over, the caller drops everything held (it empties its ledger and begins a new incarnation) and continues from the
 batches that are certain. Blocks stored earlier are then unknown and not published, which is safe.
 
-The caller does what a Step says, in this order: empty, take, then ask replay and pass its answer to `take_replay`. Only then it
-offers the next message.
+The caller does what a Step says, in this order: empty, take, then request replay and pass its answer to `take_replay`. Only
+then does it offer the next message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,8 @@ from kvatlas_publishers.feed.payload_digests import DIGEST_BYTES, PayloadDigests
 REMEMBERED_PAYLOADS = 16_384
 """More than an engine's replay buffer (10,000 by default), because the feed repeats batches that a replay returned."""
 COMPARED_PAYLOADS = 16
-"""A replay starts at most this far back. One payload would reveal another process that is behind ours. Several also reveal one
-whose next seq happens to follow ours."""
+"""A replay starts at most this far back. One payload would reveal another process whose seq is behind ours. Several also
+reveal one whose next seq happens to follow ours."""
 SAVED_PAYLOADS = 256
 REPLAY_TRIES = 3
 """Consecutive incomplete replays before everything held is dropped."""
@@ -66,7 +66,7 @@ class ContinuityCounters:
     gaps: int = 0
     gaps_filled: int = 0
     started_over: int = 0
-    """How often everything held was dropped, for any reason."""
+    """Number of times that everything held was dropped, for any reason."""
     late_joins: int = 0
     replays_failed: int = 0
 
@@ -85,7 +85,7 @@ class Continuity:
 
     @property
     def replay_from(self) -> int:
-        """First seq to ask replay for."""
+        """First seq to request from replay."""
         if self.last_seq is None:
             return 0
         return self.last_seq + 1 - min(len(self._digests), COMPARED_PAYLOADS)
@@ -128,11 +128,11 @@ class Continuity:
         return Step(ask_from=self.replay_from, why=f"{why}; asking replay")
 
     def probe(self) -> Step:
-        """The feed was silent: ask if a last batch was lost."""
+        """Probe a silent feed: was a last batch lost?"""
         return Step(ask_from=self.replay_from) if self.can_replay else Step()
 
     def resume(self) -> Step:
-        """Call at the start, with a loaded state: ask if the engine's process is still the saved one."""
+        """Call at the start, with a loaded state: check whether the engine's process is still the saved one."""
         if self.last_seq is None:
             return self.probe()
         if not self.can_replay:
@@ -140,12 +140,12 @@ class Continuity:
         return Step(ask_from=self.replay_from)
 
     def restart(self) -> Step:
-        """The engine's process was replaced. The caller first drops its queued messages, which may come from either
-        process."""
+        """Start over: the engine's process was replaced. The caller first drops its queued messages, which may come from
+        either process."""
         return self._restart(None, "engine restarted: its process start time changed")
 
     def reconnect(self) -> Step:
-        """The connection was lost and is back: ask what was missed, and if it is still the same process."""
+        """Call after the connection is back: check what was missed, and whether it is still the same process."""
         if self.can_replay or self.last_seq is None:
             return self.probe()
         return self._start_over([], "connection was lost, and no replay socket is set to ask what was missed")
@@ -198,8 +198,8 @@ class Continuity:
     # ---------------------------------------------------------------- what follows
 
     def _retry(self, by_seq: Mapping[int, bytes], pending: Batch | None, why: str, after: Sequence[Batch] = ()) -> Step:
-        """A replay was incomplete: take what it returned in order, and ask again, a few times. If it was empty and no message
-        is pending, ask at the next probe."""
+        """Handle an incomplete replay: take what it returned in order, and ask again, a few times. If it was empty and no
+        message is pending, ask at the next probe."""
         failures = self._failures + 1
         self.counters.replays_failed += 1
         if failures >= REPLAY_TRIES:
@@ -210,7 +210,7 @@ class Continuity:
         return replace(step, ask_from=ask_from, why=f"{why} (try {failures} of {REPLAY_TRIES})")
 
     def _join(self, by_seq: Mapping[int, bytes], whole: bool, pending: Batch | None) -> Step:
-        """Nothing is held: take the batches that lead up to the pending message, or to the replay's end."""
+        """Start with the batches that lead up to the pending message, or to the replay's end, because nothing is held."""
         if not whole:
             self.counters.replays_failed += 1
             if (by_seq or pending is not None) and self._failures + 1 < REPLAY_TRIES:

@@ -5,7 +5,7 @@
 There is no replay: events of a lost answer, or taken by another reader, are gone. `event_id` has no gaps, which reveals this:
 
     next in order         take
-    anything else         start over: drop everything held, and go on from this record
+    anything else         start over: drop everything held, and continue from this record
     no answer             start over: returned events may be lost, or the engine was restarted
 
 Dropping everything held is safe; keeping a block whose removal was lost is not. Each time costs the index a new incarnation,
@@ -195,7 +195,7 @@ class EventDrain:
         return [], []
 
     def _start_over(self, why: str, *, forget: bool) -> None:
-        """`forget`: True if it may be another engine process."""
+        """Drop everything held. `forget`: True if it may be another engine process."""
         if forget:
             self._decoder.forget()
         self._counters.feed_gaps = self._position.gaps

@@ -70,7 +70,7 @@ class LMCacheSubscription:
         self._subscribed = False
 
     def restart(self) -> None:
-        """The ledger has dropped its chunks: read them all again."""
+        """Read all chunks again, because the ledger has dropped them."""
         self._chunks = ChunkEvents()
         self._again = True
 

@@ -1,4 +1,4 @@
-"""Asks an engine's replay socket for earlier batches (thin).
+"""Requests earlier batches from an engine's replay socket (thin).
 
 Sources: vLLM 0.9 to 0.33 and SGLang 0.4.7 to 0.5.23. Request: `[b"", seq]`; answers: `[b"", (topic,) seq, payload]`, ended
 by `[b"", (b"",) ff*8, b""]`. Up to vLLM 0.32 a slow reader can lose batches and the end, hence the deadline.

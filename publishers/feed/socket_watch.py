@@ -21,7 +21,7 @@ _REPLAY_CURE = "set --replay-endpoint to the replay socket of the engine's --kv-
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """What was seen, and what to do about it."""
+    """An observation, and what to do about it."""
 
     seen: str
     cure: str
@@ -45,13 +45,13 @@ class SocketWatch:
         self._refused = False
 
     def record_message(self) -> bool:
-        """The event socket brought a message under our topic. True for the first since it was connected."""
+        """Record a message of the event socket under our topic. True for the first since it was connected."""
         first, self._heard = not self._heard, True
         self._foreign = None
         return first
 
     def record_foreign_topic(self, topic: bytes, now_s: float) -> None:
-        """The event socket brought a message under another topic."""
+        """Record a message of the event socket under another topic."""
         since_s = self._foreign[1] if self._foreign is not None else now_s
         self._foreign = topic.decode(errors="replace"), since_s
 
@@ -67,17 +67,17 @@ class SocketWatch:
         return self._replay_endpoint is not None and self._replays_failed == 1
 
     def record_connect(self) -> None:
-        """A publishing socket connected."""
+        """Record that a publishing socket connected."""
         self._refused = self._asked = False
         self._late_batches = self._replays_failed = 0
 
     def record_listener(self) -> None:
-        """Something listens at the event socket's address. Unless `record_connect` follows at once, it is not an event
-        socket."""
+        """Record that something listens at the event socket's address. Unless `record_connect` follows at once, it is not an
+        event socket."""
         self._refused = True
 
     def record_disconnect(self) -> None:
-        """The socket lost its last connection."""
+        """Record that the socket lost its last connection."""
         self._heard = self._replay_answers = False
         self._foreign, self._late_batches = None, 0
 
@@ -108,7 +108,7 @@ class SocketWatch:
         return Suspicion(seen, cure if self._refused else f"if the engine runs: {off_cure}")
 
     def _of_rank(self, cure: str) -> str:
-        """The cure for a rank above 0: it may run on another node than the engine's HTTP address."""
+        """The cure for a rank above 0: it may run on a node other than the engine's HTTP address."""
         if not self._rank:
             return cure
         there = f"if rank {self._rank} runs on another node, its event socket is there: set --endpoint to that node"

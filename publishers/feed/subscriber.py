@@ -81,7 +81,7 @@ class Feed:
         engine_up: Callable[[], bool | None] = lambda: None,
     ) -> None:
         """`on_alive`: called when `alive` changes. `engine_up`: True if the engine is known to be up, regardless of the
-        connection (None: unknown). If so, replay is asked for its events even without a connection."""
+        connection (None: unknown). If so, its events are requested from replay even without a connection."""
         self.continuity = continuity
         self.consistent = True
         """True if every batch up to the feed's position was passed to `on_batch`."""
@@ -163,7 +163,8 @@ class Feed:
         return True
 
     async def catch_up(self) -> None:
-        """Before the first incarnation: check if the engine's process is still the saved one, and read its earlier batches.
+        """Call before the first incarnation: checks whether the engine's process is still the saved one, and reads its earlier
+        batches.
 
         Returns when replay has confirmed the saved state, or the state was dropped. Don't publish anything before that.
         """
@@ -178,7 +179,7 @@ class Feed:
             await self._receive()
 
     def record_restart(self) -> None:
-        """The engine's process was replaced."""
+        """Start over: the engine's process was replaced."""
         self._state.record_restart()
 
     @property
@@ -263,7 +264,7 @@ class Feed:
         return seq, payload
 
     async def _follow(self, step: Step, *, probes: bool = False) -> None:
-        """Execute the continuity's steps until it asks for no more replay. `probes`: no message announced a missing batch."""
+        """Execute the continuity's steps until it requests no more replay. `probes`: no message announced a missing batch."""
         while True:
             if step.why:
                 what_follows = f"; {STARTING_OVER}" if step.empty else ""

@@ -2,7 +2,7 @@
 
 Any process may send to the feed's socket. If a foreign message took a seq, the engine's own message of that seq would look as
 if another engine process had sent it, and everything held would be dropped. So an undecodable payload is set aside until the
-next message shows if its seq was the engine's.
+next message shows whether its seq was the engine's.
 
 An undecodable or oversized payload may have been a removal. Claiming too little is safe; claiming a block that is gone is not.
 So everything held is dropped, and the worker starts again, empty. For a single unreadable event, only the blocks it names are
@@ -49,7 +49,7 @@ class UndecodableQueue:
             self._aside = [(seq, payload)]
 
     def take_before(self, seq: int) -> Sequence[Batch]:
-        """A readable message with this seq arrived. Returns the payloads that lead up to it, which were the engine's; all
+        """Handle a readable message with this seq. Returns the payloads that lead up to it, which were the engine's; all
         others were not."""
         aside, self._aside = self._aside, []
         if not aside or aside[-1][0] < seq - 1:
@@ -69,8 +69,8 @@ class Distrust:
         self._trusted = True
 
     def record_loss(self, now_s: float) -> bool:
-        """Something undecodable may have removed blocks. Returns True if everything held must be dropped; False while the feed
-        is not trusted, because nothing is held then."""
+        """Record that something undecodable may have removed blocks. Returns True if everything held must be dropped; False
+        while the feed is not trusted, because nothing is held then."""
         if not self.is_trusted(now_s):
             return False
         self._left -= 1.0

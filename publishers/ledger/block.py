@@ -28,7 +28,7 @@ ORPHAN = -1
 class Namespace:
     """The chains of one (adapter, salt, kind of chain). The same root tokens are a different block in each namespace.
 
-    `root_salt` is the salt if it is hashed into the first block (not mapped to the tenant), else None.
+    `root_salt` is the salt if it is hashed into the first block (not mapped to the tenant), otherwise None.
     """
 
     __slots__ = ("adapter", "chain", "root_salt", "roots", "salt", "scope_id")
@@ -56,7 +56,7 @@ class Namespace:
 class Stretch:
     """Consecutive blocks of one chain. The fields about a block apply to each of them.
 
-    `index`: the first block's place in the chain. `hashes`: the packed sequence hashes. `children`: the stretches behind the
+    `index`: the first block's place in the chain. `hashes`: the packed sequence hashes. `children`: the stretches after the
     last block. `copies`: number of engine hashes that hold a block, by tier (see COPIES_BITS). `usable`: flags of the tiers in
     which a block is usable; 0 if not held; ORPHAN if held behind a hole. `named`: number of engine hashes of a block.
 
@@ -88,7 +88,7 @@ class Stretch:
         names: tuple[EngineHash, ...] = (),
         copies: int = 0,
     ) -> None:
-        """A stretch with `names` is plain."""
+        """`names`: given for a plain stretch."""
         self.namespace = namespace
         self.index = index
         self.hashes = hashes

@@ -2,7 +2,7 @@
 
 The first source with a value counts:
 
-    the engine's events    of the scope and tier, else of the scope's device tier, else of its other tiers
+    the engine's events    of the scope and tier, then of the scope's device tier, then of its other tiers
     the settings           --block-bytes, or a model's configuration
     the engine's metrics
 """
@@ -32,7 +32,7 @@ class BlockBytes:
         self._metrics = block_bytes
 
     def forget_scope(self, scope_id: bytes) -> None:
-        """The scope has no blocks left."""
+        """Forget a scope that has no blocks left."""
         self._by_scope.pop(scope_id, None)
 
     def told(self, scope_id: bytes) -> int:
@@ -52,5 +52,5 @@ class BlockBytes:
 
 
 def _first(by_tier: dict[Tier, int], tier: Tier) -> int:
-    """The tier's size, else the device tier's, else any tier's."""
+    """The tier's size, otherwise the device tier's, otherwise any tier's."""
     return by_tier.get(tier) or by_tier.get(Tier.HBM) or next(iter(by_tier.values()), 0)

@@ -28,7 +28,7 @@ class LedgerCounters:
     adapter_unnamed: int = 0
     """Left out: neither the engine nor the settings name their adapter."""
     engine_too_old: int = 0
-    """Left out: this engine version's events don't say where in a prompt a block is."""
+    """Left out: this engine version's events don't show where in a prompt a block is."""
     parent_removed: int = 0
     """Stored behind a block that the engine still holds, although it reported its removal."""
     removal_untold: int = 0

@@ -31,9 +31,9 @@ class ReuseOfGroups:
     """Consequences of an engine's groups for reuse.
 
     `rule`: set if residency is not enough to tell what is reusable, and `bits` has each sparse group's bits in
-    `Stretch.held_by`; else None. `upper_bound`: why the published blocks are only an upper bound of reuse; empty if they are
-    exact or fewer. `eagle`: a hit drops a block. `groups`: number of KV cache groups. `alignment_tokens`: hits are multiples of
-    this; 0: of blocks. `lookahead_tokens`: number of tokens behind a block that its hash covers.
+    `Stretch.held_by`; otherwise None. `upper_bound`: why the published blocks are only an upper bound of reuse; empty if they
+    are exact or fewer. `eagle`: a hit drops a block. `groups`: number of KV cache groups. `alignment_tokens`: hits are
+    multiples of this; 0: of blocks. `lookahead_tokens`: number of tokens after a block that its hash covers.
     """
 
     rule: ResumptionRule | None = None

@@ -10,7 +10,7 @@ window or mamba group; earlier blocks of those groups may be gone. So events sto
   the engine's start or a clear.
 
 For all other events we know only that the blocks a report requires are held now. Their copies are **doubtful**: a removal takes
-a certain copy first, so a block is claimed only while a copy is certainly left. A child stored behind a block proves that the
+a certain copy first, so a block is claimed only while a copy certainly remains. A child stored behind a block proves that the
 block is held.
 """
 
@@ -49,7 +49,7 @@ class HitReports:
         """True once copies were removed in this batch: what is usable is known again only at its end."""
 
     def begin_batch(self) -> None:
-        """A new batch begins: event positions start at 0 again."""
+        """Begin a new batch: event positions start at 0 again."""
         self._run_end = 0
         self._has_removed = False
         for group, lost in self._lost.items():
@@ -116,7 +116,7 @@ class HitReports:
         return event if len(names) == len(event.hashes) else replace(event, hashes=names)
 
     def dropped(self, event: EngineDropped) -> None:
-        """All copies of these hashes are gone."""
+        """Record that all copies of these hashes are gone."""
         self._has_removed = True
         for group, doubts in self._doubts.items():
             if event.group in (None, group):
@@ -124,7 +124,7 @@ class HitReports:
                     doubts.pop(name, None)
 
     def cleared(self) -> None:
-        """The device tier is empty. From now on every copy is known."""
+        """Record that the device tier is empty. From now on every copy is known."""
         self._doubts.clear()
         self._lost.clear()
         self.knows_all = True

@@ -81,19 +81,19 @@ class IndexEvents:
         first_index: int,
         events: list[IndexEvent],
     ) -> None:
-        """One event for each tier of `flags`."""
+        """Add one event for each tier of `flags`."""
         for tier in _TIERS[flags]:
             events.append(Stored(scope_id, tier, hashes, parent, first_index))
             self.digest.add(scope_id, tier, hashes)
 
     def _add_lost(self, scope_id: bytes, flags: int, hashes: bytes, events: list[IndexEvent]) -> None:
-        """One event for each tier of `flags`."""
+        """Add one event for each tier of `flags`."""
         for tier in _TIERS[flags]:
             events.append(Removed(scope_id, tier, hashes))
             self.digest.add(scope_id, tier, hashes, -1)
 
     def _add_moved(self, moved: list[_WithFlags], events: list[IndexEvent]) -> None:
-        """Blocks that stay but changed tiers: first every added tier, then every lost one."""
+        """Add the events of blocks that stay but changed tiers: first every added tier, then every lost one."""
         announced = [(stretch, before) for stretch, before in moved if self._hashes(stretch)]
         announced.sort(key=_depth)
         for tier in Tier:
@@ -106,8 +106,8 @@ class IndexEvents:
                 self._add_lost(scope_id, tier.flag, hashes, events)
 
     def _add_removed(self, removed: list[_WithFlags], events: list[IndexEvent]) -> None:
-        """One event per scope and set of tiers, unless a block of one set is an ancestor of a block of another; then as many as
-        the depths require. A block in several tiers is gone with the last of its tiers' events."""
+        """Add one event per scope and set of tiers, unless a block of one set is an ancestor of a block of another; then as
+        many as the depths require. A block in several tiers is gone with the last of its tiers' events."""
         if len(removed) > 1:
             removed.sort(key=_depth, reverse=True)
         _, first_flags = removed[0]
@@ -185,7 +185,7 @@ class IndexEvents:
         yield head.namespace, flags, packed, parent, first_index
 
     def _first_index(self, stretch: Stretch) -> int:
-        """Index of the first published block in this stretch or behind it."""
+        """Index of the first published block in this stretch or after it."""
         return stretch.index + (self._last - stretch.index) % self._step
 
     # ---------------------------------------------------------------- snapshots

@@ -12,7 +12,7 @@ can be resumed. Facts about the groups are learned from a batch before it is fol
 The following blocks are left out and counted. Their references are kept, so that a later removal finds its count:
 - blocks whose parent is unknown, or known only in another scope: never re-rooted, but resolved once the parent is known;
 - blocks that can't be hashed: token ids beyond 32 bits, or tokens that are not a full block each;
-- blocks of another size than the engine's (partial blocks);
+- blocks of a size other than the engine's (partial blocks);
 - blocks reported without token ids by an engine that reports them for other blocks. If an engine never reports token ids, its
   blocks belong to an external chain instead;
 - blocks of an engine whose hashes and parents don't reveal their place in the prompt;
@@ -283,8 +283,8 @@ class Ledger:
         return self._connector.expire()
 
     def forget_adapter(self, adapter: str) -> list[IndexEvent]:
-        """The engine reloaded the adapter from another path. No request will use its old blocks, because new ones have other
-        engine hashes. Returns the change, as `fold` does.
+        """Forget an adapter that the engine reloaded from another path. No request will use its old blocks, because new ones
+        have other engine hashes. Returns the change, as `fold` does.
 
         If an engine hash stands for blocks with and without the adapter, everything is forgotten: see `take_regrouped`.
         """
@@ -313,7 +313,7 @@ class Ledger:
         return events if self._marks is None else self._with_marks(self._marks, change, events)
 
     def learn_hybrid(self) -> None:
-        """The engine's model also has other attention than full, even if its events don't show it."""
+        """Learn that the model also has attention other than full, even if its events don't show it."""
         self.settings = replace(self.settings, hybrid=True)
         self.groups.settings = self.settings
         self.reuse = self.groups.reuse(self.block_size)
@@ -401,7 +401,7 @@ class Ledger:
         return known is not None
 
     def _forget_blocks(self) -> bool:
-        """Blocks were resolved by the size of a partial block, so all are dropped until they are stored again. True if some
+        """Drop all blocks until they are stored again, because they were resolved by the size of a partial block. True if some
         were published."""
         announced = self.announced_blocks > 0
         uses_keys = self._resolver.uses_keys
@@ -491,7 +491,7 @@ class Ledger:
         return ledger
 
     def _check_block_size(self, saved: int | None) -> None:
-        """Raises InvalidValue if the saved blocks have another size than the engine's groups now require."""
+        """Check that the saved blocks have the size that the engine's groups now require. Raises InvalidValue."""
         size = self.settings.block_size or self.groups.smallest_full or saved
         if size != saved:
             raise InvalidValue(f"saved ledger of blocks of {saved} tokens; expected {size}")

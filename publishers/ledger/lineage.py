@@ -25,13 +25,13 @@ from kvatlas_publishers.ledger.engine_hashes.variants import Variants
 from kvatlas_publishers.ledger.settings import LedgerSettings
 
 LONG_STRETCH = 128
-"""Maximum number of blocks in a stretch. Taking a block out moves the names behind it."""
+"""Maximum number of blocks in a stretch. Taking a block out moves the names after it."""
 SHORT_STRETCH = 16
 """A stretch of fewer blocks is joined with the one before it, because engines report generated tokens block by block."""
 
 
 class Place(NamedTuple):
-    """Where a stored event's blocks belong: behind the last block of `parent`, or at a root. `hashes`: the blocks' packed
+    """Where a stored event's blocks belong: after the last block of `parent`, or at a root. `hashes`: the blocks' packed
     sequence hashes."""
 
     namespace: Namespace
@@ -159,8 +159,8 @@ class Lineage:
         return made
 
     def _join(self, stretch: Stretch) -> Stretch:
-        """Join a short plain stretch with the one that it continues, if they are alike. As both are published alike, both are
-        settled, and settling them again changes nothing."""
+        """Join a short plain stretch with the one that it continues, if they match. As both are published in the same way,
+        both are settled, and settling them again changes nothing."""
         before = stretch.parent
         if (
             before is None
@@ -184,7 +184,7 @@ class Lineage:
         return rest
 
     def cut_out(self, part: Part) -> Stretch:
-        """Make these blocks of a plain stretch a stretch of their own."""
+        """Make these blocks of a plain stretch a separate stretch."""
         stretch, first, last = part
         if last < len(stretch.names):
             self.cut(stretch, last)
@@ -272,7 +272,7 @@ class Lineage:
     # ---------------------------------------------------------------- names
 
     def add_name(self, name: EngineHash, block: Block) -> None:
-        """From now on the new `name` stands for `block`."""
+        """Record that the new `name` stands for `block` from now on."""
         self.known[name] = block
         if self.variants.detached.pop(name, None) is not None:
             self.variants.touch((name,))
@@ -286,7 +286,7 @@ class Lineage:
             self.variants.add(name, block)
 
     def share_name(self, name: EngineHash, block: Block) -> None:
-        """The known `name` also stands for `block`."""
+        """Record that the known `name` also stands for `block`."""
         self._others.setdefault(name, []).append(block)
         block.named += 1
         if block.named == 1:
@@ -326,7 +326,7 @@ class Lineage:
         return None
 
     def mark_evicted(self, names: Iterable[EngineHash]) -> None:
-        """No tier holds these hashes any longer."""
+        """Record that no tier holds these hashes any longer."""
         evicted = self.evicted
         for name in names:
             evicted[name] = None
@@ -334,14 +334,14 @@ class Lineage:
                 self.variants.touch((name,))
 
     def mark_held(self, name: EngineHash) -> None:
-        """A tier holds the hash."""
+        """Record that a tier holds the hash."""
         self.evicted.pop(name, None)
         if self.variants.children_of:
             self.variants.touch((name,))
 
     def trim(self, capacity: int) -> tuple[dict[EngineHash, Stretch], list[Block]]:
         """Forget the hashes evicted first, down to `capacity`. Returns them with their stretches, and all blocks that lost a
-        hash while others are behind them."""
+        hash while others follow them."""
         forgotten: dict[EngineHash, Stretch] = {}
         lost: list[Block] = []
         while len(self.evicted) > capacity:

@@ -42,7 +42,7 @@ class PlainStretches:
         return True
 
     def remove(self, names: Iterable[EngineHash]) -> None:
-        """The only copies of these blocks, each in a plain stretch, are gone."""
+        """Remove the only copies of these blocks, each in a plain stretch."""
         lineage = self._lineage
         by_stretch: dict[Stretch, list[EngineHash]] = {}
         for name in names:
@@ -54,7 +54,7 @@ class PlainStretches:
                 lineage.changed.append(gone)
 
     def clear(self) -> list[EngineHash]:
-        """All copies are gone. Returns the hashes that had one."""
+        """Remove all copies. Returns the hashes that had one."""
         removed: list[EngineHash] = []
         for stretch in self._lineage.plain():
             if stretch.copies:
@@ -64,7 +64,7 @@ class PlainStretches:
         return removed
 
     def _is_new(self, names: Sequence[EngineHash], first_hash: bytes, after: Part | None, place: Place) -> bool:
-        """True if these hashes are distinct, neither known nor counted, and their place (behind the part `after`, or the place
+        """True if these hashes are distinct, neither known nor counted, and their place (after the part `after`, or the place
         itself) is free."""
         once = dict.fromkeys(names)
         if len(once) < len(names) or not self._lineage.known.keys().isdisjoint(once):

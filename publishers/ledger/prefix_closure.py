@@ -61,7 +61,7 @@ class PrefixClosure:
         for block in entering:
             parent = block.parent
             if parent is None or parent.usable > 0:
-                if block.usable <= 0:  # else it came with an ancestor
+                if block.usable <= 0:  # otherwise it came with an ancestor
                     copies = block.copies
                     block.usable = 1 if copies < _SECOND_TIER else tiers_held(copies)
                     added.append(block)
@@ -75,7 +75,7 @@ class PrefixClosure:
         return change
 
     def _withdraw(self, change: UsableChange) -> None:
-        """Blocks are gone, so the blocks held behind them are no longer usable. `removed` grows during the loop."""
+        """Withdraw the blocks held behind removed ones, which are no longer usable. `removed` grows during the loop."""
         removed = change.removed
         before = {id(block): flags for block, flags in change.moved}
         for block, _ in removed:
@@ -90,7 +90,7 @@ class PrefixClosure:
                     change.withdrawn += len(child)
 
     def _restore(self, block: Stretch, change: UsableChange) -> None:
-        """A hole was filled, so the blocks held behind it are usable again: chain by chain, parents first."""
+        """Restore the blocks held behind a hole that was filled: chain by chain, parents first."""
         waiting = [child for child in block.iter_children() if child.usable == ORPHAN]
         while waiting:
             child = waiting.pop()

@@ -88,7 +88,7 @@ class Residency:
         return changed
 
     def count_by_name(self) -> None:
-        """From now on no stretch is plain, and the holdings have every count."""
+        """Count by name from now on: no stretch is plain, and the holdings have every count."""
         self._lineage.take_out_all()
         self._device = None
 
@@ -138,7 +138,7 @@ class Residency:
     # ---------------------------------------------------------------- events
 
     def store(self, event: EngineStored) -> None:
-        """One more copy of each hash."""
+        """Add one more copy of each hash."""
         if event.offloaded and event.token_ids:
             for part in self._split_by_knowledge(event):
                 self._store(part)
@@ -236,7 +236,7 @@ class Residency:
                 variants.hang(name, parent_name)
 
     def _hang(self, event: EngineStored, blocks: Sequence[Block]) -> None:
-        """If a block's parent has several hashes, note behind which of them the block is found."""
+        """Note behind which of its parent's hashes a block is found, if the parent has several."""
         variants, parent_name = self._lineage.variants, event.parent
         for name, block in zip(event.hashes, blocks, strict=True):
             if parent_name is not None and block.parent in variants.names and name not in self._shared_hashes:
@@ -261,14 +261,14 @@ class Residency:
         self._enter_awaiting([name])
 
     def _leave(self, name: EngineHash, block: Block) -> None:
-        """The block is no longer held by this hash, even if copies of the hash are held."""
+        """Record that the block is no longer held by this hash, even if copies of the hash are held."""
         self.sparse.leave(name, block)
         for holding in {holding.tier: holding for holding in self._indexed if holding.in_all(name)}.values():
             block.copies -= holding.unit
         self._lineage.changed.append(block)
 
     def _split(self, name: EngineHash, owner: Block, holding: Holding, copies_before: int) -> None:
-        """From now on the hash stands for several blocks, and we can't tell which of them a sparse group holds."""
+        """Split a hash: it stands for several blocks from now on, and we can't tell which of them a sparse group holds."""
         self.sparse.leave(name, owner)
         self.shared.split(name, owner, holding, copies_before)
 
@@ -297,7 +297,7 @@ class Residency:
                 self._lineage.changed.append(owner)
 
     def hold(self, name: EngineHash, group: int) -> None:
-        """The device tier turns out to hold a copy of a known hash that was not counted."""
+        """Count a copy of a known hash that the device tier turns out to hold."""
         self.end_removals()
         event, holding = EngineStored([name], None, (), 0, group=group), self._by_group[Tier.HBM, group]
         if holding.indexable:
@@ -402,12 +402,12 @@ class Residency:
         self._lineage.mark_evicted([name for name in removed if not self.holdings.is_held(name)])
 
     def forget_unproven(self) -> None:
-        """The engine uses keys, so the blocks of unproven hashes are unknown."""
+        """Forget the blocks of unproven hashes: the engine uses keys, so they are unknown."""
         self.forget_names(self.unproven)
         self.unproven.clear()
 
     def forget_names(self, names: Iterable[EngineHash]) -> None:
-        """These hashes no longer stand for blocks, even if copies are held; see `ForgottenNames`."""
+        """Forget these hashes: they no longer stand for blocks, even if copies are held; see `ForgottenNames`."""
         self.end_removals()
         self.forgotten.forget(names)
 
@@ -430,7 +430,7 @@ class Residency:
         return holding
 
     def enter_tiers(self, name: EngineHash, block: Block) -> None:
-        """A hash became known: its block is held wherever the hash is held."""
+        """Let a newly known hash's block be held wherever the hash is held."""
         if self.sparse:
             self.sparse.enter(name, block)
         flags = 0
@@ -444,7 +444,7 @@ class Residency:
             self._lineage.mark_evicted([name])
 
     def forget(self, forgotten: Mapping[EngineHash, Stretch]) -> None:
-        """The lineage has forgotten these hashes of these blocks."""
+        """Forget these hashes of these blocks, as the lineage has."""
         if self.sparse:
             for name, block in forgotten.items():
                 if name not in self._shared_hashes:

@@ -17,11 +17,11 @@ class LedgerSettings:
     size; 0: the smallest that fits all groups. `eagle`: the engine speculates with EAGLE; `eagle_groups`: the KV cache groups
     with its layers, by default those of full attention. `hybrid`: the model also has other attention, which its events don't
     show. `set_semantics`: the engine reports hits again, so a copy counts once, however often it is reported (vLLM with
-    `kv_cache_report_mode="full"`). `salt_is_tenant`: a cache salt is the tenant's id; else it is hashed. `adapter_ids`: adapter
-    names by id, for an engine that reports only ids; blocks of other adapters are left out. `keep_untold`: hold blocks whose
-    removal is never reported until `Ledger.expire` removes them. `has_store`: object store blocks are in a shared store with
-    its own publisher (`kvatlas_publishers.shared_store`).
-    Raises InvalidValue for sizes below 1 and names that are not valid in a scope.
+    `kv_cache_report_mode="full"`). `salt_is_tenant`: a cache salt is the tenant's id; otherwise it is hashed. `adapter_ids`:
+    adapter names by id, for an engine that reports only ids; blocks of other adapters are left out. `keep_untold`: hold blocks
+    whose removal is never reported until `Ledger.expire` removes them. `has_store`: object store blocks are in a shared store
+    with its own publisher (`kvatlas_publishers.shared_store`). Raises InvalidValue for sizes below 1 and names that are not
+    valid in a scope.
     """
 
     model_id: str

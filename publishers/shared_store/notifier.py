@@ -13,10 +13,10 @@ from kvatlas_publishers.ledger.connectors.shared_store_notice import StoreCleare
 from kvatlas_publishers.ledger.ledger import Ledger
 
 EVERY_S = 5.0
-"""Interval of notices without changes. They tell a store's publisher that has just started if the writer uses keys."""
+"""Interval of notices without changes. They show a store's publisher that has just started whether the writer uses keys."""
 LOOK_S = 0.5
 MOST_WAITING = 1_024
-"""Limit of notices kept while NATS is away. Beyond it, a single notice that all blocks are gone replaces them."""
+"""Limit of notices kept while NATS is down. Beyond it, a single notice that all blocks are gone replaces them."""
 
 
 class StoreNotifier:

@@ -30,7 +30,7 @@ class DrainedEngine:
         self._dead_letters = DeadLetters(letters, self.worker_id)
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Opens no socket: events are requested over HTTP."""
+        """Do nothing: events are requested over HTTP."""
         self._publisher = publisher = Publisher(self._settings, nats=client, begin=False)
         assert self._settings.engine_url is not None, "settings of a drained engine have its address"
         self._drain = EventDrain(
@@ -45,7 +45,7 @@ class DrainedEngine:
         )
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no socket is open."""
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
         """Publish until cancelled; after `open`."""

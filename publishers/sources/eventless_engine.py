@@ -28,7 +28,7 @@ class EventlessEngine:
         self._was_up = False
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Opens no socket: only the engine's pages are read."""
+        """Do nothing: only the engine's pages are read."""
         self._publisher = Publisher(
             self._settings,
             nats=client,
@@ -38,7 +38,7 @@ class EventlessEngine:
         )
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no socket is open."""
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
         """Publish until cancelled; after `open`."""
@@ -54,7 +54,8 @@ class EventlessEngine:
                 await publisher.close_gently()
 
     def _on_engine_change(self, state: EngineState) -> None:
-        """An engine that was away may have lost its cache, even if no page says when its process started."""
+        """Handle a change of the engine's state: one that was down may have lost its cache, even if no page says when its
+        process started."""
         if state is EngineState.UP:
             if self._was_up:
                 self._start_over("engine is up again")

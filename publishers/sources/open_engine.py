@@ -50,7 +50,7 @@ class OpenEngine:
         self._was_up = False
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Opens no socket."""
+        """Do nothing: there is no socket."""
         self._publisher = publisher = Publisher(
             self._settings,
             nats=client,
@@ -61,7 +61,7 @@ class OpenEngine:
         self._batches = OpenBatches(publisher)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no socket is open."""
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
         """Publish until cancelled, or until standard input has ended; after `open`."""
@@ -139,12 +139,13 @@ class OpenEngine:
             counters.dead_letters_dropped += 1
 
     def _record_loss(self, why: str) -> None:
-        """Some claimed blocks may be gone: see `kvatlas_publishers.feed.undecodable`."""
+        """Record that some claimed blocks may be gone: see `kvatlas_publishers.feed.undecodable`."""
         if self._distrust.record_loss(monotonic()):
             self._start_over(why)
 
     def _on_engine_change(self, state: EngineState) -> None:
-        """An engine that was away may have lost its cache, even if no page says when its process started."""
+        """Handle a change of the engine's state: one that was down may have lost its cache, even if no page says when its
+        process started."""
         if state is EngineState.UP:
             if self._was_up:
                 self._start_over("engine is up again")

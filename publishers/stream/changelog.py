@@ -119,8 +119,8 @@ class Changelog:
         return messages
 
     def start_over(self, now_us: int) -> None:
-        """The engine's blocks are no longer known: empty the ledger and require a new incarnation. The current one publishes
-        the loss at once."""
+        """Empty the ledger and require a new incarnation, because the engine's blocks are no longer known. The current one
+        publishes the loss at once."""
         self._pending.clear()
         announced = self.ledger.announced_blocks > 0
         self.ledger.empty()
@@ -130,7 +130,8 @@ class Changelog:
             self.require_incarnation(IncarnationReason.STARTED_OVER)
 
     def withdraw(self, now_us: int) -> bool:
-        """The due snapshot has to wait. If changes were lost, end the old incarnation with a Cleared event and return True."""
+        """Handle a due snapshot that has to wait. If changes were lost, end the old incarnation with a Cleared event and
+        return True."""
         if not self._lost:
             return False
         self._lost = False
@@ -141,8 +142,8 @@ class Changelog:
     # ---------------------------------------------------------------- incarnations
 
     def split_smaller(self, seq: int) -> bool:
-        """The stream refused this message for its size: require a new incarnation with messages of at most half of that. False
-        if they can't be smaller."""
+        """Handle a message that the stream refused for its size: require a new incarnation with messages of at most half of
+        that. False if they can't be smaller."""
         if not self.outbox.halve_messages(seq):
             return False
         self._lost = False  # no more messages of this incarnation are sent
@@ -150,12 +151,13 @@ class Changelog:
         return True
 
     def require_incarnation(self, reason: IncarnationReason) -> None:
-        """A new incarnation is due. The first reason is kept."""
+        """Require a new incarnation. The first reason is kept."""
         if self.incarnation_due is None:
             self.incarnation_due = reason
 
     def request_snapshot(self, above: int, headers: Headers = None) -> bool:
-        """Incarnation `above` is in doubt. False if ours is already above it, so that there is nothing to do.
+        """Request a snapshot because incarnation `above` is in doubt. False if ours is already above it, so that there is
+        nothing to do.
 
         `headers`: the request's trace context, kept in `snapshot_request` until the snapshot begins. Raises InvalidValue if no
         incarnation is left above it.
@@ -217,7 +219,7 @@ class Changelog:
     # ---------------------------------------------------------------- another publisher of the worker
 
     def record_heartbeat(self, incarnation: int) -> bool:
-        """A heartbeat of this worker arrived. True if it is from a newer publisher."""
+        """Record a heartbeat of this worker. True if it is from a newer publisher."""
         if not self.outbox.incarnation or incarnation <= self.outbox.incarnation:
             return False
         self._requested = max(self._requested, incarnation)
@@ -231,7 +233,7 @@ class Changelog:
         self.require_incarnation(IncarnationReason.TAKEN_OVER)
 
     def take_over(self) -> None:
-        """The other publisher is silent: a new incarnation above its own is due."""
+        """Take over from the other publisher, which is silent: a new incarnation above its own is due."""
         self.yielded = False
 
     # ---------------------------------------------------------------- checkpoints
@@ -252,7 +254,7 @@ class Changelog:
             self._overflow()
 
     def _overflow(self) -> None:
-        """The outbox takes no more messages of this incarnation."""
+        """Give up this incarnation: the outbox takes no more of its messages."""
         self._counters.overflows += 1
         self._lost = True
         self.require_incarnation(IncarnationReason.OVERFLOW)

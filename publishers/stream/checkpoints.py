@@ -1,4 +1,4 @@
-"""When a checkpoint is due (pure; times are seconds of one clock)."""
+"""Decides when a checkpoint is due (pure; times are seconds of one clock)."""
 
 from dataclasses import dataclass
 
@@ -22,14 +22,14 @@ class CheckpointClock:
         self._last_s = 0.0
 
     def record_messages(self, messages: int, now_s: float) -> None:
-        """Messages with changes were put in the outbox."""
+        """Count messages with changes that were put in the outbox."""
         if not self._messages:
             self._first_s = now_s
         self._messages += messages
         self._last_s = now_s
 
     def reset(self) -> None:
-        """A checkpoint or a snapshot covers all messages so far."""
+        """Reset: a checkpoint or a snapshot covers all messages so far."""
         self._messages = 0
 
     def due_in(self, now_s: float) -> float | None:

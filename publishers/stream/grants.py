@@ -1,4 +1,4 @@
-"""Asks a partition's owner for permission to send a large snapshot (thin).
+"""Requests permission from a partition's owner to send a large snapshot (thin).
 
 Owners limit the bytes of outstanding snapshots, because after a leader change in NATS every outbox overflows at once.
 """
@@ -31,7 +31,7 @@ async def await_grant(
     on_refused: Callable[[], None],
 ) -> None:
     """Ask until granted, with jitter: when the owner says so, or with back-off if no owner answers. `next_request` is called
-    each time, since the held blocks change meanwhile; it returns None if no grant is needed any more. `on_refused`: called for
+    each time, since the held blocks change meanwhile; it returns None if a grant is no longer needed. `on_refused`: called for
     every missing or negative answer."""
     backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     while (request := next_request()) is not None:

@@ -59,7 +59,7 @@ def split_into_messages(
 ) -> list[Part]:
     """Split the events, in order, into parts that encode to at most `limit_bytes`, each with only the scopes that it uses.
 
-    An event that is too large by itself is split between its hashes; `granularity` is their distance in the chain. `uses`
+    An event that is too large on its own is split between its hashes; `granularity` is their distance in the chain. `uses`
     describes every scope of the events.
     """
     scope_ids = {event.scope_id for event in events if isinstance(event, _SCOPED)}

@@ -182,8 +182,8 @@ class Outbox:
         return len(payloads)
 
     def halve_messages(self, seq: int) -> bool:
-        """This message is too large for the stream: drop all kept messages, and limit new ones to half its size from the next
-        `begin` on. If messages can't be that small, change nothing and return False."""
+        """Handle a message that is too large for the stream: drop all kept messages, and limit new ones to half its size from
+        the next `begin` on. If messages can't be that small, change nothing and return False."""
         largest_bytes = len(self._kept[seq - self._base].payload) // 2
         if largest_bytes < SMALLEST_MESSAGE_BYTES:
             return False
@@ -236,7 +236,8 @@ class Outbox:
         return Outgoing(self.round, self._base + at, kept.payload, kept.headers)
 
     def acknowledge(self, round_: int, seq: int, position: int) -> int:
-        """The stream has the copy of `seq` sent in `round_`, at `position`. Returns the number of messages released."""
+        """Record that the stream has the copy of `seq` sent in `round_`, at `position`. Returns the number of messages
+        released."""
         offset = seq - self._base
         if round_ != self.round or not 0 <= offset < self._sent:
             return 0
@@ -255,8 +256,8 @@ class Outbox:
         return released
 
     def go_back(self) -> int:
-        """A send failed or its acknowledgement is overdue: send everything unreleased again. Returns the number already
-        sent."""
+        """Send everything unreleased again, because a send failed or its acknowledgement is overdue. Returns the number
+        already sent."""
         again = self._sent
         self.round += 1
         self.misplaced = False

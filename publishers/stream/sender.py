@@ -190,7 +190,7 @@ class Sender:
             self._wakeup.wake()
 
     def _refuse(self, seq: int, refused: NegativeAck) -> None:
-        """A message was refused: send all unacknowledged ones again after the back-off, or smaller ones if it was too
+        """Handle a refused message: send all unacknowledged ones again after the back-off, or smaller ones if it was too
         large."""
         counter = _COUNTER[refused.refusal]
         setattr(self._counters, counter, getattr(self._counters, counter) + 1)

@@ -76,8 +76,8 @@ class Admission:
         tenant_id: str | None = None,
         priority: int | None = None,
     ) -> Booked:
-        """Book the first worker or pair for a request. `text` None: its prompt is not read. `header`: looks a header up by its
-        name in lower case. `tenant_id`: the proven tenant, overriding the header's. `priority`: likewise.
+        """Book the first worker or pair for a request. `text` None: its prompt is not read. `header`: looks up a header by its
+        lower-case name. `tenant_id`, `priority`: proven values, overriding the headers'.
 
         Raises NoWorkers, EnginesRest, Unreachable, QueueFull and RequestShed.
         """

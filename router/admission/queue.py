@@ -1,7 +1,7 @@
 """Requests that wait in the router while every worker of their pool is over its limits.
 
-Because it waits here rather than in an engine, a request goes to the first worker with room, and the router sets the order: by
-priority, then fair between tenants.
+A request that waits here rather than in an engine goes to the first worker with room, and the router sets the order: by
+priority, then fairly between tenants.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from kvatlas.errors import KvatlasError
 T = TypeVar("T")
 
 LOOK_S = 0.1
-"""How often the first in line checks for room that other routers' requests or the engines' reports have made."""
+"""Interval at which the first in line checks for room freed by other routers' requests or shown by engines' reports."""
 
 
 class QueueFull(KvatlasError):
@@ -172,5 +172,5 @@ class AdmissionQueue:
         line.served_at = now
 
     def _retry_after_s(self, line: _Line) -> int:
-        """About the seconds until all waiting requests are served."""
+        """Approximate seconds until all waiting requests are served."""
         return max(1, min(60, ceil(len(line.queue) * line.gap_s)))

@@ -10,11 +10,11 @@ from kvatlas_router.engine_objects.object_use import response_id
 from router_client.learning.usage import Usage
 
 MOST_HELD_BYTES = 16 << 10
-"""Most bytes of an incomplete event that is held; a longer one is not just a usage."""
+"""Limit of held bytes of an incomplete event; a longer one is not just a usage."""
 MOST_WHOLE_BYTES = 4 << 20
 """Longest event that is passed on whole."""
 MOST_PREAMBLE_BYTES = 64 << 10
-"""Most bytes of events that are held before the first content."""
+"""Limit of bytes of events held before the first content."""
 HEAD_BYTES = 4 << 10
 """An event's content, if any, begins within these bytes of its data."""
 

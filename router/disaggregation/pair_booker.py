@@ -1,4 +1,4 @@
-"""Books a pair for a request; or one worker, if that is cheaper, if the request can't be split, or if a split failed."""
+"""Books a pair for a request, or a single worker if that is cheaper, if the request can't be split, or if a split failed."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple

@@ -113,10 +113,10 @@ class ObjectHolders:
 
 
 def _key_of(id: str, tenant_id: str | None) -> str:
-    """Tenant names have no slash, so keys of two tenants never collide."""
+    """The key of a tenant's object. Tenant names have no slash, so keys of two tenants never collide."""
     return id if tenant_id is None else f"{tenant_id}{PART_MARK}{id}"
 
 
 def only_for(prompt: Prompt, holder: FleetRecord) -> Prompt:
-    """The prompt, restricted to this worker."""
+    """The prompt restricted to this worker."""
     return replace(prompt, select=replace(prompt.select or Selector(), allow=frozenset((holder.endpoint.id,))))

@@ -3,7 +3,7 @@
     service.py            the process: settings, connections, both gRPC servers, drain
     server.py             gRPC: the external processor, its health service, TLS (certificate.py)
     processor.py          one stream: asks the picker, follows the answer
-    ext_proc/             Envoy's messages, and which may be sent when on a stream; pure
+    ext_proc/             Envoy's messages, and when each may be sent on a stream; pure
     answer_reader.py      reads usage and times from an answer while it passes
     picker.py             the interface between a stream and the decision
     fleet_picker.py       the decision by `RouterClient`, over the fleet's workers

@@ -14,7 +14,7 @@ from router_client.learning.timings import AnswerClock, Timings
 from router_client.learning.usage import Usage
 
 MOST_BYTES = 4 << 20
-"""A longer answer that is no stream is passed on unread."""
+"""Limit in bytes: a longer unstreamed answer is passed on unread."""
 
 
 class AnswerReader:
@@ -23,9 +23,9 @@ class AnswerReader:
     `renaming`: JSON answers and event streams name the client's model instead of the engine's. A JSON answer is then held back
     until its end.
 
-    `clock`: starts with the reader, when the request goes to its engine. Answers that are compressed or have another status
-    than 200 are not read. `is_stream`: the answer is a stream of server-sent events. `has_content`: an event with content
-    arrived, or for an answer that is not read as a stream, its first bytes. `error`: the error in a complete answer of status
+    `clock`: starts with the reader, when the request goes to its engine. Compressed answers and those with a status other than
+    200 are not read. `is_stream`: the answer is a stream of server-sent events. `has_content`: an event with content arrived,
+    or for an answer that is not read as a stream, its first bytes. `error`: the error in a complete answer of status
     200. `kept`: ids of the `objects` that the answer creates.
     """
 
@@ -70,7 +70,7 @@ class AnswerReader:
 
     @property
     def changes_length(self) -> bool:
-        """True if the answer may get another length than the engine announced."""
+        """True if the answer's length may differ from what the engine announced."""
         return bool(self._names) and self._whole is not None
 
     def feed(self, part: bytes, *, last: bool) -> bytes:
@@ -95,7 +95,7 @@ class AnswerReader:
         return part
 
     def end(self) -> None:
-        """The answer is complete."""
+        """Record that the answer is complete."""
         if self._stream is not None:
             self._usage, self.error = self._stream.usage, self._stream.error
             if self._objects is not None and self._objects.kept and self._stream.response_id is not None:

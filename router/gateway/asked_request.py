@@ -100,9 +100,7 @@ async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
     kind = head.first(b"content-type") or ""
     try:
         if body and (encoding := head.first(b"content-encoding")) not in (None, "identity"):
-            raise UnreadableBody(
-                f"content-encoding is {encoding!r:.80}; expected none: engines read no compressed bodies"
-            )
+            raise UnreadableBody(f"content-encoding is {encoding!r:.80}; remove it: engines read no compressed bodies")
         return await read_call(head.method, head.path, head.query, kind, body or b"")
     except UnreadableBody:
         if body and (head.path in INFERENCE or _MAY_BE_JSON.match(body)):

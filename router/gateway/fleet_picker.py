@@ -52,11 +52,11 @@ _log = logging.getLogger("kvatlas_router.gateway")
 
 @dataclass(frozen=True, slots=True)
 class FleetPickerSettings:
-    """`fallbacks`: further endpoints for the gateway's retries. `ask_usage`: let streams report their usage to the picker.
-    `tenant_header`: the fairness header, in lower case. `prefill_header`: passes the prefill worker's endpoint to an engine's
-    sidecar; '' for none. `kv_source_header`: likewise for the worker to fetch KV from. `trust`: what the gateway vouches for
-    about senders. `salts`: each tenant's requests get their own cache salt. `decisions`: explain the choice in a header of the
-    answer."""
+    """`fallbacks`: number of additional endpoints for the gateway's retries. `ask_usage`: let streams report their usage to
+    the picker. `tenant_header`: the fairness header, in lower case. `prefill_header`: passes the prefill worker's endpoint to
+    an engine's sidecar; '' for none. `kv_source_header`: the same for the worker to fetch KV from. `trust`: what the gateway
+    vouches for about senders. `salts`: each tenant's requests get their own cache salt. `decisions`: explain the choice in a
+    header of the answer."""
 
     fallbacks: int = 0
     ask_usage: bool = True

@@ -67,7 +67,7 @@ class KubernetesApi:
 
 @asynccontextmanager
 async def open_kubernetes_api(folder: Path = SERVICE_ACCOUNT) -> AsyncIterator[KubernetesApi]:
-    """The API as a pod reaches it. Raises SettingsError outside a pod."""
+    """Open the API as a pod reaches it. Raises SettingsError outside a pod."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         raise SettingsError(f"{_NEEDS}; KUBERNETES_SERVICE_HOST is not set")

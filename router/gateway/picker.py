@@ -131,31 +131,32 @@ class PickedRequest(Protocol):
         ...
 
     async def begin(self, status: int, headers: RawHeaders, served: str | None) -> None:
-        """An answer begins. `served`: the endpoint that answered, if the gateway names it."""
+        """Report that an answer begins. `served`: the endpoint that answered, if the gateway names it."""
         ...
 
     def pass_part(self, part: bytes) -> None:
-        """A part of the answer's body passes."""
+        """Pass a part of the answer's body."""
         ...
 
     async def first_token(self) -> None:
-        """The prefill is over."""
+        """Report that the prefill is over."""
         ...
 
     async def finish(self, usage: Usage | None, timings: Timings | None) -> None:
-        """The answer is complete."""
+        """Report that the answer is complete."""
         ...
 
     async def keep(self, ids: Sequence[str]) -> None:
-        """The answer created these objects, which its engine keeps."""
+        """Report that the answer created these objects, which its engine keeps."""
         ...
 
     async def fail(self, error: EngineError | None = None) -> None:
-        """There is no answer, its status is not 2xx, or it was cut off. `error`: reported inside an answer of status 200."""
+        """Report that there is no answer, that its status is not 2xx, or that it was cut off. `error`: reported inside an
+        answer of status 200."""
         ...
 
     async def leave(self) -> None:
-        """The answer bypasses the picker, which will not see its end."""
+        """Report that the answer bypasses the picker, which will not see its end."""
         ...
 
 

@@ -15,7 +15,7 @@ from kvatlas_router.gateway.addresses import join_endpoint
 from kvatlas_router.gateway.kubernetes_api import KubernetesApi, PeriodicRead, parse_objects
 
 LOOKUP_S = 5.0
-"""How often the names of pods are looked up again."""
+"""Interval at which the names of pods are looked up again."""
 POOL_VERSION = "inference.networking.k8s.io/v1"
 ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"
 """A pod's annotation with those of the pool's ports that it serves on; the extension's own picker reads it too."""
@@ -46,7 +46,7 @@ class PodList:
     addresses and is looked up again every LOOKUP_S. If that fails, its last addresses stay."""
 
     def __init__(self, entries: Iterable[str]) -> None:
-        """Raises InvalidValue for an entry that is no host:port."""
+        """Raises InvalidValue for an entry that is not host:port."""
         self._entries = [_split_entry(entry) for entry in entries]
         self._found: dict[str, Sequence[str]] = {}
         self._task = BackgroundTask(self._run, "kvatlas gateway pods")

@@ -165,7 +165,7 @@ class _Stream:
         headers = {**trace_headers(), **destination.headers}
         if self._settings.conformance:
             headers[ECHO] = f"{SERVED}:{destination.endpoints[0]}"
-        # a client's own headers would lead to another worker than the booked one
+        # a client's own headers would lead to a worker other than the booked one
         own = self._settings.own_headers - {name.lower() for name in headers}
         withdrawn = [name for name in own if head.first(name.encode()) is not None]
         await self._send_all(self._state.forward(replace(destination, headers=headers, withdrawn=withdrawn)))

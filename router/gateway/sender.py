@@ -1,4 +1,4 @@
-"""What a gateway itself says about a request's sender. Clients' own claims do not count."""
+"""A request's sender, as named by the gateway itself. Clients' own claims do not count."""
 
 from dataclasses import dataclass, field
 from typing import Self

@@ -31,7 +31,7 @@ from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 
 CLOSE_S = 5.0
 READY_RETRY_S = 0.5
-"""How soon the fleet is read again until the picker is ready."""
+"""Interval at which the fleet is read again until the picker is ready."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 
@@ -153,7 +153,7 @@ async def _drain(server: GatewayServer, settings: GatewaySettings) -> None:
 
 @asynccontextmanager
 async def _open_api(settings: GatewaySettings) -> AsyncIterator[KubernetesApi | None]:
-    """None if nothing is read from the API. Raises SettingsError outside a pod."""
+    """Open the API; None if nothing is read from it. Raises SettingsError outside a pod."""
     if settings.extension_objects == "none" and not settings.kubernetes_pool:
         yield None
         return

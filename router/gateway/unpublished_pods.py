@@ -28,7 +28,7 @@ class UnpublishedPods:
         self._running: Counter[str] = Counter()
 
     def choose(self, asked: AskedRequest, endpoints: Sequence[str], fallbacks: int) -> "UnpublishedRequest":
-        """Choose one of `endpoints` (at least one), and up to `fallbacks` further ones."""
+        """Choose one of `endpoints` (at least one), and up to `fallbacks` others."""
         prefix = xxhash.xxh3_64_intdigest(asked.call.body[:PREFIX_BYTES])
         order = sorted(
             endpoints, key=lambda endpoint: xxhash.xxh3_64_intdigest(endpoint.encode(), prefix), reverse=True

@@ -87,7 +87,8 @@ class ProxyServerRouting(CustomLogger):  # type: ignore[misc]  # LiteLLM's types
     async def async_post_call_failure_hook(
         self, request_data: dict[str, Any], original_exception: Any, user_api_key_dict: Any, traceback_str: Any = None
     ) -> None:
-        """The client gets an error, or disconnected. Elsewhere LiteLLM reports only the first failure of several tries."""
+        """Handle a request whose client gets an error, or disconnected. Elsewhere LiteLLM reports only the first failure of
+        several tries."""
         if self.strategy is not None:
             self.strategy.end_last_try(request_data)
 

@@ -218,7 +218,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
     # ------------------------------------------------------------ the callback: LiteLLM reports a request's course
 
     def log_stream_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:
-        """A chunk of a stream; LiteLLM reports chunks of synchronous streams."""
+        """Handle a chunk of a stream; LiteLLM reports chunks of synchronous streams."""
         info = reservation_of(kwargs)
         if info is not None and STARTED not in info:
             info[STARTED] = True
@@ -226,12 +226,12 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
             self._report(lambda _: self._chooser.first_token(held_id))
 
     def log_success_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:
-        """A whole answer, or the end of a stream. An answer from LiteLLM's cache was not computed by any engine."""
+        """Handle a whole answer, or the end of a stream. An answer from LiteLLM's cache was not computed by any engine."""
         usage, timings = engine_usage(kwargs, response_obj), stream_timings(kwargs)
         self._end(kwargs, usage, timings, well=not kwargs.get("cache_hit"))
 
     def log_failure_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:
-        """No answer, or an incomplete one."""
+        """Handle a missing or incomplete answer."""
         self._end(kwargs, None, None, well=False)
 
     async def async_log_stream_event(

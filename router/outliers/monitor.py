@@ -48,7 +48,7 @@ class _Pool:
 
 class OutlierMonitor:
     """Records answers and names the workers to avoid. Neither waits for the store, which gets failures within a millisecond and
-    is read each second. While the store is away, each router uses only its own answers."""
+    is read each second. While the store is down, each router uses only its own answers."""
 
     def __init__(
         self,

@@ -2,10 +2,10 @@
 
 A worker is ejected if at least LEAST_BAD of its recent answers failed (answers fade with HALF_LIFE_S), these are at least RATE
 of its answers, and that is WORSE times the rate of the rest of the pool: requests that fail everywhere prove nothing about a
-worker. An ejection lasts EJECT_S, and twice as long each further time, until there was nothing against the worker for ten
-minutes. After an ejection, one router of the pool may send one request (half open). If its answer completes, or lasts for
-TRIAL_S, the worker is readmitted; otherwise it is ejected again. A good beginning is not enough, since an engine that dies in
-mid-answer begins every answer well. Never more than SHARE of the candidates are avoided because of failures.
+worker. An ejection lasts EJECT_S, doubling each time, until nothing has counted against the worker for ten minutes. After an
+ejection, one router of the pool may send one request (half open). If its answer completes, or lasts for TRIAL_S, the worker is
+readmitted; otherwise it is ejected again. A good beginning is not enough, since an engine that dies mid-answer begins every
+answer well. Never more than SHARE of the candidates are avoided because of failures.
 
 Refusals (a 400) are mostly the request's own fault, and don't count as failures. They are counted separately: a refusal is
 doubtful if its worker is ejected, or refuses so much more than the others that it would be ejected for as many failures.
@@ -27,7 +27,7 @@ TRIAL_S = 10.0
 UNREACHABLE_S = 2.0
 """How long a worker that did not answer is avoided. By then its fleet record shows that it is down."""
 MOST_REST_S = 30.0
-"""A longer Retry-After of an engine is cut to this, since its record will show if it is away for long."""
+"""A longer Retry-After of an engine is cut to this, since its record will show if it is down for long."""
 
 
 @dataclass(slots=True)

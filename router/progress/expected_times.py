@@ -1,4 +1,4 @@
-"""How long an engine may be silent. Pure: takes predicted and measured times to the first byte, returns bounds.
+"""Decides how long an engine may be silent. Pure: takes predicted and measured times to the first byte, returns bounds.
 
 A prediction is the cost profile's time to the first token, by the booked backlog and the learned rates; for an answer in one
 piece, the time of the whole answer. The ratio of measured to predicted times is learned for each kind of request in a pool,
@@ -77,7 +77,7 @@ class ExpectedTimes:
             self._longest_s, self._longest_at = seconds, now
 
     def bounds(self, kind: str, predicted_s: float | None, now: float) -> Bounds:
-        """How long an engine may be silent with such a request to answer."""
+        """Bounds on an engine's silence while it has such a request to answer."""
         predicted_s = _bounded(predicted_s)
         ratio = self._ratios.get(kind)
         if ratio is None or ratio.answers < ENOUGH:

@@ -18,11 +18,11 @@ from router_client.fleet_cache import LastKnownRecords
 
 FLEET_AGE_S = 1.0
 UNKNOWN_AGE_S = 2.0
-"""How soon engines are asked again if a request names a model that none has listed."""
+"""Minimum interval between queries to engines for a model that none has listed."""
 LOOK_AGAIN_S = 0.1
-"""How soon the fleet is read again for such a request."""
+"""Minimum interval between reads of the fleet for such a request."""
 LOOK_S = 1.0
-"""How long that read may take."""
+"""Limit on the duration of that read."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -116,7 +116,7 @@ class Catalogue:
         return sorted(urls - {""})
 
     def served_name(self, endpoint: EngineEndpoint) -> str:
-        """The name under which a worker's engine serves its model, if it listed any; else the model's id."""
+        """The name under which a worker's engine serves its model, if it listed any; otherwise the model's id."""
         cards = self._lists.cards_of(endpoint.url) or {}
         if endpoint.model_id in cards:
             return endpoint.model_id
@@ -165,7 +165,7 @@ class Catalogue:
         return {id: record for id, record in records if record.routable and record.endpoint.pool_id == pool_id}
 
     async def kind_of(self, scope: Scope) -> EngineKind:
-        """The engine kind of a scope's pool: SGLang if all its engines are; else vLLM, whose API the others follow."""
+        """The engine kind of a scope's pool: SGLang if all its engines are; otherwise vLLM, whose API the others follow."""
         records = await self._read_records()
         if self._kinds_of is not records:
             self._kinds_of = records
@@ -300,4 +300,4 @@ class Catalogue:
     def _discard_read(self, read: asyncio.Task[None]) -> None:
         self._read = None
         if not read.cancelled():
-            read.exception()  # or asyncio logs that it was never retrieved
+            read.exception()  # otherwise asyncio logs that it was never retrieved

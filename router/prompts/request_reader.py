@@ -59,8 +59,8 @@ class RequestReader:
         return self._prompts.guess(scope, letters, request_id)
 
     def with_session(self, read: RequestPrompt, header: Callable[[bytes], str | None]) -> RequestPrompt:
-        """The prompt in the session that the request's headers name, if any. `header` looks a header up by its name in lower
-        case."""
+        """The prompt in the session that the request's headers name, if any. `header` looks up a header by its lower-case
+        name."""
         found = (header(name.encode()) for name in self._prompts.settings.session_headers)
         session_id = next((value for value in found if is_session_id(value)), None)
         return read if session_id is None else replace(read, prompt=replace(read.prompt, session_id=session_id))

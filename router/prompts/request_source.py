@@ -32,7 +32,7 @@ from router_client.pricing.overlap import OverlapIndex
 INLINE_LETTERS = 2_048
 """A local tokenizer takes about a millisecond for these."""
 TOKENIZE_S = 5.0
-"""How long an engine may take to tokenize a prompt, or to list its models."""
+"""Limit on the time that an engine takes to tokenize a prompt or list its models."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 

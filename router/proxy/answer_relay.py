@@ -171,7 +171,7 @@ class AnswerRelay:
     async def pass_on(
         self, request: ClientRequest, choice: Booked, header: tuple[bytes, bytes], opened: "OpenedAnswer"
     ) -> None:
-        """Send a successful answer to the client. Raises EngineLost if the engine disappears in mid-answer, and EngineFailed at
+        """Send a successful answer to the client. Raises EngineLost if the engine disappears mid-answer, and EngineFailed at
         the end of a stream that reports an engine's error."""
         answer = opened.answer
         if isinstance(answer, WholeAnswer):
@@ -190,7 +190,7 @@ class AnswerRelay:
         await _report(self._finish(request, choice, answer, usage))
 
     async def break_off(self, request: ClientRequest, choice: Booked, error: EngineLost) -> None:
-        """Report to the client that the engine disappeared in mid-answer."""
+        """Report to the client that the engine disappeared mid-answer."""
         self._counters.broken += 1
         _log.warning("worker %s: %s; reporting an error to the client", choice.worker_id, error)
         await request.break_off(ErrorKind.BAD_GATEWAY, str(error))

@@ -56,7 +56,7 @@ _HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
 
 
 class Connections(Protocol):
-    """Clients' connections. `is_nearly_full`: further ones will soon be refused."""
+    """Clients' connections. `is_nearly_full`: new ones will soon be refused."""
 
     @property
     def is_nearly_full(self) -> bool: ...
@@ -253,16 +253,16 @@ class _ForEngines:
 
 
 def _may_be_another(path: str) -> bool:
-    """True if HTTP software on the way to an engine may normalise the path, to one that is not allowed."""
+    """True if HTTP software on the way to an engine may normalize the path to one that is not allowed."""
     return bool({"", ".", ".."} & set(path.split("/")[1:]))
 
 
 def _check_headers(request: Request) -> None:
-    """Raises UnreadableBody if engines can't read the body's encoding, or would disagree on its type."""
+    """Check that engines can read the body's encoding, and agree on its type. Raises UnreadableBody."""
     for name in ("content-encoding", "x-body-compressed"):
         for value in request.headers.getlist(name):
             if value.strip().lower() not in ("", "identity"):
-                raise UnreadableBody(f"{name} is {value[:80]!r}; expected none: engines read no compressed bodies")
+                raise UnreadableBody(f"{name} is {value[:80]!r}; remove it: engines read no compressed bodies")
     if len(request.headers.getlist("content-type")) > 1:
         raise UnreadableBody("content-type is given more than once; expected one")
 

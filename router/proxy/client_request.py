@@ -163,7 +163,7 @@ class ClientRequest:
         return (header,) if self.shows_decision else ()
 
     def _told(self, kind: ErrorKind, line: str) -> str:
-        """The line for the client: tenants must not see names and addresses of workers."""
+        """The line as shown to the client: tenants must not see names and addresses of workers."""
         self.failure = line
         hidden = kind.status >= 500 and self.caller.is_proven and not self.shows_decision
         return "no engine can answer this request now; try again later" if hidden else line
@@ -188,7 +188,8 @@ class ClientRequest:
         )
 
     def trusted_header(self, name: bytes) -> str | None:
-        """Like `header`, but None unless the sender is trusted: any sender without a file of clients, else only a gateway."""
+        """Like `header`, but None unless the sender is trusted: any sender without a clients file, otherwise only a
+        gateway."""
         caller = self.caller
         return self.header(name) if caller.is_front or not caller.is_proven else None
 

@@ -13,7 +13,7 @@ from kvatlas_router.tokens.text_request import Api, TextRequest, is_large
 from router_client.pricing.transfer_protocol import replace_fields, withdraw_transfer_fields
 
 MOST_LETTERS = 1 << 20
-"""A longer body counts as this long, since most of it is no text."""
+"""A longer body counts as this long, since most of it is not text."""
 FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Calls whose body is a form; all others have JSON."""
 

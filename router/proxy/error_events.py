@@ -1,4 +1,4 @@
-"""How an event stream that has begun reports an error, in the form in which its protocol's clients raise it."""
+"""Reports an error in an event stream that has begun, in a form that its protocol's clients raise."""
 
 import json
 from collections.abc import Mapping

@@ -33,7 +33,7 @@ def find_form_model(content_type: str, body: bytes) -> str | None:
             )
         name = _field_name(body[at + 2 : head_end + 4])
         if name in WITHHELD:
-            raise NotForClients(f"the form has a field {name}, which is not for clients; expected none")
+            raise NotForClients(f"the form has a field {name}, which clients must not send; remove it")
         if name == "model":
             value = body[head_end + 4 : end][:MAX_NAME_BYTES]
             model = value.decode("utf-8", "replace") or None

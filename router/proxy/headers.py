@@ -1,4 +1,4 @@
-"""Which headers are forwarded to engines and back, and the decision header."""
+"""Selects the headers forwarded to engines and back, and builds the decision header."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ _OWN = {
     b"transfer-encoding",
     b"upgrade",
 }
-# hints are for the router; a client's own rank would lead to another worker than the booked one.
+# hints are for the router; a client's own rank would lead to a worker other than the booked one.
 # bodies with an encoding are refused, so a remaining `content-encoding` says `identity`
 _REQUEST_OWN = {
     *_OWN,

@@ -14,7 +14,7 @@ from router_client.pricing.transfer_protocol import WITHHELD, NotForClients
 SLICE_BYTES = 256 * 1024
 SLICE_STEPS = 1_000
 MAX_STEPS = 1 << 20
-"""Most quotes, brackets and braces in a body: about 0.5 s of work, in slices of less than a millisecond."""
+"""Limit of quotes, brackets and braces in a body: about 0.5 s of work, in slices of less than a millisecond."""
 MAX_NAME_BYTES = 4_096
 MAX_DEEP_NAME_BYTES = 6 * max(map(len, WITHHELD))
 """Longest name that matters in a nested object, with every letter escaped."""
@@ -81,7 +81,7 @@ async def find_model(body: bytes) -> str | None:
 
 def _check_name(name: str | None, body: bytes) -> None:
     if name in WITHHELD:
-        raise NotForClients(f"{name} is in a body of {len(body)} bytes; expected none in a large one")
+        raise NotForClients(f"{name} is in a body of {len(body)} bytes; remove it from large bodies")
 
 
 async def _end_of_text(body: bytes, start: int) -> int:

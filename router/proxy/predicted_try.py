@@ -1,4 +1,4 @@
-"""How long a try should take, to judge its engine's progress."""
+"""Predicts how long a try should take, to judge its engine's progress."""
 
 from collections.abc import Callable
 

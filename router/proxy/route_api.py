@@ -55,7 +55,7 @@ class RouteApi:
         """Choose and book a worker for a request that the caller sends.
 
         The body is an OpenAI request (with `messages` or `prompt`), or the hints of `kvatlas.request.RequestHints`, with these
-        additions. `avoid`: workers that are no candidates. `pd`: true to also get a separate prefill worker, if there is one.
+        additions. `avoid`: workers that must not be chosen. `pd`: true to also get a separate prefill worker, if there is one.
         `fetch`: true if the caller will add the fields that name a source of KV. `caller`: holds a bounded number of bookings;
         its tenant is the request's.
 
@@ -89,7 +89,7 @@ class RouteApi:
         """Choose a worker for the router protocol's request: `tokens`, and any other hint, such as `model_id`.
 
         The answer is the protocol's selection result. `worker_id` is a number, as in the protocol, if the worker's id is one;
-        else text. Nothing is booked, since the protocol does not report a request's end. Raises as `route` does.
+        otherwise text. Nothing is booked, since the protocol does not report a request's end. Raises as `route` does.
         """
         if "tokens" not in body:
             raise InvalidValue("tokens is missing; expected a list of token ids")

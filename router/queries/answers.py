@@ -10,7 +10,7 @@ from router_client.pricing.overlap import HeldPrefix
 
 
 def mooncake_answer(tenant: str, matches: Iterable[Match]) -> dict[str, Any]:
-    """By tenant and instance: the longest start held on each single medium, and by rank."""
+    """The answer by tenant and instance: the longest start held on each single medium, and by rank."""
     instances: dict[str, dict[str, Any]] = {}
     for match in matches:
         media = on_each_medium(match.held.runs)
@@ -22,7 +22,7 @@ def mooncake_answer(tenant: str, matches: Iterable[Match]) -> dict[str, Any]:
 
 
 def dynamo_answer(matches: Sequence[Match]) -> dict[str, Any]:
-    """`scores` and `dp`: tokens on the GPU, by rank. `cpu` and `disk` include the nearer media before them."""
+    """`scores` and `dp`: tokens on the GPU, by rank. `cpu` and `disk` include nearer media."""
     scores: dict[str, dict[str, int]] = {}
     instances: dict[str, dict[str, Any]] = {}
     on_gpu: list[int] = []

@@ -1,4 +1,4 @@
-"""How much of a prompt one worker holds on each medium, in the two ways that other indexes count.
+"""Counts how much of a prompt one worker holds on each medium, in the two ways that other indexes do.
 
 A run's tiers are those of its first and last block. The end of a worker's held prefix is exact.
 """

@@ -1,4 +1,4 @@
-"""The index server as a process. Its replicas are stateless, so any number of them answer alike."""
+"""The index server as a process. Its replicas are stateless, so any number of them give the same answers."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -57,7 +57,7 @@ async def run_index_server(
 
 @asynccontextmanager
 async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tuple[IndexApplication, int | None]]:
-    """The application with all its parts, and the port of the gRPC server, if any."""
+    """Open the application with all its parts; yields it, and the port of the gRPC server, if any."""
     prompts = PromptSettings(salt_is_tenant=settings.salt_is_tenant)
     stack = AsyncExitStack()
     try:

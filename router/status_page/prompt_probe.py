@@ -34,7 +34,7 @@ from router_client.prompt import Prompt
 from router_client.results import Choice, Ranking
 
 MOST_WORKERS = 48
-"""Rows of each table."""
+"""Limit of rows per table."""
 
 _HOLDERS = (
     Column("worker"),

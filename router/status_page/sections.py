@@ -1,4 +1,4 @@
-"""The sections of a router's status page: its decisions of the last minutes, the fleet's workers, and the probe."""
+"""The sections of a router's status page: its recent decisions, the fleet's workers, and the probe."""
 
 import time
 from collections.abc import Mapping, Sequence

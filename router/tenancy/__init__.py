@@ -1,7 +1,7 @@
-"""Whose request it is, and how much it may use. The client proves its tenant by credentials; a body proves nothing.
+"""Identifies a request's sender, and limits what it may use. Clients prove their tenant by credentials; a body proves nothing.
 
     caller.py           a request's sender: tenant, models, priority, limits
-    clients_file.py     the file of clients: keys, certificates, trusted fronts, issuers of tokens
+    clients_file.py     the clients file: keys, certificates, trusted fronts, issuers of tokens
     issuer.py           checks JWTs, and remembers valid ones until they expire
     issuer_keys.py      an issuer's public keys, from a file or an address
     proof.py            finds the caller by a request's headers, certificate and address

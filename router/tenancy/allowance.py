@@ -1,6 +1,6 @@
 """One router process's part of a client's requests or tokens per minute, drawn from the fleet's allowance ahead of use.
 
-No I/O. `AllowanceExchange` does the drawing; while the store is away, it draws from `LocalAllowances`.
+No I/O. `AllowanceExchange` does the drawing; while the store is down, it draws from `LocalAllowances`.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class Allowance:
         return Draw(self.name, self.size, back, max(0, ahead - self.drawn))
 
     def add(self, drawn: Drawn, now_s: float) -> None:
-        """Take an exchange's answer."""
+        """Add what an exchange returned."""
         self.drawn += drawn.taken
         self.left = drawn.left
         self.asked_s = now_s

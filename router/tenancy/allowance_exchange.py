@@ -1,6 +1,6 @@
 """Settles clients' use with the fleet's allowances in the store: every EVERY_S, and at once if a request waits.
 
-A request waits only if its client has used little here recently, or is near its limit. While the store is away, each process
+A request waits only if its client has used little here recently, or is near its limit. While the store is down, each process
 counts alone, starting from what the fleet's allowances had left.
 """
 
@@ -18,7 +18,7 @@ from kvatlas_router.tenancy.allowance import Allowance, LocalAllowances
 
 EVERY_S = 0.5
 CALL_S = 0.1
-"""A store that takes longer counts as away."""
+"""A store that takes longer counts as down."""
 MOST_KNOWN = 100_000
 
 _log = logging.getLogger("kvatlas_router.tenancy")
@@ -46,7 +46,7 @@ class AllowanceExchange:
             self._task.start()
 
     async def stop(self) -> None:
-        """Put back what is unused."""
+        """Return what is unused."""
         if await self._task.stop():
             self._end_round()
             await self._exchange(ends=True)

@@ -51,4 +51,4 @@ class Caller:
 
 
 ANYBODY = Caller()
-"""Every caller of a router without a file of clients."""
+"""Every caller of a router without a clients file."""

@@ -1,4 +1,4 @@
-"""The file of clients (`--clients-file`): which clients may use a router, for which tenants, and how much.
+"""The clients file (`--clients-file`): which clients may use a router, for which tenants, and how much.
 
 [clients.acme]                          # a name, for logs and limits
 keys = ["sha256:9f86d081..."]           # `kvatlas auth key` makes a key and this line
@@ -72,7 +72,7 @@ Tenant = Annotated[str, AfterValidator(_check_tenant)]
 
 
 class Allowance(BaseModel):
-    """What a client may do, whatever its kind of credentials."""
+    """What a client may do, whatever its credentials."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -16,11 +16,11 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.tenancy.refusals import KeysUnknown
 
 AGE_S = 300.0
-"""How often the keys of an address are read again. A withdrawn key stays valid for up to this time."""
+"""Interval at which the keys of an address are read again. A withdrawn key stays valid for up to this time."""
 FILE_AGE_S = 5.0
-"""How often a file's keys are read again."""
+"""Interval at which a file's keys are read again."""
 ASK_AGAIN_S = 10.0
-"""How soon they are read again if a token names an unknown key, or if they could not be read."""
+"""Minimum interval between reads if a token names an unknown key, or if keys could not be read."""
 READ_S = 5.0
 MOST_BYTES = 1 << 20
 
@@ -59,7 +59,7 @@ class IssuerKeys:
         return found
 
     def refresh(self) -> None:
-        """Begin to read the keys again if they are old. The known keys stay in use meanwhile."""
+        """Start to read the keys again if they are old. The known keys stay in use meanwhile."""
         if self._source and self._read_at is not None and self._clock() - self._read_at >= self._age_s:
             self._start()
 

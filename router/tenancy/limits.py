@@ -40,7 +40,7 @@ class _Use:
     of_tokens: Allowance | None = None
 
     def set_limits(self, caller: Caller) -> None:
-        """Take the caller's current limits, since the file of clients may change them."""
+        """Take the caller's current limits, since the clients file may change them."""
         limits = caller.limits
         self.of_requests = _allowance(self.of_requests, "requests", caller.name, limits.requests_per_minute)
         self.of_tokens = _allowance(self.of_tokens, "tokens", caller.name, limits.tokens_per_minute)
@@ -96,7 +96,7 @@ class Permit:
             self._exchange.correct(self._use.of_tokens, max(0, tokens) - self._tokens)
 
     def end(self) -> None:
-        """The request is over. Ending twice is fine."""
+        """End the request. Ending twice is fine."""
         if not self._ended:
             self._ended = True
             self._use.requests -= 1

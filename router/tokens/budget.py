@@ -21,8 +21,8 @@ _log = logging.getLogger("kvatlas_router.tokens")
 @dataclass(frozen=True, slots=True)
 class TokenizerBudget:
     """`deadline_ms`: after this time, a request is routed without its tokens. `most_deadline_ms`: upper bound of that deadline
-    while the tokenizer is slow but still answering. `most_pending`: concurrent calls to the tokenizer; further requests wait
-    for a free slot, within the same deadline.
+    while the tokenizer is slow but still answering. `most_pending`: concurrent calls to the tokenizer; other requests wait for
+    a free slot, within the same deadline.
 
     A token costs an engine about 40 us and a local tokenizer 1 us, so waiting is cheaper than a miss. In a burst, all requests
     are late together; with individual deadlines, all of the tokenizer's work would be wasted.

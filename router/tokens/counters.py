@@ -28,7 +28,7 @@ class TokenCounters:
         """The reason of the last failure to get token ids."""
 
     def findings(self) -> list[str]:
-        """Problems that need attention, a line each."""
+        """Problems that need attention, one line each."""
         without = self.late + self.busy + self.failed
         if without <= self.tokenized // 20:
             return []

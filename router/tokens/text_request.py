@@ -279,7 +279,7 @@ def is_large(body: bytes) -> bool:
 
 
 def check_size(body: bytes) -> None:
-    """Raises InvalidValue for a large body."""
+    """Check the size of a body. Raises InvalidValue for a large one."""
     if is_large(body):
         expected = f"expected at most {MAX_PARSED_BYTES}, and {MAX_PARSED_CONTAINERS} arrays and objects"
         raise InvalidValue(f"the body has {len(body)} bytes of JSON; {expected}")

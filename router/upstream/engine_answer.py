@@ -96,8 +96,8 @@ async def send_to_engine(
     """`async with send_to_engine(...) as answer`; leaving the block before the answer's end closes the connection.
 
     Yields answers of any status: a successful one that is not JSON from its first bytes on, any other when complete. Raises
-    EngineUnreachable if the engine is away, EngineStalled if `watch` gives it up, and EngineLost from the block if `watch`
-    gives it up in mid-answer.
+    EngineUnreachable if the engine is down, EngineStalled if `watch` gives it up, and EngineLost from the block if `watch`
+    gives it up mid-answer.
     """
     with watch as watched:
         incoming: IncomingAnswer | None = None

@@ -37,7 +37,7 @@ class EngineAway(KvatlasError):
 
 
 class EngineUnreachable(EngineAway):
-    """The engine did not answer, or went away before its first byte. `connected`: it accepted the connection."""
+    """The engine did not answer, or disappeared before its first byte. `connected`: it accepted the connection."""
 
     def __init__(self, line: str, *, connected: bool) -> None:
         super().__init__(line)
@@ -45,7 +45,7 @@ class EngineUnreachable(EngineAway):
 
 
 class EngineLost(EngineAway):
-    """The engine disappeared in mid-answer."""
+    """The engine disappeared mid-answer."""
 
 
 class IncomingAnswer:
@@ -83,7 +83,7 @@ class IncomingAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An engine's whole answer to a call of our own."""
+    """An engine's whole answer to one of our own calls."""
 
     status: int
     body: bytes
@@ -158,7 +158,7 @@ class EngineClient:
     async def call(
         self, method: str, url: str, value: object = None, *, more_headers: Mapping[str, str] = MappingProxyType({})
     ) -> Reply:
-        """A call of our own; `value` is sent as JSON. Raises EngineAway."""
+        """Make one of our own calls; `value` is sent as JSON. Raises EngineAway."""
         headers = [(b"accept", b"application/json")]
         headers += [(name.encode("latin-1"), more.encode("latin-1")) for name, more in more_headers.items()]
         body = b""

@@ -11,9 +11,9 @@ from kvatlas_router.upstream.engine_client import EngineAway, EngineClient
 from kvatlas_router.upstream.patience import wait_patiently
 
 LIST_AGE_S = 5.0
-"""How often each engine is asked."""
+"""Interval at which each engine is asked."""
 LIST_S = 2.0
-"""How long an engine may take to answer."""
+"""Time limit for an engine's answer."""
 MOST_AT_ONCE = 32
 
 _log = logging.getLogger("kvatlas_router.proxy")

@@ -1,4 +1,4 @@
-"""What an engine's HTTP status says about the request and the engine, and if another engine should be tried."""
+"""What an engine's HTTP status says about the request and the engine, and whether another engine should be tried."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime

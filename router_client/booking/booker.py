@@ -77,7 +77,7 @@ class Booker:
 
     @property
     def is_trying(self) -> bool:
-        """Has the store failed, so that nothing should wait for the call that `may_call_store` allows?"""
+        """True if the store has failed, so that nothing should wait for the call that `may_call_store` allows."""
         return self._breaker.is_open
 
     async def try_store(self, call: Coroutine[Any, Any, T], deadline: Deadline) -> tuple[T | None, str]:
@@ -134,7 +134,7 @@ class Booker:
     # ------------------------------------------------------------ alone
 
     def look_alone(self, pool_id: str, ask: Ask) -> Evaluation:
-        """Evaluate by the loads read last, and this router's own bookings."""
+        """Evaluate by the last-read loads and this router's own bookings."""
         if reports := self._new_reports(pool_id, self._own):
             self._own.report_now(pool_id, reports)
         return self._own.evaluate_now(pool_id, ask)
@@ -152,7 +152,7 @@ class Booker:
     # ------------------------------------------------------------ alone at first
 
     def book_behind(self, prompt: Prompt, ask: Ask) -> tuple[Reservation, ...]:
-        """Reserve what `look_alone` chooses in this process, and in the store behind the answer. `ask`: for one worker."""
+        """Reserve what `look_alone` chooses in this process now, and in the store in the background. `ask`: for one worker."""
         pool_id = prompt.scope.pool_id
         (mirror,) = self.book_alone(prompt, ask)
         booking = self._new_booking(prompt, ask, leased=self._reservations.fed_by_indexer)
@@ -178,7 +178,7 @@ class Booker:
             self._breaker.record_success()
             booked.report_again()
         finally:
-            if not answered:  # the store may have booked it all the same, or may book it yet
+            if not answered:  # the store may have booked it anyway, or may still do so
                 self._leases.report_later(pool_id, booking.id, Outcome.CALLED_OFF)
 
     # ------------------------------------------------------------ pieces
@@ -192,7 +192,7 @@ class Booker:
         return Booking(id, self._leases.router_id, prompt.input_tokens, ask, lease_us, longest_us, prefill_id)
 
     async def _report_workers(self, pool_id: str) -> None:
-        """Report the pool as read last, unless an indexer reports to these reservations."""
+        """Report the last-read pool, unless an indexer reports to these reservations."""
         reservations = self._reservations
         if not reservations.fed_by_indexer and (reports := self._new_reports(pool_id, reservations)):
             await reservations.report(pool_id, reports)

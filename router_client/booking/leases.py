@@ -74,8 +74,8 @@ class Leases:
         return self._task.running and self._reservations.fed_by_indexer
 
     def report_later(self, pool_id: str, id: bytes, outcome: Outcome | None) -> None:
-        """Report to the store soon, or when it answers again: how a reservation ended, or (None) that its first token is
-        there."""
+        """Report to the store soon, or when it answers again: how a reservation ended, or (None) that its first token has
+        arrived."""
         until_s = time.monotonic() + max(self._lease_s, KEEP_S)
         self._pending.append(_PendingReport(pool_id, id, outcome, until_s))
         self._wake.set()
@@ -85,7 +85,7 @@ class Leases:
         self._task.start()
 
     async def stop(self) -> None:
-        """Give up every lease, and all bookings under it. Waits at most CLOSE_S for the store."""
+        """Release every lease, and all bookings under it. Waits at most CLOSE_S for the store."""
         await self._task.stop()
         try:
             async with asyncio.timeout(CLOSE_S):

@@ -53,7 +53,7 @@ class Reservation:
         await self._report(outcome)
 
     def report_again(self) -> None:
-        """The store has booked it only now: what it was reported before, it did not know."""
+        """Repeat the reports: the store has made the booking only now, so earlier reports found nothing."""
         if self._leases is not None and (self._ended or self._prefilled):
             self._leases.report_later(self.pool_id, self.id, self._outcome)
 

@@ -1,7 +1,7 @@
 """The steps of one choice: read the pool, look up the overlap, price the candidates, book the cheapest under load.
 
 Each step has its own file (`fleet_cache`, `index_lookup`, `policy`, `router_client.booking.booker`), and all share one
-deadline. If the store is slow or away, the choice continues without it.
+deadline. If the store is slow or down, the choice continues without it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -69,7 +69,7 @@ class Decider:
         """Until when choices are made in steps, because blocks in other tiers than HBM had to be priced."""
 
     async def read_pool(self, pool_id: str) -> Pool:
-        """The pool, read within the deadline or as read last. Raises Unreachable if it was never read."""
+        """The pool, read within the deadline, or as last read. Raises Unreachable if it was never read."""
         pool, _ = await self._read_pool(pool_id, self._start_deadline(), call_store=True)
         return pool
 
@@ -103,7 +103,7 @@ class Decider:
         Stays within the deadline, whatever the store does. Raises NoWorkers; Unreachable if the pool was never read.
         """
         call_store = self._booker.may_call_store()
-        # nothing waits for a booking in a store that is far away, or that has failed and is tried again
+        # nothing waits for a booking in a store that is far away, or that has failed and is being retried
         trying = book and self._booker.is_trying
         behind = call_store and (self.store_is_far or trying)
         call_store &= not trying
@@ -174,7 +174,7 @@ class Decider:
 
     @property
     def store_is_far(self) -> bool:
-        """Then a choice waits for the index alone."""
+        """True if the store is so far away that a choice waits only for the index."""
         return self._distance.is_far(self._settings.deadline_ms)
 
     def _start_deadline(self) -> Deadline:
@@ -278,8 +278,8 @@ class Decider:
         return self._choose(case, matched, by_offer, chosen, evaluation.source, *reservations)
 
     def _choose_alone(self, case: Case, quotes: Sequence[Quote], ask: Ask, *, book: bool, behind: bool) -> Choice:
-        """Choose with this router's own knowledge: loads as read last, and its own bookings. `behind`: the store learns of
-        the choice afterwards."""
+        """Choose with this router's own knowledge: the last-read loads and its own bookings. `behind`: report the choice to
+        the store afterwards."""
         evaluation = self._booker.look_alone(case.prompt.scope.pool_id, ask)
         if case.basis is not Basis.COST and not any(evaluated.load_known for evaluated in evaluation.by_offer):
             case = replace(case, basis=Basis.PREFIX_HASH)
@@ -323,5 +323,5 @@ class Decider:
 
 
 def _narrow_ask(ask: Ask, worker_id: str) -> Ask:
-    """An ask for one of its workers, even if that worker is over a limit."""
+    """Reduce the ask to one of its workers, even if that worker is over a limit."""
     return replace(ask, offers=[offer for offer in ask.offers if offer.worker_id == worker_id], limits=None)

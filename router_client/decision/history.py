@@ -1,5 +1,5 @@
-"""The choices of the last minutes, for people: how many each worker got, how much of the prompts was cached, and the last
-ones."""
+"""Human-readable history of the last minutes: choices per worker, how much of the prompts was cached, and the latest
+choices."""
 
 import time
 from collections import deque
@@ -35,8 +35,8 @@ class Tally:
 
 
 class PastDecision(NamedTuple):
-    """One choice. `at_us`: microseconds since 1970. `ttft_us` None: its cost profile does not predict it. `basis`: the
-    grounds of the choice, with `why` unless it was by cost."""
+    """One choice. `at_us`: microseconds since 1970. `ttft_us` None: its cost profile does not predict it. `basis`: the grounds
+    of the choice; `why`: set unless it was by cost."""
 
     at_us: int
     worker_id: str

@@ -1,4 +1,4 @@
-"""Looks a prompt up in the index within a decision's deadline. If the index is slow, away or switched off, load decides."""
+"""Looks a prompt up in the index within a decision's deadline. If the index is slow, down or switched off, load decides."""
 
 import asyncio
 from time import perf_counter
@@ -35,7 +35,7 @@ class IndexLookup:
 
     async def look_up_in_time(self, prompt: Prompt, pool: Pool, deadline: Deadline, share: float = READ_SHARE) -> Case:
         """`look_up` within a share of the deadline; if that fails, an empty lookup and the reason. After failures a choice is
-        made without the index, while another lookup is tried behind it."""
+        made without the index, and another lookup is tried in the background."""
         if self.load_only:
             why = "the router is switched to load alone"
         elif prompt.strategy is Strategy.LOAD:
@@ -60,7 +60,7 @@ class IndexLookup:
         return Case(prompt, pool, PromptLookup.empty(prompt, pool.block_shapes), Basis.LOAD, why)
 
     async def _try_again(self, prompt: Prompt, pool: Pool, within_s: float | None) -> None:
-        """Would a choice have had its answer in time?"""
+        """Retry the lookup. True if a choice would have had its answer in time."""
         try:
             async with asyncio.timeout(within_s):
                 await self.look_up(prompt, pool)

@@ -1,7 +1,7 @@
 """A router's policy: which workers may get a prompt, surcharges on their costs, and the limits that results are checked
 against.
 
-Pure, and the same on every router with the same settings; only a followed policy may have state of its own.
+Pure, and the same on every router with the same settings; only a followed policy may have state.
 """
 
 from collections.abc import Collection, Sequence
@@ -95,11 +95,11 @@ class RoutingPolicy:
         return pairs.add_surcharges(lambda answering: self._add_surcharges(case.prompt, answering, fingerprint))
 
     def ask(self, case: Case, quotes: Sequence[Quote]) -> Ask:
-        """The booking's question: which of these is the cheapest under load? Raises InvalidValue for a bad token id."""
+        """Build the booking's ask: which of these is the cheapest under load? Raises InvalidValue for a bad token id."""
         return build_ask(case.prompt, quotes, case.lookup.chains, self._settings, case.pool.usual_block_size)
 
     def ask_look_alikes(self, case: Case, quotes: LookAlikeQuotes) -> Ask:
-        """The same question, about named workers and look-alikes."""
+        """Build the same ask for named workers and look-alikes."""
         chains, usual_size = case.lookup.chains, quotes.pool.usual_block_size
         ask = build_ask(case.prompt, quotes.named, chains, self._settings, usual_size, [*quotes.look_alikes.items()])
         return replace(ask, skipped=tuple(quotes.pool.skipped), least_members=quotes.least_members, ring=quotes.ring)

@@ -1,4 +1,4 @@
-"""Which workers may get a request: by labels, by lists of ids, and by reasons against single workers."""
+"""Selects the workers that may get a request: by labels, by lists of ids, and by reasons against single workers."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from kvatlas.fleet.records import EngineEndpoint
 @dataclass(frozen=True, slots=True)
 class Selector:
     """Selects workers that have all of `labels`, are on the `allow` list (absent: all are), and are not on the `deny` list.
-    `unfit`: further workers that can't serve the request, by id, each with the reason."""
+    `unfit`: other workers that can't serve the request, by id, each with the reason."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
     allow: Collection[str] | None = None

@@ -14,27 +14,27 @@ from kvatlas.store.deadline import STORE_FAILURES
 REPORT_S = 2.0
 CALL_S = 1.0
 MOST_REPORTS = 1_000
-"""That wait for a store; the oldest are dropped then."""
+"""Reports that may wait for the store; beyond this the oldest are dropped."""
 
 Report = Callable[[int, str, Mapping[User, AnswerUse]], Awaitable[None]]
-"""Adds to a pool's totals: number of the report, pool id, what was used."""
+"""Adds usage to a pool's totals: report number, pool id, usage."""
 
 _log = logging.getLogger("router_client")
 
 
 class AnswerUsage:
-    """`count` on the way of each answer; reports from `start` to `stop`. A report whose fate is not known is sent
-    again, with its number."""
+    """Counts each answer with `count`; reports from `start` to `stop`. A report that may have been lost is sent again under
+    the same number."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self._used: dict[User, AnswerUse] = {}
         self._waiting: deque[tuple[int, str, dict[User, AnswerUse]]] = deque()
-        self._number = time.time_ns() // 1_000  # above those of a router of the same name before
+        self._number = time.time_ns() // 1_000  # higher than those of an earlier router of the same name
         self._task = BackgroundTask(self._run, "kvatlas router usage")
 
     def count(self, user: User, use: AnswerUse) -> None:
-        """One answer's."""
+        """Count one answer's usage."""
         self._used[user] = self._used.get(user, AnswerUse()).plus(use)
 
     def start(self) -> None:
@@ -42,12 +42,12 @@ class AnswerUsage:
         self._task.start()
 
     async def stop(self) -> None:
-        """Report what is left, if the store answers, and then no more."""
+        """Report the rest, if the store answers, and stop."""
         await self._task.stop()
         await self.report()
 
     async def report(self) -> bool:
-        """Send all that waits. False if the store does not answer."""
+        """Send everything that waits. False if the store does not answer."""
         self._cut()
         try:
             async with asyncio.timeout(CALL_S):
@@ -60,7 +60,7 @@ class AnswerUsage:
         return True
 
     def _cut(self) -> None:
-        """Make reports of what was counted since the last ones."""
+        """Make reports of what was counted since the previous ones."""
         used, self._used = self._used, {}
         by_pool: dict[str, list[tuple[User, AnswerUse]]] = {}
         for user, use in used.items():

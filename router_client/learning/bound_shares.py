@@ -16,7 +16,7 @@ LEAST_ANSWERS = 20
 FADING = 0.99
 """Factor by which an answer fades with each later one: about the last hundred matter."""
 STEP = 0.05
-"""Shares are rounded to it, so that pools are not rebuilt for each answer."""
+"""Shares are rounded to multiples of this, so that pools are not rebuilt for each answer."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class BoundShares:
         self._pools: dict[str, _Answers] = {}
 
     def of(self, endpoint: EngineEndpoint) -> ReuseRule:
-        """The rule of this worker."""
+        """The rule for this worker."""
         rule = self._rules.of(endpoint)
         known = self._pools.get(endpoint.pool_id) if endpoint.upper_bound else None
         return rule if known is None or known.share == 1 else replace(rule, share=known.share)

@@ -12,7 +12,7 @@ from router_client.counters import RouterCounters
 
 
 class RequestEnds(NamedTuple):
-    """Requests that ended since the server started: all, those that no engine took, and those whose client gave up."""
+    """Requests that ended since the server started: in total, those that no engine took, and those whose client gave up."""
 
     requests: int = 0
     refused: int = 0
@@ -23,7 +23,7 @@ class ConditionMeter:
     """Reads the condition. `ends`, `proves_tenants` and `limits_shared` are set by a server built on this library."""
 
     def __init__(self, counters: RouterCounters, distance: StoreDistance, deadline_ms: float | None) -> None:
-        """`deadline_ms`: how long a decision may wait for the store at least."""
+        """`deadline_ms`: minimum time that a decision may wait for the store."""
         self._counters = counters
         self._distance = distance
         self._deadline_ms = deadline_ms

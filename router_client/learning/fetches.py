@@ -1,8 +1,8 @@
 """Fetches of KV between engines, as one router sees them: how much arrived.
 
-An answer whose cached tokens are fewer than predicted did not get all that it was to fetch: its source died, had evicted it, or
+An answer with fewer cached tokens than predicted did not fetch everything: its source died or had evicted the blocks, or the
 engines can't reach each other at all. The share that arrived is what later fetches of the pool are priced with. It recovers
-with time, so that a pool whose network was mended is tried again.
+with time, so that a pool whose network was repaired is tried again.
 """
 
 import math
@@ -14,9 +14,9 @@ from kvatlas.request import SelectionResult
 from router_client.learning.usage import Usage
 
 FADING = 0.95
-"""How much weight a fetch loses with each later one: about the last twenty matter."""
+"""Factor by which a fetch's weight shrinks with each later one: about the last twenty matter."""
 PRIOR_FETCHES = 0.5
-"""A pool begins as if so much of a fetch had arrived whole."""
+"""Initial evidence of a pool: as if this many fetches had arrived whole."""
 RECOVERS_S = 60.0
 """Seconds in which all evidence loses two thirds of its weight."""
 
@@ -49,7 +49,7 @@ class Fetches:
         return 1.0 if known is None else known.share(self._clock())
 
     def record(self, pool_id: str, result: SelectionResult, usage: Usage) -> None:
-        """Learn from an answer. One says nothing that was to fetch nothing, or tells no cached tokens."""
+        """Learn from an answer. Ignored if it was to fetch nothing, or reports no cached tokens."""
         asked, cached = result.transferred_tokens, usage.cached_tokens
         if not asked or result.reads_store or cached is None:
             return

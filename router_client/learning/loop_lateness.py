@@ -1,4 +1,4 @@
-"""Measures how late an event loop is, because all times measured in it are as late.
+"""Measures how late an event loop is, because every time measured in it is late by as much.
 
 A busy router (hundreds of requests at once, other programs on its processors) sees an engine's answer late. Attributed to
 the engine, that delay would make the engine of a burst look many times slower than its equals.

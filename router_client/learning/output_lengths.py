@@ -1,7 +1,7 @@
 """Lengths of answers, learned from those that this router saw: for each pool by what requests allow, and for each session.
 
 A request limits the length of its answer, but clients write any number there: 4,096 for an answer of 200 tokens. So the
-lengths of answers to similar requests count, and until there are any, the limit.
+lengths of answers to similar requests are used or, until there are any, the limit.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from router_client.prompt import OutputLimits, Prompt
 
 POOL_MEMORY = 64
 SESSION_MEMORY = 8
-"""How many answers a mean represents; older ones fade."""
+"""Number of answers that a mean represents; older ones fade."""
 POOL_WORTH = 2.0
 """Weight of the pool's mean, in answers of a session; for a pool, the request's limit has half that weight."""
 MOST_SESSIONS = 16_384

@@ -64,7 +64,7 @@ class Starvation:
         self._total = 0
 
     def update(self, shared: Mapping[str, Evidence]) -> None:
-        """Pass the evidence of all routers so far."""
+        """Update with the evidence of all routers so far."""
         self._total = sum(one.requests for one in shared.values())
         known, self._last = self._last, {}
         for worker_id, one in shared.items():

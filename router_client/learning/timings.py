@@ -82,8 +82,8 @@ class AnswerClock:
             self.lateness.watch(self)
 
     def part(self, parts: int = 1) -> None:
-        """One or more parts of the answer arrived, each of one or more tokens. Don't count parts that only have a role, a
-        token count or the end: an answer of a few tokens would look many times as fast."""
+        """Record that one or more parts of the answer arrived, each of one or more tokens. Don't count parts that only have a
+        role, a token count or the end: an answer of a few tokens would look many times as fast."""
         if parts < 1:
             return
         now = self.now_ns()
@@ -97,7 +97,7 @@ class AnswerClock:
         self._last_ns = now
 
     def hold(self, ns: int) -> None:
-        """For so long the answer's receiver took nothing: the engine may have had to wait, or its parts did."""
+        """Record how long the answer's receiver took nothing: the engine, or its parts, may have had to wait."""
         self._held_ns += ns
 
     @property
@@ -118,7 +118,7 @@ class AnswerClock:
         credible. Times that the event loop was too late to measure, or that the answer's receiver made longer, are left out.
         """
         if self._first_ns is None or output_tokens < 2 or not self._gaps:
-            # one part of several tokens: we can't tell when the first of them was there
+            # one part of several tokens: it is unknown when the first of them arrived
             return self.first_part() if output_tokens == 1 else Timings()
         tokens_a_part = 1.0
         if output_tokens - 1 > self._parts:  # the last token often has neither text nor a part

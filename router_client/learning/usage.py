@@ -54,7 +54,7 @@ class Usage:
 
 
 def _is_count(value: Any) -> bool:
-    """A number of tokens that an answer may have: whatever an engine says, sums and records of it must hold."""
+    """True if it is a plausible token count. Whatever an engine reports, sums and records of it must not overflow."""
     return type(value) is int and 0 <= value <= MOST_TOKENS
 
 

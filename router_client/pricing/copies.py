@@ -2,7 +2,7 @@
 
 Another worker's copy counts only if the request makes the engine fetch it. So both engines have the same connector
 (`EngineEndpoint.kv_connector`), the source says where it is fetched from and which of its tiers are, and the request can name
-the source (`Prompt.fetch_by`) unless the engine finds it by itself. Both also share a transfer group (or name none), and their
+the source (`Prompt.fetch_by`) unless the engine finds it on its own. Both also share a transfer group (or name none), and their
 blocks and marks are of one form: nothing is fetched that the reader could not use. The deepest copies are considered; of equal
 ones the booking chooses (`kvatlas.reservations.protocol.Fetching`).
 """
@@ -23,7 +23,7 @@ from router_client.prompt import Prompt
 
 DISPLACED = TermKind("displaced", "tokens")
 DISPLACED_FACTOR = 0.3
-"""Cost of a further copy to later requests, as a multiple of the time to compute it: it takes the room of other blocks."""
+"""Cost of an additional copy to later requests, as a multiple of the time to compute it: it displaces other blocks."""
 NOT_FETCHED = TermKind("not_fetched", "tokens")
 
 
@@ -38,7 +38,7 @@ class _Copy:
         return self.prefix.copied_tokens, -max(run.tiers[0] for run in self.prefix.runs)
 
     def is_equal(self, other: "_Copy") -> bool:
-        """Does every reader pay the same for both?"""
+        """True if every reader pays the same for both."""
         return self.prefix == other.prefix and self.source.locality_domain == other.source.locality_domain
 
 
@@ -169,6 +169,6 @@ def fetchable_prefix(held: HeldPrefix, labels: Sequence[str]) -> HeldPrefix:
 
 
 def _read_rate(source: EngineEndpoint) -> ReadRate | None:
-    """How fast a shared store says that it is read."""
+    """The read rate that a shared store reports."""
     setup_us, us_per_mib = source.read_setup_us, source.read_us_per_mib
     return None if setup_us is None and us_per_mib is None else ReadRate(setup_us or 0, us_per_mib or 0)

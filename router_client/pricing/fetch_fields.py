@@ -29,12 +29,12 @@ class Fetch:
 
     @property
     def needs_hashes(self) -> bool:
-        """Does the connector ask for blocks by the source's own hashes?"""
+        """True if the connector requests blocks by the source's own hashes."""
         return self.source.kv_connector is KvConnector.KVCR
 
     def fields(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fields to add to a request's body, or to replace in it; none if the engine finds the source by itself. Each try needs
-        fields of its own."""
+        """Fields to add to a request's body, or to replace in it; none if the engine finds the source on its own. Each attempt
+        needs its own fields."""
         match self.source.kv_connector:
             case KvConnector.P2P:
                 kept = body.get(_PARAMS)

@@ -32,15 +32,15 @@ class OverlapIndex(Protocol):
 
 @runtime_checkable
 class ReportsStatus(Protocol):
-    """An index with a status of its own."""
+    """An index that reports a status."""
 
     def status(self) -> dict[str, Any] | None:
-        """The status for people, as plain data."""
+        """The human-readable status, as plain data."""
 
 
 @runtime_checkable
 class BlockIndex(Protocol):
-    """Further calls of an index, about single blocks."""
+    """An index's calls about single blocks."""
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         """See `ResidencyIndex`."""
@@ -98,11 +98,11 @@ class HeldPrefix(NamedTuple):
 
     @property
     def copied_tokens(self) -> int:
-        """How many of its tokens are worth anything to an engine."""
+        """Number of its tokens that an engine can use."""
         return self.tokens if self.reach_tokens is None else self.reach_tokens
 
     def usable_tokens(self, rule: ReuseRule, prompt: Prompt, kind: EngineKind, block_size: int) -> int:
-        """How many of the prompt's first tokens an engine with this rule and kind would not compute again."""
+        """Number of the prompt's first tokens that an engine with this rule and kind would not recompute."""
         readable = prompt.reading.readable_tokens(kind)
         if self.reach_tokens is None:
             return rule.usable_tokens(self.tokens, prompt.input_tokens, block_size, readable)

@@ -78,8 +78,8 @@ def is_readable(record: FleetRecord) -> bool:
 
 
 def is_fetchable(record: FleetRecord) -> bool:
-    """May other engines be sent to fetch from this one? Its host is an address inside a network of one's own, or one that its
-    publisher's identity names, so that no one else chooses the hosts that engines connect to."""
+    """True if other engines may fetch from this one: its host is in a private network, or its publisher's identity names it,
+    so that no outsider chooses the hosts that engines connect to."""
     endpoint = record.endpoint
     if not endpoint.can_be_fetched_from:
         return False
@@ -349,11 +349,11 @@ def _build_candidates(
 
 
 def meeting_form(worker: EngineEndpoint) -> Hashable:
-    """What two workers must have in common, besides a transfer group, for one to fetch KV from the other; None of a worker
-    that fetches none."""
+    """What two workers must have in common, besides a transfer group, for one to fetch KV from the other; None for a worker
+    that does not fetch."""
     if worker.kv_connector is None:
         return None
-    near = is_loopback(urlsplit(worker.url).hostname or "")  # only engines of that machine reach it
+    near = is_loopback(urlsplit(worker.url).hostname or "")  # reachable only for engines on that machine
     size, lookahead = worker.block_size or 0, worker.lookahead_tokens
     return worker.kind, worker.kv_connector, size, lookahead, worker.marks, worker.chain, near
 
@@ -362,7 +362,7 @@ def _differs_in_load_only(before: FleetRecord, now: FleetRecord) -> bool:
     """True if everything that `Pool.of` reads is the same."""
     if before.state is not now.state or before.liveness is not now.liveness or before.tenants != now.tenants:
         return False
-    if vars(before.endpoint) != vars(now.endpoint):  # what == does, twice as fast
+    if vars(before.endpoint) != vars(now.endpoint):  # same result as ==, twice as fast
         return False
     return _capacity(before) == _capacity(now)
 

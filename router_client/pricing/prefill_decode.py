@@ -3,8 +3,8 @@ cheaper.
 
 A pair costs the prompt on a prefill worker (its queue, its cache), the transfer of the KV that the decode worker does not
 hold, and decoding there. KV can be moved between two workers that name a common transfer group, have the same block size
-and speak the same protocol (vLLM's, SGLang's). Workers that name no group are assumed to reach each other, because a
-prefill worker has no other use. Below a number of new tokens a worker computes the prompt itself, if it can.
+and speak the same protocol (vLLM's, SGLang's). Workers that name no group are assumed to reach each other, because otherwise a
+prefill worker would be useless. Below a number of new tokens a worker computes the prompt itself, if it can.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +67,7 @@ class PairQuotes:
         return bool(self.wholes or self.decodes)
 
     def add_surcharges(self, add: Callable[[list[Quote]], list[Quote]]) -> "PairQuotes":
-        """With what a policy adds to the workers that answer, the same whether they compute the prompt or not."""
+        """Add the policy's surcharges to the workers that answer, the same whether or not they compute the prompt."""
         plain = {q.id: q._replace(surcharges=(), surcharge_us=0) for q in (*self.decodes, *self.wholes)}
         answering = list(plain.values())
         result = add(answering)

@@ -33,7 +33,7 @@ class QuoteDesk:
         self._kinds: dict[int, KindQuote] = {}
 
     def quote(self, candidate: Candidate, prefix: HeldPrefix) -> Quote:
-        """For a candidate that holds this."""
+        """Quote a candidate that holds this prefix."""
         for_kind = self._kinds.get(candidate.kind)
         if for_kind is None:
             for_kind = self._kinds[candidate.kind] = KindQuote.of(self._prompt, candidate, self._profile)
@@ -41,7 +41,7 @@ class QuoteDesk:
         return quote if self._sources is None else self._sources.add_best(quote)
 
     def quote_all(self, candidates: Sequence[Candidate], fingerprint: bytes) -> list[Quote]:
-        """In the order in which ties are broken."""
+        """Quote all candidates, in tie-breaking order."""
         weights = [rendezvous_weight(fingerprint, candidate.id) for candidate in candidates]
         order = sorted(range(len(candidates)), key=weights.__getitem__, reverse=True)
         return [self.quote(candidates[i], self._held.get(candidates[i].id, NOTHING_HELD)) for i in order]

@@ -1,7 +1,7 @@
 """Quotes: what a request would cost on each worker of a pool, without load.
 
 A quote is the price of a plan: read what the worker holds and its engine can use, compute the rest. What a shared store holds
-beyond that is read too, by a worker that names it: its engine asks no router whether that pays. So is what another worker
+beyond that is read too, by a worker that names it: its engine does so whether or not it pays. So is what another worker
 holds, if the engine can fetch it from there and that is cheaper: see `copies`.
 
 Every choice prices every candidate, so common parts are computed once per request: one `KindQuote` for all workers of a
@@ -78,7 +78,7 @@ class KindQuote:
 
     @property
     def block_tokens(self) -> int:
-        """The block size for counting the prompt: the workers', else the prompt's, else 1."""
+        """The block size for counting the prompt: the workers', otherwise the prompt's, otherwise 1."""
         return self.example.block_size or self.prompt.block_size or 1
 
     @property
@@ -94,7 +94,7 @@ class KindQuote:
         return factor if waits else 0.0
 
     def usable_tokens(self, held: HeldPrefix) -> int:
-        """How many of the prompt's first tokens the engine would not compute again if it held this prefix."""
+        """Number of the prompt's first tokens that the engine would not recompute if it held this prefix."""
         return held.usable_tokens(self.example.rule, self.prompt, self.example.endpoint.kind, self.block_tokens)
 
     def price_prefix(self, held: HeldPrefix) -> PrefixPrice:
@@ -136,8 +136,8 @@ class KindQuote:
         return pieces
 
     def kv_bytes(self, first: int, end: int) -> int:
-        """KV bytes of the prompt's tokens `first` up to `end`, rounded up, by the fleet record or else by the request; 0 if
-        unknown."""
+        """KV bytes of the prompt's tokens `first` up to `end`, rounded up, from the fleet record, or else from the request; 0
+        if unknown."""
         block_bytes = self.example.endpoint.block_bytes
         if block_bytes:
             return -(-(end - first) * block_bytes // self.block_tokens)

@@ -35,7 +35,7 @@ def build_limits(
 
 
 def _limit_after_transfer(quote: Quote) -> Limit:
-    """The worker's, less the room that what it reads from elsewhere takes."""
+    """The worker's limit, minus the room for what it reads from elsewhere."""
     limit, tokens = quote.candidate.limit, quote.transferred_tokens
     return limit._replace(kv_tokens=max(1, limit.kv_tokens - tokens)) if tokens and limit.kv_tokens else limit
 

@@ -1,4 +1,4 @@
-"""Explains why the usable tokens of a held prefix end where they do, for people who look at an overlap."""
+"""Explains why the usable tokens of a held prefix end where they do."""
 
 from kvatlas.blocks.reuse import ReuseRule
 from kvatlas.fleet.records import EngineEndpoint

@@ -1,4 +1,4 @@
-"""The paged KV cache of one or several devices. Simulated engines run on it, and it has a public interface of its own.
+"""The paged KV cache of one or several devices. Simulated engines run on it, and it has its own public interface.
 
     cache = KVCache(num_blocks=1_024, block_size=16)
     handle = cache.allocate(AllocationRequest("a", prompt_token_ids))
@@ -6,8 +6,8 @@
     handle.stats(), cache.stats()
     cache.free("a")
 
-`KVCache` is the cache manager of one device, `DeviceCaches` that of several, `PagedCache` a lenient one that knows block ids
-alone; docs/cache-manager.md explains them.
+`KVCache` is the cache manager of one device, `DeviceCaches` that of several, `PagedCache` a lenient one that knows only block
+ids; docs/cache-manager.md explains them.
 """
 
 from kvatlas_simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority

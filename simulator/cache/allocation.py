@@ -13,7 +13,7 @@ from kvatlas_simulator.cache.geometry import KVGeometry
 
 
 class Priority(IntEnum):
-    """Which sequence should give way when blocks run out: the lowest priority first, and among equals the youngest."""
+    """Decides which sequence gives way when blocks run out: the lowest priority first, and among equals the youngest."""
 
     LOW = 0
     NORMAL = 1
@@ -22,7 +22,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AllocationRequest:
-    """A new sequence: its prompt, and which sequences may share its blocks (equal tokens in an equal namespace)."""
+    """A new sequence: its prompt, and the namespace in which equal tokens share blocks."""
 
     sequence_id: SequenceId
     token_ids: Sequence[int]
@@ -31,9 +31,9 @@ class AllocationRequest:
     first_chunk: int | None = None
     """Tokens after the cached prefix that are written at once; None: the whole prompt. `extend` writes the rest."""
     max_tokens: int | None = None
-    """The longest that the sequence may get, prompt included; None: as long as there is room. Nothing is set apart for it."""
+    """Maximum length of the sequence, prompt included; None: as long as there is room. No memory is reserved for it."""
     device: str | None = None
-    """Where `DeviceCaches` should put it, if there is room; a cache of one device does not look at it."""
+    """The device on which `DeviceCaches` should put it, if there is room; a cache of one device ignores it."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < len(self.token_ids):
@@ -42,7 +42,7 @@ class AllocationRequest:
             )
 
     def estimated_bytes(self, geometry: KVGeometry) -> int:
-        """Bytes of KV at its longest, or else of the whole prompt, if nothing of it is shared."""
+        """Bytes of KV at `max_tokens`, or else of the whole prompt, if nothing is shared."""
         return geometry.bytes_of(len(self.token_ids) if self.max_tokens is None else self.max_tokens)
 
 
@@ -57,7 +57,7 @@ class HandleStats:
     utilisation: float
     """Share of the slots in its blocks that have a token; 0 without blocks."""
     last_access: float
-    """When it was last allocated, extended, read, forked or swapped, in seconds of the cache's clock."""
+    """Time of its last allocation, extension, read, fork or swap, in seconds of the cache's clock."""
 
 
 class SequenceStore(Protocol):

@@ -10,19 +10,19 @@ from kvatlas_simulator.cache.prefix_tree import PrefixNode
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """The default is what engines do: all of it at the start, and kept. It is accounted for, nothing else depends on it."""
+    """When memory is reserved; by default all at the start, and kept, as engines do. It only affects statistics."""
 
     initial_blocks: int | None = None
-    """Reserved at the start, at most all; None: all. More are reserved as they are needed."""
+    """Blocks reserved at the start, at most all; None: all. More are reserved as needed."""
     pooling: bool = True
-    """The memory of free blocks stays reserved; off: beyond the initial ones it is given back."""
+    """True: the memory of free blocks stays reserved. False: beyond the initial ones it is returned."""
 
     def __post_init__(self) -> None:
         if self.initial_blocks is not None and self.initial_blocks < 0:
             raise InvalidValue(f"initial_blocks is {self.initial_blocks}; expected at least 0")
 
     def initial(self, num_blocks: int) -> int:
-        """How many of a cache's blocks are reserved at the start."""
+        """Number of a cache's blocks reserved at the start."""
         return num_blocks if self.initial_blocks is None else min(self.initial_blocks, num_blocks)
 
 
@@ -79,17 +79,17 @@ class BlockPool:
 
     @property
     def referenced_blocks(self) -> int:
-        """How many blocks sequences hold."""
+        """Number of blocks that sequences hold."""
         return self._referenced_blocks
 
     @property
     def available_blocks(self) -> int:
-        """How many blocks no sequence holds: free ones, and cached ones that can be evicted."""
+        """Number of blocks that no sequence holds: free ones, and cached ones that can be evicted."""
         return len(self._blocks) - self._referenced_blocks
 
     @property
     def reserved_blocks(self) -> int:
-        """How many blocks memory is reserved for."""
+        """Number of blocks for which memory is reserved."""
         used = self._most_blocks if self._pooling else len(self._blocks) - len(self._free)
         return max(self._initial_blocks, used)
 

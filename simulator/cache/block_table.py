@@ -1,4 +1,4 @@
-"""A sequence's block table: which physical block holds which of its tokens."""
+"""A sequence's block table: maps its tokens to physical blocks."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from kvatlas_simulator.cache.errors import InsufficientBlocks
 
 
 def count_blocks(tokens: int, block_size: int) -> int:
-    """How many blocks hold this many tokens; the last one may be partial."""
+    """Number of blocks that hold this many tokens; the last one may be partial."""
     return -(-tokens // block_size)
 
 
@@ -49,7 +49,7 @@ class BlockTable:
 
     @property
     def has_free_space(self) -> bool:
-        """Is there a block without any token? `free_tokens` counts the slots of a partial last block, too."""
+        """True if a block has no token at all. `free_tokens` also counts the slots of a partial last block."""
         return self.blocks_needed(self._length) < len(self.block_ids)
 
     @property
@@ -58,7 +58,7 @@ class BlockTable:
         return dict(enumerate(self.block_ids))
 
     def blocks_needed(self, length: int) -> int:
-        """How many blocks a sequence of `length` tokens has in total."""
+        """Number of blocks of a sequence of `length` tokens."""
         return count_blocks(length, self.block_size)
 
     def slot(self, position: int) -> tuple[int, int]:

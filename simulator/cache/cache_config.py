@@ -22,7 +22,7 @@ class CacheConfig:
     devices: tuple[str, ...] = ("cpu",)
     prefix_caching: bool = False
     prefixes: PrefixSettings = field(default_factory=PrefixSettings)
-    """If prefixes are cached."""
+    """True if prefixes are cached."""
     multi_device: bool = False
     thresholds: PressureThresholds = field(default_factory=PressureThresholds)
 

@@ -5,7 +5,7 @@ from kvatlas_simulator.cache.prefix_tree import PrefixNode
 
 
 class CpuTier:
-    """Which nodes have a copy on the CPU, and which copy is evicted first.
+    """Tracks which nodes have a copy on the CPU, and which copy is evicted first.
 
     A copy may be evicted if it is not being read and nothing would become unreachable without it: the node has no children,
     or the GPU has a copy too.

@@ -24,7 +24,7 @@ class SequenceMove:
 class DeviceCaches:
     """The caches of several devices. A sequence is on one of them at a time; devices share no blocks.
 
-    The caches can also be used directly (`cache`): this class has no state of its own.
+    The caches can also be used directly (`cache`): this class has no state.
     """
 
     def __init__(self, caches: Mapping[str, KVCache]) -> None:
@@ -67,10 +67,10 @@ class DeviceCaches:
         return any(cache.can_allocate(request) for cache in self._caches.values())
 
     def allocate(self, request: AllocationRequest, *, preferred: Sequence[str] = ()) -> CacheHandle:
-        """Begin a sequence on the request's device, else on the first preferred one with enough blocks, else on the one with
-        most left after it.
+        """Begin a sequence on the request's device, otherwise on the first preferred one with enough blocks, otherwise on the
+        one with the most room left.
 
-        Raises InsufficientBlocks if no device has enough (with the numbers of the one that lacks fewest), SequenceExists,
+        Raises InsufficientBlocks if no device has enough (with the numbers of the one that lacks the fewest), SequenceExists,
         and UnknownDevice.
         """
         if any(request.sequence_id in cache for cache in self._caches.values()):

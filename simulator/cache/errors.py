@@ -46,7 +46,7 @@ class SequenceSwappedOut(CacheError):
 
 
 class SequenceTooLong(CacheError):
-    """The sequence may not get so long."""
+    """The sequence would exceed its maximum length."""
 
     def __init__(self, sequence_id: SequenceId, tokens: int, max_tokens: int) -> None:
         super().__init__(f"sequence {sequence_id} would have {tokens} tokens; its max_tokens is {max_tokens}")

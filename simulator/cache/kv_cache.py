@@ -181,7 +181,8 @@ class KVCache:
         return self._blocks.match(token_ids, namespace, lookup_blocks, () if earlier is None else earlier.nodes)
 
     def blocks_required(self, request: AllocationRequest, match: PrefixMatch | None = None) -> int:
-        """How many available blocks `allocate` takes: for new tokens, and for cached blocks that no sequence holds yet."""
+        """Number of available blocks that `allocate` takes: for new tokens, and for cached blocks that no sequence holds
+        yet."""
         match = match or self.match(request.token_ids, request.namespace)
         return self._blocks.required(match, len(_first_chunk(request, match)))
 
@@ -260,14 +261,14 @@ class KVCache:
         return CacheHandle(new_sequence_id, self)
 
     def shared_blocks(self, sequence_id: SequenceId, other_sequence_id: SequenceId) -> int:
-        """How many leading physical blocks two sequences share."""
+        """Number of leading physical blocks that two sequences share."""
         pairs = zip(
             self._on_gpu(sequence_id).table.block_ids, self._on_gpu(other_sequence_id).table.block_ids, strict=False
         )
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def exclusive_blocks(self, sequence_id: SequenceId) -> int:
-        """How many blocks become available if this sequence is freed: those that no other sequence holds."""
+        """Number of blocks that become available if this sequence is freed: those that no other sequence holds."""
         return self._blocks.exclusive(self._on_gpu(sequence_id))
 
     def free(self, sequence_id: SequenceId) -> None:
@@ -281,7 +282,7 @@ class KVCache:
         self._report_pressure()
 
     def swap_out(self, sequence_id: SequenceId) -> int:
-        """Copy a live sequence to the CPU and release its GPU blocks. Returns how many blocks it takes there.
+        """Copy a live sequence to the CPU and release its GPU blocks. Returns the number of blocks that it takes there.
 
         The copy is separate from cached blocks, which it may evict from the CPU. Raises InsufficientBlocks if the CPU is
         too small.
@@ -302,8 +303,8 @@ class KVCache:
         return blocks
 
     def swap_in(self, sequence_id: SequenceId) -> int:
-        """Bring a sequence back to the GPU. Returns how many blocks had to be copied, because they were no longer cached
-        anywhere.
+        """Bring a sequence back to the GPU. Returns the number of blocks that had to be copied, because they were no longer
+        cached anywhere.
 
         Raises InsufficientBlocks, and InvalidValue if the sequence is not swapped out.
         """

@@ -19,7 +19,7 @@ from kvatlas_simulator.cache.prefix_tree import PrefixNode, PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class PrefixSettings:
-    """Which prefixes are cached, and for how long. By default all, until their room is needed, as engines do."""
+    """Settings for cached prefixes. By default all are cached until their room is needed, as in engines."""
 
     sharing: bool = True
     """Off: nothing is cached or found; forks still share their blocks."""
@@ -334,7 +334,7 @@ class PrefixCache:
 
     def _drop_gpu_copy(self, block: Block, node: PrefixNode) -> None:
         node.gpu_block_ids.remove(block.block_id)
-        # usually it is no candidate any more, unless making room on the CPU made it one again, or it was not taken from the
+        # usually it is no longer a candidate, unless making room on the CPU made it one again, or it was not taken from the
         # queue
         self._candidates.discard(block.block_id)
         block.node = None

@@ -129,7 +129,7 @@ class SequenceBlocks:
         return [token for block_id in sequence.table.block_ids for token in self._pool[block_id].token_ids]
 
     def exclusive(self, sequence: LiveSequence) -> int:
-        """How many of a sequence's blocks no other sequence holds."""
+        """Number of a sequence's blocks that no other sequence holds."""
         return sum(self._pool[block_id].references == 1 for block_id in sequence.table.block_ids)
 
     def fragmentation(self, sequences: Iterable[LiveSequence]) -> float:

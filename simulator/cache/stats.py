@@ -64,9 +64,9 @@ class GarbageCollection:
     memory_bytes: int
     """The size of these blocks."""
     prefixes: int
-    """By how many the cached prefixes became fewer."""
+    """Number of cached prefixes dropped."""
     time_ms: float = field(default=0.0, compare=False)
-    """How long it took, in milliseconds of real time."""
+    """Duration in milliseconds of real time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ ROUTERS = {
 """The flags of each phase's router."""
 
 RESIDENCY = {"by residency": [*SHARED_MACHINE, "--no-marks"]}
-"""Additional router for hybrid engines: chooses as routers do that know only full attention's blocks."""
+"""Additional router for hybrid engines: chooses like a router that knows only full attention's blocks."""
 
 
 class DemoSettings(ProcessSettings):
@@ -218,6 +218,6 @@ class FleetProbe:
 
 @asynccontextmanager
 async def open_probe(fleet: RunningFleet) -> AsyncIterator[FleetProbe]:
-    """A probe connected to the fleet's parts."""
+    """Open a probe connected to the fleet's parts."""
     async with connected_store(fleet.redis_url, wait=False) as store, httpx.AsyncClient(timeout=10) as http:
         yield FleetProbe(fleet, http, store)

@@ -27,7 +27,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """`engine_flags`: flags of every simulated engine; `flags_of_each`: further ones for each; `sidecar_flags`: flags of
+    """`engine_flags`: flags of every simulated engine; `flags_of_each`: additional ones for each; `sidecar_flags`: flags of
     every publisher; `routers`: the flags of each router, by name; `environment`: extra variables for every part."""
 
     model: str

@@ -1,4 +1,4 @@
-"""The trace of one of the demo's requests: from the caller to the engine batches behind the choice."""
+"""The trace of one of the demo's requests: from the caller to the engine batches that the choice was based on."""
 
 from collections.abc import Mapping, Sequence
 

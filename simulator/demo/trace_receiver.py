@@ -64,7 +64,7 @@ def running_receiver() -> Iterator[TraceReceiver]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing to log: `payloads` is the log."""
+            """Log nothing: `payloads` is the log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     receiver = TraceReceiver(f"http://127.0.0.1:{server.server_port}")

@@ -20,7 +20,7 @@ MIN_SLEEP_S = 0.001
 """Event loops can't sleep for less. Steps that are due sooner run at once, and the next sleep compensates."""
 
 MAX_LAG_S = 0.1
-"""How much lag a busy engine catches up on. On a machine too slow for the speed-up, simulated time runs slower."""
+"""Maximum lag that a busy engine catches up on. On a machine too slow for the speed-up, simulated time runs slower."""
 
 
 class EventSink(Protocol):

@@ -20,7 +20,7 @@ from kvatlas_simulator.engine.tokenizer import AnswerTokens
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """How much one engine takes on at a time."""
+    """Limits of one engine's concurrent work."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8_192
@@ -122,7 +122,7 @@ class Scheduler:
         return len(self._waiting)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises QueueFull, and RequestTooLarge for a request that can never run."""
+        """Check that a request can be queued. Raises QueueFull, and RequestTooLarge for one that can never run."""
         total = len(request.prompt) + request.max_tokens
         if not request.prompt:
             raise RequestTooLarge("the prompt is empty; expected at least one token")

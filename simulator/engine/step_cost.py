@@ -1,4 +1,4 @@
-"""How long a scheduler step of a real engine would take."""
+"""The duration of a real engine's scheduler step."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Broken answers with status 200, as engines send them when something fails behind their HTTP server."""
+"""Broken answers with status 200, as engines send them when something behind their HTTP server fails."""
 
 import json
 import random

@@ -234,7 +234,7 @@ class CompletionResponse(Response):
 
 
 class ChatResponse(CompletionResponse):
-    """The same with assistant messages."""
+    """A completion response as assistant messages."""
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"

@@ -1,10 +1,10 @@
 """KV that an engine fetches from another one because a request names it.
 
 Request forms are those of real engines: vLLM's `kv_transfer_params.remote_kv_source` (OffloadingConnector with a p2p tier), and
-the action `kv.fetch` in `kv_hints` (KVCR). How the KV travels is the simulator's own: the reader asks `/kv_fetch` of the
-source, which answers when the KV would be there; all readers share the source's bandwidth, one after another. As with real
-engines both must hash blocks alike (the same `--seed`), and a source that does not hold the blocks, or does not answer, means
-that the prompt is computed.
+the action `kv.fetch` in `kv_hints` (KVCR). How the KV travels is the simulator's own: the reader calls the source's
+`/kv_fetch`, which answers when the KV would have arrived; all readers share the source's bandwidth, one after another. As with
+real engines, both must hash blocks in the same way (the same `--seed`), and a source that does not hold the blocks, or does
+not answer, means that the prompt is computed.
 """
 
 import logging
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """`hashes` None: all that it holds may be fetched, else only blocks with these."""
+    """`hashes` None: everything that it holds may be fetched, otherwise only blocks with these hashes."""
 
     host: str
     port: int
@@ -59,7 +59,8 @@ class KvFetches:
         self.fetched_tokens = 0
 
     async def fetch(self, body: CompletionRequest | ChatRequest, namespace: Namespace) -> int:
-        """How many of the prompt's first tokens are here once the KV that the request names has come; 0 if nothing came."""
+        """Fetch the KV that the request names. Returns the number of the prompt's first tokens that are then held; 0 if
+        nothing arrived."""
         source = self._source_of(body)
         if source is None:
             return 0
@@ -89,20 +90,20 @@ class KvFetches:
         return tokens
 
     async def serve(self, request: Request) -> Response:
-        """`POST /kv_fetch`: another engine fetches what is held here of a prompt, beyond what it holds itself."""
+        """Serve `POST /kv_fetch`: another engine fetches the held part of a prompt, beyond what it holds itself."""
         if self._connector is None:
             return JSONResponse({"error": "no connector"}, status_code=404)
         asked = await request.json()
         tokens, namespace = tuple(asked["token_ids"]), Namespace(asked["adapter"], asked["cache_salt"])
         if asked["hash"] != self._first_hash(tokens, namespace):
             return JSONResponse({"tokens": 0})
-        reach = self._engine.core.cache.match((*tokens, 0), namespace).hit_tokens  # its last token is not asked for
+        reach = self._engine.core.cache.match((*tokens, 0), namespace).hit_tokens  # its last token is not requested
         async with self._link:
             await anyio.sleep(max(0, reach - asked["held"]) * self._s_per_token)
         return JSONResponse({"tokens": reach})
 
     def _source_of(self, body: CompletionRequest | ChatRequest) -> _Source | None:
-        """Whom the request names, if this engine's connector reads that."""
+        """The source that the request names, if this engine's connector supports it."""
         if self._connector is KvConnector.P2P:
             named = (body.kv_transfer_params or {}).get("remote_kv_source") or {}
             host, port = named.get("remote_host"), named.get("remote_port")
@@ -133,8 +134,8 @@ def _fetch_action(payload: dict[str, Any]) -> _Source | None:
 
 
 def connector_config(connector: KvConnector | None, url: str) -> dict[str, Any] | None:
-    """As vLLM's `--kv-transfer-config` describes it, but for `tiers`: the simulator serves others from all of its tiers. Its
-    HTTP server, at `url`, is where others fetch."""
+    """The configuration as in vLLM's `--kv-transfer-config`, except `tiers`: the simulator serves others from all of its
+    tiers, at its HTTP server `url`."""
     if connector is None:
         return None
     parts = urlsplit(url)

@@ -2,7 +2,7 @@
 
 The forms of requests and answers are theirs (vLLM 0.33 `kv_transfer_params`, SGLang 0.5.23 `bootstrap_*`). The transfer
 itself is the simulator's own: the decode engine calls `/kv_transfer` of the prefill engine, which answers when the KV would
-be there. SGLang's bootstrap server is the prefill engine's HTTP server.
+have arrived. SGLang's bootstrap server is the prefill engine's HTTP server.
 """
 
 import time
@@ -21,9 +21,9 @@ from kvatlas_simulator.engine.loop import EngineLoop
 from kvatlas_simulator.http.request_bodies import ChatRequest, CompletionRequest
 
 WAIT_S = 60.0
-"""How long engines wait for each other."""
+"""Time that engines wait for each other."""
 HELD_S = 480.0
-"""How long a prompt's KV is held for a partner that does not come, like vLLM's VLLM_NIXL_ABORT_REQUEST_TIMEOUT."""
+"""Time that a prompt's KV is held for a partner that does not come, like vLLM's VLLM_NIXL_ABORT_REQUEST_TIMEOUT."""
 
 
 class Disaggregation(StrEnum):
@@ -36,7 +36,7 @@ class Disaggregation(StrEnum):
 
 
 class TransferFailed(KvatlasError):
-    """The partner is away, or does not hold the KV (any more)."""
+    """The partner is unreachable, or does not hold the KV (any longer)."""
 
 
 @dataclass(slots=True)
@@ -124,8 +124,7 @@ class KvTransfers:
         raise TransferFailed(f"no decode engine came to room {transfer.room} within {WAIT_S:g} s")
 
     def end(self, transfer: Transfer) -> None:
-        """End the transfer of a request, whether it succeeded or not. A partner that still waits in its room waits in
-        vain."""
+        """End the transfer of a request, whether it succeeded or not. A partner that still waits in its room gets nothing."""
         if transfer.room is None or not transfer.holds:
             return
         held = self._rooms.pop(transfer.room, None)

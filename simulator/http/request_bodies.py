@@ -96,7 +96,7 @@ class _Chat(_Body):
 
     @property
     def _template_arguments(self) -> dict[str, Any]:
-        """Further arguments of the template; vLLM's `/tokenize` takes them only from here."""
+        """Additional arguments of the template; vLLM's `/tokenize` takes them only from here."""
         given = self.chat_template_kwargs or {}
         return {name: given[name] for name in ("reasoning_effort", "documents") if name in given}
 

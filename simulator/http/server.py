@@ -59,9 +59,9 @@ class EngineApi:
     ) -> None:
         """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's `/kv_event_sources`
         describes them; None without events. `transfers`, `fetches`: to and from other engines; None: it has none.
-        `connector_config`: as vLLM's `kv_transfer_config`. `health_waits`: `/health` answers behind what is computed.
-        `keep_alive_s`: see `CompletionResponse`. `faults`: of its answers. `scale_out`: vLLM's calls with token ids, and what
-        renders requests to them; False: it refuses them."""
+        `connector_config`: as vLLM's `kv_transfer_config`. `health_waits`: `/health` answers only after what is being
+        computed. `keep_alive_s`: see `CompletionResponse`. `faults`: faults of its answers. `scale_out`: vLLM's calls with
+        token ids, and what renders requests to them; False: it refuses them."""
         self._connector_config = connector_config
         self._health_waits = health_waits
         self._page = b""

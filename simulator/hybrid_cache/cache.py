@@ -244,8 +244,8 @@ class HybridCache:
         return events
 
     def allows(self, position: int, runs: Sequence[int]) -> bool:
-        """True if a prompt can resume after `position` blocks. `runs`: how many consecutive blocks up to there each group
-        holds."""
+        """True if a prompt can resume after `position` blocks. `runs`: number of consecutive blocks up to there that each
+        group holds."""
         tokens = position * self.block_size
         return all(
             run >= position - group.first_needed(tokens, self.block_size)
@@ -281,7 +281,7 @@ class HybridCache:
         return found
 
     def _deepest(self, known: Sequence[Content]) -> tuple[int, int]:
-        """The deepest position that every group allows, and how many blocks full attention holds; in blocks."""
+        """The deepest position that every group allows, and the number of blocks that full attention holds; in blocks."""
         runs: list[tuple[int, ...]] = []
         before = (0,) * len(self.groups)
         for content in known:
@@ -414,5 +414,5 @@ class HybridCache:
 
 
 def extend_runs(runs: Sequence[int], content: Content) -> tuple[int, ...]:
-    """How many consecutive blocks each group holds up to this one, from the same counts at the previous block."""
+    """Number of consecutive blocks that each group holds up to this one, from the counts at the previous block."""
     return tuple(run + 1 if copies else 0 for run, copies in zip(runs, content.copies, strict=True))

@@ -21,7 +21,7 @@ _SIZED = ("swa", "chunked")
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One group; `tokens`: size of its sliding window or chunks, else 0."""
+    """One group; `tokens`: size of its sliding window or chunks, otherwise 0."""
 
     kind: AttentionKind
     tokens: int = 0
@@ -71,7 +71,7 @@ def parse_groups(texts: Iterable[str]) -> tuple[CacheGroup, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which blocks sliding windows and mamba keep for other requests.
+    """Decides which blocks sliding windows and mamba keep for other requests.
 
     They always keep the blocks that a request needs to resume at a prompt's end, or where an earlier request left it. In
     addition, those that it needs at each multiple of `interval` tokens, a multiple of the block size (0: no others). An

@@ -142,7 +142,7 @@ class VirtualEngine:
         return [*partial, *self.waiting]
 
     def cached_tokens(self, content: Sequence[int], namespace: Namespace) -> int:
-        """How many tokens of a prompt (as `written`) would be reused now."""
+        """Number of a prompt's tokens (as `written`) that would be reused now."""
         return self._hit_tokens(self.cache.match(content, namespace))
 
     def uncached_tokens(self, sequence: EngineRequest) -> int:
@@ -154,7 +154,7 @@ class VirtualEngine:
         return known - self.cached_tokens(content, sequence.request.identity.namespace)
 
     def blocks_once_computed(self, sequence: EngineRequest, blocks: int) -> int:
-        """How many of a waiting request's first blocks another request can reuse once it is computed."""
+        """Number of a waiting request's first blocks that another request can reuse once it is computed."""
         if not isinstance(self.cache, HybridCache):
             return blocks
         content = sequence.content[: written_tokens(self._known_tokens(sequence), self.block_tokens)]
@@ -205,7 +205,7 @@ class VirtualEngine:
         return Advance(ended_us, first_tokens, finished, events)
 
     def _cut(self, now_us: float) -> None:
-        """A request arrived: finish only the step that runs now."""
+        """Finish only the step that runs now, because a request arrived."""
         low, high = 1, self._steps
         while low < high:
             middle = (low + high) // 2
@@ -314,7 +314,7 @@ class VirtualEngine:
         return match.hit_tokens // CACHE_BLOCK * self.block_tokens
 
     def _add_prefill(self, sequence: EngineRequest, count: int, received: int = 0) -> None:
-        """`received` of the tokens need not be computed."""
+        """Add tokens to the step's prefill. `received` of them need not be computed."""
         sequence.computed += count
         self._prefill.append(sequence)
         self._prefill_tokens += count - received

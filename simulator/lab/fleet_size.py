@@ -1,4 +1,4 @@
-"""How many workers each policy needs for the same goodput."""
+"""Finds how many workers each policy needs for the same goodput."""
 
 from collections.abc import Callable
 from functools import cache

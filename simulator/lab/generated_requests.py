@@ -18,12 +18,12 @@ BLOCK_TOKENS = 64
 REQUESTS = 4_000
 REQUESTS_PER_S = 6.7
 ANSWER_S_PER_TOKEN = 0.02
-"""How fast a user or a program reads an answer before continuing."""
+"""Speed at which a user or a program reads an answer before continuing."""
 
 
 class Arrivals(StrEnum):
-    """When sessions begin. `POISSON`: evenly. `BURSTY`: a third of them within 5 s of each minute. `DIURNAL`: as a sine
-    over the whole time, like one day, from a fifth of the mean to nearly twice it."""
+    """The times at which sessions begin. `POISSON`: evenly. `BURSTY`: a third of them within 5 s of each minute. `DIURNAL`: as
+    a sine over the whole time, like one day, from a fifth of the mean to nearly twice it."""
 
     POISSON = "poisson"
     BURSTY = "bursty"
@@ -109,7 +109,7 @@ class Generator:
 
 
 def _chat(made: Generator) -> None:
-    """Conversations of 1 to 10 turns after one of 20 system prompts."""
+    """Generate conversations of 1 to 10 turns after one of 20 system prompts."""
     prompts = [made.part(500, 4_000) for _ in range(20)]
     while len(made.requests) < made.wanted:
         _converse(made, Text((prompts[made.popular(20)],)), Identity())
@@ -123,8 +123,8 @@ def _converse(made: Generator, text: Text, identity: Identity) -> None:
 
 
 def _agents(made: Generator) -> None:
-    """Agents with one of 6 long sets of tools: 4 to 20 steps, each followed by a tool's result; some fork into several
-    attempts."""
+    """Generate agents with one of 6 long sets of tools: 4 to 20 steps, each followed by a tool's result; some fork into
+    several attempts."""
     tools = [made.part(4_000, 12_000) for _ in range(6)]
     while len(made.requests) < made.wanted:
         session, at_s = made.session()
@@ -140,7 +140,7 @@ def _agents(made: Generator) -> None:
 
 
 def _rag(made: Generator) -> None:
-    """Questions after one instruction and 3 to 6 of 400 documents, popular ones first."""
+    """Generate questions after one instruction and 3 to 6 of 400 documents, popular ones first."""
     instruction = made.part(600, 600)
     documents = [made.part(400, 2_500) for _ in range(400)]
     while len(made.requests) < made.wanted:
@@ -152,7 +152,7 @@ def _rag(made: Generator) -> None:
 
 
 def _tenants(made: Generator) -> None:
-    """Chats of 8 tenants, each with its own system prompts, with one of 4 adapters or none."""
+    """Generate chats of 8 tenants, each with its own system prompts, with one of 4 adapters or none."""
     prompts = {tenant: [made.part(500, 3_000) for _ in range(5)] for tenant in range(8)}
     while len(made.requests) < made.wanted:
         tenant = made.popular(8)

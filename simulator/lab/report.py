@@ -145,7 +145,7 @@ def sizes_to_jsonable(study: Study, good_share: float, sizes: Sequence[FleetSize
 
 
 def save_sizes_picture(sizes: Sequence[FleetSize], path: Path) -> None:
-    """Bars of worker-hours by policy, for one point. Raises InvalidValue like `save_picture`."""
+    """Plot bars of worker-hours by policy, for one point. Raises InvalidValue like `save_picture`."""
     with _figure(1, (8, 4.8), path) as (panel,):
         found = [(one.policy, one.summary) for one in sizes if one.summary is not None]
         panel.barh([policy for policy, _ in found], [summary.mean.worker_hours for _, summary in found])
@@ -192,7 +192,8 @@ def swept_axis(points: Sequence[Point]) -> str | None:
 
 
 def save_picture(study: Study, cells: Sequence[Cell], path: Path) -> None:
-    """Bars by policy for one point; lines over the swept axis for several, with other fields fixed at their first values.
+    """Plot bars by policy for one point, or lines over the swept axis for several, with other fields fixed at their first
+    values.
 
     Raises InvalidValue for a file name whose suffix is no picture format.
     """
@@ -208,7 +209,7 @@ def save_picture(study: Study, cells: Sequence[Cell], path: Path) -> None:
 
 @contextmanager
 def _figure(panels: int, inches: tuple[float, float], path: Path) -> Iterator[Sequence[Any]]:
-    """The axes of a figure that is saved afterwards."""
+    """Yield the axes of a figure, and save it afterwards."""
     import matplotlib as mpl  # not at the top: the import takes a second
 
     mpl.use("agg")

@@ -80,6 +80,6 @@ def written(contents: Sequence[int]) -> list[int]:
 
 
 def written_tokens(tokens: int, block_tokens: int) -> int:
-    """How many of the cache's tokens represent a sequence's first real tokens."""
+    """Number of the cache's tokens that represent a sequence's first real tokens."""
     full, rest = divmod(tokens, block_tokens)
     return 2 * full + (rest > 0)

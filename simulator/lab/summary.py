@@ -14,7 +14,7 @@ _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The limits of a good request: time to the first token, and mean time for each further one."""
+    """The limits of a good request: time to the first token, and mean time for each later one."""
 
     ttft_ms: float = 2_000.0
     tpot_ms: float = 100.0

@@ -135,7 +135,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             (*PUBLISH, "--engine", "store", "--block-size", "16", "--store-ttl-s", "60"),
             2,
-            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; expected none: a shared store is not an engine",
+            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; remove it: a shared store is not an engine",
         ),
         (
             ("publish", "--engine", "store", "--worker-id", "s", "--model-id", "m"),
@@ -152,12 +152,12 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             (*PUBLISH, "--read-us-per-mib", "5"),
             2,
-            "kvatlas publish: --read-us-per-mib is 5; expected none: it is a flag of --engine store",
+            "kvatlas publish: --read-us-per-mib is 5; remove it: it is a flag of --engine store",
         ),
         (
             (*PUBLISH, "--engine", "tensorrt_llm", "--engine-url", "http://127.0.0.1:1"),
             2,
-            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; expected none: TensorRT-LLM's events are read at "
+            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; remove it: TensorRT-LLM's events are read at "
             "--engine-url",
         ),
         (
@@ -201,7 +201,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("up", "--router-port", "8081"),
             2,
-            "kvatlas up: --router-port (or KVATLAS_ROUTER_PORT) is 8081, but no router is started; expected --router too",
+            "kvatlas up: --router-port (or KVATLAS_ROUTER_PORT) is 8081, but no router is started; add --router",
         ),
     ],
 )

@@ -43,7 +43,7 @@ async def _main(workers: int, holders: int, silent: str, holding: Mapping[str, s
 
     async def hashed(tokens: list[int]) -> dict[str, Any]:
         selection_id = f"hashes-{next(numbers)}"
-        # the service wants its own sequence hashes, too, and tells them with a reservation
+        # the service also requires its own sequence hashes, and returns them with a reservation
         answer = await service.select_and_reserve({**POOL, "token_ids": tokens, "selection_id": selection_id})
         await service.free_reservation(selection_id)
         local_hashes = [signed(value) for value in compute_block_hash_for_seq(tokens, BLOCK_SIZE)]

@@ -1,4 +1,4 @@
-"""The peer's indexer over HTTP: standard library alone, because the peer's processes use it too."""
+"""The peer's indexer over HTTP, with the standard library only, because the peer's processes use this file too."""
 
 import http.client
 import json
@@ -34,7 +34,7 @@ class DynamoQueries:
 
 
 def depths_of(answer: dict[str, Any], block_size: int) -> dict[int, int]:
-    """Blocks by worker number of an answer."""
+    """The blocks in an answer, by worker number."""
     return {int(worker): by_rank["0"] // block_size for worker, by_rank in answer["scores"].items()}
 
 

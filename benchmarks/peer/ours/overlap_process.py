@@ -1,4 +1,4 @@
-"""A router process of kvatlas that asks for overlaps: `python -m benchmarks.peer.ours.overlap_process REDIS_URL`.
+"""A router process of kvatlas that requests overlaps: `python -m benchmarks.peer.ours.overlap_process REDIS_URL`.
 
 A turn is the number of a case; it prints {shared_ms, in_process_us}: the medians of `RouterClient.overlap` and of the
 in-process index.
@@ -35,7 +35,7 @@ async def _main(url: str) -> None:
 
         async def turn(line: str) -> Sequence[str]:
             case, chain = cases[int(line)], chains[int(line)]
-            # one token more than the blocks: engines compute the last one again, so that all blocks are usable
+            # one token more than the blocks: engines recompute the last one, so that all blocks are usable
             prompt = Prompt.of_hashes(SCOPE, chain, BLOCK_SIZE, input_tokens=len(case.tokens) + 1)
             found = {worker.worker_id: worker.resident_blocks for worker in await router.overlap(prompt)}
             _check(case, found)

@@ -19,7 +19,7 @@ SCOPE = Scope("bench", "bench")
 
 
 async def write_pool(store: Store, workers: int, held: list[tuple[list[int], Mapping[int, int]]]) -> None:
-    """Empty the store, and write workers of which some hold prompts: (token ids, worker number to blocks)."""
+    """Empty the store, and write workers, some of which hold prompts: (token ids, worker number to blocks)."""
     await store.client.flushall()
     index = await open_redis_index(store, writer=True)
     use = ScopeUse(SCOPE, BLOCK_SIZE)
@@ -31,7 +31,7 @@ async def write_pool(store: Store, workers: int, held: list[tuple[list[int], Map
 
 
 async def write_loads(store: Store, workers: int) -> None:
-    """Each worker's current load, as publishers report it every second."""
+    """Write each worker's current load, as publishers report it every second."""
     rng = random.Random(2)
     loads = [
         WorkerState(
@@ -50,5 +50,5 @@ def worker_name(number: int) -> str:
 
 
 def held_prefixes(source: PromptSource) -> list[tuple[list[int], Mapping[int, int]]]:
-    """The blocks that the workers of a source of prompts hold."""
+    """The blocks that the workers of a prompt source hold."""
     return list(zip(source.prefixes, source.depths, strict=True))

@@ -28,7 +28,7 @@ class Difference(Enum):
     """The store no longer holds anything of this incarnation."""
     ABSENT_THERE = auto()
     WRONG = auto()
-    """Different at the same message, or for good."""
+    """Different at the same message, or permanently."""
 
 
 def moment_of(record: Record | None) -> Moment:

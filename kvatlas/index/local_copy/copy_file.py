@@ -1,7 +1,7 @@
-"""The file that keeps a router's copy of the index: opened, resumed, written and given up.
+"""The file that keeps a router's copy of the index: opening, resuming, writing and dropping it.
 
-A copy never waits for its file to be of use: one that can't be a copy is renamed, one that can't be opened is left alone, one
-that the stream has left behind is emptied. Each is said in a line, and the copy is made of the store as without a file.
+A copy never depends on its file: one that is not a copy is renamed, one that can't be opened is left alone, one older than the
+stream is emptied. Each case is logged in one line, and the copy is made from the store as without a file.
 """
 
 import logging
@@ -25,7 +25,7 @@ from kvatlas.runtime.threads import finish_in_thread
 
 REFUSED_SUFFIX = ".refused"
 _PARTS = ("-wal", "-shm", "")
-"""Ends of the names of a database's files."""
+"""Suffixes of a database's file names."""
 
 log = logging.getLogger("kvatlas.replica")
 _rare_log = RateLimitedLog(log)
@@ -40,7 +40,7 @@ class CopyFile:
 
     @asynccontextmanager
     async def open(self, layout: Layout) -> AsyncIterator[MemoryIndex]:
-        """The copy in the file, if it fits a store of this layout; else an empty one."""
+        """Open the copy in the file if it fits a store of this layout, otherwise an empty one."""
         opened = None
         if self._path is not None:
             try:
@@ -57,8 +57,8 @@ class CopyFile:
             await finish_in_thread(file.close)
 
     async def resume(self, copy: MemoryIndex, client: Client) -> Position | None:
-        """The position after which a copy from the file needs the stream's messages. None, and it is empty, if the stream does
-        not have what it missed. Raises KvatlasError, and nats errors."""
+        """The position after which a copy from the file needs the stream's messages. None, and the copy is emptied, if the
+        stream no longer has what it missed. Raises KvatlasError, and nats errors."""
         if not isinstance(copy, KeptCopy):
             return None
         position, stream = copy.kept_position, await stream_info(client)
@@ -79,7 +79,7 @@ class CopyFile:
 
     @staticmethod
     def is_resumed(copy: MemoryIndex) -> bool:
-        """Does the copy go on from the file?"""
+        """True if the copy continues from the file."""
         return isinstance(copy, KeptCopy) and copy.resumed
 
     async def save(self, copy: MemoryIndex, feed: StreamFeed) -> None:
@@ -96,7 +96,7 @@ class CopyFile:
 
     @staticmethod
     async def forget(copy: MemoryIndex) -> None:
-        """The copy was wrong, and is not to be resumed."""
+        """Forget the copy: it was wrong and must not be resumed."""
         if not isinstance(copy, KeptCopy):
             return
         try:
@@ -106,7 +106,7 @@ class CopyFile:
 
 
 def _open(path: Path, layout: Layout) -> tuple[IndexFile, KeptCopy]:
-    """Raises UnsuitableStore for a file that can't be opened, or is open in another process."""
+    """Open the file. Raises UnsuitableStore if it can't be opened, or is open in another process."""
     try:
         return _read(path, layout)
     except (DamagedFile, LayoutMismatch) as error:

@@ -9,7 +9,7 @@ class ReplicaCounters:
 
     `answered`: lookups that the copy answered. `while_loading`, `while_stale`, `while_large`: lookups that the store
     answered, because the copy was loading, was older than allowed, or would be too large. `loads`: copies made; `resumed`:
-    copies that went on from the file; `losses`: copies given up. `saves`: of the copy to the file; `save_failures`: those
+    copies that continued from the file; `losses`: copies given up. `saves`: of the copy to the file; `save_failures`: those
     that failed. `verified`: workers whose digests were compared with the store's, `mismatches`: those that differed.
     `messages_read`: from the stream; `refused`: messages that must not be applied (the indexer keeps them as dead letters).
     """

@@ -43,7 +43,7 @@ async def differing_workers(
 
 
 def _has_same_blocks(shard: MemoryShard, worker_id: str, state: HolderState | None) -> bool | None:
-    """None: they can't be compared now."""
+    """True if both have the same blocks; None: they can't be compared now."""
     record = shard.workers.get(worker_id)
     if state is None or not _same_moment(shard, worker_id, state) or record is None:
         return None

@@ -1,9 +1,9 @@
 """A router's copy of the index that is kept in a file, so that it is warm after a restart.
 
-It answers and changes in memory, as any copy. What changed is written now and then, behind everything else: one transaction
-makes the file the copy as it was after one message of the stream, whose position is in it too. A copy that goes on from the
-file reads the stream from there. More changes than one transaction should have, as when a copy is made, are written in parts;
-until the last one the file has no position, and counts for nothing.
+It answers and changes in memory, like any copy. Changes are written now and then in the background: one transaction brings the
+file to the state after one message of the stream, and records that position. A copy that continues from the file reads the
+stream from there. If there are too many changes for one transaction, as when a copy is made, they are written in parts; until
+the last part the file has no position and is not used.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from kvatlas.index.sqlite.index import SqliteIndex
 from kvatlas.runtime.threads import finish_in_thread
 
 VALUES_A_PART = 2_000
-"""Changed values of each kind and shard that are described before other tasks have their turn: a few milliseconds."""
+"""Changed values of each kind and shard to describe before other tasks get their turn: a few milliseconds."""
 
 
 class KeptCopy(SqliteIndex):
@@ -30,12 +30,12 @@ class KeptCopy(SqliteIndex):
 
     @property
     def kept_position(self) -> Position | None:
-        """After which the file's copy needs the stream's messages; None if it has no whole copy."""
+        """The position after which the file's copy needs the stream's messages; None if the file has no whole copy."""
         return self._tracked_shards[0].positions.get(EVERY_PARTITION)
 
     async def save(self, position: Callable[[], Position]) -> None:
-        """Make the file this copy. `position`: where the stream is that the copy has now. Raises Unreachable; what is missing
-        is written the next time."""
+        """Write this copy to the file. `position`: the copy's position in the stream. Raises Unreachable; the rest is then
+        written the next time."""
         async with self._writing:
             while any(len(one) > VALUES_A_PART for shard in self._tracked_shards for one in shard.changed_values):
                 await self._write_part()

@@ -46,7 +46,7 @@ BLOCK_BYTES = 160
 """Memory of a block or a mark, with its place in a dictionary (measured by `python -m benchmarks.index.replica`)."""
 ENTRY_BYTES = 4
 PROBES_A_BOUND = 5
-"""How often within `max_stale_ms` to ask the stream how far it is."""
+"""Number of times within `max_stale_ms` to ask for the stream's end."""
 CHECK_S = 2.0
 SWEEP_BLOCKS = 2_000
 SWEEP_PAUSE_S = 0.02
@@ -128,7 +128,7 @@ class IndexReplica:
 
     @property
     def staleness_s(self) -> float:
-        """Upper bound of how far the copy is behind the stream; 0 without a copy."""
+        """Upper bound of the copy's lag behind the stream; 0 without a copy."""
         return monotonic() - self._feed.current_s if self._copy is not None and self._feed is not None else 0.0
 
     @property
@@ -147,7 +147,7 @@ class IndexReplica:
         return _estimate_bytes(self._copy) if self._copy is not None else 0
 
     def status(self) -> dict[str, Any]:
-        """The state for people, as plain data."""
+        """The human-readable state, as plain data."""
         state = self.state
         return {
             "state": state.value,
@@ -194,7 +194,7 @@ class IndexReplica:
             await client.close()
 
     async def _connect(self) -> Client:
-        """Connect, for as long as it takes: wrong credentials may be fixed while the router runs."""
+        """Connect, however long that takes: wrong credentials may be fixed while the router runs."""
         while True:
             try:
                 return await connect_nats(self._settings.nats, name="kvatlas-replica", on_wait=self._note_wait)
@@ -207,7 +207,7 @@ class IndexReplica:
         log.warning("replica: %s; the store answers overlaps", line)
 
     async def _keep_copy(self, client: Client) -> str:
-        """Have a copy and keep it until it is in doubt; returns why."""
+        """Make a copy and keep it until it is in doubt; return the reason."""
         layout = await self._read_layout()
         async with self._file.open(layout) as copy:
             try:
@@ -255,7 +255,7 @@ class IndexReplica:
             worker.bad = False  # a checkpoint among the messages that were applied to a copy of later blocks
         comparisons = [ShardComparison(copy.shard_at(k)) for k in range(copy.shards)]
         if (why := await self._differs(layout, readers, comparisons, VERIFY_FIRST)) is None:
-            await self._wait_until_current(feed, feeding, probe_s)  # what was behind must have come by then
+            await self._wait_until_current(feed, feeding, probe_s)  # the lagging messages must have arrived by then
             why = await self._differs(layout, readers, comparisons, VERIFY_WORKERS)
         while why is None and not feeding.done() and self._task.running:
             if self._copy is None:
@@ -291,8 +291,8 @@ class IndexReplica:
     async def _differs(
         self, layout: Layout, readers: Sequence[ShardReader], comparisons: Sequence[ShardComparison], verify: int
     ) -> str | None:
-        """Follow the store. Returns how the copy differs from it, or None. None too if the store does not answer, because
-        the stream goes on."""
+        """Follow the store. Returns how the copy differs from it, or None. Also None if the store does not answer, because the
+        stream continues."""
         try:
             if (now := await self._read_layout()) != layout:
                 return f"layout {now.number} of the store answers now, with {now.partitions} partitions"
@@ -320,7 +320,7 @@ class IndexReplica:
 
 @asynccontextmanager
 async def open_replica(store: Store, index: AnsweringIndex, settings: ReplicaSettings) -> AsyncIterator[IndexReplica]:
-    """A replica that makes its copy in the background. Does not wait for NATS or for the copy."""
+    """Open a replica that makes its copy in the background. Does not wait for NATS or for the copy."""
     replica = IndexReplica(store, index, settings)
     replica.start()
     try:

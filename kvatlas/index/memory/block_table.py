@@ -36,7 +36,7 @@ from kvatlas.index.run_guesses import RunGuesses
 @dataclass(slots=True)
 class Holder:
     """One incarnation's blocks. `touched` maps each scope used to (block size, block bytes);
-    `blocks_in` counts blocks by scope and tier. `moments`: by how many block-seconds it had fewer of them than now, since it is
+    `blocks_in` counts blocks by scope and tier. `moments`: block-seconds by which it held less than now, since it became
     active."""
 
     worker_id: str
@@ -48,13 +48,13 @@ class Holder:
     moments: dict[tuple[bytes, Tier], float] = field(default_factory=dict)
 
     def span_s(self, now_s: float) -> float:
-        """For how long it was active, until now or until it was retired."""
+        """Seconds that it has been active, until now or until it was retired."""
         if self.active_since_s is None:
             return 0.0
         return (now_s if self.retired_s is None else self.retired_s) - self.active_since_s
 
     def count(self, place: tuple[bytes, Tier], blocks: int, now_s: float) -> None:
-        """It has so many blocks more of a scope in a tier."""
+        """Count so many more blocks of a scope in a tier."""
         self.blocks_in[place] += blocks
         if span_s := self.span_s(now_s):
             self.moments[place] = self.moments.get(place, 0.0) + blocks * span_s
@@ -246,7 +246,7 @@ class BlockTable:
         one.count((scope_id, tier), sign * len(keys), self.clock())
 
     def _settle(self, holder: Holder, scope_id: bytes | None) -> None:
-        """Add to `spent` what a holder took that is freed, or has no block of a scope any more."""
+        """Add to `spent` the usage of a holder that is freed, or no longer has any block of a scope."""
         now_s = self.clock()
         for place in [place for place in holder.blocks_in if scope_id in (None, place[0])]:
             self.spent[place] = self.spent.get(place, 0.0) + holder.byte_seconds(place, now_s)
@@ -254,7 +254,7 @@ class BlockTable:
             holder.moments.pop(place, None)
 
     def usage(self) -> list[tuple[bytes, Tier, float]]:
-        """(scope id, tier, byte-seconds) of all holders, also retired ones, and what is spent."""
+        """(scope id, tier, byte-seconds) of all holders, including retired ones, and of `spent`."""
         now_s = self.clock()
         held = [
             (*place, one.byte_seconds(place, now_s)) for one in self.holders.values() for place in list(one.blocks_in)
@@ -332,8 +332,8 @@ class BlockTable:
     # ------------------------------------------------------------ recounts
 
     def recount(self) -> tuple[dict[int, HolderCount], int]:
-        """The content of every active holder, counted from the blocks, and how many entries of unknown numbers were
-        removed.
+        """The content of every active holder, counted from the blocks, and the number of removed entries with unknown holder
+        numbers.
 
         A scope in which a holder's blocks were found counts as used by it: a sweep must look there.
         """

@@ -20,7 +20,7 @@ from kvatlas.index.mark_lookup import (
 
 @dataclass(slots=True)
 class HolderMarks:
-    """A marked holder: how many blocks a position lies before its mark, and the digest of its marks."""
+    """A marked holder: the number of blocks by which a position lies before its mark, and the digest of its marks."""
 
     dropped: int
     digest: MarkDigest = field(default_factory=MarkDigest)
@@ -99,7 +99,7 @@ class MarkTable:
     # ------------------------------------------------------------ questions
 
     def is_marked(self, number: bytes, scope_id: bytes, key: bytes) -> bool | None:
-        """Whether a prompt can resume after this block of the holder; None for a holder without marks."""
+        """True if a prompt can resume after this block of the holder; None for a holder without marks."""
         return has_mark(self.marks.get(scope_id, {}).get(key), number) if number in self.marked else None
 
     def positions(
@@ -112,7 +112,8 @@ class MarkTable:
         *,
         walk: bool = False,
     ) -> dict[int, int]:
-        """By number, where each of these marked holders can resume the chain (0: nowhere); `walk` looks at every block."""
+        """By number, the position at which each of these marked holders can resume the chain (0: nowhere); `walk` looks at
+        every block."""
         holders = {
             number: MarkedHolder(depth, self.marked[number].dropped)
             for number, depth in depths.items()

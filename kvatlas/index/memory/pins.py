@@ -1,4 +1,4 @@
-"""Which blocks were put as pinned. Direct writes record it, separately from the messages."""
+"""The blocks that were put as pinned. Direct writes record them, separately from the messages."""
 
 from collections.abc import Iterable
 

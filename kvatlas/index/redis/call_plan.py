@@ -82,7 +82,7 @@ class CallBatch(NamedTuple):
 
 
 class Place(NamedTuple):
-    """How far a plan has come: the next batch, the message in it, and the step in that."""
+    """A plan's progress: the next batch, the message in it, and the step in that."""
 
     batch: int = 0
     message: int = 0
@@ -196,7 +196,7 @@ def cut_call(
 
 
 def _hashes(event: list[Any]) -> int:
-    """How many hashes an event has."""
+    """The number of hashes in an event."""
     return len(event[HASHES_AT[event[CODE]]]) // HASH_BYTES
 
 

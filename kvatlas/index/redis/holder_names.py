@@ -34,7 +34,7 @@ class HolderNames:
             self.version = versions.pop() if len(versions) == 1 else b""
 
     def at(self, version: bytes) -> Mapping[int, str]:
-        """The names at a version: exact for the version read last. If holders change faster than they can be read: those
+        """The names at a version: exact for the last-read version. If holders change faster than they can be read: those
         that were active before and after this version, so also at it."""
         if version == self.version:
             return self._names

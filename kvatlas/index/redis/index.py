@@ -184,7 +184,7 @@ class RedisIndex(DirectWrites):
         try:
             packed = await self._functions.call("kvatlas_apply", keys, [argument])
         except OutOfMemoryError:
-            # close the workers whose stores can't be applied: that frees memory, and removals go on
+            # close the workers whose stores can't be applied: that frees memory, and removals continue
             packed = await self._functions.call("kvatlas_apply_oom", keys, [argument])
             no_room = True
         except ResponseError as error:

@@ -15,7 +15,7 @@ from kvatlas.store.connection import UNREACHABLE, Store
 _ID, _VERSION, _SIDE_INDEX, _ANSWERS, _PUBLISHERS = "id", "version", "side_index", "answers", "publishers"
 
 _LAYOUT = "layout:"
-"""Prefix of the fields that list further layouts."""
+"""Prefix of the fields that list other layouts."""
 
 
 class Layout(NamedTuple):
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
 @contextmanager
 def layout_errors(store: Store) -> Iterator[None]:
-    """Raises Unreachable for a store that does not answer, and for one without memory for its layout."""
+    """Translate a store's errors: raises Unreachable if it does not answer, or has no memory for its layout."""
     try:
         yield
     except OutOfMemoryError as error:
@@ -189,7 +189,7 @@ def _answering(root: Mapping[str, str]) -> int:
 
 
 async def check_suitable(store: Store) -> None:
-    """Raises UnsuitableStore if the store would evict keys by itself, on any primary, or is a read-only replica."""
+    """Check the store's configuration. Raises UnsuitableStore if any primary would evict keys, or is a read-only replica."""
     cure = ""
     try:
         policies = await store.read_config("maxmemory-policy")

@@ -47,13 +47,13 @@ _Touched = dict[tuple[bytes, bool], set[bytes]]
 
 @dataclass(slots=True)
 class WorkerCount:
-    """One worker's count, as of `state` (None: no active holder). `went_on`: the worker changed meanwhile, and may be
+    """One worker's count, as of `state` (None: no active holder). `went_on`: the worker changed meanwhile, but may be
     followed; `moved`: it changed in a way that can't be followed, so the count is void."""
 
     worker_id: str
     state: HolderState | None = None
     stored: HolderState | None = None
-    """The state read last; the count is compared with its digests."""
+    """The last-read state; the count is compared with its digests."""
     malformed: bool = False
     """An entry has flags that are not tiers."""
     moved: bool = False
@@ -69,7 +69,7 @@ class WorkerCount:
     found_marks: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
     """By scope: field -> bits of a head, or empty for a mark."""
     stored_marks: Sequence[int] = ()
-    """The digest of the marks, read last."""
+    """The last-read digest of the marks."""
     marks: MarkDigest = field(default_factory=MarkDigest)
 
     @property
@@ -119,7 +119,7 @@ class WorkerCount:
             self.moved = True
 
     async def catch_up(self, keys: ShardKeys, functions: IndexFunctions, server: bytes) -> None:
-        """Follow a worker that went on: read what its messages touched again, until no message arrives meanwhile. Every
+        """Follow a worker that changed meanwhile: reread what its messages touched, until no message arrives. Every
         message in between must have been noted, and the store must still be this server."""
         assert self.state is not None
         incarnation, read_seq = unpack_incarnation(self.state.incarnation), self.state.seq
@@ -312,7 +312,7 @@ class Recount:
             counts[at].found_marks.setdefault(scope_id, {})[name] = bits
 
     async def finish(self, functions: IndexFunctions) -> list[WorkerCount]:
-        """Follow the workers that went on, and return every worker's count."""
+        """Follow the workers that changed meanwhile, and return every worker's count."""
         for one in self._counts.values():
             if one.went_on and not one.moved:
                 await one.catch_up(self._keys, functions, self.server)

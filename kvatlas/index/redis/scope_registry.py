@@ -23,7 +23,7 @@ FRESH_S = 1.0
 """Shorter than the time after which workers are doubted, so that a wiped store knows the scopes before the first
 snapshot."""
 REMEMBERED_S = 300.0
-"""How long this process remembers what it registered. Shorter than the time after which a scope is forgotten."""
+"""Time for which this process remembers what it registered. Shorter than the time after which a scope is forgotten."""
 REMEMBERED_TEXTS = 65_536
 SCOPES_A_CALL = 200
 MOST_USED_SCOPES = 50_000
@@ -69,7 +69,7 @@ class ScopeRegistry:
 
     @property
     def lately(self) -> int:
-        """How many scopes this process registered recently; the registry has at least as many."""
+        """Number of scopes that this process registered recently; the registry has at least as many."""
         return len(self._used)
 
     async def _write(self, texts: dict[bytes, bytes]) -> None:
@@ -118,7 +118,7 @@ class ScopeRegistry:
 
     async def forget(self, shards: Sequence[ShardKeys], idle_s: float, usage: Sequence[UsageReader] = ()) -> int:
         """Forget scopes that have no block in any shard and were not registered for `idle_s`, which must be far longer than
-        a call takes. Returns how many. They are also removed from the holders' lists of used scopes. The names of those
+        a call takes. Returns their number. They are also removed from the holders' lists of used scopes. The names of those
         whose `usage` is counted are kept, up to MOST_USED_SCOPES."""
         idle_ms = int(idle_s * 1000)
         idle = list(await self._functions.call("kvatlas_scopes_idle", [SCOPE_USES], [idle_ms, SCOPES_A_CALL]))

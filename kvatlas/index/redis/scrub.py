@@ -18,7 +18,7 @@ class Scrub:
     """The progress of one shard's scrub: some workers at a time, scope by scope, a part of a scope per call.
 
     A worker that changes while it is counted is followed if all its messages were noted here. If it can't be followed it is
-    counted again, alone and without pauses, up to TRIES times in all.
+    counted again, alone and without pauses, up to TRIES times in total.
     """
 
     def __init__(self, keys: ShardKeys, side_index: bool) -> None:

@@ -111,7 +111,7 @@ class ShardReader:
         return unpack_marks(packed).words if packed is not None else []
 
     async def dropped(self) -> dict[bytes, int]:
-        """For each holder with marks, how many blocks a position lies before its mark."""
+        """For each holder with marks, the number of blocks by which a position lies before its mark."""
         found = await read_hash(self._store, self.keys.marked)
         return {holder: unpack_marks(packed).dropped for holder, packed in found.items()}
 
@@ -135,7 +135,7 @@ class ShardReader:
         return {holder: unpack_touched(packed) for holder, packed in found.items()}
 
     async def count(self, key: str) -> int:
-        """How many fields a HASH has. Raises Unreachable."""
+        """Number of fields in a HASH. Raises Unreachable."""
         return int(await self._store.ask(self._store.client.hlen(key)))
 
     async def scan(self, key: str) -> AsyncIterator[dict[bytes, bytes]]:

@@ -1,4 +1,4 @@
-"""Reads how long how many bytes were resident in one shard."""
+"""Reads the byte-seconds of residency in one shard."""
 
 from collections.abc import Collection, Iterator
 
@@ -11,7 +11,7 @@ from kvatlas.store.connection import Store
 
 SCOPES_A_CALL = 256
 TRIES = 5
-"""A sweep moves what a holder has taken to what is spent; it is then read again."""
+"""A sweep moves a holder's usage to what is spent; it is then read again."""
 
 Amounts = list[tuple[bytes, Tier, float]]
 """(scope id, tier, byte-seconds)"""
@@ -37,11 +37,11 @@ class UsageReader:
         return [*held, *_amounts(list(spent.items()))]
 
     async def spent_scopes(self) -> set[bytes]:
-        """Scopes of which anything is spent."""
+        """Scopes with any spent usage."""
         return {field[:SCOPE_ID_BYTES] for field in await read_hash(self._store, self._keys.spent)}
 
     async def fold(self, scope_ids: Collection[bytes]) -> None:
-        """Count what is spent of these scopes without their names from now on. At most 200."""
+        """From now on, count the spent usage of these scopes without their names. At most 200."""
         await self._functions.call("kvatlas_usage_fold", [self._keys.spent], list(scope_ids))
 
     async def _of(self, holder: bytes) -> Amounts:

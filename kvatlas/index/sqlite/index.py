@@ -131,7 +131,7 @@ class SqliteIndex(MemoryIndex):
             await self._write_changes_alone(shards)
 
     async def _write_changes_alone(self, shards: Sequence[SqliteShard]) -> None:
-        """The same, for who is `_writing`."""
+        """Write the changes; only for the caller that has set `_writing`."""
         tracked = [self._tracked_scopes.changed, *(one for shard in shards for one in shard.changed)]
         with keep_on_error(tracked):
             changes = Changes()

@@ -73,7 +73,7 @@ class SqliteShard(MemoryShard):
                 changes.put(name, (self.number, ids.of_value(scope_id, key)), (scope_id, key, value, *parent))
 
     def describe(self, changes: Changes) -> None:
-        """Add the rows of all that changed."""
+        """Add the rows of everything that changed."""
         self.describe_values(changes)
         for partition in self._positions.changed:
             position = self._positions.get(partition)
@@ -96,7 +96,7 @@ class SqliteShard(MemoryShard):
             changes.put("numbers", (self.number,), (self.table.last_number,))
 
     def confirm(self) -> None:
-        """The rows that were described last are written now."""
+        """Record that the last described rows are written."""
         for ids in self._row_ids.values():
             ids.forget_gone()
 
@@ -120,7 +120,7 @@ class SqliteShard(MemoryShard):
     # ------------------------------------------------------------ from the file
 
     def load(self, file: IndexFile) -> None:
-        """Take in the file's rows of this shard. Raises DamagedFile for one that can't be read."""
+        """Load the file's rows of this shard. Raises DamagedFile for one that can't be read."""
         known: dict[bytes, bytes] = {}  # equal values are one object
         for id, scope_id, key, value, parent in file.shard_rows("blocks", self.number):
             self._row_ids["blocks"].load(id, scope_id, key)

@@ -115,7 +115,7 @@ def _print_curve(workload: Workload, settings: ReplaySettings, *, as_json: bool)
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if that is a terminal."""
+    """Show a progress bar on stderr, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

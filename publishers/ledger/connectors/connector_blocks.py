@@ -74,7 +74,7 @@ class ConnectorBlocks:
         return event if len(names) == len(event.hashes) else replace(event, hashes=names)
 
     def clear(self, tiers: Collection[Tier]) -> None:
-        """All blocks of these tiers are gone."""
+        """Record that all blocks of these tiers are gone."""
         self._stored_at = {copy: tick for copy, tick in self._stored_at.items() if copy[0] not in tiers}
 
     def ages(self) -> list[tuple[Tier, int, EngineHash, int]]:

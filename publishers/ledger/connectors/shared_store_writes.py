@@ -72,17 +72,17 @@ class StoreWrites:
         self._places.clear()
 
     def forget_unproven(self) -> None:
-        """The engine uses keys, so blocks identified by tokens alone may be wrong."""
+        """Forget blocks identified by tokens alone: the engine uses keys, so they may be wrong."""
         self._withdraw([name for name, place in self._places.items() if place.unproven])
 
     def forget_adapter(self, adapter: str) -> None:
-        """The engine reloaded the adapter from another path."""
+        """Record that the engine reloaded the adapter from another path."""
         for name in [name for name, place in self._places.items() if place.scope.adapter_id == adapter]:
             del self._places[name]
         self._changes.append(AdapterGone(adapter))
 
     def clear(self) -> None:
-        """The cache was reset, or the model has new weights: no block is left."""
+        """Record that no block is left: the cache was reset, or the model has new weights."""
         self._changes.append(StoreCleared())
 
     def remove(self, event: EngineRemoved) -> EngineRemoved:

@@ -107,7 +107,7 @@ class BlockResolver:
         return Place(namespace, None, event.sequence_hashes)
 
     def resolve_awaiting(self, names: Sequence[EngineHash]) -> Iterator[tuple[EngineHash, Block, EngineHash | None]]:
-        """These hashes became known, which resolves the events that waited for them, even if their blocks are no longer held.
+        """Resolve the events that waited for these hashes, which became known, even if their blocks are no longer held.
         Yields the hashes that became known this way, with their blocks and the hashes before them."""
         lineage, parents = self._lineage, list(names)
         for name in parents:  # it grows

@@ -46,7 +46,8 @@ class SharedHashes:
     # ---------------------------------------------------------------- which hashes are shared
 
     def split(self, name: EngineHash, owner: Block, holding: Holding, copies_before: int) -> None:
-        """From now on `name` stands for several blocks. Its copies so far (`copies_before` in `holding`) are the owner's."""
+        """Record that `name` stands for several blocks from now on. Its copies so far (`copies_before` in `holding`) are the
+        owner's."""
         certain = CertainCopies()
         for one in self._indexed:
             count = copies_before if one is holding else one.counts.get(name, 0)
@@ -57,7 +58,7 @@ class SharedHashes:
         self.by_hash[name] = {owner: certain}
 
     def add(self, name: EngineHash, block: Block) -> None:
-        """From now on `name` is known for `block`. None of its copies so far certainly belongs to this block."""
+        """Record that `name` is known for `block` from now on. None of its copies so far certainly belongs to this block."""
         self.by_hash[name] = {block: CertainCopies()}
 
     def restore(self, name: EngineHash, copies: dict[Block, CertainCopies]) -> None:
@@ -68,7 +69,7 @@ class SharedHashes:
         self.recount(name)
 
     def forget(self, names: Iterable[EngineHash]) -> None:
-        """The lineage has forgotten these hashes."""
+        """Forget these hashes, as the lineage has."""
         for name in names:
             self.by_hash.pop(name, None)
 
@@ -95,7 +96,7 @@ class SharedHashes:
         """Remove one copy of each hash, one by one. The hashes' own counts are already reduced.
 
         The engine does not say which block lost its copy. But a radix tree evicts leaves, so it was no block with a child held
-        in the device tier (the tiers behind it are emptied in any order). Each of the others may have lost the copy, so each
+        in the device tier (farther tiers are emptied in any order). Each of the others may have lost the copy, so each
         counts as having lost it. A held block may then be missing from the index until it is stored again, but no block is
         claimed that is gone.
         """
@@ -123,7 +124,7 @@ class SharedHashes:
         return any(child.copies & COPIES_FIELD for child in block.iter_children())
 
     def clear(self, cleared: Sequence[Holding]) -> None:
-        """These holdings were cleared."""
+        """Record that these holdings were cleared."""
         for name, by_block in self.by_hash.items():
             for certain in by_block.values():
                 for holding in cleared:

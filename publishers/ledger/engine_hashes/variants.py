@@ -24,7 +24,8 @@ class Variants:
         self._touched: dict[EngineHash, None] = {}
 
     def add(self, name: EngineHash, block: Block) -> None:
-        """`name` stands for `block`, like other hashes. The children so far hang on its first hash. No child may be plain."""
+        """Record that `name` stands for `block`, like other hashes. The children so far hang on its first hash. No child may
+        be plain."""
         names = self.names.get(block)
         if names is None:
             (first_name,) = block.names
@@ -35,7 +36,7 @@ class Variants:
         names[name] = None
 
     def hang(self, name: EngineHash, parent_name: EngineHash) -> None:
-        """The block of `name` is found behind `parent_name`."""
+        """Record that the block of `name` is found behind `parent_name`."""
         if self.parent_of.setdefault(name, parent_name) == parent_name:
             self.children_of.setdefault(parent_name, {})[name] = None
             self._touched[parent_name] = None
@@ -49,7 +50,7 @@ class Variants:
             self.hang(name, parent_name)
 
     def touch(self, names: Iterable[EngineHash]) -> None:
-        """These hashes are newly held, or no longer held."""
+        """Note hashes that are newly held, or no longer held."""
         self._touched.update((name, None) for name in names if name in self.children_of)
 
     def settle(
@@ -70,8 +71,8 @@ class Variants:
                 self.touch([child])
 
     def forget(self, name: EngineHash, block: Block) -> list[Block]:
-        """`name` no longer stands for a block. Returns the blocks of the detached hashes that hung on it, one per hash: these
-        hashes are forgotten too."""
+        """Record that `name` no longer stands for a block. Returns the blocks of the detached hashes that hung on it, one per
+        hash: these hashes are forgotten too."""
         names = self.names.get(block)
         if names is not None:
             names.pop(name, None)

@@ -90,7 +90,7 @@ class Marks:
         return {head: _bits(offsets) for head, offsets in self._heads.items()}
 
     def settle(self, touched: Iterable[Stretch]) -> MarkChange:
-        """Bring the marks in line, for blocks that are new, announced or withdrawn, or that a sparse group took or gave up."""
+        """Bring the marks in line, for blocks that are new, announced or withdrawn, or that a sparse group gained or lost."""
         affected = self._extend_runs(touched)
         change = MarkChange()
         marks = self._marked
@@ -130,7 +130,7 @@ class Marks:
         runs = 0
         for group in self._groups:
             run = above >> group.shift & _RUN
-            if (block.index + 1) % group.stride == 0:  # else inside one of the group's larger blocks
+            if (block.index + 1) % group.stride == 0:  # otherwise inside one of the group's larger blocks
                 missing = group.bits & ~block.held_by
                 if missing:
                     run = group.parts - (missing // group.first_bit).bit_length()

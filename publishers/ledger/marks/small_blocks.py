@@ -16,7 +16,7 @@ _NONE: Mapping[int, EngineHash] = {}
 class SmallBlocks:
     """`parts`: number of small blocks in a published one. The last has number `parts - 1` and the anchor's hash.
 
-    `tied`: the anchors of each known part, except anchors themselves. A part has several if prompts fork behind it.
+    `tied`: the anchors of each known part, except anchors themselves. A part has several if prompts fork after it.
     """
 
     def __init__(self, parts: int) -> None:
@@ -59,7 +59,7 @@ class SmallBlocks:
         return self._of_anchor.get(anchor, _NONE)
 
     def forget(self, part: EngineHash) -> None:
-        """No group holds this part any longer."""
+        """Forget a part that no group holds any longer."""
         for anchor, number in self.tied.pop(part, {}).items():
             parts = self._of_anchor[anchor]
             del parts[number]

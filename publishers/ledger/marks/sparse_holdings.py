@@ -76,7 +76,7 @@ class SparseHoldings:
         return unknown
 
     def clear(self, cleared: Sequence[Holding]) -> None:
-        """All copies in these holdings are gone."""
+        """Record that all copies in these holdings are gone."""
         gone: dict[int, set[EngineHash]] = {}
         for holding in cleared:
             if holding.bit:
@@ -87,7 +87,7 @@ class SparseHoldings:
                 self._give_up(name, holding)
 
     def _give_up(self, name: EngineHash, holding: Holding) -> None:
-        """The holding's last copy of a hash is gone."""
+        """Record that the holding's last copy of a hash is gone."""
         block = self._block_of(name)
         if block is None:
             if holding.part_bits:
@@ -97,7 +97,7 @@ class SparseHoldings:
             self.lose(block, holding.bit)
 
     def _change_parts(self, name: EngineHash, holding: Holding, change: Callable[[Block, int], None]) -> None:
-        """A group with smaller blocks gained or lost a hash: `change` the bits of the published blocks that contain it."""
+        """`change` the bits of the published blocks that contain a hash that a group with smaller blocks gained or lost."""
         if is_held_elsewhere(name, holding):
             return
         for anchor, number in self.small.tied.get(name, {}).items():
@@ -106,7 +106,7 @@ class SparseHoldings:
                 change(block, holding.part_bits[number])
 
     def gain(self, block: Stretch, bit: int) -> None:
-        """One more hash of the block is held in the group with this bit."""
+        """Count one more held hash of the block in the group with this bit."""
         if block.held_by & bit:
             self._more[block, bit] = self._more.get((block, bit), 0) + 1
         else:
@@ -114,7 +114,7 @@ class SparseHoldings:
             self._changed.append(block)
 
     def lose(self, block: Stretch, bit: int) -> None:
-        """One fewer hash of the block is held in the group with this bit."""
+        """Count one fewer held hash of the block in the group with this bit."""
         more = self._more.get((block, bit), 0) if self._more else 0
         if more > 1:
             self._more[block, bit] = more - 1
@@ -125,12 +125,12 @@ class SparseHoldings:
             self._changed.append(block)
 
     def enter(self, name: EngineHash, block: Stretch) -> None:
-        """A hash became known: its block is held wherever the hash is held."""
+        """Let a newly known hash's block be held wherever the hash is held."""
         for bit in self._bits_of(name):
             self.gain(block, bit)
 
     def leave(self, name: EngineHash, block: Stretch) -> None:
-        """The hash is no longer known, or no longer stands only for this block."""
+        """Undo `enter` for a hash that is no longer known, or no longer stands only for this block."""
         for bit in self._bits_of(name):
             self.lose(block, bit)
 
@@ -148,7 +148,7 @@ class SparseHoldings:
                 self.gain(block, bit)
 
     def _forget_part(self, part: EngineHash) -> None:
-        """A group no longer holds the hash: forget it unless another group does."""
+        """Forget a hash that a group no longer holds, unless another group does."""
         if not self._is_held(part):
             self.small.forget(part)
 

@@ -79,7 +79,7 @@ def metadata_text(metadata: Mapping[str, Struct], namespace: str, key: str) -> s
 
 
 def read_served(message: ProcessingRequest) -> str | None:
-    """The endpoint that answered, if the gateway names it along with the answer's headers; else None."""
+    """The endpoint that answered, if the gateway names it along with the answer's headers; otherwise None."""
     metadata = message.metadata_context.filter_metadata
     return _text(metadata[_LB], _SERVED) if _LB in metadata else None
 

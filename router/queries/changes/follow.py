@@ -38,7 +38,7 @@ from kvatlas_router.queries.changes.snapshot import read_snapshot
 
 MOST_FOLLOWERS = 64
 LOOK_S = 1.0
-"""How often the index is checked for workers that it has closed, since the stream does not report them."""
+"""Interval at which the index is checked for workers that it has closed, since the stream does not report them."""
 
 
 class PositionLost(KvatlasError):

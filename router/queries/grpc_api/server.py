@@ -184,7 +184,7 @@ class GrpcServer:
     async def _match(
         self, request: MatchExternalKvPrefixRequest, caller: Caller, context: Context
     ) -> MatchExternalKvPrefixResponse:
-        """Match by the engine's own hashes if these key the workers' blocks, else by sequence hashes. Workers without an
+        """Match by the engine's own hashes if these key the workers' blocks, otherwise by sequence hashes. Workers without an
         address are left out, since the gateway knows workers by their URLs."""
         model = next((_to_bytes(v).decode() for k, v in context.invocation_metadata() or () if k == MODEL_KEY), None)
         hashes = await asyncio.to_thread(read_hashes, request.hashes)

@@ -1,1 +1,1 @@
-"""Caches by block ids alone, without token ids. Nothing else in kvatlas uses them."""
+"""Caches that know only block ids, not token ids. Nothing else in kvatlas uses them."""

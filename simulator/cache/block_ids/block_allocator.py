@@ -1,4 +1,4 @@
-"""Physical blocks without sequences or content: what a cache of one's own is built on."""
+"""Physical blocks without sequences or content: the basis for a custom cache."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ class BlockAllocator:
     """Hands out the ids of blocks, and takes them back. A call that raises changed nothing."""
 
     def __init__(self, num_blocks: int, block_size: int, pool: PoolSettings | None = None) -> None:
-        """`block_size`: tokens a block."""
+        """`block_size`: tokens per block."""
         if num_blocks < 1 or block_size < 1:
             raise InvalidValue(f"{num_blocks} blocks of {block_size} tokens; expected at least 1 of at least 1")
         pool = pool or PoolSettings()
@@ -28,15 +28,15 @@ class BlockAllocator:
 
     @property
     def reserved_blocks(self) -> int:
-        """How many blocks memory is reserved for (`PoolSettings`)."""
+        """Number of blocks for which memory is reserved (`PoolSettings`)."""
         return self._pool.reserved_blocks
 
     def __contains__(self, block_id: object) -> bool:
-        """Is the block handed out?"""
+        """True if the block is handed out."""
         return isinstance(block_id, int) and 0 <= block_id < len(self._pool) and self._pool[block_id].references > 0
 
     def allocate(self, blocks: int) -> list[int]:
-        """So many blocks, those first that were freed first. Raises InsufficientBlocks if there are fewer."""
+        """Hand out this many blocks, the first freed first. Raises InsufficientBlocks if there are fewer."""
         if blocks < 0:
             raise InvalidValue(f"blocks is {blocks}; expected at least 0")
         if blocks > self.free_blocks:
@@ -57,5 +57,5 @@ class BlockAllocator:
             self._pool.give_back(block)
 
     def defragment(self) -> dict[int, int]:
-        """Give the blocks that are handed out the lowest ids; the new ids by old ones, for the caller's tables."""
+        """Give the blocks that are handed out the lowest ids. Returns new ids by old ones, for the caller's tables."""
         return self._pool.compact()

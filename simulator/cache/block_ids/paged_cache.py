@@ -1,9 +1,10 @@
-"""A paged cache by block ids alone: sequences, their blocks and prefixes under the caller's own hashes, without token ids.
+"""A paged cache that knows only block ids: sequences, their blocks, and prefixes under the caller's own hashes, without token
+ids.
 
-`KVCache` is the strict one: it knows what blocks contain, refuses what it does not know, and never takes a block from a live
-sequence. This one is lenient, as simple engines are: a sequence begins when it is first written to, prefixes may be put
-before what another sequence has, an unknown sequence has no tokens, and a block that one sequence alone holds is taken from
-it when none is free. Nothing else in kvatlas uses it.
+`KVCache` is the strict one: it knows what blocks contain, refuses unknown ids, and never takes a block from a live sequence.
+This one is lenient, like simple engines: a sequence begins when it is first written to, a shared prefix may be appended to an
+existing sequence, an unknown sequence has no tokens, and if no block is free, one that only a single sequence holds is taken
+from it. Nothing else in kvatlas uses it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from kvatlas_simulator.cache.geometry import KVGeometry
 
 @dataclass(slots=True)
 class PagedCacheStats:
-    """Since the start. Hits: prefixes found, and shared; misses: prefixes looked for in vain. The rest: blocks."""
+    """Counters since the start. Hits: prefixes found and shared; misses: failed lookups. All others count blocks."""
 
     allocations: int = 0
     deallocations: int = 0
@@ -37,7 +38,7 @@ class PagedCacheStats:
 
 @dataclass(slots=True)
 class _Held:
-    """A block that is handed out: by how many tables and prefixes it is held, its tokens, and its history in ticks."""
+    """A block that is handed out: the number of tables and prefixes that hold it, its tokens, and its history in ticks."""
 
     references: int
     tokens: int
@@ -90,18 +91,18 @@ class PagedCache:
 
     @property
     def fragmentation(self) -> float:
-        """Blocks of sequences that are not full, of all that they have: a shared one counts for each. 0 without any.
+        """Share of partial blocks among all blocks of sequences; a shared one counts for each. 0 without any.
         `KVCache.stats().fragmentation` counts empty slots instead."""
         sizes = [self._held[block_id].tokens for table in self._tables.values() for block_id in table]
         return sum(tokens < self.block_size for tokens in sizes) / len(sizes) if sizes else 0.0
 
     def block_table(self, sequence_id: SequenceId) -> tuple[int, ...] | None:
-        """The sequence's blocks; None for one that is not known."""
+        """The sequence's blocks; None for an unknown sequence."""
         table = self._tables.get(sequence_id)
         return None if table is None else tuple(table)
 
     def cached_tokens(self, sequence_id: SequenceId) -> int:
-        """Tokens in the sequence's blocks, all but the last one taken as full; 0 for one that is not known."""
+        """Tokens in the sequence's blocks, counting all but the last one as full; 0 for an unknown sequence."""
         table = self._tables.get(sequence_id)
         return (len(table) - 1) * self.block_size + self._held[table[-1]].tokens if table else 0
 
@@ -114,7 +115,7 @@ class PagedCache:
         return block_id
 
     def allocate_for_tokens(self, sequence_id: SequenceId, tokens: int) -> list[int]:
-        """Give the sequence new blocks that have so many tokens, the last of them what is left. Raises InsufficientBlocks."""
+        """Give the sequence new blocks with this many tokens, the last one with the rest. Raises InsufficientBlocks."""
         if tokens < 0:
             raise InvalidValue(f"tokens is {tokens}; expected at least 0")
         block_ids = self._take(count_blocks(tokens, self.block_size))
@@ -125,7 +126,7 @@ class PagedCache:
         return block_ids
 
     def append_token(self, sequence_id: SequenceId) -> int:
-        """Write one token behind the sequence's last one, to a block of its own; the block. Raises InsufficientBlocks."""
+        """Append one token to the sequence, in a block that it alone holds. Returns the block. Raises InsufficientBlocks."""
         table = self._tables.get(sequence_id)
         if not table or self._held[table[-1]].tokens >= self.block_size:
             block_id = self.allocate_block(sequence_id)
@@ -153,7 +154,7 @@ class PagedCache:
             self.stats.deallocations += 1
 
     def share_prefix(self, source: SequenceId, target: SequenceId, blocks: int) -> None:
-        """Put a sequence's first blocks behind what the other has; it may be new. Raises SequenceNotFound, and InvalidValue if
+        """Append a sequence's first blocks to another one, which may be new. Raises SequenceNotFound, and InvalidValue if
         there are fewer."""
         table = self._tables.get(source)
         if table is None:
@@ -170,8 +171,8 @@ class PagedCache:
     # ------------------------------------------------------------ prefixes
 
     def register_prefix(self, prefix_hash: int, block_ids: Sequence[int]) -> None:
-        """Keep blocks under the caller's hash. That pins them as one more sequence would: they stay when theirs ends, until
-        their room is needed. One that is registered already is replaced. Raises InvalidValue for a block that is free."""
+        """Keep blocks under the caller's hash. They are held as if by another sequence: they stay when theirs ends, until
+        their room is needed. An existing registration is replaced. Raises InvalidValue for a block that is free."""
         for block_id in block_ids:
             if block_id not in self._held:
                 raise InvalidValue(f"block {block_id} is not allocated; expected blocks of a sequence")
@@ -187,7 +188,7 @@ class PagedCache:
         return blocks is not None
 
     def lookup_prefix(self, prefix_hash: int) -> tuple[int, ...] | None:
-        """The blocks registered under a hash: a hit, or None: a miss."""
+        """The blocks registered under a hash (a hit); None without any (a miss)."""
         blocks = self._prefixes.get(prefix_hash)
         self.stats.hits += blocks is not None
         self.stats.misses += blocks is None
@@ -196,7 +197,7 @@ class PagedCache:
     # ------------------------------------------------------------ pieces
 
     def _take(self, blocks: int) -> list[int]:
-        """New blocks, each held once; others are evicted for them. Raises InsufficientBlocks."""
+        """Take new blocks, each held once, evicting others if needed. Raises InsufficientBlocks."""
         missing = blocks - self.free_blocks
         if missing > 0:
             single = sorted(

@@ -25,7 +25,7 @@ class SentPrefixes:
         return len(self._blocks)
 
     def matched(self, chain: Sequence[bytes]) -> int:
-        """How many of a prompt's leading blocks were sent there."""
+        """Number of a prompt's leading blocks that were sent there."""
         return next((i for i, block in enumerate(chain) if block not in self._blocks), len(chain))
 
     def add(self, chain: Sequence[bytes]) -> None:

@@ -55,11 +55,10 @@ def worker_name(engine: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AtlasSettings:
-    """What is switched on. `events` False: the engines publish none, and what they hold is only predicted. `marks` False: of
-    hybrids all that is resident counts as reusable. `replicas` routers take requests in turn; unless their bookings are
-    `shared` each knows only its own, and the engines' reports. `true_loads`: at each choice loads and queues are what they are
-    then; `true_rates`: prices are the engines' step costs, and nothing is learned. `fetches`: engines fetch KV from each
-    other."""
+    """Features that are switched on. `events` False: the engines publish none, and what they hold is only predicted. `marks`
+    False: everything that hybrids hold counts as reusable. `replicas` routers take requests in turn; unless their bookings are
+    `shared`, each knows only its own and the engines' reports. `true_loads`: each choice sees the current loads and queues;
+    `true_rates`: prices are the engines' step costs, and nothing is learned. `fetches`: engines fetch KV from each other."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
@@ -168,7 +167,7 @@ class Atlas(LoadBlind):
         return LabFetch(int(result.source[1:]), result.usable_tokens + result.transferred_tokens)
 
     def predicted_tokens(self, number: int) -> int:
-        """How many tokens of an open request its engine is expected not to compute."""
+        """Number of an open request's tokens that its engine is expected not to compute."""
         plan = self._open[number].results[0].plan
         return 0 if plan is None else plan.cached_tokens
 
@@ -206,7 +205,7 @@ class Atlas(LoadBlind):
                 waited=opened.predicted_wait,
                 load_after=None if last is None or last is opened.results else last.load_of(chosen.worker_id),
                 ttft_us=sequence.first_token_us - opened.chosen_us,
-                # a client uses the median time between tokens, that is of steps without prefill
+                # a client uses the median time between tokens, that is, of steps without prefill
                 tpot_us=(opened.step_us + self._step_us(engine, ended=request)) / 2,
             )
         )

@@ -33,7 +33,7 @@ class LeastPrefillTokens(OpenRequests):
         self._queued[engine] -= self._sent.pop(sequence.request.number)
 
     def _new_tokens(self, request: LabRequest) -> list[int]:
-        """How many of the prompt's tokens each engine is expected to compute."""
+        """Number of the prompt's tokens that each engine is expected to compute."""
         return [request.input_tokens] * len(self._queued)
 
     def _cost(self, engine: int, new_tokens: int) -> float:

@@ -9,7 +9,7 @@ from kvatlas_simulator.lab.requests import LabRequest
 
 
 class LabFetch(NamedTuple):
-    """KV that a request's engine fetches from another one before it computes the rest: of the first `tokens` of the prompt."""
+    """KV of a prompt's first `tokens`, which the request's engine fetches from another one before it computes the rest."""
 
     source: int
     tokens: int
@@ -41,7 +41,7 @@ class Policy(Protocol):
 
 
 class LoadBlind:
-    """A policy that needs no reports, has no index of its own, and lets engines fetch nothing."""
+    """A policy that needs no reports, has no index, and lets engines fetch nothing."""
 
     def fetch_of(self, request: LabRequest) -> LabFetch | None:
         """See `Policy`."""

@@ -164,7 +164,7 @@ def test_hashes_of_another_algorithm_are_refused() -> None:
     engine.store(PROMPT)
     engine.records[1]["hash_algo"] = "v2_sha256"
     reader.take(engine)
-    assert not reader.held and reader.refused == ["block hashes of 'v2_sha256'; expected v1_block_key"]
+    assert not reader.held and reader.refused == ["block hashes use 'v2_sha256'; expected v1_block_key"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[5]", b'[{"event_id": -1}]', b'[{"event_id": true}]', b"[" * 100_000])

@@ -152,7 +152,7 @@ FORM_HEAD = b'--b\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
         ("multipart/form-data; boundary=b", FORM_HEAD % (b"model", b"m"), "field without an end"),
         ("multipart/form-data; boundary=b", b"x" + FORM_HEAD % (b"model", b"m") + b"--b--", "does not begin"),
         ("multipart/form-data; boundary=b", FORM_HEAD % (b"vllm_xargs", b"{}") + b"--b--", ""),
-        ("multipart/form-data; boundary=b", FORM_HEAD % (b"bootstrap_host", b"x") + b"--b--", "not for clients"),
+        ("multipart/form-data; boundary=b", FORM_HEAD % (b"bootstrap_host", b"x") + b"--b--", "clients must not send"),
         ("multipart/form-data; boundary=b", b"--b\r\n\r\nx\r\n--b--", "without a plain name"),
     ],
 )

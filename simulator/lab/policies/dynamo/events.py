@@ -56,7 +56,7 @@ def mark_hash(mark: int) -> int:
 
 
 def token_of(content: int, identity: Identity) -> int:
-    """Dynamo's service knows neither tenants nor adapters. Their blocks get different tokens, so it confuses none."""
+    """The token of a block. Dynamo's service knows neither tenants nor adapters, so their blocks get different tokens."""
     if identity == DEFAULT_IDENTITY:
         return content
     return xxhash.xxh32_intdigest(repr((content, identity)).encode())

@@ -44,7 +44,7 @@ _PROCESS = Path(__file__).with_name("selection_process.py")
 
 
 def check_installed(python: str) -> None:
-    """Raises InvalidValue if this Python has no Dynamo."""
+    """Check that this Python has Dynamo. Raises InvalidValue."""
     try:
         found = subprocess.run([python, "-I", "-c", "from dynamo.llm import SelectionService"], capture_output=True)
     except OSError as error:

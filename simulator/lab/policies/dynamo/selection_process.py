@@ -1,7 +1,7 @@
 """Dynamo's `SelectionService` over stdin and stdout: a standalone file, run by the Python that has `ai-dynamo-runtime`.
 
 It uses only the standard library and what that package installs. The first line is {workers: {number: event socket},
-block_tokens}; the answer is {ready: true}. Each further line is a list of calls, in order:
+block_tokens}; the answer is {ready: true}. Each later line is a list of calls, in order:
 
 - ["choose", id, contents, tokens, mark, engines]: the answer is the engine's number. `contents`: one token id per block,
   which stands for `block_tokens` tokens. The choice first waits for the events of these engines, until they hold a block of
