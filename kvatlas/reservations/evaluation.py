@@ -100,7 +100,8 @@ class Candidates(NamedTuple):
 def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer:
     """The offer to a worker that holds so much of the prompt, from its row of look-alikes in an ask with a lookup."""
     assert ask.lookup is not None
-    _, kind, _, _, base_us, work_us = ask.look_alikes[row].offer
+    row_offer = ask.look_alikes[row].offer
+    kind, base_us, work_us = row_offer.kind, row_offer.base_us, row_offer.work_us
     cached = 0 if ask.lookup.chains[row] is None else ask.lookup.reuse[row].usable_tokens(held_tokens)
     saved = worth_us(kind.prices, cached)
     steps = 0 if kind.chain is None else held_tokens // ask.chains[kind.chain].step_tokens
