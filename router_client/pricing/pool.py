@@ -118,6 +118,27 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class KindRows:
+    """A row for each likeness and kind of candidates: the likeness, and one of them as an example. The first row of a likeness
+    is for all its workers but the `odd` ones, which have the row of that number."""
+
+    rows: tuple[tuple[bytes, Candidate], ...] = ()
+    odd: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, groups: "Sequence[Group]") -> "KindRows":
+        rows = [(group.likeness, example) for group in groups for example in (group.example, *group.odd_examples)]
+        numbers = {(likeness, example.kind): number for number, (likeness, example) in enumerate(rows)}
+        odd = {id: numbers[group.likeness, kind] for group in groups for id, kind in group.odd.items()}
+        return cls(tuple(rows), odd)
+
+    @property
+    def have_marks(self) -> bool:
+        """True if one of the candidates has marks."""
+        return any(example.endpoint.marks for _, example in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Candidates of one likeness. `ids`: those of `example`'s kind; `odd`: those of other kinds, with `odd_examples`, one for
     each of these kinds."""
@@ -153,16 +174,16 @@ class ReportedLoads(dict[str, Load | None]):
 class Pool:
     """One read of a pool.
 
-    `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can do
-    both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out` are all
-    that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that announces
-    blocks; `sources` are the workers from which others may fetch. `stores` are the shared
-    stores, which are read by the workers that name them: they get no requests, so they are neither candidates nor left out.
-    `profile`: the prices now. `loads`: as reported in this reading. `groups` has all candidates, and besides them up to
-    MOST_SKIPPED that a caller does not want (`skipped`); it is empty if they are more. `chains`: those that workers' blocks
-    are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced blocks.
-    `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it (`of_tenant`).
-    `fetches`: what is known of fetches from `sources`.
+    `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can
+    do both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out`
+    are all that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that
+    announces blocks; `sources` are the workers from which others may fetch. `stores` are the shared stores, which are read
+    by the workers that name them: they get no requests, so they are neither candidates nor left out. `profile`: the prices
+    now. `loads`: as reported in this reading. `groups` has all candidates, and besides them up to MOST_SKIPPED that a
+    caller does not want (`skipped`); it is empty if they are more. `kind_rows`: theirs. `chains`: those that workers'
+    blocks are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced
+    blocks. `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it
+    (`of_tenant`). `fetches`: what is known of fetches from `sources`.
     """
 
     records: Mapping[str, FleetRecord]
@@ -179,6 +200,7 @@ class Pool:
     candidate_of: Mapping[str, Candidate] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
     skipped: frozenset[str] = frozenset()
+    kind_rows: KindRows = field(default_factory=KindRows)
     usual_block_size: int | None = None
     chains: Mapping[str, frozenset[int]] = field(default_factory=dict)
     tenants: frozenset[tuple[str, ...]] = frozenset()
@@ -223,6 +245,7 @@ class Pool:
             if record.endpoint.id not in wanted
         }
         whole_candidates = candidates(whole)
+        groups = _groups_of(whole_candidates)
         decoders = sorted([*by_role[Role.DECODE], *by_role[Role.BOTH]], key=lambda record: record.endpoint.id)
         return cls(
             records,
@@ -237,7 +260,8 @@ class Pool:
             unable,
             profile or EngineProfile(),
             {candidate.id: candidate for candidate in whole_candidates},
-            _groups_of(whole_candidates),
+            groups,
+            kind_rows=KindRows.of(groups),
             usual_block_size=_usual_block_size(whole_candidates),
             chains={chain: frozenset(sizes) for chain, sizes in chains.items()},
             tenants=frozenset(record.tenants for record in records.values() if record.tenants),
@@ -255,11 +279,6 @@ class Pool:
             if known is not record and (known is None or not _differs_in_load_only(known, record)):
                 return None
         return replace(self, records=records, loads=ReportedLoads(records), by_tenant={})
-
-    @property
-    def has_marks(self) -> bool:
-        """True if a candidate has marks."""
-        return any(each.endpoint.marks for group in self.groups for each in (group.example, *group.odd_examples))
 
     @property
     def left_out_of_pairs(self) -> Mapping[str, str]:
@@ -312,7 +331,8 @@ class Pool:
 
         # look-alikes have the same tenants: whole groups are left out, and none of the others needs to be skipped
         groups = tuple(group for group in self.groups if self.records[group.example.id].may_see(tenant_id))
-        found = replace(self.narrow(why_not), groups=groups, skipped=self.skipped)
+        kind_rows = KindRows.of(groups)
+        found = replace(self.narrow(why_not), groups=groups, skipped=self.skipped, kind_rows=kind_rows)
         if len(self.by_tenant) >= MOST_TENANTS:
             self.by_tenant.clear()
         self.by_tenant[tenant_id] = found

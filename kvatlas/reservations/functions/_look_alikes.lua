@@ -9,7 +9,7 @@
 
 local FIRST_READ, MOST_READ = 4, 512
 local ROUNDING_US = 1 -- equal sums may differ in cost by this much
-local MOST_RETURNED, MOST_LOOKED_UP = 32, 8 -- the latter if the choice looked up what they hold
+local MOST_RETURNED, MOST_LOOKED_UP = 32, 4 -- the latter if the choice looked up what they hold
 local MOST_WEIGHED = 512 -- of one ask
 
 -- Finds the groups of the ask's look-alikes, and which of these are weighed one by one. Returns false if there are too few.
