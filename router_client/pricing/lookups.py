@@ -16,9 +16,10 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.reservations import Evaluation, Lookup, LookupChain, OfferEvaluation, Reuse
 from kvatlas.reservations.lookup import MOST_LOOKED_UP
 from kvatlas.reservations.protocol import MOST_OFFERS
+from router_client.pricing.candidates import BlockShape, Candidate
 from router_client.pricing.look_alikes import LEAST_CANDIDATES, least_members
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, PromptLookup, Run, chain_for
-from router_client.pricing.pool import BlockShape, Candidate, Pool
+from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import KindQuote, Quote, Surcharge
 from router_client.pricing.surcharges import SESSION
 from router_client.prompt import Prompt

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from kvatlas.addresses import is_loopback, is_never_an_engine, is_private, parse_ip
@@ -23,7 +23,8 @@ from kvatlas.fleet.records import (
 )
 from kvatlas.fleet.tenants import include
 from kvatlas.reservations.likeness import likeness_of
-from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, limit_of
+from kvatlas.reservations.room_and_slo import limit_of
+from router_client.pricing.candidates import BlockShape, Candidate, Group, KindRows, groups_of, shape_of
 
 MOST_SKIPPED = 64
 MOST_TENANTS = 256
@@ -56,21 +57,6 @@ class NothingFetched:
         return 0, 0
 
 
-class BlockShape(NamedTuple):
-    """How a worker cuts prompts into blocks. Workers of one shape are looked up with the same hashes."""
-
-    block_size: int
-    granularity: int
-    lookahead_tokens: int = 0
-
-
-def shape_of(endpoint: EngineEndpoint) -> BlockShape | None:
-    """How a worker cuts prompts; None: it has announced no block yet."""
-    if endpoint.block_size is None:
-        return None
-    return BlockShape(endpoint.block_size, endpoint.granularity, endpoint.lookahead_tokens)
-
-
 def why_unable(record: FleetRecord) -> str | None:
     """Why a worker can't serve requests now, in a few words; None if it can."""
     if record.liveness is not Liveness.ALIVE:
@@ -91,67 +77,6 @@ def is_fetchable(record: FleetRecord) -> bool:
         return False
     ip = parse_ip(urlsplit(endpoint.url).hostname or "")
     return record.vouched or (ip is not None and not is_never_an_engine(ip) and (ip.is_loopback or is_private(ip)))
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker that may get a prompt.
-
-    `kind`: the same number for all workers on which a request costs the same, apart from their cache content and load.
-    `block_size` 0: it has announced no block yet. `total_blocks`: the size of its cache, 0 if unknown. `limit`: how many
-    requests and tokens it has room for. `likeness`: as the store knows it (`kvatlas.reservations.likeness`).
-    """
-
-    id: str
-    kind: int
-    endpoint: EngineEndpoint
-    block_size: int
-    rule: ReuseRule
-    total_blocks: int = 0
-    limit: Limit = UNKNOWN_LIMIT
-    likeness: bytes = b""
-
-    @property
-    def shape(self) -> BlockShape | None:
-        """How it cuts prompts; None: it has announced no block yet."""
-        return shape_of(self.endpoint)
-
-
-@dataclass(frozen=True, slots=True)
-class KindRows:
-    """A row for each likeness and kind of candidates: the likeness, and one of them as an example. The first row of a likeness
-    is for all its workers but the `odd` ones, which have the row of that number."""
-
-    rows: tuple[tuple[bytes, Candidate], ...] = ()
-    odd: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, groups: "Sequence[Group]") -> "KindRows":
-        rows = [(group.likeness, example) for group in groups for example in (group.example, *group.odd_examples)]
-        numbers = {(likeness, example.kind): number for number, (likeness, example) in enumerate(rows)}
-        odd = {id: numbers[group.likeness, kind] for group in groups for id, kind in group.odd.items()}
-        return cls(tuple(rows), odd)
-
-    @property
-    def have_marks(self) -> bool:
-        """True if one of the candidates has marks."""
-        return any(example.endpoint.marks for _, example in self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Candidates of one likeness. `ids`: those of `example`'s kind; `odd`: those of other kinds, with `odd_examples`, one for
-    each of these kinds."""
-
-    likeness: bytes
-    example: Candidate
-    ids: frozenset[str]
-    odd: Mapping[str, int]
-    odd_examples: tuple[Candidate, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return len(self.ids) + len(self.odd)
 
 
 class ReportedLoads(dict[str, Load | None]):
@@ -245,7 +170,7 @@ class Pool:
             if record.endpoint.id not in wanted
         }
         whole_candidates = candidates(whole)
-        groups = _groups_of(whole_candidates)
+        groups = groups_of(whole_candidates)
         decoders = sorted([*by_role[Role.DECODE], *by_role[Role.BOTH]], key=lambda record: record.endpoint.id)
         return cls(
             records,
@@ -397,22 +322,6 @@ def _capacity(record: FleetRecord) -> tuple[int, int]:
     """The fixed part of a load report: request slots and blocks of the cache, 0 if unknown."""
     metrics = record.load.forward_pass if record.load else ForwardPassMetrics()
     return metrics.total_request_slots, metrics.total_kv_blocks
-
-
-def _groups_of(candidates: Sequence[Candidate]) -> tuple[Group, ...]:
-    """Group candidates by likeness; the example is of the most frequent kind."""
-    alike: dict[bytes, list[Candidate]] = {}
-    for candidate in candidates:
-        alike.setdefault(candidate.likeness, []).append(candidate)
-    groups = []
-    for likeness, members in alike.items():
-        ((kind, _),) = Counter(candidate.kind for candidate in members).most_common(1)
-        ids = frozenset(candidate.id for candidate in members if candidate.kind == kind)
-        example = next(candidate for candidate in members if candidate.kind == kind)
-        odd = {candidate.id: candidate.kind for candidate in members if candidate.kind != kind}
-        others = {candidate.kind: candidate for candidate in members if candidate.kind != kind}
-        groups.append(Group(likeness, example, ids, odd, tuple(others.values())))
-    return tuple(groups)
 
 
 def _usual_block_size(candidates: Sequence[Candidate]) -> int | None:
