@@ -46,7 +46,7 @@ two."""
 IDS_A_CALL = 500
 MOST_SLICES = 10_000
 _NOT_IN_HBM = -2
-_INDEX = "index: "
+_INDEX = "INDEX "
 _DAMAGED = "DAMAGED "
 """Error of a read-only function that found a record it can't use."""
 

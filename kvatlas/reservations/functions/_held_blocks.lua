@@ -17,7 +17,7 @@ local MOST_IN_RUN = 24 -- more new holders at one depth are a crowd
 local function read_index(...)
   local found = redis.pcall(...)
   if type(found) == 'table' and found.err then
-    error({ err = 'ERR index: ' .. found.err })
+    error({ err = 'INDEX ' .. found.err })
   end
   return found
 end
