@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kvatlas.reservations.lookup import Lookup, LookupChain, NotInHbm, Reuse
+from kvatlas.reservations.lookup import Lookup, LookupChain, LookupImpossible, NotInHbm, Reuse
 from kvatlas.reservations.memory import MemoryReservations
 from kvatlas.reservations.protocol import (
     STEP_BLOCKS,
@@ -35,6 +35,7 @@ __all__ = [
     "LookAlikesUnknown",
     "Lookup",
     "LookupChain",
+    "LookupImpossible",
     "MemoryReservations",
     "NotInHbm",
     "Offer",

@@ -16,9 +16,17 @@ MOST_LOOKED_UP = 8_192
 """Hashes of all chains in one ask. More would make the call's argument too long."""
 
 
-class NotInHbm(KvatlasError):
+class LookupImpossible(KvatlasError):
+    """What the workers of an ask hold has to be looked up apart."""
+
+
+class NotInHbm(LookupImpossible):
     """The cheapest worker of an ask with a lookup holds blocks in other tiers. What reading those costs is known only to who
     asks; without it, the worker is too cheap."""
+
+
+class IndexUnreadable(LookupImpossible):
+    """The index in the store is damaged, or its user may not read it."""
 
 
 class Reuse(NamedTuple):

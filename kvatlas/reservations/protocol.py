@@ -140,7 +140,7 @@ class Ask:
     skipped workers and those with their own offer, the ask raises LookAlikesUnknown.
 
     `lookup`: what each look-alike holds is looked up; then their offers are those of workers that hold nothing, and there are
-    no others. Such an ask may raise NotInHbm. Only for reservations that `look_up`.
+    no others. Such an ask may raise LookupImpossible. Only for reservations that `look_up`.
     """
 
     offers: Sequence[Offer]
@@ -317,11 +317,11 @@ class Reservations(Protocol):
         """True if an ask may have a lookup: the index is at hand."""
 
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
-        """What `book` would choose now. Books nothing. Raises LookAlikesUnknown and NotInHbm."""
+        """What `book` would choose now. Books nothing. Raises LookAlikesUnknown and LookupImpossible."""
 
     async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
         """Reserve the cheapest offer; None if the booking was called off before. Sent again, it replaces the first one.
-        Raises LookAlikesUnknown and NotInHbm; then nothing is reserved."""
+        Raises LookAlikesUnknown and LookupImpossible; then nothing is reserved."""
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         """Record that the request's first token has arrived. False if the reservation does not exist, or this was recorded

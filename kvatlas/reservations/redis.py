@@ -15,7 +15,7 @@ from kvatlas.cost.regression import ERRORS, FORM, Evidence
 from kvatlas.errors import DATA_ERRORS
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.reservations.evaluation import UsablePrediction, WorkerLoad, evaluate_offer, offer_holding
-from kvatlas.reservations.lookup import Lookup, NotInHbm
+from kvatlas.reservations.lookup import IndexUnreadable, Lookup, NotInHbm
 from kvatlas.reservations.memory import CALLED_OFF_US
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
@@ -46,6 +46,7 @@ two."""
 IDS_A_CALL = 500
 MOST_SLICES = 10_000
 _NOT_IN_HBM = -2
+_INDEX = "INDEX "
 _DAMAGED = "DAMAGED "
 """Error of a read-only function that found a record it can't use."""
 
@@ -88,6 +89,7 @@ class RedisReservations:
         try:
             answer = await call_pool_ro(self._store, "look", pool_id, args)
         except ResponseError as error:
+            _check_index(error)
             if not str(error).startswith(_DAMAGED):
                 raise
             await call_pool(self._store, "mend", pool_id, [str(error).removeprefix(_DAMAGED).partition(" script:")[0]])
@@ -106,7 +108,12 @@ class RedisReservations:
             self._pack_ask(booking.ask),
             *(() if booking.prefill_id is None else (booking.prefill_id,)),
         ]
-        return _unpack_evaluation(booking.ask, await call_pool(self._store, "book", pool_id, args))
+        try:
+            answer = await call_pool(self._store, "book", pool_id, args)
+        except ResponseError as error:
+            _check_index(error)
+            raise
+        return _unpack_evaluation(booking.ask, answer)
 
     def _pack_ask(self, ask: Ask) -> bytes:
         if ask.lookup is None:
@@ -211,6 +218,12 @@ def _report_row(worker_id: str, record: bytes, report: WorkerReport) -> tuple[An
         report.limit.kv_tokens,
         waiting,
     )
+
+
+def _check_index(error: ResponseError) -> None:
+    """Raises IndexUnreadable if an ask's lookup failed."""
+    if str(error).startswith(_INDEX):
+        raise IndexUnreadable(str(error)) from error
 
 
 def _pack(value: Any) -> bytes:

@@ -53,20 +53,23 @@ class LateCalls:
 
     async def wait_for(self, call: Coroutine[Any, Any, T], seconds: float) -> T:
         """Return the call's result. Raises TimeoutError if it takes longer, and what the call raises."""
-        task = asyncio.create_task(self._measure(call))
+        loop = asyncio.get_running_loop()
+        task, waiter = loop.create_task(self._measure(call)), loop.create_future()
+        task.add_done_callback(lambda _: _end(waiter))
+        timer = loop.call_later(max(0.0, seconds), _end, waiter)
         try:
-            async with asyncio.timeout(max(0.0, seconds)):
-                return await asyncio.shield(task)
-        except TimeoutError:
-            # if this process was the busy one, the result has arrived by now
-            for _ in range(LAST_CHECKS):
+            await waiter
+            for _ in range(LAST_CHECKS):  # if this process was the busy one, the result has arrived by now
                 if task.done():
-                    return task.result()
+                    break
                 await asyncio.sleep(0)
-            raise
         finally:
+            timer.cancel()
             if not task.done():
                 self._keep(task)
+        if not task.done():
+            raise TimeoutError
+        return task.result()
 
     def run_behind(self, call: Coroutine[Any, Any, None]) -> None:
         """Run a call that nothing waits for. It handles what the store raises."""
@@ -93,6 +96,11 @@ class LateCalls:
         self._late.discard(task)
         if not task.cancelled():
             task.exception()  # retrieve the error; otherwise asyncio logs that it never was
+
+
+def _end(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class Deadline:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.reservations import STEP_BLOCKS, Ask, LookAlikes, Offer, OfferKind, StepChain
 from kvatlas.reservations.protocol import MOST_STEPS
-from router_client.pricing.pool import Candidate
+from router_client.pricing.candidates import Candidate
 from router_client.pricing.quotes import KindQuote, Quote
 from router_client.pricing.slo import build_limits, decode_us
 from router_client.prompt import Prompt

@@ -12,8 +12,8 @@ from kvatlas.reservations import (
     Booking,
     Evaluation,
     LookAlikesUnknown,
+    LookupImpossible,
     MemoryReservations,
-    NotInHbm,
     Outcome,
     Reservations,
     WorkerReport,
@@ -108,7 +108,7 @@ class Booker:
             evaluation = await deadline.wait_for(self._reservations.book(pool_id, booking))
             answered = True
             self._counters.booking_time.add(perf_counter() - began, span=sampled_context())
-        except (LookAlikesUnknown, NotInHbm):
+        except (LookAlikesUnknown, LookupImpossible):
             answered = True
             raise
         finally:

@@ -11,7 +11,7 @@ from time import monotonic
 
 from kvatlas.errors import Unreachable
 from kvatlas.identity import Scope
-from kvatlas.reservations import Ask, Evaluation, LookAlikesUnknown, NotInHbm, OfferEvaluation, Outcome
+from kvatlas.reservations import Ask, Evaluation, LookAlikesUnknown, LookupImpossible, OfferEvaluation, Outcome
 from kvatlas.store.deadline import CALLS_A_DECISION, READ_SHARE, STORE_FAILURES, Deadline, LateCalls
 from kvatlas.store.distance import StoreDistance
 from router_client.basis import Basis
@@ -36,7 +36,7 @@ from router_client.prompt import Prompt
 from router_client.results import Choice, Ranking, list_left_out
 from router_client.settings import RouterSettings
 
-TIERS_SEEN_S = 2.0
+APART_S = 2.0
 MOST_SCOPES = 4_096
 MOST_NAMED = 8
 """Limit of left-out workers that an error names."""
@@ -65,8 +65,8 @@ class Decider:
         self._late_calls = late_calls
         self._distance = distance
         self._policy = RoutingPolicy(settings)
-        self._tiers_seen: dict[Scope, float] = {}
-        """Until when choices are made in steps, because blocks in other tiers than HBM had to be priced."""
+        self._apart_until: dict[Scope, float] = {}
+        """Until when choices look up apart: blocks in other tiers than HBM have to be priced, or the index is damaged."""
 
     async def read_pool(self, pool_id: str) -> Pool:
         """The pool, read within the deadline, or as last read. Raises Unreachable if it was never read."""
@@ -233,7 +233,7 @@ class Decider:
         did not answer; None if it has to be asked in steps."""
         pool, why = await self._read_pool(prompt.scope.pool_id, deadline, call_store=True)
         pool = self._policy.narrow(pool, prompt, avoid)
-        if self._tiers_seen.get(prompt.scope, 0.0) > monotonic():
+        if self._apart_until.get(prompt.scope, 0.0) > monotonic():
             return None, None
         quotes = self._policy.quote_lookup(prompt, pool)
         if quotes is None:
@@ -260,10 +260,10 @@ class Decider:
             evaluation, reservations = await self._booker.look_or_book(case.prompt, ask, deadline, book=book)
         except LookAlikesUnknown:
             return None
-        except NotInHbm:
-            if len(self._tiers_seen) >= MOST_SCOPES:
-                self._tiers_seen.clear()
-            self._tiers_seen[case.prompt.scope] = monotonic() + TIERS_SEEN_S
+        except LookupImpossible:
+            if len(self._apart_until) >= MOST_SCOPES:
+                self._apart_until.clear()
+            self._apart_until[case.prompt.scope] = monotonic() + APART_S
             return None
         matched, by_offer, chosen = quotes.match(evaluation)
         if chosen is None:

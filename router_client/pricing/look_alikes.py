@@ -12,8 +12,9 @@ from xxhash import xxh3_64_intdigest
 
 from kvatlas.reservations import Evaluation, OfferEvaluation
 from kvatlas.reservations.protocol import MOST_LIKENESSES, MOST_OFFERS
+from router_client.pricing.candidates import Candidate, Group
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix
-from router_client.pricing.pool import Candidate, Group, Pool
+from router_client.pricing.pool import Pool
 from router_client.pricing.quote_desk import QuoteDesk
 from router_client.pricing.quotes import Quote
 from router_client.prompt import Prompt

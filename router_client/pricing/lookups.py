@@ -11,14 +11,15 @@ from typing import overload
 
 from xxhash import xxh3_64_intdigest
 
-from kvatlas.blocks.hashing import HASH_BYTES, thin
+from kvatlas.blocks.hashing import thin
 from kvatlas.blocks.tiers import Tier
 from kvatlas.reservations import Evaluation, Lookup, LookupChain, OfferEvaluation, Reuse
 from kvatlas.reservations.lookup import MOST_LOOKED_UP
 from kvatlas.reservations.protocol import MOST_OFFERS
+from router_client.pricing.candidates import BlockShape, Candidate
 from router_client.pricing.look_alikes import LEAST_CANDIDATES, least_members
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, PromptLookup, Run, chain_for
-from router_client.pricing.pool import BlockShape, Candidate, Pool
+from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import KindQuote, Quote, Surcharge
 from router_client.pricing.surcharges import SESSION
 from router_client.prompt import Prompt
@@ -90,8 +91,7 @@ def quote_lookup(
 ) -> LookupQuotes | None:
     """Quotes for a large pool; None if something about it or the prompt can only be priced here (`why_not_looked_up`). `home`:
     the worker of the prompt's session, which the others cost `session_us` more than."""
-    rows_of = [(group.likeness, example) for group in pool.groups for example in (group.example, *group.odd_examples)]
-    if why_not_looked_up(pool) or len(rows_of) > MOST_OFFERS:
+    if why_not_looked_up(prompt, pool):
         return None
     empty = PromptLookup.empty(prompt, pool.block_shapes)
     looked_up: dict[BlockShape, LookupChain] = {}
@@ -99,8 +99,7 @@ def quote_lookup(
     rows: list[tuple[bytes, Quote]] = []
     chains: list[LookupChain | None] = []
     reuse: list[Reuse] = []
-    number_of: dict[tuple[bytes, int], int] = {}
-    for number, (likeness, example) in enumerate(rows_of):
+    for likeness, example in pool.kind_rows.rows:
         for_kind = kinds.get(example.kind)
         if for_kind is None:
             for_kind = kinds[example.kind] = KindQuote.of(prompt, example, pool.profile)
@@ -113,22 +112,25 @@ def quote_lookup(
         chains.append(None if shape is None else looked_up[shape])
         readable = prompt.reading.readable_tokens(example.endpoint.kind)
         reuse.append(Reuse.of(example.rule, prompt.input_tokens, for_kind.block_tokens, readable))
-        number_of[likeness, example.kind] = number
-    if sum(len(chain.hashes) for chain in looked_up.values()) > MOST_LOOKED_UP * HASH_BYTES:
-        return None
-    odd = {id: number_of[group.likeness, kind] for group in pool.groups for id, kind in group.odd.items()}
     ring = xxh3_64_intdigest(empty.fingerprint + seed) >> 32
-    lookup = Lookup(prompt.scope, chains, reuse, odd, home, float(round(session_us)) if home is not None else 0.0)
+    lookup = Lookup(
+        prompt.scope, chains, reuse, pool.kind_rows.odd, home, float(round(session_us)) if home is not None else 0.0
+    )
     return LookupQuotes(pool, rows, lookup, empty, ring, kinds)
 
 
-def why_not_looked_up(pool: Pool) -> str:
+def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
     """Why a choice needs a lookup of its own first, in a few words; empty if it does not."""
     if not pool.groups or len(pool.candidates) < LEAST_CANDIDATES:
         return "every worker of a small pool is explained"
     if pool.sources or pool.stores:
         return "what workers read from elsewhere depends on what all of them hold"
-    return "marks are looked up apart" if pool.has_marks else ""
+    if pool.kind_rows.have_marks:
+        return "marks are looked up apart"
+    blocks = sum(prompt.input_tokens // (shape.block_size * shape.granularity) for shape in pool.block_shapes)
+    if blocks > MOST_LOOKED_UP:
+        return "the prompt is too long for one call"
+    return "there are too many kinds of workers" if len(pool.kind_rows.rows) > MOST_OFFERS else ""
 
 
 def _away(quote: Quote, session_us: float) -> Quote:

@@ -16,7 +16,7 @@ from kvatlas.blocks.tiers import Tier, tiers_of
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
 from kvatlas.request import DEFAULT_BLOCK_TOKENS
-from router_client.pricing.pool import BlockShape
+from router_client.pricing.candidates import BlockShape
 from router_client.prompt import Prompt
 from router_client.prompt_chain import PromptChain
 

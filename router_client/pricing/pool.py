@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from kvatlas.addresses import is_loopback, is_never_an_engine, is_private, parse_ip
@@ -23,7 +23,8 @@ from kvatlas.fleet.records import (
 )
 from kvatlas.fleet.tenants import include
 from kvatlas.reservations.likeness import likeness_of
-from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, limit_of
+from kvatlas.reservations.room_and_slo import limit_of
+from router_client.pricing.candidates import BlockShape, Candidate, Group, KindRows, groups_of, shape_of
 
 MOST_SKIPPED = 64
 MOST_TENANTS = 256
@@ -50,21 +51,6 @@ class NothingFetched:
         return 1.0
 
 
-class BlockShape(NamedTuple):
-    """How a worker cuts prompts into blocks. Workers of one shape are looked up with the same hashes."""
-
-    block_size: int
-    granularity: int
-    lookahead_tokens: int = 0
-
-
-def shape_of(endpoint: EngineEndpoint) -> BlockShape | None:
-    """How a worker cuts prompts; None: it has announced no block yet."""
-    if endpoint.block_size is None:
-        return None
-    return BlockShape(endpoint.block_size, endpoint.granularity, endpoint.lookahead_tokens)
-
-
 def why_unable(record: FleetRecord) -> str | None:
     """Why a worker can't serve requests now, in a few words; None if it can."""
     if record.liveness is not Liveness.ALIVE:
@@ -87,46 +73,6 @@ def is_fetchable(record: FleetRecord) -> bool:
     return record.vouched or (ip is not None and not is_never_an_engine(ip) and (ip.is_loopback or is_private(ip)))
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker that may get a prompt.
-
-    `kind`: the same number for all workers on which a request costs the same, apart from their cache content and load.
-    `block_size` 0: it has announced no block yet. `total_blocks`: the size of its cache, 0 if unknown. `limit`: how many
-    requests and tokens it has room for. `likeness`: as the store knows it (`kvatlas.reservations.likeness`).
-    """
-
-    id: str
-    kind: int
-    endpoint: EngineEndpoint
-    block_size: int
-    rule: ReuseRule
-    total_blocks: int = 0
-    limit: Limit = UNKNOWN_LIMIT
-    likeness: bytes = b""
-
-    @property
-    def shape(self) -> BlockShape | None:
-        """How it cuts prompts; None: it has announced no block yet."""
-        return shape_of(self.endpoint)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Candidates of one likeness. `ids`: those of `example`'s kind; `odd`: those of other kinds, with `odd_examples`, one for
-    each of these kinds."""
-
-    likeness: bytes
-    example: Candidate
-    ids: frozenset[str]
-    odd: Mapping[str, int]
-    odd_examples: tuple[Candidate, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return len(self.ids) + len(self.odd)
-
-
 class ReportedLoads(dict[str, Load | None]):
     """Each worker's load from its record, computed on first access; None: not reported.
 
@@ -147,16 +93,16 @@ class ReportedLoads(dict[str, Load | None]):
 class Pool:
     """One read of a pool.
 
-    `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can do
-    both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out` are all
-    that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that announces
-    blocks; `sources` are the workers from which others may fetch. `stores` are the shared
-    stores, which are read by the workers that name them: they get no requests, so they are neither candidates nor left out.
-    `profile`: the prices now. `loads`: as reported in this reading. `groups` has all candidates, and besides them up to
-    MOST_SKIPPED that a caller does not want (`skipped`); it is empty if they are more. `chains`: those that workers' blocks
-    are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced blocks.
-    `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it (`of_tenant`).
-    `fetches`: what is known of fetches from `sources`.
+    `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can
+    do both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out`
+    are all that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that
+    announces blocks; `sources` are the workers from which others may fetch. `stores` are the shared stores, which are read
+    by the workers that name them: they get no requests, so they are neither candidates nor left out. `profile`: the prices
+    now. `loads`: as reported in this reading. `groups` has all candidates, and besides them up to MOST_SKIPPED that a
+    caller does not want (`skipped`); it is empty if they are more. `kind_rows`: theirs. `chains`: those that workers'
+    blocks are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced
+    blocks. `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it
+    (`of_tenant`). `fetches`: what is known of fetches from `sources`.
     """
 
     records: Mapping[str, FleetRecord]
@@ -173,6 +119,7 @@ class Pool:
     candidate_of: Mapping[str, Candidate] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
     skipped: frozenset[str] = frozenset()
+    kind_rows: KindRows = field(default_factory=KindRows)
     usual_block_size: int | None = None
     chains: Mapping[str, frozenset[int]] = field(default_factory=dict)
     tenants: frozenset[tuple[str, ...]] = frozenset()
@@ -217,6 +164,7 @@ class Pool:
             if record.endpoint.id not in wanted
         }
         whole_candidates = candidates(whole)
+        groups = groups_of(whole_candidates)
         decoders = sorted([*by_role[Role.DECODE], *by_role[Role.BOTH]], key=lambda record: record.endpoint.id)
         return cls(
             records,
@@ -231,7 +179,8 @@ class Pool:
             unable,
             profile or EngineProfile(),
             {candidate.id: candidate for candidate in whole_candidates},
-            _groups_of(whole_candidates),
+            groups,
+            kind_rows=KindRows.of(groups),
             usual_block_size=_usual_block_size(whole_candidates),
             chains={chain: frozenset(sizes) for chain, sizes in chains.items()},
             tenants=frozenset(record.tenants for record in records.values() if record.tenants),
@@ -249,11 +198,6 @@ class Pool:
             if known is not record and (known is None or not _differs_in_load_only(known, record)):
                 return None
         return replace(self, records=records, loads=ReportedLoads(records), by_tenant={})
-
-    @property
-    def has_marks(self) -> bool:
-        """True if a candidate has marks."""
-        return any(each.endpoint.marks for group in self.groups for each in (group.example, *group.odd_examples))
 
     @property
     def left_out_of_pairs(self) -> Mapping[str, str]:
@@ -306,7 +250,8 @@ class Pool:
 
         # look-alikes have the same tenants: whole groups are left out, and none of the others needs to be skipped
         groups = tuple(group for group in self.groups if self.records[group.example.id].may_see(tenant_id))
-        found = replace(self.narrow(why_not), groups=groups, skipped=self.skipped)
+        kind_rows = KindRows.of(groups)
+        found = replace(self.narrow(why_not), groups=groups, skipped=self.skipped, kind_rows=kind_rows)
         if len(self.by_tenant) >= MOST_TENANTS:
             self.by_tenant.clear()
         self.by_tenant[tenant_id] = found
@@ -371,22 +316,6 @@ def _capacity(record: FleetRecord) -> tuple[int, int]:
     """The fixed part of a load report: request slots and blocks of the cache, 0 if unknown."""
     metrics = record.load.forward_pass if record.load else ForwardPassMetrics()
     return metrics.total_request_slots, metrics.total_kv_blocks
-
-
-def _groups_of(candidates: Sequence[Candidate]) -> tuple[Group, ...]:
-    """Group candidates by likeness; the example is of the most frequent kind."""
-    alike: dict[bytes, list[Candidate]] = {}
-    for candidate in candidates:
-        alike.setdefault(candidate.likeness, []).append(candidate)
-    groups = []
-    for likeness, members in alike.items():
-        ((kind, _),) = Counter(candidate.kind for candidate in members).most_common(1)
-        ids = frozenset(candidate.id for candidate in members if candidate.kind == kind)
-        example = next(candidate for candidate in members if candidate.kind == kind)
-        odd = {candidate.id: candidate.kind for candidate in members if candidate.kind != kind}
-        others = {candidate.kind: candidate for candidate in members if candidate.kind != kind}
-        groups.append(Group(likeness, example, ids, odd, tuple(others.values())))
-    return tuple(groups)
 
 
 def _usual_block_size(candidates: Sequence[Candidate]) -> int | None:

@@ -18,8 +18,9 @@ from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Ask, Evaluation, Offer, OfferEvaluation, PairLayout
 from kvatlas.reservations.protocol import MOST_OFFERS
+from router_client.pricing.candidates import Candidate
 from router_client.pricing.overlap import HeldPrefix
-from router_client.pricing.pool import Candidate, Pool, serves_whole
+from router_client.pricing.pool import Pool, serves_whole
 from router_client.pricing.quote_desk import quote_candidates
 from router_client.pricing.quotes import Quote, cheapest, shortlist
 from router_client.pricing.ranking import Criteria, RankedResults

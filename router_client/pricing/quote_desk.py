@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from router_client.pricing.candidates import Candidate
 from router_client.pricing.copies import CopySources
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix
-from router_client.pricing.pool import Candidate, Pool
+from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import KindQuote, Quote, rendezvous_weight
 from router_client.prompt import Prompt
 

@@ -20,8 +20,8 @@ from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, 
 from kvatlas.fleet.records import Role
 from kvatlas.reservations.evaluation import worth_us
 from kvatlas.reservations.protocol import MOST_OFFERS, Fetching
+from router_client.pricing.candidates import Candidate
 from router_client.pricing.overlap import HeldPrefix, Run
-from router_client.pricing.pool import Candidate
 from router_client.prompt import Prompt
 
 

@@ -13,6 +13,15 @@ local ACTIVE_HOLDER, HOLDER_BYTES, ENTRY_BYTES = 3, 3, 4 -- field of an index re
 local FARTHEST_TIER, PROBED_TIERS = 4, 64 -- the last tier other than HBM, blocks between two looks at tiers
 local MOST_IN_RUN = 24 -- more new holders at one depth are a crowd
 
+-- Calls a command that reads the index. Its damage is not the pool's, which must not be dropped for it.
+local function read_index(...)
+  local found = redis.pcall(...)
+  if type(found) == 'table' and found.err then
+    error({ err = 'INDEX ' .. found.err })
+  end
+  return found
+end
+
 local function hash_at(chain, i)
   return string.sub(chain.hashes, i * HASH_BYTES - 7, i * HASH_BYTES)
 end
@@ -21,7 +30,7 @@ end
 local function value_at(chain, i)
   local value = chain.values[i]
   if not value then
-    value = redis.call('HGET', chain.blocks, hash_at(chain, i)) or ''
+    value = read_index('HGET', chain.blocks, hash_at(chain, i)) or ''
     chain.values[i] = value
   end
   return value
@@ -32,7 +41,7 @@ local function open_chain(blocks, tokens, hashes)
   local low, high = 0, #hashes / HASH_BYTES -- block `low` has a holder, and the one after `high` has none
   while low < high do
     local middle = math.ceil((low + high) / 2)
-    if redis.call('HEXISTS', blocks, hash_at(chain, middle)) == 1 then
+    if read_index('HEXISTS', blocks, hash_at(chain, middle)) == 1 then
       low = middle
     else
       high = middle - 1
@@ -94,7 +103,7 @@ end
 
 -- Returns a worker's active holder; nil if it has none.
 local function holder_of(lookup, worker)
-  local packed = redis.call('HGET', lookup.workers, worker)
+  local packed = read_index('HGET', lookup.workers, worker)
   local done, record = pcall(cmsgpack.unpack, packed or '')
   local holder = done and type(record) == 'table' and record[ACTIVE_HOLDER]
   return type(holder) == 'string' and #holder == HOLDER_BYTES and holder or nil
@@ -137,7 +146,7 @@ local function is_in_hbm(lookup, chain, worker, depth)
   for tier = 1, FARTHEST_TIER do
     fields[tier] = holder .. lookup.scope_id .. string.char(tier)
   end
-  for _, blocks in ipairs(redis.call('HMGET', lookup.held, unpack(fields))) do
+  for _, blocks in ipairs(read_index('HMGET', lookup.held, unpack(fields))) do
     elsewhere = elsewhere or blocks
   end
   local i = 1

@@ -9,7 +9,7 @@
 
 local FIRST_READ, MOST_READ = 4, 512
 local ROUNDING_US = 1 -- equal sums may differ in cost by this much
-local MOST_RETURNED, MOST_LOOKED_UP = 32, 8 -- the latter if the choice looked up what they hold
+local MOST_RETURNED, MOST_LOOKED_UP = 32, 4 -- the latter if the choice looked up what they hold
 local MOST_WEIGHED, MOST_OVERDUE = 160, 32 -- of one ask
 local MOST_EQUALS = 10000 -- more with the lowest score are read in their order, from whatever place the ask has on the ring
 

@@ -157,7 +157,7 @@ local function weigh_deepest(state, chain, families)
     if not holders then
       return
     end
-    for _, worker in ipairs(holders[1] and redis.call('HMGET', lookup.active, unpack(holders)) or {}) do
+    for _, worker in ipairs(holders[1] and read_index('HMGET', lookup.active, unpack(holders)) or {}) do
       if worker and not state.seen[worker] then
         workers[#workers + 1] = worker
       end

@@ -211,3 +211,28 @@ async def booked_by(reservations: Reservations, booking: Booking) -> str | None:
     except (LookAlikesUnknown, NotInHbm):
         return None
     return None if found is None else found.worker_id
+
+
+async def test_a_holder_that_is_being_swept_hides_no_other(store: Store, clock: Clock) -> None:
+    """A retired worker still has an entry at the blocks behind those that `shorter` holds: so each block has two."""
+    index = await open_redis_index(store, writer=True)
+    reservations, use = RedisReservations(store, index), ScopeUse(SCOPE, 16)
+    tokens = list(range(10 * 16 + 1))
+    chain = extend_chain(tokens, 16)
+    for worker_id, hashes in (
+        ("longer", chain),
+        ("shorter", chain[: 6 * HASH_BYTES]),
+        ("gone", chain[6 * HASH_BYTES :]),
+    ):
+        await index.put(use, worker_id, Tier.HBM, hashes)
+    record = await index.record("gone")
+    assert record is not None and await index.retire("gone", record.incarnation)
+    busy = {"longer": Load(0, 90_000), "shorter": Load(0, 500), "other": Load(0, 450)}
+    reports = {id: WorkerReport(1, LoadReport(load), LIKENESSES[0]) for id, load in busy.items()}
+    await reservations.report(POOL, reports)
+    prices = FAST.prices(Plan("w", len(tokens), 1))
+    work = worth_us(prices, len(tokens))
+    row = LookAlikes(LIKENESSES[0], Offer("", OfferKind(None, 160, 0, prices, 0), 0, 0, work, work))
+    lookup = Lookup(SCOPE, [LookupChain(16, chain)], [Reuse.of(ReuseRule(), len(tokens), 16, None)])
+    found = await reservations.evaluate(POOL, Ask([], look_alikes=[row], lookup=lookup))
+    assert (found.worker_id, found.held_tokens[found.chosen]) == ("shorter", 6 * 16)

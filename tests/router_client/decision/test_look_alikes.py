@@ -169,3 +169,15 @@ async def test_hundreds_of_choices_at_a_time_are_all_by_cost(
         assert {choice.basis for choice in choices} == {Basis.COST}
         assert not any(choice.why for choice in choices)
     assert await store.client.hlen(pool_keys(SCOPE.pool_id)[2]) == 0
+
+
+async def test_an_index_that_cannot_be_read_costs_no_bookings(
+    store: Store, index: RedisIndex, fleet: FleetStore
+) -> None:
+    await fleet.write(pool(*(worker(f"w{n:03}", load={"running_decodes": 1}) for n in range(COUNT))))
+    client, asked = router(index, store), Prompt.of_tokens(SCOPE, TOKENS)
+    assert (await client.reserve(asked)).basis is Basis.COST
+    await store.client.set(index.shard_keys[0].blocks(SCOPE.scope_id), "not a hash")
+    choices = [await client.reserve(asked) for _ in range(3)]
+    assert {choice.basis for choice in choices} == {Basis.LOAD}
+    assert await store.client.hlen(pool_keys(SCOPE.pool_id)[2]) == 4

@@ -1,0 +1,102 @@
+"""The candidates of a pool: workers that may get a prompt, in groups of those that the store knows as alike."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvatlas.blocks.reuse import ReuseRule
+from kvatlas.fleet.records import EngineEndpoint
+from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
+
+
+class BlockShape(NamedTuple):
+    """How a worker cuts prompts into blocks. Workers of one shape are looked up with the same hashes."""
+
+    block_size: int
+    granularity: int
+    lookahead_tokens: int = 0
+
+
+def shape_of(endpoint: EngineEndpoint) -> BlockShape | None:
+    """How a worker cuts prompts; None: it has announced no block yet."""
+    if endpoint.block_size is None:
+        return None
+    return BlockShape(endpoint.block_size, endpoint.granularity, endpoint.lookahead_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that may get a prompt.
+
+    `kind`: the same number for all workers on which a request costs the same, apart from their cache content and load.
+    `block_size` 0: it has announced no block yet. `total_blocks`: the size of its cache, 0 if unknown. `limit`: how many
+    requests and tokens it has room for. `likeness`: as the store knows it (`kvatlas.reservations.likeness`).
+    """
+
+    id: str
+    kind: int
+    endpoint: EngineEndpoint
+    block_size: int
+    rule: ReuseRule
+    total_blocks: int = 0
+    limit: Limit = UNKNOWN_LIMIT
+    likeness: bytes = b""
+
+    @property
+    def shape(self) -> BlockShape | None:
+        """How it cuts prompts; None: it has announced no block yet."""
+        return shape_of(self.endpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class KindRows:
+    """A row for each likeness and kind of candidates: the likeness, and one of them as an example. The first row of a likeness
+    is for all its workers but the `odd` ones, which have the row of that number."""
+
+    rows: tuple[tuple[bytes, Candidate], ...] = ()
+    odd: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, groups: "Sequence[Group]") -> "KindRows":
+        rows = [(group.likeness, example) for group in groups for example in (group.example, *group.odd_examples)]
+        numbers = {(likeness, example.kind): number for number, (likeness, example) in enumerate(rows)}
+        odd = {id: numbers[group.likeness, kind] for group in groups for id, kind in group.odd.items()}
+        return cls(tuple(rows), odd)
+
+    @property
+    def have_marks(self) -> bool:
+        """True if one of the candidates has marks."""
+        return any(example.endpoint.marks for _, example in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Candidates of one likeness. `ids`: those of `example`'s kind; `odd`: those of other kinds, with `odd_examples`, one for
+    each of these kinds."""
+
+    likeness: bytes
+    example: Candidate
+    ids: frozenset[str]
+    odd: Mapping[str, int]
+    odd_examples: tuple[Candidate, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return len(self.ids) + len(self.odd)
+
+
+def groups_of(candidates: Sequence[Candidate]) -> tuple[Group, ...]:
+    """Group candidates by likeness; the example is of the most frequent kind."""
+    alike: dict[bytes, list[Candidate]] = {}
+    for candidate in candidates:
+        alike.setdefault(candidate.likeness, []).append(candidate)
+    groups = []
+    for likeness, members in alike.items():
+        ((kind, _),) = Counter(candidate.kind for candidate in members).most_common(1)
+        ids = frozenset(candidate.id for candidate in members if candidate.kind == kind)
+        example = next(candidate for candidate in members if candidate.kind == kind)
+        odd = {candidate.id: candidate.kind for candidate in members if candidate.kind != kind}
+        others = {candidate.kind: candidate for candidate in members if candidate.kind != kind}
+        groups.append(Group(likeness, example, ids, odd, tuple(others.values())))
+    return tuple(groups)
