@@ -10,7 +10,7 @@ Several publishers may share one NATS connection.
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from time import monotonic, time_ns
 from types import TracebackType
@@ -19,8 +19,7 @@ from typing import Any, Self
 import anyio
 from nats.aio.client import Client
 
-from kvatlas.blocks.hashing import ExtraKeys
-from kvatlas.blocks.tiers import Tier, parse_tier
+from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.subjects import events_subject
@@ -30,12 +29,12 @@ from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import export_metrics, flush_span, inject_headers
-from kvatlas_publishers.block_names import block_names
+from kvatlas_publishers.block_recorder import BlockRecorder
 from kvatlas_publishers.control_requests.control import ControlResponder
 from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.duplicate_publisher import DuplicatePublisherWatch
-from kvatlas_publishers.engine_events import EngineBatch, EngineCleared, EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.engine_events import EngineBatch, EngineCleared
 from kvatlas_publishers.engine_view import EngineView
 from kvatlas_publishers.heartbeat import HeartbeatSender, time_us
 from kvatlas_publishers.incarnation_starter import IncarnationStarter
@@ -62,7 +61,7 @@ LINGER_EVENTS = 2048
 log = logging.getLogger("kvatlas.publisher")
 
 
-class Publisher:
+class Publisher(BlockRecorder):
     """Publishes one worker's blocks. Its tasks run inside `async with`.
 
     Recording never waits for the network. The outbox is bounded, and after an overflow a new incarnation starts with a snapshot
@@ -287,49 +286,6 @@ class Publisher:
 
     # ---------------------------------------------------------------- recording
 
-    async def stored(
-        self,
-        what: EngineStored | Sequence[int],
-        *,
-        parent: EngineHash | None = None,
-        block_size: int | None = None,
-        tier: Tier | str = Tier.HBM,
-        adapter: str | None = None,
-        salt: str | None = None,
-        extra_keys: Sequence[ExtraKeys] | None = None,
-    ) -> Sequence[EngineHash]:
-        """Record stored blocks: an engine's event, or token ids and their scope. Returns the blocks' names.
-
-        With token ids the names are made here, for the `parent` of later calls and for `removed`; `parent` is the name of
-        the block before the first, and only full blocks are stored. Raises InvalidValue for token ids that can't be
-        hashed, for a parent that is no such name, and without a block size.
-        """
-        if not isinstance(what, EngineStored):
-            size = block_size or self.settings.block_size
-            if size is None:
-                raise InvalidValue("token ids without a block size; expected block_size here or in the settings")
-            names = block_names(what, size, parent, adapter, salt, extra_keys)
-            what = EngineStored(
-                hashes=names,
-                parent=parent,
-                token_ids=what[: len(names) * size],
-                block_size=size,
-                tier=_tier(tier),
-                adapter=adapter,
-                salt=salt,
-                extra_keys=extra_keys,
-            )
-        self.record(EngineBatch([what]))
-        return what.hashes
-
-    async def removed(self, what: EngineRemoved | Sequence[EngineHash], *, tier: Tier | str = Tier.HBM) -> None:
-        """Record that one copy of each block is gone: an engine's event, or the blocks' names, child first."""
-        self.record(EngineBatch([what if isinstance(what, EngineRemoved) else EngineRemoved(what, _tier(tier))]))
-
-    async def cleared(self, what: EngineCleared | None = None, *, tiers: Sequence[Tier | str] = (Tier.HBM,)) -> None:
-        """Record that all blocks of the tiers are gone."""
-        self.record(EngineBatch([what or EngineCleared(tuple(_tier(tier) for tier in tiers))]))
-
     def record(self, batch: EngineBatch) -> None:
         """Record an engine's batch. It is folded at once if nothing is in flight, otherwise together with batches of the next
         5 ms."""
@@ -532,10 +488,6 @@ class Publisher:
     def _signal_progress(self) -> None:
         self._progress.set()
         self._progress = anyio.Event()
-
-
-def _tier(tier: Tier | str) -> Tier:
-    return tier if isinstance(tier, Tier) else parse_tier(tier)
 
 
 async def _close(client: Client) -> None:

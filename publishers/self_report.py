@@ -161,8 +161,8 @@ class SelfReport:
         return {
             "told": taken.told,
             "left_out": {reason.value: count for reason, count in (taken.left_out or {}).items() if count},
-            "lately_told": verdict.told,
-            "lately_left_out": verdict.left_out,
+            "recently_reported": verdict.told,
+            "recently_left_out": verdict.left_out,
             "reason": None if verdict.reason is None else verdict.reason.value,
         }
 

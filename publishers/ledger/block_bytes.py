@@ -17,14 +17,14 @@ class BlockBytes:
     def __init__(self, settings: LedgerSettings) -> None:
         self._settings = settings
         self._by_scope: dict[bytes, dict[Tier, int]] = {}
-        self._lately: dict[Tier, int] = {}
+        self._latest: dict[Tier, int] = {}
         self._metrics = 0
 
     def tell(self, scope_id: bytes, tier: Tier, block_bytes: int) -> bool:
         """Set the size from an event. True if it was unknown or different before."""
         of_scope = self._by_scope.setdefault(scope_id, {})
         before, of_scope[tier] = of_scope.get(tier), block_bytes
-        self._lately[tier] = block_bytes
+        self._latest[tier] = block_bytes
         return before != block_bytes
 
     def tell_metrics(self, block_bytes: int) -> None:
@@ -45,7 +45,7 @@ class BlockBytes:
 
     def of_worker(self, block_size: int | None, tier: Tier = Tier.HBM) -> int:
         """Bytes of the worker's blocks in a tier. A model's blocks have the same size in all scopes."""
-        return _first(self._lately, tier) or self._untold(block_size)
+        return _first(self._latest, tier) or self._untold(block_size)
 
     def _untold(self, block_size: int | None) -> int:
         return self._settings.block_bytes_of(block_size) or self._metrics

@@ -136,7 +136,7 @@ class Decider:
         if not self._settings.booking.reservations:
             evaluation = evaluate_without_bookings(ask, case.pool, listed)
             return self._choose(case, listed, evaluation.by_offer, evaluation.chosen, evaluation.source)
-        failure = "reservations: no answer lately" if not behind or trying else ""
+        failure = "reservations: no recent answer" if not behind or trying else ""
         if call_store:
             call = self._choose_in_store(case, listed, ask, deadline, book=book)
             choice, failure = await self._booker.try_store(call, deadline)

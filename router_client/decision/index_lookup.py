@@ -13,7 +13,7 @@ from router_client.pricing.overlap import OverlapIndex, PromptLookup, look_up_ov
 from router_client.pricing.pool import Pool
 from router_client.prompt import Prompt, Strategy
 
-_NO_ANSWER = "index: no answer lately"
+_NO_ANSWER = "index: no recent answer"
 
 
 class IndexLookup:

@@ -44,7 +44,7 @@ def why_not_found(prompt: Prompt, endpoint: EngineEndpoint) -> str:
     return ""
 
 
-def why_nobody_can(prompt: Prompt, pool: Pool) -> str:
+def describe_pool_mismatch(prompt: Prompt, pool: Pool) -> str:
     """Why no worker of the pool can hold a block that the prompt names, in one line; empty if one can."""
     if not pool.chains:
         return ""  # none has announced blocks

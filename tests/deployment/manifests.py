@@ -64,10 +64,18 @@ def compose() -> dict[str, Any]:
     return loaded
 
 
+COMPOSE = ROOT / "compose"
+PLACES = [COMPOSE, *KUSTOMIZATIONS]
+
+
 @cache
+def deployed_in(place: Path) -> Sequence[Deployed]:
+    """Every container of ours, by compose or by a kustomization."""
+    return list(_composed() if place == COMPOSE else _in_pods(place))
+
+
 def deployed() -> Sequence[Deployed]:
-    """Every container of ours, in compose and in Kubernetes."""
-    return [*_composed(), *(one for folder in KUSTOMIZATIONS for one in _in_pods(folder))]
+    return [one for place in PLACES for one in deployed_in(place)]
 
 
 def pods(found: Sequence[Object]) -> Iterator[tuple[Object, Object]]:

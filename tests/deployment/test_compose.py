@@ -11,12 +11,12 @@ import yaml
 from compose_spec import PyCompose
 
 from kvatlas.settings import PublishSettings
-from tests.deployment.manifests import Deployed, compose, deployed
+from tests.deployment.manifests import COMPOSE, Deployed, compose, deployed_in
 from tests.deployment.test_manifests import listens_at, settings_of
 from tests.deployment.tools import ROOT
 
 SERVICES = compose()["services"]
-COMPOSED = {one.where.removeprefix("compose "): one for one in deployed() if one.where.startswith("compose")}
+COMPOSED = {one.where.removeprefix("compose "): one for one in deployed_in(COMPOSE)}
 ASKED = ["atlas"]
 """Services that end with an answer."""
 

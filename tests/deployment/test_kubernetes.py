@@ -168,10 +168,9 @@ def selectors_take_something(found: Sequence[Object]) -> None:
                 assert f"Deployment {spec['scaleTargetRef']['name']}" in names
 
 
-@pytest.mark.parametrize(
-    "found", [kustomized(ROOT / "k8s/development"), rendered(*PRODUCTION)], ids=["development", "production"]
-)
-def test_what_a_pod_names_exists(found: Sequence[Object]) -> None:
+@pytest.mark.parametrize("production", [False, True])
+def test_what_a_pod_names_exists(production: bool) -> None:
+    found: Sequence[Object] = rendered(*PRODUCTION) if production else kustomized(ROOT / "k8s/development")
     there = {one["metadata"]["name"] for one in secrets_and_maps(found)} | set(secrets())
     there |= {one["spec"]["secretName"] for one in found if one["kind"] == "Certificate"}
     classes = {one["metadata"]["name"] for one in found if one["kind"] == "PriorityClass"}

@@ -28,11 +28,13 @@ from tests.deployment.manifests import (
     ENGINES,
     KSERVE,
     KUSTOMIZATIONS,
+    PLACES,
     Deployed,
     Object,
     compose,
     containers,
     deployed,
+    deployed_in,
     label_of,
     name_of,
     pods,
@@ -44,7 +46,7 @@ from tests.eventually import until_sync
 from tests.kvatlas_cli.command_line import callback, command
 from tests.kvatlas_cli.conftest import start_command
 
-DEPLOYED = deployed()
+each_place = pytest.mark.parametrize("place", PLACES, ids=name_of)
 OPENTELEMETRY = {
     "OTEL_METRICS_EXPORTER",
     "OTEL_TRACES_EXPORTER",
@@ -61,11 +63,12 @@ OTHERS = {"SSL_CERT_FILE", "POD_IP"}
 def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettings:
     """The settings that the container's process would run with; raises what the process would report."""
     context = command(one.words[0]).make_context(one.words[0], list(one.words[1:]))
-    for name, value in one.variables.items():
-        monkeypatch.setenv(name, value)
     settings_class: type[ProcessSettings] = callback(one.words[0]).settings_class  # type: ignore[attr-defined]
     flags = {name: value for name, value in context.params.items() if name in settings_class.model_fields}
-    return settings_class.load(**flags)
+    with monkeypatch.context() as environment:
+        for name, value in one.variables.items():
+            environment.setenv(name, value)
+        return settings_class.load(**flags)
 
 
 def listens_at(settings: ProcessSettings) -> tuple[str, int | None, set[str]]:
@@ -94,89 +97,95 @@ def no_settings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-ROUTERS = [one for one in DEPLOYED if one.words[0] == "router"]
-
-
-@pytest.mark.parametrize("one", ROUTERS, ids=str)
+@each_place
 def test_a_router_that_stops_has_the_time_that_it_gives_to_what_runs(
-    one: Deployed, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_of(one, monkeypatch)
-    assert isinstance(settings, ProxySettings)
-    if one.pod:
-        (container,) = one.pod["containers"]
-        given, before = one.pod["terminationGracePeriodSeconds"], container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    else:
-        given, before = int(compose()["services"][str(one).split()[-1]]["stop_grace_period"].removesuffix("s")), 0
-    assert settings.grace_s >= 180
-    assert given >= before + settings.drain_s + settings.grace_s + 10
+    for one in [one for one in deployed_in(place) if one.words[0] == "router"]:
+        settings = settings_of(one, monkeypatch)
+        assert isinstance(settings, ProxySettings)
+        if one.pod:
+            (container,) = one.pod["containers"]
+            given, before = (
+                one.pod["terminationGracePeriodSeconds"],
+                container["lifecycle"]["preStop"]["sleep"]["seconds"],
+            )
+        else:
+            given, before = int(compose()["services"][str(one).split()[-1]]["stop_grace_period"].removesuffix("s")), 0
+        assert settings.grace_s >= 180
+        assert given >= before + settings.drain_s + settings.grace_s + 10
 
 
 def test_all_parts_are_deployed_everywhere() -> None:
     for place in ("compose", "k8s/development"):
-        started = {one.words[0] for one in DEPLOYED if one.where.startswith(place)}
+        started = {one.words[0] for one in deployed() if one.where.startswith(place)}
         assert started >= {"indexer", "publish", "router", "simulate-engine"}, place
 
 
-@pytest.mark.parametrize("one", DEPLOYED, ids=str)
-def test_the_command_takes_its_flags_and_values(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert one.words[0] in COMMANDS
-    settings_of(one, monkeypatch)
+@each_place
+def test_the_command_takes_its_flags_and_values(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in deployed_in(place):
+        assert one.words[0] in COMMANDS
+        settings_of(one, monkeypatch)
 
 
-@pytest.mark.parametrize("one", DEPLOYED, ids=str)
-def test_every_variable_is_a_setting_of_the_command(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = type(settings_of(one, monkeypatch)).model_fields
-    ours = {name for name in one.variables if name.startswith(ENV_PREFIX)}
-    assert {name for name in ours if name.removeprefix(ENV_PREFIX).lower() not in fields} == set()
-    assert one.variables.keys() - ours <= OPENTELEMETRY | OTHERS
+@each_place
+def test_every_variable_is_a_setting_of_the_command(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in deployed_in(place):
+        fields = type(settings_of(one, monkeypatch)).model_fields
+        ours = {name for name in one.variables if name.startswith(ENV_PREFIX)}
+        assert {name for name in ours if name.removeprefix(ENV_PREFIX).lower() not in fields} == set()
+        assert one.variables.keys() - ours <= OPENTELEMETRY | OTHERS
 
 
-@pytest.mark.parametrize("one", [one for one in DEPLOYED if one.ports], ids=str)
-def test_probes_ask_a_page_that_is_served(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = settings_of(one, monkeypatch)
-    if isinstance(settings, GatewaySettings):
-        assert settings.host == "0.0.0.0" and one.ports["metrics"] == 9464 and one.probes
-        assert one.ports["grpc"] == settings.port and one.ports["health"] == settings.health_port
+@each_place
+def test_probes_ask_a_page_that_is_served(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in [one for one in deployed_in(place) if one.ports]:
+        settings = settings_of(one, monkeypatch)
+        if isinstance(settings, GatewaySettings):
+            assert settings.host == "0.0.0.0" and one.ports["metrics"] == 9464 and one.probes
+            assert one.ports["grpc"] == settings.port and one.ports["health"] == settings.health_port
+            for probe in one.probes:
+                assert probe["grpc"]["port"] == settings.health_port
+                assert probe["grpc"]["service"] in (LIVENESS, *READINESS)
+            continue
+        host, port, paths = listens_at(settings)
+        assert host == "0.0.0.0" and one.probes
         for probe in one.probes:
-            assert probe["grpc"]["port"] == settings.health_port
-            assert probe["grpc"]["service"] in (LIVENESS, *READINESS)
-        return
-    host, port, paths = listens_at(settings)
-    assert host == "0.0.0.0" and one.probes
-    for probe in one.probes:
-        assert probe["httpGet"]["path"] in paths
-        assert one.ports[probe["httpGet"]["port"]] == port
-    metrics = [port for name, port in one.ports.items() if "metrics" in name]
-    assert metrics == ([] if one.words[0] == "simulate-engine" else [9464])
-    assert one.variables.get("OTEL_EXPORTER_PROMETHEUS_PORT", "9464") == "9464"
+            assert probe["httpGet"]["path"] in paths
+            assert one.ports[probe["httpGet"]["port"]] == port
+        metrics = [port for name, port in one.ports.items() if "metrics" in name]
+        assert metrics == ([] if one.words[0] == "simulate-engine" else [9464])
+        assert one.variables.get("OTEL_EXPORTER_PROMETHEUS_PORT", "9464") == "9464"
 
 
-@pytest.mark.parametrize("one", [one for one in DEPLOYED if one.probes and one.words[0] == "indexer"], ids=str)
-def test_an_indexer_that_waits_for_its_servers_is_left_alone_for_a_day(one: Deployed) -> None:
-    (startup,) = [probe for probe in one.probes if probe.get("failureThreshold", 0) > 1_000]
-    assert startup["periodSeconds"] * startup["failureThreshold"] >= 86_400
+@each_place
+def test_an_indexer_that_waits_for_its_servers_is_left_alone_for_a_day(place: Path) -> None:
+    for one in [one for one in deployed_in(place) if one.probes and one.words[0] == "indexer"]:
+        (startup,) = [probe for probe in one.probes if probe.get("failureThreshold", 0) > 1_000]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= 86_400
 
 
-@pytest.mark.parametrize("one", [one for one in DEPLOYED if one.words[0] == "publish" and one.pod], ids=str)
-def test_a_sidecar_listens_where_its_engine_speaks(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = settings_of(one, monkeypatch)
-    assert isinstance(settings, PublishSettings)
-    engine = one.pod["containers"][0]
-    words = " ".join([*engine.get("command", ()), *engine.get("args", ())])
-    for endpoint in (settings.endpoint, settings.replay_endpoint):
-        assert endpoint is not None and re.search(rf"tcp://(\*|127\.0\.0\.1):{urlsplit(endpoint).port}\b", words)
-    assert settings.engine_url is not None
-    assert re.search(rf"--port[= ]{urlsplit(settings.engine_url).port}\b", words)
-    assert re.search(
-        rf"(--model=|--served-model-name=|--model-path=|serve |^){re.escape(settings.model_id)}( |$)", words
-    )
-    assert (settings.dp_size or 1) == int((re.findall(r"--data-parallel-size=(\d+)", words) or ["1"])[0])
-    assert settings.worker_id == "llama-3_1-8b-7d9c5b6f4-x2x7k"
-    assert settings.advertise_url is not None
-    address = urlsplit(settings.advertise_url)
-    ports = {port["containerPort"] for container in containers(one.pod) for port in container.get("ports", ())}
-    assert address.hostname == "10.1.2.3" and address.port in ports
+@each_place
+def test_a_sidecar_listens_where_its_engine_speaks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in [one for one in deployed_in(place) if one.words[0] == "publish" and one.pod]:
+        settings = settings_of(one, monkeypatch)
+        assert isinstance(settings, PublishSettings)
+        engine = one.pod["containers"][0]
+        words = " ".join([*engine.get("command", ()), *engine.get("args", ())])
+        for endpoint in (settings.endpoint, settings.replay_endpoint):
+            assert endpoint is not None and re.search(rf"tcp://(\*|127\.0\.0\.1):{urlsplit(endpoint).port}\b", words)
+        assert settings.engine_url is not None
+        assert re.search(rf"--port[= ]{urlsplit(settings.engine_url).port}\b", words)
+        assert re.search(
+            rf"(--model=|--served-model-name=|--model-path=|serve |^){re.escape(settings.model_id)}( |$)", words
+        )
+        assert (settings.dp_size or 1) == int((re.findall(r"--data-parallel-size=(\d+)", words) or ["1"])[0])
+        assert settings.worker_id == "llama-3_1-8b-7d9c5b6f4-x2x7k"
+        assert settings.advertise_url is not None
+        address = urlsplit(settings.advertise_url)
+        ports = {port["containerPort"] for container in containers(one.pod) for port in container.get("ports", ())}
+        assert address.hostname == "10.1.2.3" and address.port in ports
 
 
 @pytest.mark.parametrize("folder", [folder for folder in ENGINES if folder.name != "simulated"], ids=name_of)
@@ -196,7 +205,7 @@ def test_server_addresses_are_those_of_the_services(folder: Path) -> None:
     }
     urls = [
         urlsplit(value)
-        for one in DEPLOYED
+        for one in deployed()
         if one.where.startswith(name_of(folder))
         for name, value in one.variables.items()
         if name in ("KVATLAS_NATS_URL", "KVATLAS_REDIS_URL")

@@ -1,9 +1,11 @@
 """Every API that engines serve is routed by prefix, as a chat is."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kvatlas.store.connection import Store
@@ -21,32 +23,39 @@ LATER_TURNS = 3
 ENGINES = ("w1", "w2", "w3")
 
 
-@pytest.mark.parametrize("api", Api)
 @pytest.mark.parametrize("tokenizer", ["renders", "engine", "local"])
 async def test_a_conversation_stays_with_the_engine_of_its_turn_before(
-    store: Store, valkey_url: str, tmp_path: Path, tokenizer: str, api: Api
+    store: Store, valkey_url: str, tmp_path: Path, tokenizer: str
 ) -> None:
     chosen = str(save_simulators(tmp_path)) if tokenizer == "local" else "engine"
-    engine = {"num_gpu_blocks": 4_096, "enable_scale_out": tokenizer == "renders" or api is Api.TOKENS}
+    engine = {"num_gpu_blocks": 8_192, "enable_scale_out": tokenizer != "engine"}
+    apis = [api for api in Api if api is not Api.TOKENS or tokenizer != "engine"]  # that one's engines render, too
     async with (
         running_fleet(store, dict.fromkeys(ENGINES, engine)),
         running_proxy(valkey_url, tokenizer=chosen, tokenizer_deadline_ms=20_000) as client,
     ):
-        talks = {i: [*TURNS[:1], ("user", f"conversation {i}: who holds this?")] for i in range(CONVERSATIONS)}
-        homes: dict[int, str] = {}
-        for turn in range(1 + LATER_TURNS):
-            for i, talk in talks.items():
-                answer = await client.post(api, json=body_of(api, talk))
-                assert answer.status_code == 200, answer.text
-                worker, said = decision(answer)
-                assert "untokenized" not in said
-                assert worker == homes.setdefault(i, worker), f"turn {turn} of conversation {i}"
-                if turn:
-                    assert int(said["cached"]) > len(f"conversation {i}") + len(TURNS[0][1])
-                talk += [("assistant", f"It is worker {turn}."), ("user", f"And block {turn}?")]
+        for api in apis:
+            await converse(client, api)
         counted = await status(client)
         assert counted["tokens"]["failed"] == counted["answers"]["prompts_differ"] == 0
-        assert counted["answers"]["prompts_equal"] == CONVERSATIONS * (1 + LATER_TURNS)
+        assert counted["answers"]["prompts_equal"] == len(apis) * CONVERSATIONS * (1 + LATER_TURNS)
+
+
+async def converse(client: httpx.AsyncClient, api: Api) -> None:
+    """Conversations whose turns take turns."""
+    names = [f"conversation {i} by {api}" for i in range(CONVERSATIONS)]
+    talks = {name: [*TURNS[:1], ("user", f"{name}: who holds this?")] for name in names}
+    homes: dict[str, str] = {}
+    for turn in range(1 + LATER_TURNS):
+        for name, talk in talks.items():
+            answer = await client.post(api, json=body_of(api, talk))
+            assert answer.status_code == 200, answer.text
+            worker, said = decision(answer)
+            assert "untokenized" not in said
+            assert worker == homes.setdefault(name, worker), f"turn {turn} of {name}"
+            if turn:
+                assert int(said["cached"]) > len(name) + len(TURNS[0][1])
+            talk += [("assistant", f"It is worker {turn}."), ("user", f"And block {turn}?")]
 
 
 @pytest.mark.parametrize("api", Api)
@@ -61,23 +70,21 @@ async def test_a_stream_passes_unchanged_and_its_usage_is_read(store: Store, val
             assert (await status(client))["answers"]["prompts_equal"] == 1
 
 
-@pytest.mark.parametrize("api", [api for api in Api if not api.is_checked])
-@pytest.mark.parametrize("body", [{}, {"messages": 5, "input": {}, "text": {}, "token_ids": "x"}])
-async def test_what_can_not_be_read_is_for_the_engine_to_judge(
-    store: Store, valkey_url: str, api: Api, body: dict[str, Any]
-) -> None:
+async def test_what_can_not_be_read_is_for_the_engine_to_judge(store: Store, valkey_url: str) -> None:
+    bodies: list[dict[str, Any]] = [{}, {"messages": 5, "input": {}, "text": {}, "token_ids": "x"}]
     async with running_fleet(store, {"w1": {"enable_scale_out": True}}), running_proxy(valkey_url) as client:
-        answer = await client.post(api, json=body)
-        assert answer.status_code == 400 and decision(answer)[1]["untokenized"] == "unread"
+        for api, body in product([api for api in Api if not api.is_checked], bodies):
+            answer = await client.post(api, json=body)
+            assert answer.status_code == 400 and decision(answer)[1]["untokenized"] == "unread", f"{api}: {body}"
 
 
-@pytest.mark.parametrize("header", ["X-Claude-Code-Session-Id", "session-id", "session_id", "X-Session-Affinity"])
-async def test_agents_session_headers_are_hints(store: Store, valkey_url: str, header: str) -> None:
+async def test_agents_session_headers_are_hints(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {id: {} for id in ENGINES}), running_proxy(valkey_url, session_ms=10_000) as client:
-        for session in ("a", "b", "c", "d"):
-            asked = body_of(Api.MESSAGES, [TURNS[0], ("user", session)])
-            answer = await client.post(Api.MESSAGES, json=asked, headers={header: session})
-            assert decision(answer)[0] == session_worker(session, list(ENGINES))
+        for header in ("X-Claude-Code-Session-Id", "session-id", "session_id", "X-Session-Affinity"):
+            for session in (f"{header} {name}" for name in ("a", "b", "c", "d")):
+                asked = body_of(Api.MESSAGES, [TURNS[0], ("user", session)])
+                answer = await client.post(Api.MESSAGES, json=asked, headers={header: session})
+                assert decision(answer)[0] == session_worker(session, list(ENGINES)), session
 
 
 @pytest.mark.parametrize(

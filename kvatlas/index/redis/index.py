@@ -5,7 +5,6 @@ Each write is one server-side function (`functions/*.lua`); this file only names
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from math import inf
-from typing import Any
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
@@ -17,8 +16,6 @@ from kvatlas.blocks.residency import (
     Residency,
     ResidentBlocks,
     ResidentCount,
-    ShardRuns,
-    depths_by_holder,
     residency_order,
 )
 from kvatlas.blocks.tiers import Tier
@@ -28,25 +25,20 @@ from kvatlas.errors import InvalidValue, NoIndexYet, NotSupported
 from kvatlas.identity import Scope, shard_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.direct_writes import DirectWrites
-from kvatlas.index.gallop import STRIDE, differences
-from kvatlas.index.holder_entries import depths_by_number
-from kvatlas.index.mark_lookup import MarkedHolder, check_reach, has_mark, walk_positions
+from kvatlas.index.mark_lookup import check_reach, has_mark
 from kvatlas.index.protocol import ApplyResult, RecountResult, Room, ScrubResult, WorkerRecord
 from kvatlas.index.redis.apply_call import ApplyAnswer, pack_call, unpack_answer
 from kvatlas.index.redis.call_plan import CALL_COST, CallBatch, Place, cut_call
-from kvatlas.index.redis.holder_names import HolderNames
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY, IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.layout import Layout, check_suitable, layout_errors, make_layout, read_layout
+from kvatlas.index.redis.lookup.overlap_lookup import OverlapLookup
 from kvatlas.index.redis.pins import Pins
 from kvatlas.index.redis.records import (
-    OverlapAnswer,
     pack_incarnation,
     pack_position,
-    pack_reach,
     unpack_incarnation,
     unpack_position,
-    unpack_reach,
 )
 from kvatlas.index.redis.recount import WORKERS_A_PASS, Recount
 from kvatlas.index.redis.residency_reader import ResidencyReader, residencies_of
@@ -56,21 +48,16 @@ from kvatlas.index.redis.shard_reader import BLOCKS_A_CALL, SCAN_COUNT, ShardRea
 from kvatlas.index.redis.sweep import Sweep
 from kvatlas.index.redis.usage_reader import UsageReader
 from kvatlas.index.redis.wipe_recovery import WipeRecovery
-from kvatlas.index.run_guesses import MOST_STARTS, RunGuesses
 from kvatlas.index.usage import ResidentUse, sum_use
 from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.connection import Store
 
 REUSE_MS = 10 * 60 * 1000
 """A holder's number is reused after this long: clients may cache names."""
-MOST_LOOKED_UP = 196_608
-"""Blocks of a chain that a lookup looks at: 3 million tokens in blocks of 16. A longer argument would hold up the store."""
-
 RECORDS_A_CALL = 250
 
 WEIGHTS_REMEMBERED = 10_000
 
-_NAME_TRIES = 3
 _SIZE_TRIES = 3
 """After this many cuts a call is made whatever it costs, because values grow meanwhile."""
 
@@ -128,8 +115,7 @@ class RedisIndex(DirectWrites):
         self._keys = [ShardKeys(k, layout.number) for k in range(layout.shards)]
         self._readers = [ShardReader(store, keys) for keys in self._keys]
         self._pins = [Pins(store, keys) for keys in self._keys]
-        self._names = [HolderNames(keys) for keys in self._keys]
-        self._guesses = [RunGuesses(MOST_STARTS // self.shards) for _ in self._keys]
+        self._lookup = OverlapLookup(self._functions, self._readers)
         self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
         self._scrubs = [Scrub(keys, side_index) for keys in self._keys]
         self._weights: list[dict[bytes, float]] = [{} for _ in self._keys]
@@ -260,80 +246,7 @@ class RedisIndex(DirectWrites):
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
     ) -> Overlap:
         self._prefix_scans += 1
-        reach = check_reach(first_index, limit)
-        found = await self._overlap(scope.scope_id, hashes, STRIDE, reach)
-        if not verify:
-            return found
-        walked = await self._overlap(scope.scope_id, hashes, 0, reach)
-        shards = [
-            await self._walk_marks(reader, scope.scope_id, hashes, reach, shard) if shard.positions else shard
-            for reader, shard in zip(self._readers, walked.shards, strict=True)
-        ]
-        return Overlap(found.shards, found.looked_up, differences(found, Overlap(shards, walked.looked_up)))
-
-    async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int, reach: tuple[int, int]) -> Overlap:
-        args = [hashes[: MOST_LOOKED_UP * HASH_BYTES], stride, *reach]
-        guesses = [guesses.find(hashes) if stride else b"" for guesses in self._guesses]
-        calls = [
-            ([k.blocks(scope_id), k.meta, k.marked, k.marks(scope_id)], [*args, guess])
-            for k, guess in zip(self._keys, guesses, strict=True)
-        ]
-        for attempt in range(_NAME_TRIES):
-            answers = await self._functions.call_ro_many("kvatlas_overlap", calls)
-            shards = []
-            for names, (keys, _), answer in zip(self._names, calls, answers, strict=True):
-                version = answer[0]
-                if names.version != version:
-                    await names.read(self._functions)
-                if names.version == version or attempt == _NAME_TRIES - 1:
-                    values, lengths, positions = await self._complete(keys, args, OverlapAnswer(*answer))
-                    shards.append(ShardRuns(values, lengths, names.at(version), positions))
-            if len(shards) == self.shards:
-                break
-        if stride:
-            for known, shard, guess in zip(self._guesses, shards, guesses, strict=True):
-                known.keep(hashes, shard.lengths, guess)
-        return Overlap(shards, len(hashes) // HASH_BYTES)
-
-    async def _complete(
-        self, keys: Sequence[str], args: Sequence[Any], answer: OverlapAnswer
-    ) -> tuple[Sequence[bytes], Sequence[int], dict[int, int]]:
-        """Values, lengths, and each marked holder's position. A call does bounded work and may leave some to the next
-        one."""
-        hashes, stride, first_index, limit = args
-        values, lengths, at = answer.values, answer.lengths, answer.next
-        while at:
-            more = OverlapAnswer(
-                *await self._functions.call_ro("kvatlas_overlap", keys, [hashes[at * HASH_BYTES :], stride, "", 0])
-            )
-            if more.values and more.values[0] == values[-1]:
-                lengths = [*lengths[:-1], lengths[-1] + more.lengths[0], *more.lengths[1:]]
-                values = [*values, *more.values[1:]]
-            else:
-                values, lengths = [*values, *more.values], [*lengths, *more.lengths]
-            at = at + more.next if more.next else 0
-        found = unpack_reach(answer.reach)
-        left = answer.left
-        if left:
-            depths = depths_by_holder(values, lengths)
-            left = pack_reach(
-                {number: min(below, first_index + depths[number]) for number, below in unpack_reach(left).items()}
-            )
-        while left:
-            packed, left = await self._functions.call_ro("kvatlas_resume", keys[2:], [hashes, first_index, limit, left])
-            found |= unpack_reach(packed)
-        return values, lengths, found
-
-    async def _walk_marks(
-        self, reader: ShardReader, scope_id: bytes, hashes: bytes, reach: tuple[int, int], runs: ShardRuns
-    ) -> ShardRuns:
-        """The runs, with the marked holders' positions found by looking at every block's marks."""
-        first_index, limit = reach
-        dropped, depths = await reader.dropped(), depths_by_number(runs.values, runs.lengths)
-        holders = {number: MarkedHolder(depths[number], dropped[number]) for number in depths if number in dropped}
-        marks = await reader.marks(scope_id, hashes)
-        found = walk_positions(marks.get, hashes, holders, limit, first_index)
-        return runs._replace(positions={int.from_bytes(n, "big"): found.get(n, 0) for n in holders})
+        return await self._lookup.overlap(scope.scope_id, hashes, check_reach(first_index, limit), verify=verify)
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         found: list[Residency] = []

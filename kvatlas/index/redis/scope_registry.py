@@ -68,7 +68,7 @@ class ScopeRegistry:
         await self._write({scope_id: canonical for scope_id, (canonical, _) in self._used.items()})
 
     @property
-    def lately(self) -> int:
+    def recent(self) -> int:
         """Number of scopes that this process registered recently; the registry has at least as many."""
         return len(self._used)
 

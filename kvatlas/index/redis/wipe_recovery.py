@@ -41,7 +41,7 @@ class WipeRecovery:
                 await make_layout(self._store, *self._layout, answers=self._answers)
                 found = await layout_id(self._store, number)
             self._answers = await read_answering(self._store)
-            lately = self._registry.lately
-            if lately and (found != self._layout_id or await self._store.client.hlen(SCOPES) < lately):
+            recent = self._registry.recent
+            if recent and (found != self._layout_id or await self._store.client.hlen(SCOPES) < recent):
                 await self._registry.register_again()
             self._layout_id = found

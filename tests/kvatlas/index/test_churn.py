@@ -128,17 +128,17 @@ async def test_the_store_keeps_nothing_of_workers_and_scopes_that_are_gone(
 
 
 async def test_a_scope_is_forgotten_only_without_blocks_and_messages(index: RedisIndex, store: Store) -> None:
-    held, used_lately, gone = (Scope("model", "tokenizer", None, tenant) for tenant in ("held", "lately", "gone"))
+    held, used_recently, gone = (Scope("model", "tokenizer", None, tenant) for tenant in ("held", "recently", "gone"))
     one, other = MessageSource("one"), MessageSource("other")
     hashes = pack_hashes(range(1, 20))
     await apply_messages(
         index, one.begin(1), one.store(held, hashes), one.store(gone, hashes), one.remove(gone, hashes)
     )
-    await apply_messages(index, other.begin(1), other.store(used_lately, hashes), other.remove(used_lately, hashes))
+    await apply_messages(index, other.begin(1), other.store(used_recently, hashes), other.remove(used_recently, hashes))
     for scope in (held, gone):  # no message used them for an hour
         await store.client.zincrby(SCOPE_USES, -3_600_000.0, scope.scope_id)
     assert await index.forget_scopes(600.0) == 1
-    assert set(await store.client.hkeys(SCOPES)) == {held.scope_id, used_lately.scope_id}
+    assert set(await store.client.hkeys(SCOPES)) == {held.scope_id, used_recently.scope_id}
     assert await index.forget_scopes(600.0) == 0
     assert await contents(index, "one") == one.held
     # it comes into use again, through the writer that knew it before

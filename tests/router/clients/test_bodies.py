@@ -66,7 +66,7 @@ async def one_engine(
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), values), st.sampled_from(sorted(INFERENCE - FORMS)))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_a_body_of_any_values_is_read_or_refused_in_one_line(body: Mapping[str, Any], path: str) -> None:
     line, text = "one", None
     try:

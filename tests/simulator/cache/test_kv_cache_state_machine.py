@@ -290,6 +290,6 @@ class CollidingCacheMachine(CacheMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestCache.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 TestCollidingCache = CollidingCacheMachine.TestCase
 TestCollidingCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

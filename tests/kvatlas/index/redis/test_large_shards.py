@@ -8,10 +8,11 @@ import pytest
 from kvatlas.blocks.hashing import pack_hashes
 from kvatlas.bus.partition_batch import Position
 from kvatlas.identity import Scope
-from kvatlas.index.redis import holder_names, shard_reader
 from kvatlas.index.redis import index as redis_index
+from kvatlas.index.redis import shard_reader
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import ShardKeys
+from kvatlas.index.redis.lookup import holder_names
 from kvatlas.index.redis.records import pack_position, unpack_position
 from kvatlas.store.connection import Store, open_store
 from tests.kvatlas.index.message_source import MessageSource, apply_messages
