@@ -1,4 +1,4 @@
-"""vLLM's own engine core with an offloading connector, reset and put to sleep in every way: no more is predicted than it reuses."""
+"""vLLM's own engine core with an offloading connector, reset and put to sleep: no more is predicted than it reuses."""
 
 import json
 import subprocess
