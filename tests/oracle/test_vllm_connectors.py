@@ -61,7 +61,7 @@ def recordings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize("name", CONFIGS)
 async def test_no_prompt_is_predicted_to_reuse_more_than_the_engine_core_does(recordings: Path, name: str) -> None:
-    """Without resets what is predicted is equal: those that keep the connector's blocks are told like those that don't."""
+    """Predictions of runs without resets are exact. A reset that keeps the connector's blocks looks like one that doesn't."""
     recording = read_hybrid_recording(recordings / f"{name}.jsonl.gz")
     worker = SocketlessWorker(PublisherSettings(worker_id="w", model_id="m", **recording.settings), MemoryIndex())
     worker.changelog.record(EngineBatch([EngineStarted()]))
