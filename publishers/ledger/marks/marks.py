@@ -32,11 +32,13 @@ SEGMENT = 64
 """Blocks per segment, and bits per head."""
 
 _RUN_BITS = 20
-"""`Stretch.runs` has a field of this many bits for each sparse group: its run up to this block."""
+"""`Stretch.runs` has two fields of this many bits for each sparse group: its runs up to this block, in the device tier and in
+the others."""
 _RUN = (1 << _RUN_BITS) - 1
 _UNREACHABLE_BY_DEVICE, _REACHABLE = 1, 2
-"""Flags behind the runs in `Stretch.runs`: some block up to this one is not in the device tier; see the module. Behind them is
-the number of blocks since that mark, up to the longest run that a group needs."""
+"""Flags before the runs in `Stretch.runs`: some block up to this one is not in the device tier; see the module. Behind the runs
+is the number of blocks since that mark, up to the longest run that a group needs."""
+_FLAG_BITS = 2
 _DEVICE = Tier.HBM.flag
 _BY_INDEX = attrgetter("index")
 
@@ -83,18 +85,15 @@ class Marks:
         count = len(rule.sparse)
         self._in_device, self._in_others = (
             tuple(
-                _MarkedGroup.of(group, rule, (first + slot) * _RUN_BITS, bit << shift)
+                _MarkedGroup.of(group, rule, _FLAG_BITS + (first + slot) * _RUN_BITS, bit << shift)
                 for slot, (group, bit) in enumerate(zip(rule.sparse, rule.first_bits, strict=True))
             )
             for first, shift in ((0, 0), (count, rule.bits))
         )
         self._groups = self._in_device + self._in_others
-        self._flags_at = 2 * count * _RUN_BITS
-        self._unreachable_by_device = _UNREACHABLE_BY_DEVICE << self._flags_at
-        self._reachable = _REACHABLE << self._flags_at
-        self._since_at = self._flags_at + 2
+        self._since_at = _FLAG_BITS + 2 * count * _RUN_BITS
         self._longest = max((group.longest * group.stride for group in self._groups), default=0)
-        self._above_root = self._reachable + sum(1 << group.shift for group in self._groups if group.is_full)
+        self._above_root = _REACHABLE + sum(1 << group.shift for group in self._groups if group.is_full)
         always_needed = [group for group in rule.sparse if group.kind is not AttentionKind.CHUNKED_LOCAL]
         self._needs_runs = not rule.dropped and any(group.longest_run for group in always_needed)
         self._is_simple = rule.alignment == 1 and self._needs_runs
@@ -150,7 +149,7 @@ class Marks:
     def _runs_of(self, block: Stretch) -> int:
         above = self._above_root if block.parent is None else block.parent.runs
         tiers = max(block.usable, 0)
-        if self._is_simple and not block.held_by and tiers == _DEVICE and not above & self._unreachable_by_device:
+        if self._is_simple and not block.held_by and tiers == _DEVICE and not above & _UNREACHABLE_BY_DEVICE:
             return 0
         runs = 0
         for group in self._groups:
@@ -162,21 +161,21 @@ class Marks:
                 elif not group.is_full:
                     run = min(run + group.parts, group.longest)
             runs |= run << group.shift
-        if above & self._unreachable_by_device or not tiers & _DEVICE:
-            runs |= self._unreachable_by_device
+        if above & _UNREACHABLE_BY_DEVICE or not tiers & _DEVICE:
+            runs |= _UNREACHABLE_BY_DEVICE
         elif not self._rule.dropped and self._allow(self._in_device, block, runs):
-            return runs | self._reachable
-        if tiers & ~_DEVICE and above & self._reachable:
-            runs |= self._reachable | min((above >> self._since_at) + 1, self._longest) << self._since_at
+            return runs | _REACHABLE
+        if tiers & ~_DEVICE and above & _REACHABLE:
+            runs |= _REACHABLE | min((above >> self._since_at) + 1, self._longest) << self._since_at
         return runs
 
     def _is_resumable(self, block: Stretch) -> bool:
         runs, tiers = block.runs, block.usable
         if (self._needs_runs and not runs) or tiers <= 0:
             return False
-        if not runs & self._unreachable_by_device and self._allow(self._in_device, block, runs):
+        if not runs & _UNREACHABLE_BY_DEVICE and self._allow(self._in_device, block, runs):
             return True
-        if not (tiers & ~_DEVICE and runs & self._reachable):
+        if not (tiers & ~_DEVICE and runs & _REACHABLE):
             return False
         return self._allow(self._in_others, block, runs, since=runs >> self._since_at)
 
