@@ -177,6 +177,11 @@ class ResumptionRule:
         return tuple(bits)
 
     @property
+    def bits(self) -> int:
+        """Number of bits of all sparse groups in `Block.held_by`, for each of its two kinds of tiers."""
+        return sum(max(1, self.block_size // group.block_size) for group in self.sparse)
+
+    @property
     def needs_marks(self) -> bool:
         """True if residency alone does not show where a prompt can resume."""
         return bool(self.sparse)

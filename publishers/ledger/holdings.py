@@ -12,9 +12,10 @@ class Holding:
     indexable groups.
 
     A group is indexable if it has full attention: residency covers only these. `unit`: one copy in `Stretch.copies`. If a
-    sparse group's blocks decide where a prompt can be resumed, `bit` is its bit in `Stretch.held_by`, and `other_tiers` are its
-    counts in other tiers; all other groups have `bit` 0. `part_bits`: the bits before it, for the group's other blocks within a
-    published one, if its blocks are smaller (`marks.small_blocks`).
+    sparse group's blocks decide where a prompt can be resumed, `bit` is its bit in `Stretch.held_by`: one for the device tier,
+    one for all others. `other_tiers` are its counts in the other tiers with this bit; all other groups have `bit` 0.
+    `part_bits`: the bits before it, for the group's other blocks within a published one, if its blocks are smaller
+    (`marks.small_blocks`).
     """
 
     __slots__ = ("bit", "counts", "flag", "group", "indexable", "other_tiers", "part_bits", "peers", "tier", "unit")
@@ -54,7 +55,7 @@ class Holdings:
             holding.peers = [other.counts for other in peers]
             self.indexed.append(holding)
         elif bits:
-            others = [other for other in self.sparse if other.group == group]
+            others = [other for other in self.sparse if (other.group, other.bit) == (group, holding.bit)]
             for other in others:
                 other.other_tiers.append(holding.counts)
             holding.other_tiers = [other.counts for other in others]

@@ -342,7 +342,7 @@ class Ledger:
         touched = self._residency.sparse.take_changed()
         if change is not None:
             touched += change.added
-            touched += [block for block, _ in change.removed]
+            touched += [block for block, _ in (*change.removed, *change.moved)]
         if not touched:
             return events
         mark_change = marks.settle(dict.fromkeys(touched))

@@ -51,6 +51,7 @@ class Residency:
         self._plain = PlainStretches(lineage, holdings)
         self._groups = groups
         self._bits = bits
+        self._bits_of_device = sum(map(len, bits.values()))
         self._lineage = lineage
         self._by_group, self._indexed = holdings.by_group, holdings.indexed
         self._shared_hashes = self.shared.by_hash
@@ -423,7 +424,9 @@ class Residency:
         if peers:
             for name in [name for name in peers[0].counts if peers[0].in_all(name)]:
                 self._leave_tier(name, peers[0])
-        holding = self.holdings.add(tier, group, indexable, self._bits.get(group, ()))
+        shift = 0 if tier is Tier.HBM else self._bits_of_device
+        bits = [bit << shift for bit in self._bits.get(group, ())]
+        holding = self.holdings.add(tier, group, indexable, bits)
         if peers:
             self.shared.recount_all()
         self._device = self._find_device()

@@ -1,8 +1,8 @@
-"""Records what vLLM's own engine core publishes and reuses with an offloading connector, and while it is reset and put to sleep.
+"""Records what vLLM's own engine core publishes and reuses with an offloading connector, while it is reset and put to sleep.
 
-It runs under a Python that has vLLM and needs nothing of this project: `python record_connectors.py FOLDER < configs.jsonl`. The
-scheduler, KV cache manager, connector's scheduler side, `sleep`, `pause_scheduler` and `reset_prefix_cache` are vLLM's. The
-executor computes nothing, and its workers report each copy between device and host a few steps late.
+It runs under a Python that has vLLM and needs nothing of this project: `python record_connectors.py FOLDER < configs.jsonl`.
+The scheduler, KV cache manager, connector's scheduler side, `sleep`, `pause_scheduler` and `reset_prefix_cache` are vLLM's.
+The executor computes nothing, and its workers report each copy between device and host a few steps late.
 
 A config: {"name", "connector", "extra", "groups", "pool", "asks", "seed"}. `connector`: vLLM's class, or null; `extra`: its
 `kv_connector_extra_config`; `groups`: as in `record.py`; `pool`: blocks of the device. The format of a recording is that of
@@ -83,9 +83,9 @@ class Copies:
         self._stores = {job: late - 1 for job, late in self._stores.items()}
         if not loaded and not stored:
             return None
-        done: Any = SimpleCPUOffloadWorkerMetadata({job: 1 for job in stored})
+        done: Any = SimpleCPUOffloadWorkerMetadata(dict.fromkeys(stored, 1))
         if not self._is_simple:
-            done = OffloadingWorkerMetadata({job: 1 for job in (*loaded, *stored)})
+            done = OffloadingWorkerMetadata(dict.fromkeys((*loaded, *stored), 1))
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=done)
 
     def _late(self) -> int:

@@ -10,6 +10,13 @@ A lookup must find the deepest marked block of a chain without checking every bl
 segment below it is marked, on any branch.
 
 A block's state depends on the blocks before it, so every stretch of a ledger with marks is a single block.
+
+**Tiers** can't be mixed at will. An engine takes the longest hit in its device tier, for which all groups need all their blocks
+there. From its end on it asks its connector, for which all groups need theirs in the connector's tiers (vLLM 0.33:
+`Scheduler.schedule`, `get_num_new_matched_tokens`). So each group has a run in the device tier and one in the others. A block
+in the others counts only if it is **reachable**: all blocks since the last mark in the device tier, or since the root, are
+held there too. Runs may begin at that mark, because the connector is asked only for what is behind it. With dropped blocks the
+root alone counts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,14 +25,21 @@ from operator import attrgetter
 from typing import NamedTuple, Self
 
 from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
+from kvatlas.blocks.tiers import Tier
 from kvatlas_publishers.ledger.block import Stretch
 
 SEGMENT = 64
 """Blocks per segment, and bits per head."""
 
 _RUN_BITS = 20
-"""`Stretch.runs` has a field of this many bits for each sparse group: its run up to this block."""
+"""`Stretch.runs` has two fields of this many bits for each sparse group: its runs up to this block, in the device tier and in
+the others."""
 _RUN = (1 << _RUN_BITS) - 1
+_UNREACHABLE_BY_DEVICE, _REACHABLE = 1, 2
+"""Flags before the runs in `Stretch.runs`: some block up to this one is not in the device tier; see the module. Behind the runs
+is the number of blocks since that mark, up to the longest run that a group needs."""
+_FLAG_BITS = 2
+_DEVICE = Tier.HBM.flag
 _BY_INDEX = attrgetter("index")
 
 
@@ -68,14 +82,21 @@ class Marks:
 
     def __init__(self, rule: ResumptionRule) -> None:
         self._rule = rule
-        self._groups = tuple(
-            _MarkedGroup.of(group, rule, slot * _RUN_BITS, bit)
-            for slot, (group, bit) in enumerate(zip(rule.sparse, rule.first_bits, strict=True))
+        count = len(rule.sparse)
+        self._in_device, self._in_others = (
+            tuple(
+                _MarkedGroup.of(group, rule, _FLAG_BITS + (first + slot) * _RUN_BITS, bit << shift)
+                for slot, (group, bit) in enumerate(zip(rule.sparse, rule.first_bits, strict=True))
+            )
+            for first, shift in ((0, 0), (count, rule.bits))
         )
-        self._runs_at_root = sum(1 << group.shift for group in self._groups if group.is_full)
-        self._one_size = rule.alignment == 1
+        self._groups = self._in_device + self._in_others
+        self._since_at = _FLAG_BITS + 2 * count * _RUN_BITS
+        self._longest = max((group.longest * group.stride for group in self._groups), default=0)
+        self._above_root = _REACHABLE + sum(1 << group.shift for group in self._groups if group.is_full)
         always_needed = [group for group in rule.sparse if group.kind is not AttentionKind.CHUNKED_LOCAL]
         self._needs_runs = not rule.dropped and any(group.longest_run for group in always_needed)
+        self._is_simple = rule.alignment == 1 and self._needs_runs
         self._marked: set[Stretch] = set()
         self._heads: dict[Stretch, dict[int, int]] = {}  # head -> offset -> marked blocks there
 
@@ -115,7 +136,7 @@ class Marks:
         while waiting:
             block = waiting.pop()
             affected[block] = None
-            runs = 0 if self._one_size and not block.held_by else self._runs_of(block)
+            runs = self._runs_of(block)
             if runs != block.runs:
                 block.runs = runs
                 behind.append(block)
@@ -126,7 +147,10 @@ class Marks:
         return affected
 
     def _runs_of(self, block: Stretch) -> int:
-        above = self._runs_at_root if block.parent is None else block.parent.runs
+        above = self._above_root if block.parent is None else block.parent.runs
+        tiers = max(block.usable, 0)
+        if self._is_simple and not block.held_by and tiers == _DEVICE and not above & _UNREACHABLE_BY_DEVICE:
+            return 0
         runs = 0
         for group in self._groups:
             run = above >> group.shift & _RUN
@@ -137,26 +161,44 @@ class Marks:
                 elif not group.is_full:
                     run = min(run + group.parts, group.longest)
             runs |= run << group.shift
+        if above & _UNREACHABLE_BY_DEVICE or not tiers & _DEVICE:
+            runs |= _UNREACHABLE_BY_DEVICE
+        elif not self._rule.dropped and self._allow(self._in_device, block, runs):
+            return runs | _REACHABLE
+        if tiers & ~_DEVICE and above & _REACHABLE:
+            runs |= _REACHABLE | min((above >> self._since_at) + 1, self._longest) << self._since_at
         return runs
 
     def _is_resumable(self, block: Stretch) -> bool:
-        if self._needs_runs and not block.runs:
+        runs, tiers = block.runs, block.usable
+        if (self._needs_runs and not runs) or tiers <= 0:
             return False
+        if not runs & _UNREACHABLE_BY_DEVICE and self._allow(self._in_device, block, runs):
+            return True
+        if not (tiers & ~_DEVICE and runs & _REACHABLE):
+            return False
+        return self._allow(self._in_others, block, runs, since=runs >> self._since_at)
+
+    def _allow(self, groups: Iterable[_MarkedGroup], block: Stretch, runs: int, since: int = _RUN) -> bool:
+        """True if the groups' runs allow resuming at the block, which has `runs`. No run needs more than `since` blocks."""
         rule = self._rule
         position = block.index + 1 - rule.dropped
-        if block.usable <= 0 or position <= 0 or position % rule.alignment:
+        if position <= 0 or position % rule.alignment:
             return False
         tokens = position * rule.block_size
-        for group in self._groups:
-            at: Stretch | None = block
-            for _ in range(group.lag):
-                assert at is not None, "a position above 0 has its blocks above it"
-                at = at.parent
-            assert at is not None
+        for group in groups:
+            at_runs = runs
+            if group.lag:
+                at: Stretch | None = block
+                for _ in range(group.lag):
+                    assert at is not None, "a position above 0 has its blocks above it"
+                    at = at.parent
+                assert at is not None
+                at_runs = at.runs
             needed = 1 if group.is_full else group.group.blocks_needed(tokens) + group.group.drops
             if group.group.drops and rule.alignment > group.stride and needed < group.longest:
                 return False  # vLLM aligns a run that begins at the first block before and after the drop: here never claimed
-            if (at.runs >> group.shift & _RUN) < needed:
+            if (at_runs >> group.shift & _RUN) < min(needed, since * group.parts // group.stride):
                 return False
         return True
 

@@ -125,7 +125,8 @@ def test_vllm_ranks_that_are_not_listed_have_the_usual_ports() -> None:
         EventSource("tcp://host:5558", "tcp://host:5559", "", 1),
     ]
     assert vllm_offer(None, "", "m", "host").sources == [EventSource("tcp://host:5557", "tcp://host:5558")]
-    for empty in ({}, [], ["?", {"data_parallel_rank": "?"}]):
+    nothing: tuple[Any, ...] = ({}, [], ["?", {"data_parallel_rank": "?"}])
+    for empty in nothing:
         assert vllm_offer(empty, PAGE, "m", "host").sources == []
 
 
