@@ -33,5 +33,5 @@ def fetch_fields(choice: Booked, body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def fetch_of(choice: Booked) -> Fetch | None:
-    """What the worker that computes the prompt should fetch."""
+    """The fetch of the worker that computes the prompt."""
     return ((choice.prefill or choice.decode) if isinstance(choice, PairChoice) else choice).fetch

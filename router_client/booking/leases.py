@@ -81,7 +81,7 @@ class Leases:
         self._wake.set()
 
     def start(self) -> None:
-        """Start to renew leases and send reports."""
+        """Start renewing leases and sending reports."""
         self._task.start()
 
     async def stop(self) -> None:

@@ -150,7 +150,7 @@ class AccuracyReporter:
         self._task = BackgroundTask(self._run, "kvatlas router answers")
 
     def start(self) -> None:
-        """Start to report."""
+        """Start reporting."""
         self._task.start()
 
     async def stop(self) -> None:

@@ -141,14 +141,14 @@ class Pool:
 
     `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can do
     both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out` are all
-    that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that announces
-    blocks; `sources` are the workers from which others may fetch. `stores` are the shared
-    stores, which are read by the workers that name them: they get no requests, so they are neither candidates nor left out.
-    `profile`: the prices now. `loads`: as reported in this reading. `groups` has all candidates, and besides them up to
-    MOST_SKIPPED that a caller does not want (`skipped`); it is empty if they are more. `chains`: those that workers' blocks
-    are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced blocks.
-    `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it (`of_tenant`).
-    `fetches`: what is known of fetches from `sources`.
+    that are not candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that announces
+    blocks; `sources` are the workers from which others may fetch. `stores` are the shared stores, which are read by the
+    workers that name them: they get no requests, so they are neither candidates nor left out. `profile`: the prices now.
+    `loads`: as reported in this reading. `groups` has all candidates, and besides them up to MOST_SKIPPED that a caller does
+    not want (`skipped`); it is empty if they are more. `chains`: those that workers' blocks are keyed by, with the sizes of
+    these. `usual_block_size`: what most candidates have; None: none has announced blocks. `tenants`: those whose prompts
+    workers may get, each list once; `by_tenant`: the pool as tenants have it (`of_tenant`). `fetches`: what is known of
+    fetches from `sources`.
     """
 
     records: Mapping[str, FleetRecord]

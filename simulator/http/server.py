@@ -172,7 +172,7 @@ class EngineApi:
         return response
 
     async def _render(self, api: Api, request: Request) -> Response:
-        """What the engine would compute, as vLLM's `GenerateRequest`; for completions a list of them."""
+        """Render a request: what the engine would compute, as vLLM's `GenerateRequest`; for completions a list of them."""
         try:
             body = parse_api(api, await request.body(), vocab_size=self._vocab_size)
             model, _ = self._resolve_model(body.model)
