@@ -28,9 +28,9 @@ from kvatlas_router.upstream.patience import wait_patiently
 
 CONNECT_S = 2.0
 KEEP_S = 4.0
-"""How long an idle connection is kept: uvicorn, which most engines use, closes it after 5 s."""
+"""Time that an idle connection is kept: uvicorn, which most engines use, closes it after 5 s."""
 RESOLVED_S = 2
-"""How long a name's addresses are cached."""
+"""Time that a name's addresses are cached."""
 MAX_HEAD_BYTES = 1 << 16
 """The longest line of an answer's head, which has at most MAX_HEADERS lines."""
 MAX_HEADERS = 256
