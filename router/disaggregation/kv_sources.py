@@ -1,6 +1,6 @@
 """Lets engines fetch KV from each other: which requests may be priced with a fetch, and how they name its source.
 
-`router_client.pricing.copies` decides if a source pays off; this module carries it out.
+`router_client.pricing.copies` decides whether a source pays off; this module carries it out.
 """
 
 from collections.abc import Mapping

@@ -272,7 +272,7 @@ def _payload(body: bytes) -> bytes | io.BytesIO | None:
 
 
 def _text(value: bytes) -> str:
-    """aiohttp sends headers as UTF-8."""
+    """A header's text. aiohttp sends headers as UTF-8."""
     try:
         return value.decode()
     except UnicodeDecodeError:
