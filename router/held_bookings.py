@@ -240,7 +240,7 @@ class HeldBookings:
             for held in self._held.values():
                 if held.checked and held.id is not None and held.id.pool_id:
                     by_pool.setdefault(held.id.pool_id, {})[held.id.reservations[0]] = held
-                held.checked = True  # look it up only next time: short answers are over by then
+                held.checked = True  # look it up only in the next round: short answers have ended by then
             for pool_id, by_id in by_pool.items():
                 try:
                     booked = await self._client.find_booked(pool_id, list(by_id))

@@ -12,7 +12,7 @@ The path of one choice through the files:
 
     client.py, sync.py          the calls; results.py, overlap_result.py and prefill_decode_result.py are what they return
     decision/decider.py         the steps below under one deadline; kvatlas/store/deadline.py if the store is slow or down
-      fleet_cache.py   read the pool's workers (pricing/pool.py)
+      fleet_cache.py            read the pool's workers (pricing/pool.py)
       decision/index_lookup.py  look up the prompt's overlap (prompt_chain.py, chain_cache.py, pricing/overlap.py)
       decision/policy.py        price the candidates without load (pricing/quotes.py, prefill_decode.py, surcharges.py)
       booking/ask.py            build the ask: the cheapest worker under load, within its limits (pricing/slo.py)

@@ -14,7 +14,7 @@ class RouterCounters:
     (`agreed`: cost would have chosen the same worker). `no_workers`: requests refused with NoWorkers. `index_failures`,
     `booking_failures`, `fleet_failures`: calls that the store did not answer in time. `open_index`, `open_fleet`,
     `open_booking`, `open_connections`: choices that fell open, by what they lacked (`open_fleet`: based on the last-read pool
-    records). `booked`, `released`: reservations in the store; `lapsed`: how often this router's lease had expired when it was
+    records). `booked`, `released`: reservations in the store; `lapsed`: times that this router's lease had expired when it was
     renewed. `decision_time`, `lookup_time`, `booking_time`: seconds of each choice, and of its calls to the store.
     `required_blocks`, `overlap_blocks`: blocks of the routed prompts, and those that the chosen worker held;
     `resident_tokens`: tokens in these, of which its engine would reuse `usable_tokens`. `predicted_tokens`: tokens that it was

@@ -250,7 +250,7 @@ class Prompt:
         return self._bytes_before(end, size) - self._bytes_before(first, size)
 
     def _bytes_before(self, tokens: int, size: int) -> int:
-        """Bytes of the tokens before `end`; tokens after the last block count like that block's."""
+        """Bytes of the first `tokens` tokens in blocks of `size`; tokens after the last block count like that block's."""
         ends = (0, *self.byte_ends)
         at = min(tokens // size, len(ends) - 2)
         return ends[at] + -(-(tokens - at * size) * (ends[at + 1] - ends[at]) // size)

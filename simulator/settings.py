@@ -19,9 +19,9 @@ from kvatlas_simulator.zmq_events import EventEncoding, FeedSettings
 
 _RATES = StepCost()
 TOKEN_BYTES = 128 << 10
-"""KV of a token of the model that the default rates are of."""
+"""KV bytes per token of the model behind the default rates."""
 MAX_GPU_BLOCKS = 1 << 22
-"""Limit of blocks: each is an object of some hundred bytes."""
+"""Limit of blocks: each is an object of some hundreds of bytes."""
 
 
 class EngineSettings(ProcessSettings):

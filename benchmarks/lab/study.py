@@ -1,5 +1,5 @@
 """The study: every policy on each trace, at two sizes of fleet, three sizes of cache, moderate and high load, and with three
-routers. How far is kvatlas from the oracle, and does any policy that does not see the caches answer sooner?"""
+routers. It shows how far kvatlas is from the oracle, and whether any policy that does not see the caches answers sooner."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

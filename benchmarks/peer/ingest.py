@@ -26,7 +26,7 @@ DEADLINE_S = 120
 POLL_S = 0.01
 PARTS = ("publisher", "NATS", "indexer", "store")
 BUDGETS_US = {"publisher": 2.0, "store": 1.5}
-"""A block, at 16 a message."""
+"""Per block, at 16 per message."""
 BUDGET_US = 4.0
 CALL_MS = 5.0
 
@@ -35,7 +35,7 @@ CALL_MS = 5.0
 class _Turn:
     rate: float
     cpu_us: dict[str, float]
-    """A block, by part."""
+    """Per block, by part."""
     longest: StoreCall | None
 
 

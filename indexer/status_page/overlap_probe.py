@@ -44,7 +44,7 @@ class _Held(NamedTuple):
 
 
 class OverlapProbe:
-    """The probe of this module."""
+    """Answers overlap queries from the index that this replica writes."""
 
     kinds: Sequence[PromptKind] = (PromptKind.TOKENS,)
     asks_adapter = True

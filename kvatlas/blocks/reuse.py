@@ -51,7 +51,7 @@ class ReuseRule:
     ) -> int:
         """Tokens of a resident prefix that the engine does not recompute.
 
-        `readable_tokens`: how many the request lets the engine read from its cache (`CacheReading`); None: all.
+        `readable_tokens`: number that the request lets the engine read from its cache (`CacheReading`); None: all.
         """
         dropped = self.dropped_blocks * block_size
         limit = self.limit_tokens(prompt_tokens, readable_tokens)

@@ -111,7 +111,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Evidence as the module docstring defines it. `requests`: how many it comes from, including faded ones. `keep` and
+    """Evidence as the module docstring defines it. `requests`: number that it comes from, including faded ones. `keep` and
     `errors_keep`: factors by which it fades the sums and the errors of older evidence.
 
     Raises InvalidValue for a wrong number of sums.

@@ -272,7 +272,7 @@ class Heartbeat(WireRecord):
     idle worker's last messages were lost. `load` is None if the engine does not report it.
 
     For `kvatlas doctor`: `diagnoses`; `version` of the publisher; `served_names`: the engine's names for its model, if none
-    of them is the endpoint's; `awaited_s`: how long the publisher has waited for an engine that was never up; `yielded`:
+    of them is the endpoint's; `awaited_s`: seconds that the publisher has waited for an engine that was never up; `yielded`:
     another publisher of this worker has a newer incarnation, and this one publishes nothing. Earlier publishers send none
     of the last four. `fleet_id`: the fleet that the publisher was given; other fleets' indexers ignore its worker.
     """

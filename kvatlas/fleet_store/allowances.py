@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
 
 
 class SharedAllowances(Protocol):
-    """Where allowances are."""
+    """A store of allowances."""
 
     async def draw(self, draws: Sequence[Draw]) -> Sequence[Drawn]:
         """Draw, in order. Raises Unreachable, and redis' ResponseError if this user may not."""

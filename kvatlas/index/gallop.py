@@ -60,7 +60,7 @@ class _Probes(NamedTuple):
 
 @lru_cache(maxsize=1_024)
 def _probes(count: int, stride: int, guess: bytes) -> _Probes:
-    """Where to probe `count` packed hashes after the first."""
+    """The places to probe among `count` packed hashes after the first."""
     guessed = [place for (place,) in iter_unpack(">I", guess)]
     places = [place for place in guessed if 0 < place < count - 1]
     places += range(max(guessed, default=0) + stride, count - 1, stride)

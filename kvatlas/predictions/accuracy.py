@@ -37,7 +37,7 @@ class Prediction:
 class Deviation(StrEnum):
     """Why an engine found a different number of cached prompt tokens than predicted; the first reason that applies.
 
-    `OTHER_TOKENS`: it counts other prompt tokens than the router. `WITHOUT_INDEX`: the choice was made without the index.
+    `OTHER_TOKENS`: its prompt tokens differ from the router's count. `WITHOUT_INDEX`: the choice was made without the index.
     `BOUNDED`: only an upper bound was known, as for SGLang's hybrid models: nothing is wrong. `NEWER`: it found more, which
     was stored or published after the choice. `UNCONFIRMED`: it found what events had confirmed, but not all of the prefix
     that was in flight or only predicted. `EVICTED`: it found less than events had confirmed.

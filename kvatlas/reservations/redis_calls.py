@@ -59,7 +59,7 @@ def pool_keys(pool_id: str) -> tuple[str, ...]:
 async def call_pool(
     store: Store, function: str, pool_id: str, args: Sequence[Any], *, keys: Sequence[str] | None = None
 ) -> Any:
-    """Call `kvatlas_pool_<function>`; `keys` if it takes other keys than the pool's. Raises Unreachable."""
+    """Call `kvatlas_pool_<function>`; `keys`: if it takes keys other than the pool's. Raises Unreachable."""
     return await POOL_LIBRARY.call(store, f"kvatlas_pool_{function}", keys or pool_keys(pool_id), args)
 
 

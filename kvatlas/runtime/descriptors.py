@@ -8,7 +8,7 @@ from dataclasses import dataclass
 FEW = 1024
 """Below this the limit is low: a router needs two for each request, and one for each connection that it keeps."""
 RESERVED = 256
-"""For everything but requests: the store, NATS, probes, operators, files."""
+"""Reserved for everything except requests: the store, NATS, probes, operators, files."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ class NatsSettings(ProcessSettings):
 
 
 class ServerSettings(NatsSettings):
-    """How to connect to NATS and to the store."""
+    """Connection settings of NATS and the store."""
 
     help_groups: ClassVar[HelpGroups] = {
         "Redis": "redis_url redis_url_file redis_ca_file redis_cert_file redis_key_file",

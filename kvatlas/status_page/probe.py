@@ -10,7 +10,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas.status_page.content import Section
 
 MAX_BYTES = 512 * 1024
-"""Limit of a form: some 60,000 token ids."""
+"""Limit of a form: about 60,000 token ids."""
 MAX_FIELDS = 16
 MAX_NAME = 512
 

@@ -26,7 +26,7 @@ class StoreDistance:
         self._task = BackgroundTask(self._run, "kvatlas store distance")
 
     def start(self) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         if self._store is not None:
             self._task.start()
 

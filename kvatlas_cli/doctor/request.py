@@ -47,7 +47,7 @@ class AskedRequest:
 
     @property
     def body(self) -> Mapping[str, Any] | None:
-        """The body of an OpenAI call; None if it is no such call."""
+        """The body of an OpenAI call; None if it is not such a call."""
         has = isinstance(self.content, dict) and (_CHAT in self.content or _COMPLETION in self.content)
         return self.content if has else None
 

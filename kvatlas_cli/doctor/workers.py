@@ -248,7 +248,8 @@ def _judge_load(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
 
 
 def _advise_load(fleet: Mapping[str, FleetRecord], ids: Iterable[str], advice: str) -> str:
-    """`advice` is for engines with a metrics page; engines of the open event forms send their load themselves."""
+    """The advice for a missing load. `advice`: for engines with a metrics page; engines of the open event forms send their
+    load themselves."""
     if any(fleet[id].endpoint.kind is EngineKind.OPEN for id in ids):
         return f"{advice}; an engine of the open event forms sends `load` with its batches"
     return advice

@@ -47,7 +47,7 @@ class _Names:
     computed: tuple[str, ...] = ()
     """Counters that advance while the engine computes."""
     other_attention: tuple[str, ...] = ()
-    """Gauges of pools for other attention than full. On every page, but above 0 only for hybrid models."""
+    """Gauges of pools for attention other than full. On every page, but above 0 only for hybrid models."""
 
     @property
     def all(self) -> set[str]:
@@ -118,7 +118,7 @@ class LoadContext:
 class EngineMetrics:
     """One sample of an engine's metrics. `process_start_s`: seconds since 1970; it changes when the engine restarts.
     `block_size`: tokens per block, if on the page; the engine's events take precedence. `block_bytes`: bytes per block; 0 if
-    not on the page. `hybrid`: the engine has a cache for other attention than full. `prompt_tokens`: total of all requests so
+    not on the page. `hybrid`: the engine has a cache for attention other than full. `prompt_tokens`: total of all requests so
     far."""
 
     load: WorkerState

@@ -14,7 +14,8 @@ from kvatlas.validation import MAX_BLOCK_TOKENS
 from kvatlas_publishers.engine_events import EngineBatch, EngineDropped, EngineEvent, EngineHash
 
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
-"""SGLang removes a leaf of its tree in one event. With pages of one token that is 9 bytes per token of a long prompt."""
+"""Large, because SGLang removes a leaf of its tree in one event: with pages of one token, 9 bytes per token of a long
+prompt."""
 
 Fields = Mapping[str, Any]
 """An event's fields by name. Fields that the event omits are absent."""

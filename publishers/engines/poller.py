@@ -62,7 +62,7 @@ class EnginePoller:
         """`on_change(state)`: the state changed; `on_restart`: the engine's process was replaced;
         `on_adapter_moved(name)`: the adapter is now loaded from another path; `on_new_weights(version)`: the model has new
         weights; `on_block_bytes(bytes)`: the metrics report a new block size in bytes; `block_bytes`: the known size, 0 if
-        unknown; `on_hybrid`: the metrics show a cache for other attention than full, called once; `on_version`: `version` was
+        unknown; `on_hybrid`: the metrics show a cache for attention other than full, called once; `on_version`: `version` was
         read. `feed_alive`: True if the engine's event socket is connected."""
         self.served_names: Sequence[str] = ()
         """Names under which the engine serves its model, and the paths it was loaded from, as last listed."""

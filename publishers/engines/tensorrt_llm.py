@@ -184,7 +184,7 @@ class EventDecoder:
         first, last, before = run[0], run[-1], run[-2].hash if len(run) > 1 else parent
         if parent is None and first.salt is None and first.hash & _U64 != plain_block_hash(first.tokens, 0):
             return False
-        if before is None:  # a salted block's hash can't be computed, so we can't tell if it has an adapter
+        if before is None:  # a salted block's hash can't be computed, so we can't tell whether it has an adapter
             return first.salt is None
         return last.hash & _U64 == plain_block_hash(last.tokens, before)
 

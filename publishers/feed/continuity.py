@@ -10,8 +10,8 @@ the remembered ones.
     seq ahead                            a gap: request replay, a few times; if it fills the gap from the same process, take;
                                          else start over
     nothing taken yet, seq above 0       a late joiner: request replay from 0 and take what leads up to it without a gap
-    silence, or reconnected request replay: this reveals a lost last batch, and another process whose next seq happens
-                                         to follow ours
+    silence, or reconnected              request replay: this reveals a lost last batch, and another process whose next seq
+                                         happens to follow ours
 
 To start over, the caller drops everything held (it empties its ledger and begins a new incarnation) and continues from the
 batches that are certain. Blocks stored earlier are then unknown and not published, which is safe.

@@ -2,7 +2,7 @@
 
     at most a tenth of the reported blocks can be published               the most frequent reason, its share, its cure
     the engine serves requests, no events arrive, nothing is published    the engine's settings
-    the feed repeatedly has holes the replay socket
+    the feed repeatedly has holes                                         the replay socket
 
 The verdict covers the last one to two periods with events. Older periods don't count, and an idle engine keeps its verdict.
 """

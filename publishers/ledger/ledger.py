@@ -389,7 +389,7 @@ class Ledger:
         self._restore(saved)
 
     def _learn_block_size(self, event: EngineStored) -> bool:
-        """True if blocks were resolved by another size than the event's."""
+        """Learn the block size from an event. True if blocks were resolved by a different size."""
         known = self.block_size
         size = self.groups.told_block_size(event, known)
         if size is None or size == known:

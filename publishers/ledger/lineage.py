@@ -31,7 +31,7 @@ SHORT_STRETCH = 16
 
 
 class Place(NamedTuple):
-    """Where a stored event's blocks belong: after the last block of `parent`, or at a root. `hashes`: the blocks' packed
+    """The place of a stored event's blocks: after the last block of `parent`, or at a root. `hashes`: the blocks' packed
     sequence hashes."""
 
     namespace: Namespace

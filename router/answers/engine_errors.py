@@ -41,7 +41,7 @@ class EngineError:
 
     @classmethod
     def of_event(cls, type: str, data: bytes) -> Self | None:
-        """The error in an event's type and data; None if the event is no error."""
+        """The error in an event's type and data; None if the event is not an error."""
         named = type.strip().lower() == "error"
         found = cls.of_body(data)
         if found is None and named:
@@ -52,7 +52,7 @@ class EngineError:
 
     @classmethod
     def of_body(cls, body: bytes) -> Self | None:
-        """The error in a JSON text; None if it is not JSON, or no error."""
+        """The error in a JSON text; None if it is not JSON, or not an error."""
         if body.count(_ERROR) == len(_NULL.findall(body)) and not any(mark in body for mark in _MARKS):
             return None
         try:

@@ -1,4 +1,5 @@
-"""SGLang's request forms: both engines get the same body, with the prefill server's bootstrap address and a room of their own.
+"""SGLang's request forms: both engines get the same body, with the prefill server's bootstrap address and a room that only
+they share.
 
 Source: SGLang 0.5.23, `GenerateReqInput` (a list of prompts, or several answers, take the rooms after the given one) and
 `DataParallelController.follow_bootstrap_room_scheduler` (the room, modulo the number of ranks, is the prefill rank).

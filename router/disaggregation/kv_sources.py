@@ -1,6 +1,6 @@
 """Lets engines fetch KV from each other: which requests may be priced with a fetch, and how they name its source.
 
-`router_client.pricing.copies` decides if a source pays off; this module carries it out.
+`router_client.pricing.copies` decides whether a source pays off; this module carries it out.
 """
 
 from collections.abc import Mapping
@@ -33,5 +33,5 @@ def fetch_fields(choice: Booked, body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def fetch_of(choice: Booked) -> Fetch | None:
-    """What the worker that computes the prompt should fetch."""
+    """The fetch of the worker that computes the prompt."""
     return ((choice.prefill or choice.decode) if isinstance(choice, PairChoice) else choice).fetch

@@ -117,7 +117,7 @@ def _model_of(call: EngineCall) -> str:
 
 
 def _rename(body: bytes, target: str) -> bytes | None:
-    """The JSON body with another model; None if it is no JSON object."""
+    """The JSON body with another model; None if it is not a JSON object."""
     try:
         asked: Mapping[str, Any] = parse_object(body)
     except InvalidValue:

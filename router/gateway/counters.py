@@ -17,7 +17,8 @@ class GatewayCounters:
     Picked requests end as `answered` (status 2xx, complete), `failed` (another status), `left` (the answer bypassed the
     picker), or `gone` (the client, gateway or engine disconnected first). `served_elsewhere`: a fallback answered.
     `out_of_order`: streams ended because of a protocol violation; `observed`: because the filter only observes. `no_address`:
-    how often a worker was found whose address no gateway can use. `pick_time`: seconds from reading a request to its decision.
+    times that a worker was found whose address no gateway can use. `pick_time`: seconds from reading a request to its
+    decision.
     """
 
     by_prompt: int = 0

@@ -56,7 +56,7 @@ class FieldMetrics:
     """One per process."""
 
     def __init__(self, pool: str, ready_endpoints: Callable[[], int]) -> None:
-        """`pool`: the name of the InferencePool. `ready_endpoints`: how many of its endpoints may get requests."""
+        """`pool`: the name of the InferencePool. `ready_endpoints`: number of its endpoints that may get requests."""
         meter = metrics.get_meter("kvatlas.gateway")
         name = "llm_d_epp_{}".format
         self._names: set[str] = set()

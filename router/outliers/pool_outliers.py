@@ -25,7 +25,7 @@ EJECT_S = 2.0
 MOST_EJECT_S = 60.0
 TRIAL_S = 10.0
 UNREACHABLE_S = 2.0
-"""How long a worker that did not answer is avoided. By then its fleet record shows that it is down."""
+"""Time for which a worker that did not answer is avoided. By then its fleet record shows that it is down."""
 MOST_REST_S = 30.0
 """A longer Retry-After of an engine is cut to this, since its record will show if it is down for long."""
 

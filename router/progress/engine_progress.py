@@ -6,7 +6,7 @@
     PROBING    stalled, and being probed.
 
 Progress is a computed byte of any answer, including a probe's, or a change of counters or KV events (`observe`). Any progress
-makes an engine alive in any state, however long one request waits there. Status pages and refusals are no progress.
+makes an engine alive in any state, however long one request waits there. Status pages and refusals don't count as progress.
 
 - **Allowed silence** (`Bounds`, from predicted times: `expected_times.py`). Silence begins with the last progress, or with the
   first request if the engine was idle. The longest bounds apply, of the requests present then and of those that came before

@@ -178,7 +178,7 @@ def _choice_json(
 
 
 def _fetch_json(choice: Choice | PairChoice, text: TextRequest | None) -> dict[str, Any] | None:
-    """What the worker that computes the prompt should fetch: the source, and the request's fields that name it."""
+    """The fetch of the worker that computes the prompt: the source, and the request's fields that name it."""
     fetch = fetch_of(choice)
     if fetch is None:
         return None

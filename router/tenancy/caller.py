@@ -8,7 +8,7 @@ from kvatlas.validation import matches
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a client may use: in flight in one router process, per minute in the whole fleet. None: unlimited. Tokens count
+    """A client's limits: in flight in one router process, per minute in the whole fleet. None: unlimited. Tokens count
     prompts and answers."""
 
     requests_in_flight: int | None = None

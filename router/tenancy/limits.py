@@ -103,7 +103,7 @@ class Permit:
             self._use.tokens -= self._tokens
 
     def headers(self) -> Headers:
-        """What is left of each limit, in the headers of OpenAI's API."""
+        """The rest of each limit, in the headers of OpenAI's API."""
         return limit_headers(self._use, self._exchange.clock())
 
 

@@ -85,7 +85,7 @@ def question_before_media(request: TextRequest) -> Question:
 
 
 def read_tokens(request: TextRequest, url: str, status: int, answer: Any) -> Sequence[int]:
-    """The token ids in an answer of `/tokenize`. `answer`: its JSON; None if it is no JSON. Raises CannotTokenize."""
+    """The token ids in an answer of `/tokenize`. `answer`: its JSON; None if it is not JSON. Raises CannotTokenize."""
     tokens = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
     if isinstance(tokens, list):
         return tokens
@@ -96,8 +96,8 @@ def read_tokens(request: TextRequest, url: str, status: int, answer: Any) -> Seq
 
 
 def read_rendered(answer: Any) -> PromptTokens | None:
-    """The tokens in vLLM's GenerateRequest: `token_ids`, and in `features` hashes and places by modality. None if the answer is
-    no such request."""
+    """The tokens in vLLM's GenerateRequest: `token_ids`, and in `features` hashes and places by modality. None if the answer
+    is not such a request."""
     if isinstance(answer, list) and answer:  # one for each prompt of a completion
         answer = answer[0]
     tokens = answer.get("token_ids") if isinstance(answer, dict) else None

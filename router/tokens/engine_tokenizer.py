@@ -183,7 +183,7 @@ def _is_answer(path: str, status: int) -> bool:
 
 
 def _read(url: str, answer: Reply) -> tuple[str, int, Any]:
-    """The URL, the status and the decoded JSON; None if it is no JSON."""
+    """The URL, the status and the decoded JSON; None if it is not JSON."""
     try:
         return url, answer.status, answer.json()
     except (ValueError, RecursionError):

@@ -189,7 +189,7 @@ class TextRequest:
 
     @property
     def prompt(self) -> str | Sequence[int]:
-        """The first prompt of a request that is no conversation: text or token ids."""
+        """The first prompt of a request that is not a conversation: text or token ids."""
         name, prompt = self._named_prompt
         first = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
         if not isinstance(first, list if self.api is Api.TOKENS else (str, list)):

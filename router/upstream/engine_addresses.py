@@ -26,7 +26,7 @@ class AddressPolicy:
         near: bool,
         access: EngineAccess | None = None,
     ) -> None:
-        """Raises InvalidValue for an entry that is no address."""
+        """Raises InvalidValue for an entry that is not an address."""
         self.access = access or EngineAccess()
         self._workers: dict[str, str] = {}
         self._allowed = AddressList.parse(allowed) if allowed else None

@@ -1,4 +1,5 @@
-"""What an engine's HTTP status says about the request and the engine, and whether another engine should be tried."""
+"""Judges an engine's HTTP status: what it says about the request and the engine, and whether another engine should be
+tried."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime

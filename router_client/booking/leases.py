@@ -21,7 +21,7 @@ BEATS_A_LEASE = 3
 RETRY_S = 0.1
 CLOSE_S = 1.0
 KEEP_S = 30.0
-"""How long a report is retried, or a lease's length if that is longer: by then the lease would have ended the
+"""Time that a report is retried, or a lease's length if that is longer: by then the lease would have ended the
 reservation."""
 MOST_PENDING = 100_000
 LINGER_S = 0.001
@@ -81,7 +81,7 @@ class Leases:
         self._wake.set()
 
     def start(self) -> None:
-        """Start to renew leases and send reports."""
+        """Start renewing leases and sending reports."""
         self._task.start()
 
     async def stop(self) -> None:

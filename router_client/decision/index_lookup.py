@@ -60,7 +60,7 @@ class IndexLookup:
         return Case(prompt, pool, PromptLookup.empty(prompt, pool.block_shapes), Basis.LOAD, why)
 
     async def _try_again(self, prompt: Prompt, pool: Pool, within_s: float | None) -> None:
-        """Retry the lookup. True if a choice would have had its answer in time."""
+        """Retry the lookup, and record whether a choice would have had its answer in time."""
         try:
             async with asyncio.timeout(within_s):
                 await self.look_up(prompt, pool)

@@ -38,7 +38,7 @@ class AnswerUsage:
         self._used[user] = self._used.get(user, AnswerUse()).plus(use)
 
     def start(self) -> None:
-        """Begin to report."""
+        """Start reporting."""
         self._task.start()
 
     async def stop(self) -> None:

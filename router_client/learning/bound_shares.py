@@ -1,4 +1,4 @@
-"""How much of an upper bound engines really reuse, by pool, learned from the cached tokens in their answers.
+"""Learns how much of an upper bound engines really reuse, by pool, from the cached tokens in their answers.
 
 For some hybrid models only residency is known (SGLang, or groups of an unknown kind): the resident blocks are an upper
 bound of what is reused. Once there are enough answers, the share that they reused is applied.

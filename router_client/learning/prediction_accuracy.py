@@ -33,7 +33,7 @@ REPORT_S = 2.0
 """Interval of reports; unchanged ones are repeated because the store expires reports after 60 s."""
 CALL_S = 1.0
 LATELY_S = 60.0
-"""How long requests of tenants that workers don't have are reported."""
+"""Time that requests of tenants that workers don't have are reported."""
 
 BY_INDEX = (Basis.COST.value, Basis.POLICY.value)
 """Modes of a choice that looked up the index."""
@@ -150,7 +150,7 @@ class AccuracyReporter:
         self._task = BackgroundTask(self._run, "kvatlas router answers")
 
     def start(self) -> None:
-        """Start to report."""
+        """Start reporting."""
         self._task.start()
 
     async def stop(self) -> None:

@@ -223,7 +223,7 @@ class RateLearner:
         self._noted.append((pool_id, finished))
 
     def start(self) -> None:
-        """Start to learn and share."""
+        """Start learning and sharing."""
         self._task.start()
 
     async def stop(self) -> None:

@@ -43,7 +43,8 @@ class _Copy:
 
 
 class CopySources:
-    """Whose copies a candidate may read; built once a request, so that the work grows with workers, not with their pairs."""
+    """Finds the copies that a candidate may read; built once per request, so that the work grows with workers, not with their
+    pairs."""
 
     def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
         self._held = held
@@ -126,7 +127,7 @@ class CopySources:
         """The quote with what the deepest of the reader's shared stores holds beyond its own; of equally deep ones the one that
         is read fastest.
 
-        Nothing of a store for a worker with marks: its other groups' blocks are not told there.
+        Nothing of a store for a worker with marks: the store does not report its other groups' blocks.
         """
         shape = reader.block_size, reader.lookahead_tokens
         if reader.marks:

@@ -27,7 +27,8 @@ class OverlapIndex(Protocol):
     async def overlap(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
     ) -> Overlap:
-        """How many leading blocks of a chain each active worker holds, and where it can resume. Raises Unreachable."""
+        """The number of leading blocks of a chain that each active worker holds, and where it can resume. Raises
+        Unreachable."""
 
 
 @runtime_checkable
@@ -91,7 +92,7 @@ class HeldPrefix(NamedTuple):
 
     @classmethod
     def of(cls, runs: tuple[Run, ...], reach_tokens: int | None = None) -> "HeldPrefix":
-        if len(runs) == 1:  # as most are
+        if len(runs) == 1:  # the usual case
             return cls(runs, runs[0].tokens, runs[0].tiers[0] is Tier.HBM, reach_tokens)
         in_hbm = all(run.tiers[0] is Tier.HBM for run in runs)
         return cls(runs, sum(run.tokens for run in runs), in_hbm, reach_tokens)

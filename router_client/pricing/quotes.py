@@ -208,7 +208,7 @@ def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tie
     """The part of runs from token `start` up to token `end`, which they reach: tokens, and their nearest tier.
 
     Neighbours with the same nearest tier become one, even if only some of them are also in farther tiers."""
-    if len(runs) == 1:  # as most are
+    if len(runs) == 1:  # the usual case
         return [(end - start, runs[0].tiers[0])] if start < end else []
     found: list[tuple[int, Tier]] = []
     position = 0

@@ -57,7 +57,7 @@ class PrefixCache:
         clock: Callable[[], float],
         report_hits: bool,
     ) -> None:
-        """`report_hits`: record a stored event for each hit on the GPU, as vLLM with `kv_cache_report_mode="full"`."""
+        """`report_hits`: record a stored event for each hit on the GPU, like vLLM with `kv_cache_report_mode="full"`."""
         self._pool = pool
         self._cpu_tier = cpu_tier
         self._policy = policy

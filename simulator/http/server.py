@@ -172,7 +172,7 @@ class EngineApi:
         return response
 
     async def _render(self, api: Api, request: Request) -> Response:
-        """What the engine would compute, as vLLM's `GenerateRequest`; for completions a list of them."""
+        """Render a request: what the engine would compute, as vLLM's `GenerateRequest`; for completions a list of them."""
         try:
             body = parse_api(api, await request.body(), vocab_size=self._vocab_size)
             model, _ = self._resolve_model(body.model)
@@ -211,7 +211,7 @@ class EngineApi:
         return JSONResponse({"version": VLLM_VERSION})
 
     async def _kv_event_sources(self, _: Request) -> Response:
-        """Where the KV events of each rank are, in vLLM's format."""
+        """The KV event sources of each rank, in vLLM's format."""
         return JSONResponse({} if self._event_source is None else {"0": self._event_source})
 
     async def _server_info(self, _: Request) -> Response:

@@ -9,7 +9,8 @@ from kvatlas_simulator.lab.summary import Summary
 
 
 class FleetSize(NamedTuple):
-    """`summary`: of the smallest fleet that meets the objective for enough requests; None if even `largest` does not."""
+    """`summary`: the figures of the smallest fleet that meets the objective for enough requests; None if even `largest` does
+    not."""
 
     policy: str
     largest: Point

@@ -45,7 +45,7 @@ class _Told(BaseModel):
 
 
 class TraceRecorder:
-    """Writes one file. Takes some 100 bytes of memory for each distinct block.
+    """Writes one file. Takes about 100 bytes of memory per distinct block.
 
     `requests`: written. `dropped`: those that a router could not send in time. `unread`: left out because their router did
     not know their tokens. `full`: `most_bytes` are written, and writing has stopped.

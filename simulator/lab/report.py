@@ -195,7 +195,7 @@ def save_picture(study: Study, cells: Sequence[Cell], path: Path) -> None:
     """Plot bars by policy for one point, or lines over the swept axis for several, with other fields fixed at their first
     values.
 
-    Raises InvalidValue for a file name whose suffix is no picture format.
+    Raises InvalidValue for a file name whose suffix is not a picture format.
     """
     panels = {
         "hit_rate": ("prompt tokens found cached", "%", 100.0),

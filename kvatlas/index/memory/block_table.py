@@ -54,7 +54,7 @@ class Holder:
         return (now_s if self.retired_s is None else self.retired_s) - self.active_since_s
 
     def count(self, place: tuple[bytes, Tier], blocks: int, now_s: float) -> None:
-        """Count so many more blocks of a scope in a tier."""
+        """Count this many more blocks of a scope in a tier."""
         self.blocks_in[place] += blocks
         if span_s := self.span_s(now_s):
             self.moments[place] = self.moments.get(place, 0.0) + blocks * span_s

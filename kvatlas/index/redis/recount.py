@@ -42,7 +42,7 @@ class Strays(NamedTuple):
 
 
 _Touched = dict[tuple[bytes, bool], set[bytes]]
-"""By (scope, is it about marks?): hashes of blocks (False), fields of marks (True)."""
+"""By (scope, True if about marks): hashes of blocks (False), fields of marks (True)."""
 
 
 @dataclass(slots=True)

@@ -95,8 +95,8 @@ class SharedHashes:
     def remove(self, removals: Sequence[tuple[EngineHash, Holding]]) -> None:
         """Remove one copy of each hash, one by one. The hashes' own counts are already reduced.
 
-        The engine does not say which block lost its copy. But a radix tree evicts leaves, so it was no block with a child held
-        in the device tier (farther tiers are emptied in any order). Each of the others may have lost the copy, so each
+        The engine does not say which block lost its copy. But a radix tree evicts leaves, so it was not a block with a child
+        held in the device tier (farther tiers are emptied in any order). Each of the others may have lost the copy, so each
         counts as having lost it. A held block may then be missing from the index until it is stored again, but no block is
         claimed that is gone.
         """

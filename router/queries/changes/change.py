@@ -5,7 +5,7 @@ A copy keeps each worker's incarnation and blocks, and during a snapshot of the 
     snapshot  blocks that a worker has now; `aside`: they belong to the second set
     begin     an empty second set begins
     stored    blocks are added, to the second set if there is one
-    removed blocks are removed, from the second set if there is one
+    removed   blocks are removed, from the second set if there is one
     cleared   all blocks of that set are removed
     end       the second set replaces the first
     gone      the worker has no blocks until its next begin
