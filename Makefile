@@ -9,6 +9,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO_READY := .venv/.demo-ready
 PEER_READY := .bench-peer/.ready
+PROXIES_READY := .bench-proxies/.ready
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 UV := .lock/bin/uv
@@ -25,7 +26,7 @@ QUICK := $(addprefix tests/,project $(addprefix kvatlas/,blocks bus cost fleet r
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help lock test quick chaos clusters oracle frontends integrations demo bench bench-longer bench-peer lab lint types release image push image-test wheel-test version clean
+.PHONY: help lock test quick chaos clusters oracle frontends integrations demo bench bench-longer bench-peer bench-proxies lab lint types release image push image-test wheel-test version clean
 
 # `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
 REGISTRY ?=
@@ -175,6 +176,16 @@ $(PEER_READY): benchmarks/peer/requirements.txt | $(READY)
 bench-peer: $(READY) $(PEER_READY) ## measure kvatlas beside NVIDIA Dynamo, on the same work (PEER=choices,overlap,...: parts)
 	$(BIN)/python -m benchmarks.peer $(PEER)
 
+$(PROXIES_READY): benchmarks/proxies/requirements.txt | $(READY)
+	@rm -rf .bench-proxies
+	@$(BIN)/python -m venv .bench-proxies
+	@echo "Installing the other proxies (60 MB) into .bench-proxies"
+	@.bench-proxies/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+bench-proxies: $(READY) $(PROXIES_READY) ## measure kvatlas router beside other proxies, on pinned cores, in turns (PROXIES=kvatlas,sglang-router: these)
+	$(BIN)/python -m benchmarks.proxies $(PROXIES)
+
 lint: $(READY) ## run ruff (rules and format), and luacheck if it is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -225,5 +236,5 @@ version:
 	@echo $(VERSION)
 
 clean: ## remove the environment and every cache
-	rm -rf .venv .lock .release .oracle .frontends .bench-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .lock .release .oracle .frontends .bench-peer .bench-proxies build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
