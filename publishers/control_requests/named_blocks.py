@@ -5,7 +5,7 @@ A lookup by block searches the whole ledger. No batch passes through this module
 
 from collections.abc import Sequence
 
-from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes
 from kvatlas.bus.control import NamedBlock, ScopeFields
 from kvatlas_publishers.engine_events import EngineHash
 from kvatlas_publishers.ledger.block import Stretch
@@ -52,7 +52,7 @@ def names_of(lineage: Lineage, block: NamedBlock) -> list[EngineHash]:
 
 def hashes_along(lineage: Lineage, scope_id: bytes, sequence_hashes: Sequence[int]) -> list[int]:
     """The engine's own hashes of a chain's first blocks, up to the first that it does not hold, or whose hash is no number."""
-    chain = b"".join(one.to_bytes(HASH_BYTES, "little") for one in sequence_hashes)
+    chain = pack_hashes(sequence_hashes)
     first = chain[:HASH_BYTES]
     roots = (one.roots.get(first) for one in lineage.namespaces.values() if one.scope_id == scope_id)
     stretch = next((root for root in roots if root is not None), None)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Protocol
 
-from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.hashing import HASH_BYTES, unpack_hashes
 from kvatlas.fleet.records import KvConnector
 from kvatlas.identity import Scope
 from router_client.pricing.pool import Pool
@@ -44,5 +44,5 @@ class NamedBlocks:
         source, size = fetch.source, fetch.source.block_size or 1
         blocks = -(-(choice.result.usable_tokens + fetch.tokens) // size)
         chain = PromptChain(prompt, size, source.lookahead_tokens).all_hashes()[: blocks * HASH_BYTES]
-        found = await self._hashes.ask(source.id, prompt.scope, memoryview(chain).cast("Q").tolist())
+        found = await self._hashes.ask(source.id, prompt.scope, unpack_hashes(chain))
         return replace(choice, fetch=replace(fetch, block_hashes=found) if found else None)
