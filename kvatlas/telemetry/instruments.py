@@ -676,6 +676,20 @@ TOKENS = {
     **_single(TOKENIZE_TIME, "reading_time"),
 }
 
+# ---------------------------------------------------------------- index server: kvatlas_router.queries.counters.QueryCounters
+
+QUESTIONS = _counter("index_server.questions", "{question}", "Questions to the index server, by outcome")
+QUESTION_TIME = _histogram("index_server.duration", "s", "Answering a question to the index server")
+CHANGES_SENT = _counter("index_server.changes", "{change}", "Changes sent to those who keep a copy of the index")
+FOLLOWERS = _gauge("index_server.followers", "{follower}", "Those who keep a copy of the index and are connected now")
+
+QUERIES = {
+    **_by(QUESTIONS, "outcome", answered="answered", refused="refused", failed="failed"),
+    **_single(QUESTION_TIME, "answer_time"),
+    **_single(CHANGES_SENT, "changes"),
+}
+FOLLOWING = _single(FOLLOWERS, "followers")
+
 # ---------------------------------------------------------------- answers: kvatlas.predictions.accuracy.AnswerCounts
 
 PROMPTS_COMPARED = _counter("tokens.prompts", "{request}", "Prompt lengths that engines report, compared with ours")
@@ -809,6 +823,8 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "progress": PROGRESS,
     "stalled": STALLED,
     "tokens": TOKENS,
+    "queries": QUERIES,
+    "following": FOLLOWING,
     "answers": ANSWERS,
     "tenancy": TENANCY,
     "http": HTTP,
