@@ -24,13 +24,14 @@ from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.subjects import events_subject
 from kvatlas.errors import DATA_ERRORS, InvalidValue
-from kvatlas.fleet.records import EngineState
+from kvatlas.fleet.records import EngineState, KvConnector
 from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import export_metrics, flush_span, inject_headers
 from kvatlas_publishers.block_recorder import BlockRecorder
 from kvatlas_publishers.control_requests.control import ControlResponder
+from kvatlas_publishers.control_requests.engine_hashes import EngineHashesResponder
 from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.duplicate_publisher import DuplicatePublisherWatch
@@ -203,6 +204,11 @@ class Publisher(BlockRecorder):
                 partitions=self.settings.partitions,
                 diagnoses=self.diagnoses,
             )
+            hashes: EngineHashesResponder | None = None
+            if self.settings.kv_connector is KvConnector.KVCR:
+                hashes = EngineHashesResponder(self._client, self.worker_id, self.changelog, self.counters, self._log)
+                await hashes.start()
+                stack.push_async_callback(hashes.stop)
             duplicates = DuplicatePublisherWatch(
                 self._client,
                 self.worker_id,
@@ -244,6 +250,8 @@ class Publisher(BlockRecorder):
             tasks.start_soon(self._expire_stored)
             tasks.start_soon(self._judge_intake)
             tasks.start_soon(control.run)
+            if hashes is not None:
+                tasks.start_soon(hashes.run)
             tasks.start_soon(duplicates.run)
             if self.engine.poller is not None:
                 tasks.start_soon(self.engine.poller.run)

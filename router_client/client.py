@@ -39,6 +39,7 @@ from router_client.decision.decider import Decider
 from router_client.decision.history import DecisionHistory
 from router_client.decision.index_access import open_overlap_index
 from router_client.decision.index_lookup import IndexLookup
+from router_client.decision.named_blocks import EngineHashSource, NamedBlocks
 from router_client.fleet_cache import FleetCache, FleetReader
 from router_client.learning.answer_usage import AnswerUsage
 from router_client.learning.bound_shares import BoundShares
@@ -84,10 +85,12 @@ class RouterClient:
         reservations: Reservations | None = None,
         now_us: Callable[[], int] = lambda: time.time_ns() // 1_000,
         store: Store | None = None,
+        engine_hashes: EngineHashSource | None = None,
     ) -> None:
         """Works on an index, a fleet reader and reservations that the caller keeps open; `RouterClient.open` creates them
         from a URL. Without reservations the client books in this process, and knows only its own choices. `store`: where it
-        reports its prediction accuracy (`answers`)."""
+        reports its prediction accuracy (`answers`). `engine_hashes`: for engines that fetch blocks by each other's own hashes
+        (KVCR); without it nothing is fetched by them."""
         self.settings = settings or RouterSettings()
         self._index = index
         self._bounds = BoundShares(self.settings.rules)
@@ -140,6 +143,7 @@ class RouterClient:
             self.counters,
             self._late_calls,
             self._distance,
+            NamedBlocks(engine_hashes),
         )
 
     @classmethod

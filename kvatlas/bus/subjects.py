@@ -12,6 +12,7 @@ STREAM = "KVATLAS_EVENTS"
 ALL_EVENTS = "kvatlas.events.*.*"
 ALL_ALIVE = "kvatlas.alive.*"
 ALL_CONTROL = "kvatlas.control.*"
+ALL_HASHES = "kvatlas.hashes.*"
 ALL_GRANTS = "kvatlas.grant.*.*"
 ALL_FLEETS = "kvatlas.fleet.*"
 ALL_STORE_NOTICES = "kvatlas.store.*.*"
@@ -62,6 +63,11 @@ def alive_subject(worker_id: str) -> str:
 def control_subject(worker_id: str) -> str:
     """Requests to a worker's publisher: snapshot, status, digest (core NATS, request and reply)."""
     return f"kvatlas.control.{check_worker_id(worker_id)}"
+
+
+def hashes_subject(worker_id: str) -> str:
+    """Requests of routers for a worker's own block hashes (core NATS, request and reply)."""
+    return f"kvatlas.hashes.{check_worker_id(worker_id)}"
 
 
 def grant_subject(worker_id: str, partitions: int) -> str:

@@ -1,8 +1,8 @@
 """Users of NATS: each publisher, the indexers, the routers and the auditor (`doctor`, `audit`), with the subjects that each
 may use.
 
-A router uses NATS only for a local copy of the index (`--replica`). Every user has its own inboxes, so none can read
-another's answers.
+A router uses NATS only for a local copy of the index (`--replica`), and to ask for engines' block hashes. Every user has its
+own inboxes, so none can read another's answers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +17,7 @@ from kvatlas.bus.subjects import (
     ALL_EVENTS,
     ALL_FLEETS,
     ALL_GRANTS,
+    ALL_HASHES,
     ALL_STORE_NOTICES,
     DEAD_STREAM,
     STREAM,
@@ -24,6 +25,7 @@ from kvatlas.bus.subjects import (
     control_subject,
     events_of_worker,
     grants_of_worker,
+    hashes_subject,
     notices_of_writer,
     notices_to_store,
 )
@@ -72,7 +74,7 @@ def inbox_of(user: str) -> str:
 
 def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: bool = False) -> dict[str, Permissions]:
     """The permissions of each user, by name. `with_routers`: include a user for routers with a local copy, which read the
-    stream. Raises InvalidValue for a publisher with another user's name."""
+    stream, or whose engines fetch by hashes. Raises InvalidValue for a publisher with another user's name."""
     for taken in (INDEXER, ROUTER, AUDITOR):
         if taken in identities.by_user:
             raise InvalidValue(f"publisher {taken}: that is another user's name; expected a different one")
@@ -102,6 +104,7 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: 
                 *(f"{api}.STREAM.{call}.{STREAM}" for call in ("INFO", "MSG.GET")),
                 *consumers,
                 f"{api}.CONSUMER.INFO.{STREAM}.*",
+                ALL_HASHES,
             ],
             subscribe=[own_inbox[ROUTER]],
         )
@@ -118,8 +121,8 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: 
             ],
             subscribe=[
                 *(
-                    _subjects(workers, control_subject, alive_subject, notices_to_store)
-                    or [ALL_CONTROL, ALL_ALIVE, ALL_STORE_NOTICES]
+                    _subjects(workers, control_subject, hashes_subject, alive_subject, notices_to_store)
+                    or [ALL_CONTROL, ALL_HASHES, ALL_ALIVE, ALL_STORE_NOTICES]
                 ),
                 own_inbox[user],
             ],
@@ -128,6 +131,7 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: 
                 events_of_worker,
                 alive_subject,
                 control_subject,
+                hashes_subject,
                 grants_of_worker,
                 notices_of_writer,
                 notices_to_store,

@@ -5,7 +5,7 @@ A lookup by block searches the whole ledger. No batch passes through this module
 
 from collections.abc import Sequence
 
-from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes
 from kvatlas.bus.control import NamedBlock, ScopeFields
 from kvatlas_publishers.engine_events import EngineHash
 from kvatlas_publishers.ledger.block import Stretch
@@ -48,6 +48,36 @@ def names_of(lineage: Lineage, block: NamedBlock) -> list[EngineHash]:
             if at is not None:
                 names += [stretch.names[at]] if stretch.plain else lineage.names_of(stretch)
     return names
+
+
+def hashes_along(lineage: Lineage, scope_id: bytes, sequence_hashes: Sequence[int]) -> list[int]:
+    """The engine's own hashes of a chain's first blocks, up to the first that it does not hold, or whose hash is no number."""
+    chain = pack_hashes(sequence_hashes)
+    first = chain[:HASH_BYTES]
+    roots = (one.roots.get(first) for one in lineage.namespaces.values() if one.scope_id == scope_id)
+    stretch = next((root for root in roots if root is not None), None)
+    found: list[int] = []
+    while stretch is not None and stretch.usable > 0:
+        rest = chain[len(found) * HASH_BYTES :]
+        common = _common_blocks(stretch.hashes, rest)
+        for name in stretch.names[:common]:
+            if not isinstance(name, int):
+                return found
+            found.append(name)
+        if common < len(stretch) or not stretch.names:
+            break
+        stretch = stretch.child(rest[common * HASH_BYTES : (common + 1) * HASH_BYTES])
+    return found
+
+
+def _common_blocks(one: bytes, other: bytes) -> int:
+    """How many leading hashes are equal: if two are, so are all before them."""
+    low, high = 0, min(len(one), len(other)) // HASH_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        place = slice((middle - 1) * HASH_BYTES, middle * HASH_BYTES)
+        low, high = (middle, high) if one[place] == other[place] else (low, middle - 1)
+    return low
 
 
 def _place_of(stretch: Stretch, packed: bytes) -> int | None:

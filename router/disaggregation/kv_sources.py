@@ -14,7 +14,7 @@ from kvatlas_router.tokens.text_request import TextRequest
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.fetch_fields import Fetch
 
-CARRIED_OUT = frozenset({KvConnector.P2P})
+CARRIED_OUT = frozenset({KvConnector.P2P, KvConnector.KVCR})
 """Connectors for which these routers name sources to engines."""
 
 

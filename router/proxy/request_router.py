@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from kvatlas.block_lookup.engine_hashes import EngineHashes
 from kvatlas.cost.rates_file import read_profile
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import FleetRecord
@@ -106,7 +107,9 @@ async def open_request_router(
     async with AsyncExitStack() as stack:
         reading = await stack.enter_async_context(open_request_source(settings, near, prompts, credentials_to))
         store, catalogue = reading.store, reading.catalogue
-        client = await stack.enter_async_context(_build_client(settings, store, reading.lookups))
+        engine_hashes = EngineHashes(settings.nats, name="kvatlas-router")
+        stack.push_async_callback(engine_hashes.close)
+        client = await stack.enter_async_context(_build_client(settings, store, reading.lookups, engine_hashes))
         stack.enter_context(export_metrics("router", client.counters))
         stack.enter_context(export_metrics("answers", client.answers.counts))
         outliers = OutlierMonitor(OutlierStore(store), client.router_id, catalogue.members_of)
@@ -153,7 +156,9 @@ def _build_progress(catalogue: Catalogue, client: EngineClient) -> ProgressMonit
     return ProgressMonitor(catalogue.records, send_probe)
 
 
-def _build_client(settings: RoutingSettings, store: Store, index: OverlapIndex) -> RouterClient:
+def _build_client(
+    settings: RoutingSettings, store: Store, index: OverlapIndex, engine_hashes: EngineHashes
+) -> RouterClient:
     return RouterClient(
         index if settings.marks else ResidencyOnly(index),
         FleetStore(store),
@@ -169,6 +174,7 @@ def _build_client(settings: RoutingSettings, store: Store, index: OverlapIndex) 
         ),
         reservations=RedisReservations(store, index if isinstance(index, AnsweringIndex) else None),
         store=store,
+        engine_hashes=engine_hashes,
     )
 
 

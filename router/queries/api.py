@@ -16,6 +16,7 @@ from kvatlas_router.prompts.route_body import RouteBodyReader
 from kvatlas_router.queries.answers import dynamo_answer, mooncake_answer, own_answer
 from kvatlas_router.queries.changes.change import Change, View
 from kvatlas_router.queries.changes.follow import ChangeStreams
+from kvatlas_router.queries.counters import QueryCounters
 from kvatlas_router.queries.holders import HolderQueries, Match
 from kvatlas_router.queries.question import ANY_TENANT, Form, Question, read_question
 from kvatlas_router.tenancy.caller import Caller
@@ -43,6 +44,7 @@ class QueryApi:
         self._holders = holders
         self._changes = changes
         self._salt_is_tenant = salt_is_tenant
+        self.counters = QueryCounters()
 
     async def query(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
         """Find the holders of a prompt of token ids, in Mooncake's or Dynamo's form. Raises InvalidValue, UnknownModel,
@@ -129,6 +131,7 @@ class QueryApi:
 
         async with aclosing(self._changes.follow(View(tenant_id, caller.may_use, sees), after)) as changes:
             async for change in changes:
+                self.counters.changes += change is not None
                 yield change
 
     async def _answer(self, question: Question, caller: Caller) -> Mapping[str, Any]:

@@ -35,6 +35,7 @@ from kvatlas_router.proxy.json_body import read_object
 from kvatlas_router.queries.api import QueryApi
 from kvatlas_router.queries.changes.change import Change, position_text, read_position
 from kvatlas_router.queries.changes.follow import PositionLost
+from kvatlas_router.queries.counters import QueryCounters
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.refusals import ForeignTenant
 from router_client.pricing.overlap import OverlapIndex, ReportsStatus
@@ -86,12 +87,14 @@ class IndexApplication:
             first = await anext(found)  # raises errors before the answer has a status
             return StreamingResponse(_as_events(first, found), media_type="text/event-stream")
 
+        counted = api.counters
+
         return [
-            Route("/query", _with_errors(_posted(api.query, who)), methods=["POST"]),
-            Route("/query_by_hash", _with_errors(_posted(api.query_by_hash, who)), methods=["POST"]),
-            Route("/kvatlas/overlap", _with_errors(_posted(api.overlap, who)), methods=["POST"]),
-            Route("/workers", _with_errors(workers), methods=["GET"]),
-            Route("/kvatlas/changes", _with_errors(changes), methods=["GET"]),
+            Route("/query", _with_errors(counted, _posted(api.query, who)), methods=["POST"]),
+            Route("/query_by_hash", _with_errors(counted, _posted(api.query_by_hash, who)), methods=["POST"]),
+            Route("/kvatlas/overlap", _with_errors(counted, _posted(api.overlap, who)), methods=["POST"]),
+            Route("/workers", _with_errors(counted, workers), methods=["GET"]),
+            Route("/kvatlas/changes", _with_errors(counted, changes), methods=["GET"]),
             *(Route(path, _refuse_change, methods=["POST"]) for path in CHANGING),
         ]
 
@@ -142,12 +145,15 @@ def _posted(answer: Answer, who: WhoAsks) -> Callable[[Request], Awaitable[Respo
     return handle
 
 
-def _with_errors(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap a handler, so that its errors become `{"error": line}`, as in other indexers."""
+def _with_errors(
+    counters: QueryCounters, handle: Callable[[Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Wrap a handler, so that it is counted, and its errors become `{"error": line}`, as in other indexers."""
 
     async def handled(request: Request) -> Response:
         try:
-            return await handle(request)
+            with counters.question():
+                return await handle(request)
         except ClientDisconnect:
             return Response(status_code=408)  # the client no longer receives anything
         except InvalidValue as error:

@@ -10,6 +10,7 @@ from kvatlas.addresses import is_loopback
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.http_server import listen, serve
 from kvatlas.settings import IndexServerSettings
+from kvatlas.telemetry import export_metrics
 from kvatlas_router.client_borders import open_borders
 from kvatlas_router.prompts.request_source import open_request_source
 from kvatlas_router.prompts.route_body import RouteBodyReader
@@ -73,6 +74,8 @@ async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tupl
             changes,
             salt_is_tenant=settings.salt_is_tenant,
         )
+        stack.enter_context(export_metrics("queries", api.counters))
+        stack.enter_context(export_metrics("following", changes))
         borders = await stack.enter_async_context(open_borders(settings, reading.fleet, salts=settings.salt_is_tenant))
         grpc_port = await _serve_grpc(stack, settings, api, borders.proof)
         apart = settings.control_is_apart

@@ -21,6 +21,7 @@ from router_client.counters import RouterCounters
 from router_client.decision.case import Case
 from router_client.decision.choice_builder import ChoiceBuilder
 from router_client.decision.index_lookup import IndexLookup
+from router_client.decision.named_blocks import NamedBlocks
 from router_client.decision.policy import RoutingPolicy
 from router_client.errors import NoWorkers
 from router_client.fleet_cache import FleetCache
@@ -33,6 +34,7 @@ from router_client.pricing.prefill_decode import PairRanking
 from router_client.pricing.quotes import Quote, shortlist
 from router_client.pricing.ranking import RankedResults
 from router_client.prompt import Prompt
+from router_client.prompt_chain import PromptChain
 from router_client.results import Choice, Ranking, list_left_out
 from router_client.settings import RouterSettings
 
@@ -55,7 +57,9 @@ class Decider:
         counters: RouterCounters,
         late_calls: LateCalls,
         distance: StoreDistance,
+        named_blocks: NamedBlocks,
     ) -> None:
+        self._named_blocks = named_blocks
         self._index = index
         self._fleet = fleet
         self._booker = booker
@@ -76,6 +80,7 @@ class Decider:
     async def rank(self, prompt: Prompt) -> Ranking:
         """Rank every candidate. Raises what the store raises."""
         pool = self._policy.narrow(await self._fleet.read_pool(prompt.scope.pool_id), prompt)
+        prompt = self._named_blocks.narrow(prompt, pool)
         case = Case(prompt, pool, await self._index.look_up(prompt, pool))
         quotes = shortlist(self._policy.quote(case))
         if not quotes:
@@ -100,8 +105,14 @@ class Decider:
     async def decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool, explain_all: bool = False) -> Choice:
         """Choose a worker, and reserve it if `book`. `explain_all`: read every candidate.
 
-        Stays within the deadline, whatever the store does. Raises NoWorkers; Unreachable if the pool was never read.
+        Stays within the deadline, whatever the store does; naming blocks to fetch may take longer. Raises NoWorkers;
+        Unreachable if the pool was never read.
         """
+        return await self._named_blocks.name(
+            prompt, await self._decide(prompt, avoid, book=book, explain_all=explain_all)
+        )
+
+    async def _decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool, explain_all: bool) -> Choice:
         call_store = self._booker.may_call_store()
         # nothing waits for a booking in a store that is far away, or that has failed and is being retried
         trying = book and self._booker.is_trying
@@ -168,7 +179,10 @@ class Decider:
             evaluation = self._booker.look_alone(prompt.scope.pool_id, ask)
             booked = evaluation, self._booker.book_alone(prompt, ask) if book else ()
         evaluation, reservations = booked
-        return self._builder.pair(case, PairRanking(pairs, evaluation, self._policy.criteria(prompt)), reservations)
+        pair = self._builder.pair(case, PairRanking(pairs, evaluation, self._policy.criteria(prompt)), reservations)
+        if pair.prefill is None:
+            return replace(pair, decode=await self._named_blocks.name(prompt, pair.decode))
+        return replace(pair, prefill=await self._named_blocks.name(prompt, pair.prefill))
 
     # ------------------------------------------------------------ before load
 
@@ -187,7 +201,10 @@ class Decider:
     async def _read_case(self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, call_store: bool) -> Case:
         pool, why = await self._read_pool(prompt.scope.pool_id, deadline, call_store=call_store)
         share = 1.0 if self.store_is_far else READ_SHARE
-        case = await self._index.look_up_in_time(prompt, self._policy.narrow(pool, prompt, avoid), deadline, share)
+        pool = self._policy.narrow(pool, prompt, avoid)
+        case = await self._index.look_up_in_time(self._named_blocks.narrow(prompt, pool), pool, deadline, share)
+        if not avoid:  # of several tries one counts
+            _record_fetchable(case)
         return replace(case, why=why) if why and not case.why else case
 
     async def _read_pool(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> tuple[Pool, str]:
@@ -320,6 +337,14 @@ class Decider:
         unread = len(case.pool.candidates) - len(quotes)
         ranking = self._builder.ranking(case, results, case.pool.left_out, unread)
         return self._builder.choice(case, ranking, result, reservation, would_be=would_be)
+
+
+def _record_fetchable(case: Case) -> None:
+    """Let the pool learn how much of its prompts is worth keeping, if they may be fetched."""
+    pool, size = case.pool, case.pool.usual_block_size
+    if case.prompt.fetch_by and pool.sources and size is not None:
+        chain = case.lookup.chains.get(size) or PromptChain(case.prompt, size)
+        pool.fetches.record_prompt(case.prompt.scope.pool_id, chain.all_hashes(), size)
 
 
 def _narrow_ask(ask: Ask, worker_id: str) -> Ask:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from kvatlas.request import SelectionResult
 from router_client.learning.usage import Usage
+from router_client.learning.working_set import WorkingSet
+from router_client.pricing.pool import UNKNOWN_DISPLACED
 
 FADING = 0.95
 """Factor by which a fetch's weight shrinks with each later one: about the last twenty matter."""
@@ -19,6 +21,8 @@ PRIOR_FETCHES = 0.5
 """Initial evidence of a pool: as if this many fetches had arrived whole."""
 RECOVERS_S = 60.0
 """Seconds in which all evidence loses two thirds of its weight."""
+CONGESTION = 10.0
+"""What an engine computes again delays other requests too: its cost as a multiple of its time."""
 
 
 @dataclass(slots=True)
@@ -42,11 +46,33 @@ class Fetches:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pools: dict[str, _Arrived] = {}
+        self._working_sets: dict[str, WorkingSet] = {}
 
     def share(self, pool_id: str) -> float:
         """Share of the requested tokens that recent fetches delivered, 0 to 1."""
         known = self._pools.get(pool_id)
         return 1.0 if known is None else known.share(self._clock())
+
+    def displaced_share(self, pool_id: str, capacity_tokens: int | None) -> float:
+        """See `FetchKnowledge`. A copy displaces other blocks, which are missed unless another worker holds them too.
+
+        If copies are placed at random, and the working set fits `capacity_tokens` n times, a share of exp(-n) of it is held
+        by none. 1: copies cost as much as computing, so nothing is fetched; as while the working set is not known yet.
+        """
+        if capacity_tokens is None:
+            return UNKNOWN_DISPLACED
+        known = self._working_sets.get(pool_id)
+        tokens = None if known is None else known.tokens()
+        if tokens is None:
+            return 1.0
+        return min(1.0, CONGESTION * math.exp(-capacity_tokens / tokens)) if tokens else 0.0
+
+    def record_prompt(self, pool_id: str, chain: bytes, block_tokens: int) -> None:
+        """See `FetchKnowledge`."""
+        known = self._working_sets.get(pool_id)
+        if known is None:
+            known = self._working_sets[pool_id] = WorkingSet(self._clock)
+        known.record(chain, block_tokens)
 
     def record(self, pool_id: str, result: SelectionResult, usage: Usage) -> None:
         """Learn from an answer. Ignored if it was to fetch nothing, or reports no cached tokens."""

@@ -22,8 +22,6 @@ from router_client.pricing.quotes import Quote, Surcharge
 from router_client.prompt import Prompt
 
 DISPLACED = TermKind("displaced", "tokens")
-DISPLACED_FACTOR = 0.3
-"""Cost of an additional copy to later requests, as a multiple of the time to compute it: it displaces other blocks."""
 NOT_FETCHED = TermKind("not_fetched", "tokens")
 
 
@@ -50,6 +48,7 @@ class CopySources:
         self._held = held
         self._fetch_by = prompt.fetch_by | {KvConnector.LMCACHE}  # LMCache finds its source itself
         self._share = pool.fetches.share(prompt.scope.pool_id)
+        self._displaced = pool.fetches.displaced_share(prompt.scope.pool_id, pool.capacity_tokens)
         self._stores = {endpoint.id: endpoint for endpoint in pool.stores if endpoint.id in held}
         self._deepest: dict[Hashable, dict[str | None, list[_Copy]]] = {}
         for source in pool.sources:
@@ -115,7 +114,7 @@ class CopySources:
         tokens = read.transferred_tokens
         at_hand_us, _ = read.for_kind.price_pieces([*own, Piece(tokens, 0, Tier.HBM)])
         computing_us = max(0.0, otherwise_us - at_hand_us)
-        added = [Surcharge(DISPLACED, round(DISPLACED_FACTOR * computing_us), tokens)]
+        added = [Surcharge(DISPLACED, us, tokens)] if (us := round(self._displaced * computing_us)) else []
         if (lost := 1 - self._share) > 0:
             added.append(Surcharge(NOT_FETCHED, round(lost * computing_us), round(lost * tokens)))
         transfer_us = max(0, round(read.base_us - at_hand_us))

@@ -18,6 +18,7 @@ from kvatlas.fleet.records import (
     EngineState,
     FleetRecord,
     ForwardPassMetrics,
+    KvConnector,
     Liveness,
     Role,
 )
@@ -26,6 +27,8 @@ from kvatlas.reservations.likeness import likeness_of
 from kvatlas.reservations.room_and_slo import limit_of
 from router_client.pricing.candidates import BlockShape, Candidate, Group, KindRows, groups_of, shape_of
 
+UNKNOWN_DISPLACED = 0.3
+"""`FetchKnowledge.displaced_share` if the size of a cache is unknown."""
 MOST_SKIPPED = 64
 MOST_TENANTS = 256
 """Limit of tenants for which a pool remembers which of its workers they may use."""
@@ -43,12 +46,25 @@ class FetchKnowledge(Protocol):
     def share(self, pool_id: str) -> float:
         """Share of the requested tokens that recent fetches delivered, 0 to 1."""
 
+    def displaced_share(self, pool_id: str, capacity_tokens: int | None) -> float:
+        """Cost of a further copy to later requests, as a share of what computing it takes, 0 to 1. `capacity_tokens`: what
+        the pool's caches hold; None: unknown."""
+
+    def record_prompt(self, pool_id: str, chain: bytes, block_tokens: int) -> None:
+        """A prompt came that may be fetched; `chain`: its packed sequence hashes."""
+
 
 class NothingFetched:
     """Before any fetch."""
 
     def share(self, _: str) -> float:
         return 1.0
+
+    def displaced_share(self, _: str, __: int | None) -> float:
+        return UNKNOWN_DISPLACED
+
+    def record_prompt(self, _: str, __: bytes, ___: int) -> None:
+        return
 
 
 def why_unable(record: FleetRecord) -> str | None:
@@ -102,7 +118,7 @@ class Pool:
     caller does not want (`skipped`); it is empty if they are more. `kind_rows`: theirs. `chains`: those that workers'
     blocks are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced
     blocks. `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it
-    (`of_tenant`). `fetches`: what is known of fetches from `sources`.
+    (`of_tenant`). `fetches`: what is known of fetches from `sources`, and `connectors` theirs.
     """
 
     records: Mapping[str, FleetRecord]
@@ -125,6 +141,7 @@ class Pool:
     tenants: frozenset[tuple[str, ...]] = frozenset()
     by_tenant: dict[str, "Pool"] = field(default_factory=dict, compare=False, repr=False)
     fetches: FetchKnowledge = field(default_factory=NothingFetched, compare=False, repr=False)
+    connectors: frozenset[KvConnector] = frozenset()
 
     @classmethod
     def of(
@@ -185,6 +202,7 @@ class Pool:
             chains={chain: frozenset(sizes) for chain, sizes in chains.items()},
             tenants=frozenset(record.tenants for record in records.values() if record.tenants),
             fetches=fetches or NothingFetched(),
+            connectors=frozenset(one.kv_connector for one in sources if one.kv_connector is not None),
         )
 
     def read_again(self, records: Mapping[str, FleetRecord]) -> "Pool | None":
@@ -198,6 +216,13 @@ class Pool:
             if known is not record and (known is None or not _differs_in_load_only(known, record)):
                 return None
         return replace(self, records=records, loads=ReportedLoads(records), by_tenant={})
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """What the caches of all workers that compute prompts hold; None if one of them is unknown."""
+        computing = dict(self.candidate_of) | {candidate.id: candidate for candidate in self.prefillers}
+        sizes = [candidate.total_blocks * candidate.block_size for candidate in computing.values()]
+        return sum(sizes) if all(sizes) else None
 
     @property
     def left_out_of_pairs(self) -> Mapping[str, str]:

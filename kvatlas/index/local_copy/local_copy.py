@@ -44,6 +44,8 @@ from kvatlas.telemetry import export_metrics
 
 BLOCK_BYTES = 160
 """Memory of a block or a mark, with its place in a dictionary (measured by `python -m benchmarks.index.replica`)."""
+ROW_BYTES = 80
+"""Of these in a copy that is kept in a file, besides: the number of its row."""
 ENTRY_BYTES = 4
 PROBES_A_BOUND = 5
 """Number of times within `max_stale_ms` to ask for the stream's end."""
@@ -83,6 +85,7 @@ class IndexReplica:
         self._store = store
         self._index = index
         self._settings = settings
+        self._block_bytes = BLOCK_BYTES if settings.file is None else BLOCK_BYTES + ROW_BYTES
         self._file = CopyFile(settings.file, self.counters)
         self._functions = IndexFunctions(store)
         self._copy: MemoryIndex | None = None
@@ -144,7 +147,7 @@ class IndexReplica:
     @property
     def memory_bytes(self) -> int:
         """Estimated memory of the copy."""
-        return _estimate_bytes(self._copy) if self._copy is not None else 0
+        return _estimate_bytes(self._copy, self._block_bytes) if self._copy is not None else 0
 
     def status(self) -> dict[str, Any]:
         """The human-readable state, as plain data."""
@@ -273,7 +276,7 @@ class IndexReplica:
         return why or "the stream's reader ended"
 
     def _check_size(self, copy: MemoryIndex, coming: int = 0) -> None:
-        if (size := _estimate_bytes(copy) + BLOCK_BYTES * coming) > self._settings.max_bytes:
+        if (size := _estimate_bytes(copy, self._block_bytes) + self._block_bytes * coming) > self._settings.max_bytes:
             raise TooLarge(f"a copy takes {size >> 20} MiB or more; allowed are {self._settings.max_bytes >> 20}")
 
     async def _wait_until_current(self, feed: StreamFeed, feeding: "asyncio.Task[None]", pause_s: float) -> None:
@@ -343,9 +346,9 @@ def _count_keys(copy: MemoryIndex) -> int:
     return sum(len(blocks) for k in range(copy.shards) for blocks in copy.shard_at(k).table.blocks.values())
 
 
-def _estimate_bytes(copy: MemoryIndex) -> int:
+def _estimate_bytes(copy: MemoryIndex, block_bytes: int) -> int:
     """Work per scope and worker."""
     tables = [copy.shard_at(k).table for k in range(copy.shards)]
     marked = sum(len(one) for table in tables for by_scope, _ in table.marks.tables for one in by_scope.values())
     entries = sum(holder.digest.blocks for table in tables for holder in table.holders.values())
-    return BLOCK_BYTES * (_count_keys(copy) + marked) + ENTRY_BYTES * entries
+    return block_bytes * (_count_keys(copy) + marked) + ENTRY_BYTES * entries

@@ -15,12 +15,14 @@ from kvatlas.telemetry.instruments.publisher import ENGINE, LEDGER, PUBLISHER
 from kvatlas.telemetry.instruments.router import ANSWERS, INDEX_REPLICA, INDEX_REPLICA_NOW, RATES, ROUTER
 from kvatlas.telemetry.instruments.servers import (
     EJECTED,
+    FOLLOWING,
     GATEWAY,
     GATEWAY_LOAD,
     OUTLIERS,
     PROGRESS,
     PROXY,
     PROXY_LOAD,
+    QUERIES,
     STALLED,
     TENANCY,
     TOKENS,
@@ -51,6 +53,8 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "progress": PROGRESS,
     "stalled": STALLED,
     "tokens": TOKENS,
+    "queries": QUERIES,
+    "following": FOLLOWING,
     "answers": ANSWERS,
     "tenancy": TENANCY,
     "http": HTTP,

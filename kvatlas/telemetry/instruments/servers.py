@@ -157,6 +157,20 @@ TOKENS = {
     **single(TOKENIZE_TIME, "reading_time"),
 }
 
+# ---------------------------------------------------------------- index server: kvatlas_router.queries.counters.QueryCounters
+
+QUESTIONS = counter("index_server.questions", "{question}", "Questions to the index server, by outcome")
+QUESTION_TIME = histogram("index_server.duration", "s", "Answering a question to the index server")
+CHANGES_SENT = counter("index_server.changes", "{change}", "Changes sent to clients that keep a copy of the index")
+FOLLOWERS = gauge("index_server.followers", "{follower}", "Connected clients that keep a copy of the index")
+
+QUERIES = {
+    **by(QUESTIONS, "outcome", answered="answered", refused="refused", failed="failed"),
+    **single(QUESTION_TIME, "answer_time"),
+    **single(CHANGES_SENT, "changes"),
+}
+FOLLOWING = single(FOLLOWERS, "followers")
+
 # ---------------------------------------------------------------- tenancy: kvatlas_router.tenancy.counters.TenancyCounters
 
 TENANCY_REQUESTS = counter(

@@ -6,10 +6,16 @@ A copy keeps each worker's incarnation and blocks, and during a snapshot of the 
     begin     an empty second set begins
     stored    blocks are added, to the second set if there is one
     removed   blocks are removed, from the second set if there is one
-    cleared   all blocks of that set are removed
+    cleared   all blocks and marks of that set are removed
+    marked    a prompt can be resumed at these blocks
+    unmarked  a prompt can no longer be resumed at these blocks
     end       the second set replaces the first
     gone      the worker has no blocks until its next begin
     live      the snapshot is over; changes follow
+
+Marks matter for a worker whose `dropped` is a number: its engine (of a hybrid model) resumes a prompt only at a marked block,
+and then reuses all blocks up to that one but the last `dropped`. Each set has its own marks. `dropped` null: the engine resumes
+after any block.
 
 Drop changes of a lower incarnation than the worker's; a higher one starts with a begin. Changes may be repeated, along with all
 that followed them, which is harmless because each sets a state. An end without a second set changes nothing.
@@ -28,7 +34,9 @@ from kvatlas.errors import InvalidValue
 from kvatlas.fleet.tenants import PART_MARK
 from kvatlas.identity import Scope
 
-_PLAIN = {wire.BEGIN: "begin", wire.END: "end", wire.CLEARED: "cleared"}
+_PLAIN = {wire.END: "end", wire.CLEARED: "cleared"}
+_OF_BLOCKS = {wire.STORED: "stored", wire.CHUNK: "stored", wire.REMOVED: "removed"}
+_OF_MARKS = {wire.MARKED: "marked", wire.UNMARKED: "unmarked"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +65,14 @@ class View:
 @dataclass(slots=True)
 class _Worker:
     """`seq` None: not known yet. `shown`: the caller knows of it. `aside`: a snapshot of it is under way. `doubted`: it is
-    gone for the caller, until a higher incarnation begins."""
+    gone for the caller, until a higher incarnation begins. `dropped`: as a field of changes; empty: the caller knows it."""
 
     incarnation: int
     seq: int | None = None
     shown: bool = False
     aside: bool = False
     doubted: bool = False
+    dropped: Mapping[str, int | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -73,9 +82,10 @@ class ChangeReader:
     view: View
     _workers: dict[str, _Worker] = field(default_factory=dict)
 
-    def know(self, worker_id: str, incarnation: int, *, aside: bool) -> None:
+    def know(self, worker_id: str, incarnation: int, *, aside: bool, dropped: int | None) -> None:
         """Record a worker's state in the store before the first message."""
-        self._workers[worker_id] = _Worker(incarnation, shown=aside, aside=aside)
+        said = {"dropped": dropped}
+        self._workers[worker_id] = _Worker(incarnation, shown=aside, aside=aside, dropped=said)
 
     def show(self, worker_id: str) -> None:
         """Record that the caller knows of this worker from now on."""
@@ -120,24 +130,31 @@ class ChangeReader:
         self, worker: _Worker, event: list[Any], scopes: Mapping[bytes, Scope], entries: Mapping[bytes, list[Any]]
     ) -> list[dict[str, Any]]:
         code = event[wire.CODE]
+        if code == wire.BEGIN:
+            worker.aside = True
+            worker.dropped = {"dropped": event[wire.DROPPED] if len(event) > wire.DROPPED else None}
+            return [{"kind": "begin", **worker.dropped}] if worker.shown else []
         if code in _PLAIN:
-            if code != wire.CLEARED:
-                worker.aside = code == wire.BEGIN
+            worker.aside = worker.aside and code != wire.END
             return [{"kind": _PLAIN[code]}] if worker.shown else []
-        if code not in (wire.STORED, wire.CHUNK, wire.REMOVED) or not self.view.includes(scopes[event[wire.SCOPE_ID]]):
+        if code not in _OF_BLOCKS and code not in _OF_MARKS:
             return []
-        missed = [{"kind": "begin"}] if worker.aside and not worker.shown else []
+        scope, entry = scopes[event[wire.SCOPE_ID]], entries[event[wire.SCOPE_ID]]
+        if not self.view.includes(scope):
+            return []
+        missed = [{"kind": "begin", **worker.dropped}] if worker.aside and not worker.shown else []
         worker.shown = True
-        entry = entries[event[wire.SCOPE_ID]]
-        return [
-            *missed,
-            {
-                "kind": "removed" if code == wire.REMOVED else "stored",
-                **scope_fields(scopes[event[wire.SCOPE_ID]], entry[wire.BLOCK_SIZE], entry[wire.BLOCK_BYTES]),
-                "tier": Tier(event[wire.TIER]).label,
-                "hashes": [hash_text(one) for one in unpack_hashes(event[wire.HASHES])],
-            },
-        ]
+        fields = scope_fields(scope, entry[wire.BLOCK_SIZE], entry[wire.BLOCK_BYTES])
+        if code in _OF_MARKS:
+            hashes = hash_texts(event[wire.MARK_HASHES])
+            return [*missed, {"kind": _OF_MARKS[code], **worker.dropped, **fields, "hashes": hashes}]
+        tier, hashes = Tier(event[wire.TIER]).label, hash_texts(event[wire.HASHES])
+        return [*missed, {"kind": _OF_BLOCKS[code], **worker.dropped, **fields, "tier": tier, "hashes": hashes}]
+
+
+def hash_texts(packed: bytes) -> list[str]:
+    """Packed hashes as text."""
+    return [hash_text(one) for one in unpack_hashes(packed)]
 
 
 def scope_fields(scope: Scope, block_size: int, block_bytes: int) -> dict[str, Any]:

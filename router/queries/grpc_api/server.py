@@ -111,7 +111,8 @@ class GrpcServer:
 
         async def handle(request: Q, context: Context) -> A:
             try:
-                return await answer(request, await self._caller(context), context)
+                with self._api.counters.question():
+                    return await answer(request, await self._caller(context), context)
             except tuple(_STATUS) as error:
                 code = next(code for kind, code in _STATUS.items() if isinstance(error, kind))
                 await context.abort(code, str(error))

@@ -130,6 +130,7 @@ class Atlas(LoadBlind):
         )
         if self._settings.fetches:
             prompt = replace(prompt, fetch_by=_FETCH_BY)
+            self._fetches.record_prompt(POOL, prompt.hashes, self._block_tokens)
         lookup = finish(look_up_overlap(self._index, prompt, self._pool.block_shapes))
         case = Case(prompt, self._pool, lookup)
         quotes = self._policy.quote(case)

@@ -23,6 +23,7 @@ from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
 from kvatlas_publishers.ledger.counters import LedgerCounters
 from kvatlas_router.gateway.counters import GatewayCounters, GatewayGauges
 from kvatlas_router.proxy.counters import ProxyCounters
+from kvatlas_router.queries.counters import QueryCounters
 from kvatlas_router.tenancy.counters import TenancyCounters
 from kvatlas_router.tokens import TokenCounters
 from router_client import RouterCounters
@@ -63,6 +64,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("process", ProcessGauges(3, 1024, 86_400.0)),
         ("gateway", GatewayCounters()),
         ("tokens", TokenCounters()),
+        ("queries", QueryCounters()),
         ("index_replica", ReplicaCounters()),
         ("answers", AnswerCounts()),
         ("publisher", PublisherCounters()),

@@ -6,12 +6,14 @@ import io
 import json
 from collections import defaultdict
 from random import Random
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
+from kvatlas.embedded import valkey_server
 from kvatlas.events import ScopeUse
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness
 from kvatlas.fleet_store.fleet_store import FleetStore
@@ -21,6 +23,8 @@ from kvatlas.predictions.answer_usage import AnswerUse, User, add_answer_use, re
 from kvatlas.store.connection import connected_store
 from router_client import Prompt, RouterClient
 from router_client.learning.usage import Usage
+from tests.end_to_end.processes import query
+from tests.eventually import until
 from tests.kvatlas_cli.conftest import Cli
 
 SCOPES = [Scope("m", "m", None, "acme"), Scope("m", "m", "sql", "acme"), Scope("m", "m", None, "globex")]
@@ -69,6 +73,31 @@ def test_sums_are_those_of_the_answers_and_of_the_index(valkey_url: str, cli: Cl
     before = sum(row["resident_byte_seconds"] for row in json.loads(listed))
     assert samples["kvatlas_usage_resident_byte_seconds_total"] >= before
     assert "acme" in ask(cli, valkey_url)
+
+
+@pytest.mark.anyio
+async def test_a_store_that_fails_over_keeps_what_was_used() -> None:
+    async def order(url: str, *words: str | int | None) -> object:
+        async with connected_store(url, wait=False) as store:
+            return await store.client.execute_command(*words)
+
+    async def rows(url: str) -> dict[tuple[str, str], dict[str, float]]:
+        listed = json.loads(await query("usage", "--json", "--redis-url", url))
+        return {(row["tenant"], row["adapter"]): row for row in listed}
+
+    async with valkey_server() as replica, valkey_server() as primary:
+        await order(replica.url, "REPLICAOF", "127.0.0.1", urlsplit(primary.url).port)
+        await replay(primary.url)
+        before = await rows(primary.url)
+        await until(lambda: order(primary.url, "WAIT", 1, 1_000), what="the replica has it all")
+        await primary.kill()
+        await order(replica.url, "REPLICAOF", "NO", "ONE")
+        after = await rows(replica.url)
+    assert after.keys() == before.keys()
+    for user, row in before.items():
+        for name in ("answers", "prompt_tokens", "cached_tokens", "saved_seconds"):
+            assert after[user][name] == row[name] > 0
+        assert after[user]["resident_byte_seconds"] >= row["resident_byte_seconds"] > 0
 
 
 @pytest.mark.anyio

@@ -35,7 +35,7 @@ from router_client import (
     SloMode,
     StaticFleet,
 )
-from router_client.pricing.copies import DISPLACED_FACTOR
+from router_client.pricing.pool import UNKNOWN_DISPLACED
 from tests.eventually import until
 from tests.kvatlas.reservations.asks import offer
 from tests.router_client.pools import BLOCK_BYTES, FETCH_BY, PEER, SCOPE, hold, pool, worker
@@ -211,7 +211,7 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
                 if more:
                     computing_us = alone_us(id, own(id)) - alone_us(id, [*own(id), *piece(id, more)])
                     way = [*own(id), *piece(id, more, own=False, same_domain=near(id, other))]
-                    ways.append((way, round(DISPLACED_FACTOR * max(0, computing_us))))
+                    ways.append((way, round(UNKNOWN_DISPLACED * max(0, computing_us))))
         plans = [(Plan(id, tokens, output, way), displaced) for way, displaced in ways]
         return min(plans, key=lambda one: profile.price(one[0]).score_us + one[1])
 

@@ -56,8 +56,11 @@ async def test_a_copy_is_warm_after_a_restart(tmp_path: Path, caplog: pytest.Log
     caplog.set_level(logging.INFO, "kvatlas.replica")
     async with world() as here:
         plain, hybrid = here.workers
+        await here.becomes_exact()
+        in_memory_bytes = here.replica.memory_bytes
         async with kept(here, file) as replica:
             assert loads(replica) == (1, 0)
+            assert replica.memory_bytes > 1.4 * in_memory_bytes  # it knows its rows, too
             await saved(replica)
             for end in ("", "-wal"):  # as a killed process leaves it
                 shutil.copy(f"{file}{end}", f"{killed}{end}")

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Block = tuple[str, str | None, str, str]
-"""(tenant, adapter, hash, tier)"""
+"""(tenant, adapter, hash, tier); a mark has MARK for its tier"""
+MARK = "mark"
 
 
 @dataclass
@@ -13,12 +14,18 @@ class Worker:
     incarnation: int = 0
     held: set[Block] = field(default_factory=set)
     aside: set[Block] | None = None
+    dropped: int | None = None
 
     def change(self, event: Mapping[str, Any]) -> None:
         target = self.held if self.aside is None else self.aside
+        self.dropped = event.get("dropped", self.dropped)
         match event["kind"]:
             case "begin":
                 self.aside = set()
+            case "marked":
+                target |= blocks_of(event)
+            case "unmarked":
+                target -= blocks_of(event)
             case "stored":
                 target |= blocks_of(event)
             case "removed":
@@ -53,7 +60,9 @@ class CopyOfIndex:
                 worker.aside = set()
             target = worker.aside if data["aside"] else worker.held
             assert target is not None
-            target |= blocks_of(data)
+            target |= blocks_of(data) if data.get("hashes") else set()
+            target |= blocks_of({**data, "hashes": data["marked"]}) if "marked" in data else set()
+            worker.dropped = data["dropped"]
         for event in data.get("events", ()):
             worker.change(event)
 
@@ -63,4 +72,4 @@ class CopyOfIndex:
 
 
 def blocks_of(event: Mapping[str, Any]) -> set[Block]:
-    return {(event["tenant_id"], event["adapter_id"], one, event["tier"]) for one in event["hashes"]}
+    return {(event["tenant_id"], event["adapter_id"], one, event.get("tier", MARK)) for one in event["hashes"]}

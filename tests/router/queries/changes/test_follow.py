@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kvatlas.blocks.external_chain import hash_text
-from kvatlas.blocks.hashing import HASH_BYTES, extend_chain
+from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, unpack_hashes
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.connection import connect_nats
 from kvatlas.embedded import nats_server, valkey_server
@@ -25,7 +25,7 @@ from tests.eventually import until
 from tests.indexer.bus_publisher import BusPublisher
 from tests.indexer.running_replica import answering_requests, running_replica
 from tests.router.proxy.engines import MODEL
-from tests.router.queries.changes.copy_of_index import Block, CopyOfIndex
+from tests.router.queries.changes.copy_of_index import MARK, Block, CopyOfIndex
 from tests.router.queries.servers import running_index_server
 
 pytestmark = pytest.mark.anyio
@@ -80,11 +80,21 @@ async def test_a_copy_is_the_index_for_its_tenant_and_goes_on_at_another_replica
     ):
         bus = await connect_nats(nats.url, name="test", wait=False)
         index = await open_redis_index(store, writer=True)
-        one, other, foreign = workers = [BusPublisher(bus, name) for name in ("one", "other", "foreign")]
+        one, other, foreign, hybrid = workers = [
+            BusPublisher(bus, name) for name in ("one", "other", "foreign", "hybrid")
+        ]
+        hybrid.dropped = 1
+        hybrid.places = {key: (KEYS[at - at % 64], at % 64) for at, key in enumerate(KEYS)}
         copy = CopyOfIndex()
 
         async def equals() -> bool:
-            return copy.live and copy.contents() == await of_acme(index)
+            expected = await of_acme(index)
+            if hybrid.marks:
+                expected["hybrid"] |= {
+                    ("acme", None, hash_text(unpack_hashes(key)[0]), MARK) for _, key in hybrid.marks
+                }
+                return copy.live and copy.contents() == expected and copy.workers["hybrid"].dropped == 1
+            return copy.live and copy.contents() == expected
 
         given = {"nats_url": nats.url, "clients_file": clients, "control_port": 0, "grpc_port": 0}
         async with (
@@ -97,9 +107,12 @@ async def test_a_copy_is_the_index_for_its_tenant_and_goes_on_at_another_replica
             await foreign.send(foreign.store(GLOBEX, CHAIN))
             await one.send(one.store(ACME, CHAIN[: 8 * 70]))
             await one.send(one.store(GLOBEX, CHAIN))
+            await hybrid.send(hybrid.store(ACME, CHAIN[: 8 * 70]))
+            await hybrid.send(hybrid.mark(ACME, [KEYS[3], KEYS[66]]))
 
             async def is_there() -> bool:
-                return len((await of_acme(index)).get("one", ())) == 70
+                held = await of_acme(index)
+                return len(held.get("one", ())) == len(held.get("hybrid", ())) == 70
 
             await until(is_there, what="the index has it")
             async with following(first, copy):
@@ -107,6 +120,8 @@ async def test_a_copy_is_the_index_for_its_tenant_and_goes_on_at_another_replica
                 await one.send(one.store(ACME, CHAIN[8 * 70 :], parent=KEYS[69]))
                 await one.send(one.remove(ACME, CHAIN[8 * 90 :]))
                 await other.send(other.store(LORA, CHAIN[: 8 * 5], Tier.CPU_DRAM))
+                await hybrid.send(hybrid.mark(ACME, [KEYS[10]]))
+                await hybrid.send(hybrid.mark(ACME, [KEYS[66]], unmark=True))
                 await until(equals, what="changes")
             await one.send(one.store(LORA, CHAIN[: 8 * 9]))  # nobody follows
             await other.start(other.incarnation + 1)
@@ -120,6 +135,8 @@ async def test_a_copy_is_the_index_for_its_tenant_and_goes_on_at_another_replica
                 await until(equals, what="a new incarnation")
                 await index.retire("other", other.incarnation)
                 await until(equals, what="a worker that the index has closed")
+                await hybrid.start(hybrid.incarnation + 1)
+                await until(equals, what="a new incarnation with marks")
             assert "foreign" not in copy.workers and all(
                 block[0] == "acme" for worker in copy.workers.values() for block in worker.held
             )

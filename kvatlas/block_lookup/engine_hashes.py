@@ -1,0 +1,71 @@
+"""Asks publishers for their engines' own hashes of a prompt's blocks, so that a request can name these blocks to an engine."""
+
+import asyncio
+import logging
+import time
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+from kvatlas.bus.access import NatsAccess
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.control import ScopeFields
+from kvatlas.bus.engine_hashes import MOST_HASHES, EngineHashesReply, EngineHashesRequest
+from kvatlas.bus.subjects import hashes_subject
+from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.identity import Scope
+
+ANSWER_S = 0.25
+"""A request waits for the answer, and what it would fetch is computed without one."""
+AGAIN_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class EngineHashes:
+    """Of all workers' publishers. NATS is connected when it is first needed. The caller calls `close`."""
+
+    def __init__(self, nats: NatsAccess, name: str) -> None:
+        """`name`: of the connection."""
+        self._nats = nats
+        self._name = name
+        self._client: Client | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._tried_s = float("-inf")
+
+    def is_ready(self) -> bool:
+        """Can publishers be asked now? If not, NATS is connected behind this call."""
+        if self._client is not None and not self._client.is_closed:
+            return self._client.is_connected
+        if self._connecting is None and time.monotonic() - self._tried_s > AGAIN_S:
+            self._tried_s = time.monotonic()
+            self._connecting = asyncio.create_task(self._connect(), name="kvatlas engine hashes")
+        return False
+
+    async def ask(self, worker_id: str, scope: Scope, sequence_hashes: list[int]) -> list[int]:
+        """The hashes of the first blocks of a chain, as far as the worker's engine holds them; empty without an answer."""
+        if self._client is None:
+            return []
+        asked = EngineHashesRequest(**ScopeFields.fields_of(scope), sequence_hashes=sequence_hashes[:MOST_HASHES])
+        try:
+            msg = await self._client.request(hashes_subject(worker_id), asked.pack(), timeout=ANSWER_S)
+            reply = EngineHashesReply.unpack(msg.data)
+        except (NatsError, TimeoutError, InvalidValue):
+            return []
+        return reply.hashes[: len(sequence_hashes)] if reply.worker_id == worker_id else []
+
+    async def close(self) -> None:
+        """Disconnect."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+
+    async def _connect(self) -> None:
+        try:
+            self._client = await connect_nats(self._nats, name=self._name, wait=False)
+        except KvatlasError as error:
+            _log.warning("%s; nothing is fetched by engines' own block hashes; trying again in %g s", error, AGAIN_S)
+        finally:
+            self._connecting = None

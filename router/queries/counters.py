@@ -1,0 +1,43 @@
+"""Counters of the index server."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from kvatlas.errors import KvatlasError, Unreachable
+from kvatlas.telemetry.distribution import Distribution
+from kvatlas_router.tenancy.refusals import KeysUnknown
+
+
+@dataclass
+class QueryCounters:
+    """Questions over HTTP and gRPC: plain integers since the server started.
+
+    `answered`, `refused` (the question's or its sender's fault), `failed` (such as without the store). `answer_time`: seconds
+    for each. `changes`: sent to those who keep a copy.
+    """
+
+    answered: int = 0
+    refused: int = 0
+    failed: int = 0
+    changes: int = 0
+    answer_time: Distribution = field(default_factory=Distribution)
+
+    @contextmanager
+    def question(self) -> Iterator[None]:
+        """Count what the block does with one question."""
+        began = perf_counter()
+        try:
+            yield
+        except (Unreachable, KeysUnknown):
+            self.failed += 1
+            raise
+        except KvatlasError:
+            self.refused += 1
+            raise
+        except Exception:
+            self.failed += 1
+            raise
+        self.answered += 1
+        self.answer_time.add(perf_counter() - began)

@@ -1,0 +1,70 @@
+"""The working set of a pool: how many tokens of prefixes its prompts keep coming back to, as one router sees them.
+
+It is compared with what the caches hold (`Fetches.displaced_share`): while all of it fits several times over, a further copy
+displaces nothing that is missed. A step (STEP_BLOCKS blocks) belongs to the working set if it was part of two prompts and the
+last one is at most KEPT_S ago. Only steps with certain hashes are followed, fewer the more there are, so that memory is bounded
+(C. Waldspurger et al.: Efficient MRC construction with SHARDS, FAST 2015).
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvatlas.blocks.hashing import thin
+from kvatlas.reservations import STEP_BLOCKS
+
+KEPT_S = 120.0
+LEARNED_S = 10.0
+"""Earlier too few prompts have been seen to tell."""
+MOST_FOLLOWED = 16_384
+_MIX = 0x9E3779B97F4A7C15
+
+
+class WorkingSet:
+    """Of one pool. `clock`: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._steps: OrderedDict[int, tuple[float, int]] = OrderedDict()
+        """Followed steps, the longest ago first: when last seen, and their tokens if seen more than once, else 0."""
+        self._every = 1
+        self._counted_tokens = 0
+
+    def record(self, chain: bytes, block_tokens: int) -> None:
+        """A prompt came. `chain`: its packed sequence hashes."""
+        now, tokens = self._clock(), block_tokens * STEP_BLOCKS
+        self._forget(now)
+        for step in memoryview(thin(chain, STEP_BLOCKS)).cast("Q"):
+            if not self._is_followed(step):
+                continue
+            known = self._steps.pop(step, None)
+            again = 0 if known is None else tokens
+            self._steps[step] = now, again
+            self._counted_tokens += again - (0 if known is None else known[1])
+        while len(self._steps) > MOST_FOLLOWED:
+            self._follow_fewer()
+
+    def tokens(self) -> int | None:
+        """Its size now; None if it is not known yet."""
+        now = self._clock()
+        if now - self._began_s < LEARNED_S:
+            return None
+        self._forget(now)
+        return self._counted_tokens * self._every
+
+    def _is_followed(self, step: int) -> bool:
+        return self._every == 1 or (step * _MIX >> 32) % self._every == 0
+
+    def _follow_fewer(self) -> None:
+        self._every *= 2
+        for step in [step for step in self._steps if not self._is_followed(step)]:
+            self._counted_tokens -= self._steps.pop(step)[1]
+
+    def _forget(self, now: float) -> None:
+        while self._steps:
+            step, (seen, tokens) = next(iter(self._steps.items()))
+            if now - seen <= KEPT_S:
+                return
+            del self._steps[step]
+            self._counted_tokens -= tokens

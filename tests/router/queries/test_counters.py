@@ -1,0 +1,27 @@
+"""What the index server counts of its questions."""
+
+from contextlib import nullcontext
+
+import pytest
+
+from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas_router.prompts.request_reader import UnknownModel
+from kvatlas_router.queries.counters import QueryCounters
+
+
+@pytest.mark.parametrize(
+    ("error", "counted"),
+    [
+        (None, (1, 0, 0)),
+        (InvalidValue("block_size is 0"), (0, 1, 0)),
+        (UnknownModel("m"), (0, 1, 0)),
+        (Unreachable("the store"), (0, 0, 1)),
+        (RuntimeError("a fault of ours"), (0, 0, 1)),
+    ],
+)
+def test_a_question_is_answered_refused_or_fails(error: Exception | None, counted: tuple[int, int, int]) -> None:
+    counters = QueryCounters()
+    with nullcontext() if error is None else pytest.raises(type(error)), counters.question():
+        if error is not None:
+            raise error
+    assert (counters.answered, counters.refused, counters.failed) == counted
