@@ -33,7 +33,7 @@ class Certificates:
 
     def renew(self) -> None:
         for name in (*USERS, *(f"nats-{number}" for number in range(SERVERS))):
-            self._authority.issue(*([name] if name in USERS else [LOOPBACK]), file=name)
+            self._authority.issue(*([name] if name in USERS else [LOOPBACK]), days=30, file=name)
 
     def of_server(self, number: int) -> Mapping[str, str]:
         """As NATS' configuration names them."""
