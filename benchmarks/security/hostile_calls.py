@@ -92,8 +92,8 @@ def fill_store(client: Redis, chain: int = CHAIN) -> None:
     for number in range(RESERVED):
         worker = f"w{number % POOL_WORKERS}" if number < RESERVED - FAKE_WORKERS else f"fake{number}"
         begin = LONG_CHAIN_AT * 8 * (number % 2)
-        chain = CHAIN_HASHES[begin : begin + 8 * (LONGEST_CHAIN if number % 2 else 10)]
-        ask = _pack([1.0, [[128, chain]], _kind(1), [worker, 0, 0, 0, 1.0, 1.0], 0, 0, [], [], 0, 0])
+        hashes = CHAIN_HASHES[begin : begin + 8 * (LONGEST_CHAIN if number % 2 else 10)]
+        ask = _pack([1.0, [[128, hashes]], _kind(1), [worker, 0, 0, 0, 1.0, 1.0], 0, 0, [], [], 0, 0])
         words = _fcall(book, POOL, number.to_bytes(16, "big"), "rogue", MOST_US, MOST_US, 100, ask)
         client.execute_command(*words)  # type: ignore[no-untyped-call]
     client.hset(outliers_key("p"), mapping={f"x{n}": _pack([1.0e15, 1.0, 1.0, 0, 0, "", 0]) for n in range(20_000)})

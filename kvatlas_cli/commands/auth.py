@@ -53,7 +53,7 @@ def nats(
     written = {"nats-users.conf": "include it in nats-server's configuration"}
     folder.write("nats-users.conf", render_nats_users(users, proofs))
     if publishers is not None:
-        found = {user: one.model_dump(mode="json") for user, one in identities.by_user.items()}
+        found = {user: one.model_dump(mode="json", exclude_none=True) for user, one in identities.by_user.items()}
         folder.write("identities.json", json.dumps({"publishers": found}, indent=2) + "\n")
         written["identities.json"] = "kvatlas indexer --identities FILE, and kvatlas doctor"
     for user in users:

@@ -9,6 +9,7 @@ from kvatlas.runtime.descriptors import FEW
 from kvatlas_cli.doctor.report import Finding, Level
 from kvatlas_cli.output import count_text
 
+LATE_REPORT_US = 10_000_000
 FEW_LEFT = 0.8
 """From this share of open descriptors on, a router is about to run out."""
 MANY = 0.05
@@ -68,9 +69,10 @@ def conditions_of(reports: Mapping[str, StoredReport]) -> dict[str, RouterCondit
 
 
 def router_clocks(reports: Mapping[str, StoredReport], store_ahead_us: int) -> dict[str, int]:
-    """How far each router's clock is ahead of ours. `store_ahead_us`: the same for the store, whose clock dates the
-    reports."""
-    return {id: one.sent_us - reports[id].written_us + store_ahead_us for id, one in conditions_of(reports).items()}
+    """How far each router's clock is ahead of ours. `store_ahead_us`: the same for the store, whose clock dates the reports.
+    Leaves out clocks that may be right: a report of a busy router arrives seconds late, as if its clock were behind."""
+    ahead = {id: one.sent_us - reports[id].written_us + store_ahead_us for id, one in conditions_of(reports).items()}
+    return {id: us for id, us in ahead.items() if not -LATE_REPORT_US < us < 0}
 
 
 def describe_slow_store(conditions: Mapping[str, RouterCondition]) -> str | None:

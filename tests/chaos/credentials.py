@@ -25,4 +25,6 @@ def nats_config() -> str:
 
 def identities_file() -> str:
     """For `kvatlas indexer --identities`."""
-    return json.dumps({"publishers": {user: one.model_dump() for user, one in IDENTITIES.by_user.items()}})
+    return json.dumps(
+        {"publishers": {user: one.model_dump(exclude_none=True) for user, one in IDENTITIES.by_user.items()}}
+    )

@@ -25,7 +25,7 @@ from tests.oncall.servers import SERVER_FAULTS, bus_and_store
 LOOKS_S = (10.0, 30.0)
 """Everything has to be right at the last of them; at the first, nothing may be blamed that is well."""
 CALM_S = 5.0
-OF_A_SLOW_MACHINE = frozenset({"KvatlasDecisionsSlow"})
+OF_A_SLOW_MACHINE = frozenset({"KvatlasDecisionsSlow", "KvatlasTokenIdsMissing"})
 """Alerts that count as the machine's while other programs want its processors."""
 RECOVERS_S = 100.0
 """Counters have windows of a minute."""

@@ -12,6 +12,7 @@ from kvatlas.embedded.async_servers import EmbeddedServer
 from tests.certificates import Authority
 from tests.chaos.child_process import ChildProcess
 from tests.end_to_end.processes import environment
+from tests.oncall.tls_cluster import nats_of_three_with_tls
 
 
 @asynccontextmanager
@@ -65,4 +66,5 @@ async def certificate_has_expired(folder: Path) -> list[str]:
 SERVER_FAULTS: Mapping[str, Callable[[Path], Awaitable[list[str]]]] = {
     "stream_is_too_large": stream_is_too_large,
     "certificate_has_expired": certificate_has_expired,
+    "nats_of_three_with_tls": nats_of_three_with_tls,
 }

@@ -309,11 +309,18 @@ class RedisIndex(DirectWrites):
 
     async def claimed(self, worker_ids: Sequence[str]) -> Mapping[str, int]:
         found: dict[str, int] = {}
-        for worker_id in worker_ids:
-            reader = self._reader_of(worker_id)
-            record = await reader.record(worker_id)
-            if record is not None and (holders := [one for one in (record.active, record.loading) if one]):
-                found[worker_id] = sum(sum(words[0::3]) for words in await reader.digests(holders))
+        for shard in sorted({self._shard_of(worker_id) for worker_id in worker_ids}):
+            reader = self._readers[shard]
+            records = await reader.records()
+            held = [
+                (worker_id, holder)
+                for worker_id in worker_ids
+                if self._shard_of(worker_id) == shard and (record := records.get(worker_id)) is not None
+                for holder in (record.active, record.loading)
+                if holder
+            ]
+            for (worker_id, _), words in zip(held, await reader.digests([one for _, one in held]), strict=True):
+                found[worker_id] = found.get(worker_id, 0) + sum(words[0::3])
         return found
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:

@@ -216,8 +216,8 @@ local function weigh_family(state, at, family)
   end
 end
 
--- Returns the groups, those that are cheapest without load first, as MOST_WEIGHED may end the search; equal ones begin at another
--- one for each prompt.
+-- Returns the groups, those that are cheapest without load first, since MOST_WEIGHED may end the search. Which of equal ones
+-- is the first depends on the prompt.
 local function groups_in_order(state)
   local groups, row = {}, state.ask.look_alikes
   for group in pairs(state.row_of) do

@@ -252,3 +252,12 @@ def test_a_router_may_only_ask_about_the_stream_and_read_it() -> None:
         for call in (".PURGE", ".UPDATE", "STREAM.DELETE", "STREAM.CREATE")
     )
     assert router.subscribe == ["_INBOX.router.>"] and not router.responds
+
+
+def test_identities_without_a_limit_are_those_that_earlier_versions_read(tmp_path: Path) -> None:
+    """A part that is rolled back refuses a field that it does not know."""
+    file, out = tmp_path / "fleet.toml", tmp_path / "out"
+    file.write_text('[publishers.a]\nworkers = ["a"]\n[publishers.b]\nworkers = ["b"]\nblocks = 5\n')
+    assert main.run(["auth", "nats", "--out", str(out), "--publishers", str(file)]) == 0
+    written = json.loads((out / "identities.json").read_text())["publishers"]
+    assert "blocks" not in written["a"] and written["b"]["blocks"] == 5
