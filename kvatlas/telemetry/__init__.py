@@ -3,7 +3,7 @@
     setup.py          switches the SDK on in kvatlas' own processes (imports it only then)
     spans.py          spans and their context in NATS headers; costs next to nothing while off
     root_sampler.py   decides whether to sample a trace before it has a span
-    instruments.py    every metric's name, unit and description, and the plain integers behind it
+    instruments/      every metric's name, unit and description, and the plain integers behind it
     metric_export.py  reads those integers when an exporter asks
 
 Importing this package needs only opentelemetry-api. A process that sets up OpenTelemetry itself (a router that embeds the
