@@ -55,7 +55,9 @@ def test_a_group_is_known_on_a_tier_whose_events_do_not_tell_its_kind() -> None:
     fold(one, store([2], group=0, token_ids=[], block_size=0, tier=Tier.CPU_DRAM))
     assert held(one) == {("hbm", 1), ("hbm", 2)}, "group 0 is mamba on the CPU tier too"
     fold(one, EngineRemoved([2], group=0))
-    assert marked(one) == 1, "the state is in the CPU tier still"
+    assert marked(one) == 0, "the state is in the CPU tier, the blocks of full attention are not"
+    fold(one, store([1, 2], group=1, token_ids=[], block_size=0, tier=Tier.CPU_DRAM))
+    assert marked(one) == 1
     fold(one, EngineRemoved([2], Tier.CPU_DRAM, 0))
     assert marked(one) == 0
 

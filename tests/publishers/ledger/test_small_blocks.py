@@ -84,7 +84,9 @@ def test_what_a_connector_stores_ties_nothing_and_counts_for_what_is_tied() -> N
     fold(one, replace(copies, token_ids=(), block_size=0, tier=Tier.CPU_DRAM, kind=None, offloaded=True))
     assert marked(one) == {1}
     fold(one, EngineRemoved([b"a1", b"a2", b"A"], group=1))
-    assert marked(one) == {1}, "the window's blocks are in the CPU tier"
+    assert marked(one) == set(), "the window's blocks are in the CPU tier, those of full attention are not"
+    fold(one, replace(full([b"A"]), tier=Tier.CPU_DRAM, offloaded=True))
+    assert marked(one) == {1}
     fold(one, EngineRemoved([b"a1"], Tier.CPU_DRAM, 1))
     assert marked(one) == set()
 
