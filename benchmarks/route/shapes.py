@@ -2,7 +2,8 @@
 two speeds of engines.
 
 A prompt has 512 blocks of which one of four prefixes is shared. Alike: all hold a system prompt, four hold more. Different:
-each holds another part. Evicted: half hold a quarter, the others were cut anywhere. Each choice gets its first token and its end.
+each holds another part. Evicted: half hold a quarter, the others were cut anywhere. Each choice gets its first token and its
+end.
 """
 
 import os

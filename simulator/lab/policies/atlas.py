@@ -122,15 +122,11 @@ class Atlas(LoadBlind):
             self._report_loads(round(now_us))
         router = self._turn % self._settings.replicas
         self._turn += 1
-        prompt = Prompt.of_hashes(
-            request.identity.scope,
-            request.prompt_chain(self._block_tokens),
-            self._block_tokens,
-            input_tokens=request.input_tokens,
-        )
+        chain = request.prompt_chain(self._block_tokens)
+        prompt = Prompt.of_hashes(request.identity.scope, chain, self._block_tokens, input_tokens=request.input_tokens)
         if self._settings.fetches:
             prompt = replace(prompt, fetch_by=_FETCH_BY)
-            self._fetches.record_prompt(POOL, prompt.hashes, self._block_tokens)
+            self._fetches.record_prompt(POOL, chain, self._block_tokens)
         lookup = finish(look_up_overlap(self._index, prompt, self._pool.block_shapes))
         case = Case(prompt, self._pool, lookup)
         quotes = self._policy.quote(case)
