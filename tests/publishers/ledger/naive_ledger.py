@@ -123,7 +123,10 @@ class NaiveLedger:
         }
 
     def marks(self) -> set[Key]:
-        """The usable blocks at which a prompt can be resumed; without groups besides full attention, none."""
+        """The usable blocks at which a prompt can be resumed; without groups besides full attention, none.
+
+        A hit is in the device tier, or goes on in the others from the end of the longest hit in the device tier above it.
+        """
         groups = {
             index: Group(str(kind), window, self.block_size, chunk=2 * self.block_size)
             for index, (kind, window) in self.kinds.items()
@@ -131,7 +134,9 @@ class NaiveLedger:
         }
         if not groups or len(groups) == len(self.kinds):
             return set()
-        held: dict[int, set[Key]] = {index: set() for index in groups}
+        held: dict[tuple[int, bool], set[Key]] = {
+            (index, device): set() for index in groups for device in (True, False)
+        }
         path: dict[Key, list[bytes]] = {}
         for name, (scope_id, chain) in self.chains.items():
             path[scope_id, chain[-1]] = chain
@@ -139,17 +144,32 @@ class NaiveLedger:
             if parent is not None and not self.is_reachable(parent):
                 continue  # the engine looks for the block under another hash
             for index in groups:
-                if any(self.counts[name, tier, index] for tier in Tier):
-                    held[index].add((scope_id, chain[-1]))
-        marked = set()
-        for key in self.usable():
-            keys = [(key[0], above) for above in path[key]]
-            if all(
-                allows(group, len(keys), self.block_size, [one in held[index] for one in keys].__getitem__)
+                for tier in Tier:
+                    if self.counts[name, tier, index]:
+                        held[index, tier is Tier.HBM].add((scope_id, chain[-1]))
+        usable = self.usable()
+
+        def allow(keys: list[Key], *, device: bool, start: int = 0) -> bool:
+            return all(
+                allows(
+                    group,
+                    len(keys),
+                    self.block_size,
+                    [at < start or one in held[index, device] for at, one in enumerate(keys)].__getitem__,
+                )
                 for index, group in groups.items()
-            ):
+            )
+
+        in_device, marked = set[Key](), set[Key]()
+        for key in sorted(usable, key=lambda key: len(path[key])):
+            keys = [(key[0], above) for above in path[key]]
+            if all(Tier.HBM in usable[one] for one in keys) and allow(keys, device=True):
+                in_device.add(key)
+                continue
+            start = max((at for at, one in enumerate(keys, 1) if one in in_device), default=0)
+            if all(usable[one] - {Tier.HBM} for one in keys[start:]) and allow(keys, device=False, start=start):
                 marked.add(key)
-        return marked
+        return in_device | marked
 
 
 @dataclass
