@@ -24,8 +24,7 @@ FLOOD = 50
 """Heartbeats, and requests for grants, of each round."""
 CLEARED = 20_000
 """Events of one message."""
-PAUSE_S = 0.1
-"""Between two rounds: 1,500 messages a second. Floods at full speed are in `tests/indexer/test_flood.py`."""
+PAUSE_S = 0.02
 MAX_SNAPSHOT = 1 << 40
 BEGIN, END, CLEARED_EVENT = [4], [6, 0, [0] * 15], [3]
 
