@@ -1,11 +1,11 @@
 """Calls to engines (extra `router`).
 
-engine_addresses.py  which addresses engines may have, and which of them get credentials
-engine_client.py     the HTTP client for all calls to engines: who is connected to, and what is kept
-engine_connection.py one HTTP/1.1 connection, from a request to its answer's end
-engine_answer.py     a request to an engine: its answer from the first byte on, or why there is none
-small_request.py     the small real request that probes a doubtful engine
-patience.py          time limits that don't blame an engine for a busy router
-status.py            what an HTTP status says about the request and the engine
-model_lists.py       the models and adapters that each engine lists
+engine_addresses.py   which addresses engines may have, and which of them get credentials
+engine_client.py      the HTTP client for all calls to engines: who is connected to, and what is kept
+engine_connection.py  one HTTP/1.1 connection, from a request to its answer's end
+engine_answer.py      a request to an engine: its answer from the first byte on, or why there is none
+small_request.py      the small real request that probes a doubtful engine
+patience.py           time limits that don't blame an engine for a busy router
+status.py             what an HTTP status says about the request and the engine
+model_lists.py        the models and adapters that each engine lists
 """
