@@ -1,9 +1,9 @@
 """How long a booked choice takes by what the workers hold: a few holders, all alike, all different, half of them evicted,
 two speeds of engines.
 
-A prompt has 512 blocks of which one of four prefixes is shared. Alike: all hold a system prompt, four hold more. Different:
-each holds another part. Evicted: half hold a quarter, the others were cut anywhere. Each choice gets its first token and its
-end.
+A prompt has 512 blocks, of which 448 are one of four shared prefixes. Alike: all hold a system prompt, four hold more.
+Different: each holds another part. Evicted: half hold a quarter, the others were cut anywhere. Each choice gets its first token
+and its end.
 """
 
 import os
