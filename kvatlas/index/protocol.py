@@ -255,8 +255,8 @@ class ResidencyIndex(Protocol):
         holder."""
 
     async def claimed(self, worker_ids: Sequence[str]) -> Mapping[str, int]:
-        """How many blocks each of these workers stored, over all tiers: in its active holder and in the one that a snapshot
-        fills. Workers without a holder are left out."""
+        """How many blocks each of these workers stored, over all tiers: in its active holder or in the one that a snapshot
+        fills, whichever has more. Workers without a holder are left out."""
 
     async def length(self) -> int:
         """Residencies of active holders: one for each (block, worker, tier)."""

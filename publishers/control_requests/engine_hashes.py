@@ -36,11 +36,12 @@ class EngineHashesResponder:
                 continue
             try:
                 asked = EngineHashesRequest.unpack(msg.data)
+                scope_id = asked.scope.scope_id
             except DATA_ERRORS as error:
                 self._counters.control_bad += 1
                 self._log.report("control", f"request for block hashes refused: {error}")
                 continue
-            found = hashes_along(self._changelog.ledger.lineage, asked.scope.scope_id, asked.sequence_hashes)
+            found = hashes_along(self._changelog.ledger.lineage, scope_id, asked.sequence_hashes)
             try:
                 await self._client.publish(msg.reply, EngineHashesReply(worker_id=self._worker_id, hashes=found).pack())
             except ConnectionClosedError:

@@ -108,9 +108,7 @@ class Decider:
         Stays within the deadline, whatever the store does; naming blocks to fetch may take longer. Raises NoWorkers;
         Unreachable if the pool was never read.
         """
-        return await self._named_blocks.name(
-            prompt, await self._decide(prompt, avoid, book=book, explain_all=explain_all)
-        )
+        return await self._name_blocks(prompt, await self._decide(prompt, avoid, book=book, explain_all=explain_all))
 
     async def _decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool, explain_all: bool) -> Choice:
         call_store = self._booker.may_call_store()
@@ -181,8 +179,17 @@ class Decider:
         evaluation, reservations = booked
         pair = self._builder.pair(case, PairRanking(pairs, evaluation, self._policy.criteria(prompt)), reservations)
         if pair.prefill is None:
-            return replace(pair, decode=await self._named_blocks.name(prompt, pair.decode))
-        return replace(pair, prefill=await self._named_blocks.name(prompt, pair.prefill))
+            return replace(pair, decode=await self._name_blocks(prompt, pair.decode))
+        return replace(pair, prefill=await self._name_blocks(prompt, pair.prefill, pair.decode))
+
+    async def _name_blocks(self, prompt: Prompt, choice: Choice, *others: Choice) -> Choice:
+        """The choice with the names of the blocks to fetch. `others` are booked with it: if the caller leaves, all end."""
+        try:
+            return await self._named_blocks.name(prompt, choice)
+        except BaseException:
+            for booked in (choice, *others):
+                await booked.done(status=0)
+            raise
 
     # ------------------------------------------------------------ before load
 

@@ -119,6 +119,8 @@ class Pool:
     blocks are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced
     blocks. `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it
     (`of_tenant`). `fetches`: what is known of fetches from `sources`, and `connectors` theirs.
+    `capacity_tokens`: what the caches of all workers that compute prompts hold, whoever may use them; None if one of them is
+    unknown.
     """
 
     records: Mapping[str, FleetRecord]
@@ -142,6 +144,7 @@ class Pool:
     by_tenant: dict[str, "Pool"] = field(default_factory=dict, compare=False, repr=False)
     fetches: FetchKnowledge = field(default_factory=NothingFetched, compare=False, repr=False)
     connectors: frozenset[KvConnector] = frozenset()
+    capacity_tokens: int | None = None
 
     @classmethod
     def of(
@@ -182,6 +185,7 @@ class Pool:
         }
         whole_candidates = candidates(whole)
         groups = groups_of(whole_candidates)
+        prefillers = candidates(by_role[Role.PREFILL])
         decoders = sorted([*by_role[Role.DECODE], *by_role[Role.BOTH]], key=lambda record: record.endpoint.id)
         return cls(
             records,
@@ -191,7 +195,7 @@ class Pool:
             {shape: frozenset(ids) for shape, ids in block_shapes.items()},
             tuple(sources),
             tuple(stores),
-            candidates(by_role[Role.PREFILL]),
+            prefillers,
             whole_candidates if decoders == whole else candidates(decoders),
             unable,
             profile or EngineProfile(),
@@ -203,6 +207,7 @@ class Pool:
             tenants=frozenset(record.tenants for record in records.values() if record.tenants),
             fetches=fetches or NothingFetched(),
             connectors=frozenset(one.kv_connector for one in sources if one.kv_connector is not None),
+            capacity_tokens=_capacity_tokens((*whole_candidates, *prefillers)),
         )
 
     def read_again(self, records: Mapping[str, FleetRecord]) -> "Pool | None":
@@ -216,13 +221,6 @@ class Pool:
             if known is not record and (known is None or not _differs_in_load_only(known, record)):
                 return None
         return replace(self, records=records, loads=ReportedLoads(records), by_tenant={})
-
-    @property
-    def capacity_tokens(self) -> int | None:
-        """What the caches of all workers that compute prompts hold; None if one of them is unknown."""
-        computing = dict(self.candidate_of) | {candidate.id: candidate for candidate in self.prefillers}
-        sizes = [candidate.total_blocks * candidate.block_size for candidate in computing.values()]
-        return sum(sizes) if all(sizes) else None
 
     @property
     def left_out_of_pairs(self) -> Mapping[str, str]:
@@ -346,3 +344,8 @@ def _capacity(record: FleetRecord) -> tuple[int, int]:
 def _usual_block_size(candidates: Sequence[Candidate]) -> int | None:
     sizes = Counter(candidate.block_size for candidate in candidates if candidate.block_size)
     return min(sizes, key=lambda size: (-sizes[size], size), default=None)
+
+
+def _capacity_tokens(computing: Sequence[Candidate]) -> int | None:
+    sizes = {one.id: one.total_blocks * one.block_size for one in computing}.values()
+    return sum(sizes) if all(sizes) else None

@@ -195,7 +195,7 @@ class MemoryIndex(DirectWrites):
             shard = self._shard_of(worker_id)
             record = shard.workers.get(worker_id)
             if record is not None and (holders := [one for one in (record.active, record.loading) if one >= 0]):
-                found[worker_id] = sum(shard.table.holders[holder].digest.blocks for holder in holders)
+                found[worker_id] = max(shard.table.holders[holder].digest.blocks for holder in holders)
         return found
 
     async def length(self) -> int:

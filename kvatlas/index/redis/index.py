@@ -320,7 +320,7 @@ class RedisIndex(DirectWrites):
                 if holder
             ]
             for (worker_id, _), words in zip(held, await reader.digests([one for _, one in held]), strict=True):
-                found[worker_id] = found.get(worker_id, 0) + sum(words[0::3])
+                found[worker_id] = max(found.get(worker_id, 0), sum(words[0::3]))
         return found
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
