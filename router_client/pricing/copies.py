@@ -91,7 +91,7 @@ class CopySources:
                     continue
                 if equal[0].source.id not in seen:
                     seen.add(equal[0].source.id)
-                    yield _some_for(reader, equal)
+                    yield equal if len(equal) <= MOST_SOURCES else _some_for(reader, equal)
 
     def _read(self, quote: Quote, source: EngineEndpoint, prefix: HeldPrefix) -> Quote | None:
         """The quote with what the source holds beyond the worker's own; None if that is nothing."""
@@ -142,7 +142,7 @@ class CopySources:
 
 
 def _some_for(reader: EngineEndpoint, equal: Sequence[_Copy]) -> Sequence[_Copy]:
-    """Up to MOST_SOURCES of these, in another order for each reader: without bookings all would read from the first one."""
+    """MOST_SOURCES of these, others for other readers."""
     first = crc32(reader.id.encode()) % len(equal)
     return [*equal[first:], *equal[:first]][:MOST_SOURCES]
 
