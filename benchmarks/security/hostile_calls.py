@@ -93,7 +93,7 @@ def fill_store(client: Redis, chain: int = CHAIN) -> None:
         worker = f"w{number % POOL_WORKERS}" if number < RESERVED - FAKE_WORKERS else f"fake{number}"
         begin = LONG_CHAIN_AT * 8 * (number % 2)
         hashes = CHAIN_HASHES[begin : begin + 8 * (LONGEST_CHAIN if number % 2 else 10)]
-        ask = _pack([1.0, [[128, hashes]], _kind(1), [worker, 0, 0, 0, 1.0, 1.0], 0, 0, [], [], 0, 0])
+        ask = _pack([1.0, [[128, hashes]], _kind(1), [worker, 0, 0, 0, 1.0, 1.0], 0, 0, [], [], 0, 0, 0, []])
         words = _fcall(book, POOL, number.to_bytes(16, "big"), "rogue", MOST_US, MOST_US, 100, ask)
         client.execute_command(*words)  # type: ignore[no-untyped-call]
     client.hset(outliers_key("p"), mapping={f"x{n}": _pack([1.0e15, 1.0, 1.0, 0, 0, "", 0]) for n in range(20_000)})
@@ -189,8 +189,9 @@ def _asks() -> dict[str, bytes]:
         chains: Sequence[Any] = (),
         alike: Sequence[Any] = (),
         kinds: int = 1,
+        fetches: Sequence[Any] = (),
     ) -> bytes:
-        return _pack([1.0, chains, _kind(1 if chains else 0) * kinds, offers, 0, 0, alike, skipped, 0, 0])
+        return _pack([1.0, chains, _kind(1 if chains else 0) * kinds, offers, 0, 0, alike, skipped, 0, 0, 0, fetches])
 
     def offers(number: int, name: str = "w") -> list[Any]:
         return [word for n in range(number) for word in (f"{name}{n}", 0, 0, 0, 1.0, 1.0)]
@@ -213,6 +214,8 @@ def _asks() -> dict[str, bytes]:
         "too many likenesses": ask(alike=[_likeness(0), 0, 0, 0, 1.0, 1.0] * 256),
         "many workers left out": ask(offers(1), skipped=[f"w{n}" for n in range(256)]),
         "many kinds": ask(offers(1), kinds=1_500),
+        "many sources of one offer": ask(offers(1), fetches=[[1, 5, *(f"w{n}" for n in range(5_000))]]),
+        "many fetches of one offer": ask(offers(1), fetches=[[1, 5, "w"]] * 10_000),
     }
 
 

@@ -19,7 +19,7 @@ from tests.http_client import http_client
 
 pytestmark = pytest.mark.anyio
 
-TITLE = "## Ten minutes with a local Envoy\n"
+TITLE = "## Quick start with a local Envoy\n"
 PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+|(?<=port )\d+|(?<=port_value: )\d+")
 DECISION = r'"w\d";cached=\d+;prompt=36;attempt=1;by=cost;(open=\w+;)?cost-us=\d+;ttft-us=\d+'
 READY = {"simulate-engine": "at http://", "up": "stop with Ctrl-C", "epp": "endpoint picker on"}

@@ -89,7 +89,7 @@ async def test_agents_session_headers_are_hints(store: Store, valkey_url: str) -
 
 @pytest.mark.parametrize(
     ("settings", "suffix"),
-    [({"session_headers": ""}, ""), ({}, "x" * 256), ({}, "\u007f")],
+    [({"session_headers": ""}, ""), ({}, "x" * 256), ({}, "\tx")],
     ids=["off", "long", "control"],
 )
 async def test_session_headers_that_are_off_or_no_names_do_not_count(

@@ -18,6 +18,7 @@ local function find_source(state)
         end
       end
       state.fetched_us = first + fetch[2]
+      return
     end
   end
 end

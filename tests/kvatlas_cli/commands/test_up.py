@@ -26,8 +26,8 @@ def test_up_prints_its_addresses_shares_its_folder_with_none_and_leaves_no_proce
             assert store.hgetall("kva:{fleet}:layout")
             server = int(store.info()["process_id"])
         second = cli("up", "--state-dir", str(tmp_path / "state"))
-        line = f"--state-dir (or KVATLAS_STATE_DIR) is {tmp_path}/state, which another `kvatlas up` uses; expected a folder"
-        assert (second.code, second.out, second.err) == (2, "", f"kvatlas up: {line} of its own\n")
+        line = f"--state-dir (or KVATLAS_STATE_DIR) is {tmp_path}/state, which another `kvatlas up` uses; expected a separate"
+        assert (second.code, second.out, second.err) == (2, "", f"kvatlas up: {line} folder\n")
         process.send_signal(signal.SIGINT)
         assert "Traceback" not in errors.read()
     assert process.wait(timeout=30) == 0

@@ -85,11 +85,16 @@ async def test_a_store_that_fails_over_keeps_what_was_used() -> None:
         listed = json.loads(await query("usage", "--json", "--redis-url", url))
         return {(row["tenant"], row["adapter"]): row for row in listed}
 
+    async def replicated() -> bool:
+        async with connected_store(primary.url, wait=False) as store:  # WAIT waits for this connection's writes
+            await store.client.set("written", "last")
+            return bool(await store.client.execute_command("WAIT", 1, 1_000))
+
     async with valkey_server() as replica, valkey_server() as primary:
         await order(replica.url, "REPLICAOF", "127.0.0.1", urlsplit(primary.url).port)
         await replay(primary.url)
         before = await rows(primary.url)
-        await until(lambda: order(primary.url, "WAIT", 1, 1_000), what="the replica has it all")
+        await until(replicated, what="the replica has it all")
         await primary.kill()
         await order(replica.url, "REPLICAOF", "NO", "ONE")
         after = await rows(replica.url)

@@ -72,7 +72,7 @@ class Fleet:
 def predictions(settings: FleetSettings, *, marks: bool) -> list[tuple[int, int]]:
     """Of agents' requests, one at a time, by engines that evict."""
     fleet = Fleet(settings, marks=marks)
-    found = [fleet.serve(request) for request in generate("agents", 2, 160).requests]
+    found = [fleet.serve(request) for request in generate("agents", 2, 320).requests]
     assert any(engine.cache.stats().evictions for engine in fleet.engines)
     return found
 
