@@ -154,7 +154,7 @@ async def test_equal_sources_share_the_fetches_of_all_routers(store: Store, valk
         fleet = await stack.enter_async_context(running_fleet(store, {}))
         for id in ids:
             await fleet.holds(id, prompt)
-        slow = {"block_bytes": 8 << 20}  # a transfer takes 5 s, much longer than the next choices
+        slow = {"block_bytes": 6 << 20}  # a transfer takes 4 s, much longer than the next choices
         records = {id: peer(id, f"http://127.0.0.1:{at}", BUSY, **slow) for at, id in enumerate(ids, 1)}
         records["free"] = peer("free", "http://127.0.0.1:4", {"running_decodes": 0}, **slow)
         await FleetStore(store).write(records)
