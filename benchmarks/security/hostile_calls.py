@@ -190,7 +190,7 @@ def _asks() -> dict[str, bytes]:
         alike: Sequence[Any] = (),
         kinds: int = 1,
     ) -> bytes:
-        return _pack([1.0, chains, _kind(1 if chains else 0) * kinds, offers, 0, 0, alike, skipped, 0, 0])
+        return _pack([1.0, chains, _kind(1 if chains else 0) * kinds, offers, 0, 0, alike, skipped, 0, 0, 0, [], []])
 
     def offers(number: int, name: str = "w") -> list[Any]:
         return [word for n in range(number) for word in (f"{name}{n}", 0, 0, 0, 1.0, 1.0)]

@@ -14,8 +14,8 @@ from xxhash import xxh3_64_intdigest
 from kvatlas.blocks.hashing import thin
 from kvatlas.blocks.tiers import Tier
 from kvatlas.reservations import Evaluation, Lookup, LookupChain, OfferEvaluation, Reuse
-from kvatlas.reservations.lookup import MOST_LOOKED_UP
-from kvatlas.reservations.protocol import MOST_OFFERS
+from kvatlas.reservations.lookup import MOST_LOOKED_UP, MOST_ODD_BYTES
+from kvatlas.reservations.protocol import MOST_LIKENESSES
 from router_client.pricing.candidates import BlockShape, Candidate
 from router_client.pricing.look_alikes import LEAST_CANDIDATES, least_members
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, PromptLookup, Run, chain_for
@@ -23,6 +23,9 @@ from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import KindQuote, Quote, Surcharge
 from router_client.pricing.surcharges import SESSION
 from router_client.prompt import Prompt
+
+ODD_BYTES = 5
+"""What an odd worker takes in an ask besides its id, which has one byte a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,9 @@ def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
     blocks = sum(prompt.input_tokens // (shape.block_size * shape.granularity) for shape in pool.block_shapes)
     if blocks > MOST_LOOKED_UP:
         return "the prompt is too long for one call"
-    return "there are too many kinds of workers" if len(pool.kind_rows.rows) > MOST_OFFERS else ""
+    rows, odd = pool.kind_rows.rows, pool.kind_rows.odd
+    too_many = len(rows) > MOST_LIKENESSES or sum(map(len, odd)) + ODD_BYTES * len(odd) > MOST_ODD_BYTES
+    return "there are too many kinds of workers" if too_many else ""
 
 
 def _away(quote: Quote, session_us: float) -> Quote:

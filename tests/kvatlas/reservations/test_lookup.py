@@ -2,6 +2,8 @@
 one in process."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +13,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import EngineProfile, EngineRates, Load, Plan, Prices, QuillcacheProfile
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
+from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.reservations import (
@@ -22,8 +25,8 @@ from kvatlas.reservations import (
     LookAlikesUnknown,
     Lookup,
     LookupChain,
+    LookupImpossible,
     MemoryReservations,
-    NotInHbm,
     Offer,
     OfferKind,
     Outcome,
@@ -34,6 +37,7 @@ from kvatlas.reservations import (
     WorkerReport,
 )
 from kvatlas.reservations.evaluation import worth_us
+from kvatlas.reservations.lookup import TooManyAlike
 from kvatlas.reservations.room_and_slo import Limit, Limits
 from kvatlas.store.connection import Store
 from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_US, Clock, id_of
@@ -172,7 +176,7 @@ class Fleet:
 async def outcome_of(reservations: Reservations, asked: Ask) -> Evaluation | type[Exception]:
     try:
         return await reservations.evaluate(POOL, asked)
-    except (LookAlikesUnknown, NotInHbm) as error:
+    except (LookAlikesUnknown, LookupImpossible) as error:
         return type(error)
 
 
@@ -208,7 +212,7 @@ async def test_the_choice_of_one_call_is_that_of_a_look_at_every_worker(store: S
 async def booked_by(reservations: Reservations, booking: Booking) -> str | None:
     try:
         found = await reservations.book(POOL, booking)
-    except (LookAlikesUnknown, NotInHbm):
+    except (LookAlikesUnknown, LookupImpossible):
         return None
     return None if found is None else found.worker_id
 
@@ -236,3 +240,74 @@ async def test_a_holder_that_is_being_swept_hides_no_other(store: Store, clock: 
     lookup = Lookup(SCOPE, [LookupChain(16, chain)], [Reuse.of(ReuseRule(), len(tokens), 16, None)])
     found = await reservations.evaluate(POOL, Ask([], look_alikes=[row], lookup=lookup))
     assert (found.worker_id, found.held_tokens[found.chosen]) == ("shorter", 6 * 16)
+
+
+WORKERS, LONG = 400, 300
+"""Workers of a large fleet, and blocks of its prompt."""
+
+
+async def fill(
+    reservations: Sequence[Reservations], indexes: Sequence[DirectWrites], held: Sequence[int], loads: Sequence[int]
+) -> Ask:
+    """Workers that hold the first blocks of one prompt and queue some tokens; returns an ask about it."""
+    tokens = list(range(LONG * 16 + 1))
+    chain = extend_chain(tokens, 16)
+    for number, blocks in enumerate(held):
+        for index in indexes if blocks else ():
+            await index.put(ScopeUse(SCOPE, 16), f"w{number:03}", Tier.HBM, chain[: blocks * HASH_BYTES])
+    for first in range(0, len(loads), 24):
+        some = range(first, min(first + 24, len(loads)))
+        reports = {f"w{n:03}": WorkerReport(1, LoadReport(Load(1, loads[n])), LIKENESSES[0]) for n in some}
+        for each in reservations:
+            await each.report(POOL, reports)
+    prices = FAST.prices(Plan("w", len(tokens), 1))
+    work = worth_us(prices, len(tokens))
+    row = LookAlikes(LIKENESSES[0], Offer("", OfferKind(None, LONG * 16, 0, prices, 0), 0, 0, work, work))
+    lookup = Lookup(SCOPE, [LookupChain(16, chain)], [Reuse.of(ReuseRule(), len(tokens), 16, None)])
+    return Ask([], look_alikes=[row], lookup=lookup)
+
+
+def large_fleet(crowd: int, others: int, least: int, most: int) -> tuple[list[int], list[int]]:
+    """Blocks and queued tokens of each worker: a crowd that holds equally much, others of different depths, and the rest."""
+    rng = random.Random(crowd + others)
+    held = [*[150] * crowd, *(max(1, LONG - n) for n in range(others))]
+    held += [0] * (WORKERS - len(held))
+    return held, [rng.randint(least, most) if blocks else rng.randint(0, 90) for blocks in held]
+
+
+@pytest.mark.parametrize(
+    ("crowd", "others", "least", "most"),
+    [
+        (40, 0, 150, 2_000),
+        (0, 240, 20_000, 100_000),
+        (40, 240, 100_000, 100_000),
+        (40, 240, 2_000, 9_000),
+        (330, 0, 9_000, 9_000),
+        (0, 399, 9_000, 9_000),
+    ],
+)
+async def test_among_many_busy_holders_a_choice_reads_few_values(
+    store: Store, clock: Clock, crowd: int, others: int, least: int, most: int
+) -> None:
+    index, model_index = await open_redis_index(store, writer=True), MemoryIndex()
+    real, model = RedisReservations(store, index), MemoryReservations(clock, model_index)
+    held, loads = large_fleet(crowd, others, least, most)
+    asked = await fill([real, model], [index, model_index], held, loads)
+    for ring in (0, 1 << 31):
+        await store.client.config_resetstat()
+        found = await real.evaluate(POOL, replace(asked, ring=ring))
+        calls = {name: stats["calls"] for name, stats in (await store.client.info("commandstats")).items()}
+        assert calls["cmdstat_hget"] <= 40 and calls["cmdstat_hmget"] <= 90, calls  # it reads loads two by two here
+        expected = await model.evaluate(POOL, replace(asked, ring=ring))
+        assert found.worker_id == expected.worker_id
+        assert found.held_tokens[found.chosen] == expected.held_tokens[expected.chosen]
+
+
+async def test_a_choice_that_would_read_most_of_a_large_fleet_is_left_to_the_client(store: Store, clock: Clock) -> None:
+    """All are over a limit, so each that was not read may be the only one that is not."""
+    index = await open_redis_index(store, writer=True)
+    reservations = RedisReservations(store, index)
+    asked = await fill([reservations], [], [0] * WORKERS, [10] * WORKERS)
+    late = Limits([], LONG * 16 + 1, 1.0, slo_filters=True)
+    with pytest.raises(TooManyAlike):
+        await reservations.evaluate(POOL, replace(asked, limits=late))
