@@ -5,7 +5,7 @@ for a quote for every worker, whatever the workers hold and however fast they ar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import overload
 
@@ -47,6 +47,10 @@ class LookupQuotes:
     def least_members(self) -> int:
         """How many look-alikes the store should know."""
         return least_members(self.pool)
+
+    def for_pool(self, prompt: Prompt, pool: Pool) -> "LookupQuotes":
+        """The quotes for a later reading of the pool, whose kinds have other numbers."""
+        return replace(self, pool=pool, kinds=_quote_kinds(prompt, pool))
 
     def match(self, evaluation: Evaluation) -> tuple[Sequence[Quote], Sequence[OfferEvaluation], int | None]:
         """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.
@@ -98,14 +102,12 @@ def quote_lookup(
         return None
     empty = PromptLookup.empty(prompt, pool.block_shapes)
     looked_up: dict[BlockShape, LookupChain] = {}
-    kinds: dict[int, KindQuote] = {}
+    kinds = _quote_kinds(prompt, pool)
     rows: list[tuple[bytes, Quote]] = []
     chains: list[LookupChain | None] = []
     reuse: list[Reuse] = []
     for likeness, example in pool.kind_rows.rows:
-        for_kind = kinds.get(example.kind)
-        if for_kind is None:
-            for_kind = kinds[example.kind] = KindQuote.of(prompt, example, pool.profile)
+        for_kind = kinds[example.kind]
         cold = Quote(example, for_kind, NOTHING_HELD, *for_kind.price_prefix(NOTHING_HELD))
         rows.append((likeness, cold if home is None else _away(cold, session_us)))
         shape = example.shape
@@ -120,6 +122,12 @@ def quote_lookup(
         prompt.scope, chains, reuse, pool.kind_rows.odd, home, float(round(session_us)) if home is not None else 0.0
     )
     return LookupQuotes(pool, rows, lookup, empty, ring, kinds)
+
+
+def _quote_kinds(prompt: Prompt, pool: Pool) -> Mapping[int, KindQuote]:
+    """By number of the kind, what workers of each kind share."""
+    examples = {example.kind: example for _, example in pool.kind_rows.rows}
+    return {kind: KindQuote.of(prompt, example, pool.profile) for kind, example in examples.items()}
 
 
 def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
