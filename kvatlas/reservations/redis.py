@@ -47,7 +47,7 @@ IDS_A_CALL = 500
 MOST_SLICES = 10_000
 _NOT_IN_HBM, _TOO_MANY = -2, -3
 _INDEX = "INDEX "
-_TOO_LARGE = ("ERR ask of ", "ERR arguments of ")
+_TOO_LARGE = ("ask of ", "arguments of ")
 _DAMAGED = "DAMAGED "
 """Error of a read-only function that found a record it can't use."""
 
@@ -227,7 +227,7 @@ def _check_lookup(ask: Ask, error: ResponseError) -> None:
     """Raises IndexUnreadable if an ask's lookup failed, LookupImpossible if it made the ask too large."""
     if str(error).startswith(_INDEX):
         raise IndexUnreadable(str(error)) from error
-    if ask.lookup is not None and str(error).startswith(_TOO_LARGE):
+    if ask.lookup is not None and str(error).removeprefix("ERR ").startswith(_TOO_LARGE):
         raise LookupImpossible(str(error)) from error
 
 

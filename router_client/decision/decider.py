@@ -70,7 +70,8 @@ class Decider:
         self._distance = distance
         self._policy = RoutingPolicy(settings)
         self._apart_until: dict[Scope, float] = {}
-        """Until when choices look up apart: blocks in other tiers than HBM have to be priced, or the index is damaged."""
+        """Until when choices look up apart: blocks in other tiers than HBM have to be priced, one call would read too many
+        workers, or the index is damaged."""
 
     async def read_pool(self, pool_id: str) -> Pool:
         """The pool, read within the deadline, or as last read. Raises Unreachable if it was never read."""

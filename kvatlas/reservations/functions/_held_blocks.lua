@@ -7,7 +7,7 @@
 --
 -- chain: { hashes = packed, tokens = those that a hash stands for, blocks = key, values = those read, place = the block that
 -- was read last, last = its value, most = no active holder that was not returned holds more blocks, met = the holders
--- returned, met_count = how many these are, runs = how often some were returned }. Blocks count from 1.
+-- returned, met_count = how many these are }. Blocks count from 1.
 
 local ACTIVE_HOLDER, HOLDER_BYTES, ENTRY_BYTES = 3, 3, 4 -- field of an index record, sizes of a number and of an entry
 local FARTHEST_TIER, PROBED_TIERS = 4, 64 -- the last tier other than HBM, blocks between two looks at tiers
@@ -37,7 +37,7 @@ local function value_at(chain, i)
 end
 
 local function open_chain(blocks, tokens, hashes)
-  local chain = { hashes = hashes, tokens = tokens, blocks = blocks, values = {}, met = {}, met_count = 0, runs = 0 }
+  local chain = { hashes = hashes, tokens = tokens, blocks = blocks, values = {}, met = {}, met_count = 0 }
   local low, high = 0, #hashes / HASH_BYTES -- block `low` has a holder, and the one after `high` has none
   while low < high do
     local middle = math.ceil((low + high) / 2)
@@ -109,7 +109,7 @@ local function next_holders(chain)
     return nil
   end
   mark_met(chain, found)
-  chain.last, chain.most, chain.runs = value, chain.place - 1, chain.runs + 1
+  chain.last, chain.most = value, chain.place - 1
   return found
 end
 

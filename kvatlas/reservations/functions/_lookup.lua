@@ -281,10 +281,11 @@ end
 -- Weighs the holders of a chain, the deepest first.
 local function weigh_deepest(state, chain, families)
   while any_may_be_cheaper(state, families, chain) do
-    local holders = chain.runs < MOST_RUNS and state.holders_left >= MOST_IN_RUN and next_holders(chain)
+    local holders = state.runs_left > 0 and state.holders_left >= MOST_IN_RUN and next_holders(chain)
     if not holders then
       break
     end
+    state.runs_left = state.runs_left - 1
     weigh_holders(state, chain, holders, chain.place)
   end
   for _, family in ipairs(chain.most > 0 and families or {}) do
@@ -333,7 +334,7 @@ end
 local function look_up(state)
   local lookup = state.ask.lookup
   state.chains, state.row_at, state.depths, state.seen = {}, {}, {}, {}
-  state.holders_left, state.probes_left, state.family_of = MOST_HOLDERS, MOST_PROBED, {}
+  state.runs_left, state.holders_left, state.probes_left, state.family_of = MOST_RUNS, MOST_HOLDERS, MOST_PROBED, {}
   for number, chain in ipairs(lookup.chains) do
     state.chains[number] = open_chain(lookup.blocks, chain[1], chain[2])
   end

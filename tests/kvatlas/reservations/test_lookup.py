@@ -4,6 +4,7 @@ one in process."""
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -16,6 +17,7 @@ from kvatlas.identity import Scope
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.reservations import (
     Ask,
     Booking,
@@ -38,6 +40,7 @@ from kvatlas.reservations import (
 )
 from kvatlas.reservations.evaluation import worth_us
 from kvatlas.reservations.lookup import TooManyAlike
+from kvatlas.reservations.protocol import MOST_LIKENESSES
 from kvatlas.reservations.room_and_slo import Limit, Limits
 from kvatlas.store.connection import Store
 from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_US, Clock, id_of
@@ -311,3 +314,36 @@ async def test_a_choice_that_would_read_most_of_a_large_fleet_is_left_to_the_cli
     late = Limits([], LONG * 16 + 1, 1.0, slo_filters=True)
     with pytest.raises(TooManyAlike):
         await reservations.evaluate(POOL, replace(asked, limits=late))
+
+
+class Shards(NamedTuple):
+    shard_keys: Sequence[ShardKeys]
+
+
+async def test_a_lookup_that_the_store_can_not_do_fails_no_store(store: Store, clock: Clock) -> None:
+    """The client then looks up apart, and goes on calling the store."""
+    index = await open_redis_index(store, writer=True)
+    shards = Shards(index.shard_keys)
+    reservations = RedisReservations(store, shards)
+    asked = await fill([reservations], [], [0] * 5, [10] * 5)
+    assert asked.lookup is not None
+    kinds = replace(
+        asked,
+        look_alikes=[*asked.look_alikes] * (MOST_LIKENESSES + 1),
+        lookup=replace(
+            asked.lookup,
+            chains=[*asked.lookup.chains] * (MOST_LIKENESSES + 1),
+            reuse=[*asked.lookup.reuse] * (MOST_LIKENESSES + 1),
+        ),
+    )
+    odd = replace(asked, lookup=replace(asked.lookup, odd={f"{n:064}": 0 for n in range(2_000)}))
+    chains = [LookupChain(16, n.to_bytes(8, "big")) for n in range(17)]
+    many = replace(asked, lookup=replace(asked.lookup, chains=chains, reuse=[*asked.lookup.reuse] * 17))
+    for too_much in (kinds, odd, many):
+        with pytest.raises(LookupImpossible):
+            await reservations.evaluate(POOL, too_much)
+        with pytest.raises(LookupImpossible):
+            await reservations.book(POOL, Booking(id_of(1), "r", 100, too_much, LEASE_US, LONGEST_US))
+    reservations = RedisReservations(store, Shards([*index.shard_keys] * 2))  # laid out again since `look_up` was read
+    with pytest.raises(LookupImpossible):
+        await reservations.evaluate(POOL, asked)
