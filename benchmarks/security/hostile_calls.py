@@ -32,6 +32,7 @@ LIBRARIES = (INDEX_LIBRARY, POOL_LIBRARY, FLEET_LIBRARY)
 POOL = pool_keys("p")
 BLOCKS, MARKS, META = "kva:{s0}:blocks:00", "kva:{s0}:marks:00", "kva:{s0}:meta"
 MARKED, ACTIVE, WORKERS = "kva:{s0}:marked", "kva:{s0}:active", "kva:{s0}:workers"
+HELD = "kva:{s0}:held"
 STATES = [WORKERS, *(f"kva:{{s0}}:{part}" for part in ("holders", "active", "digests", "steps", "marked"))]
 CHAIN, HOLDERS = 20_000, 64
 """Blocks of the chain, no two values equal; workers that hold them."""
@@ -93,12 +94,12 @@ def fill_store(client: Redis, chain: int = CHAIN) -> None:
         worker = f"w{number % POOL_WORKERS}" if number < RESERVED - FAKE_WORKERS else f"fake{number}"
         begin = LONG_CHAIN_AT * 8 * (number % 2)
         hashes = CHAIN_HASHES[begin : begin + 8 * (LONGEST_CHAIN if number % 2 else 10)]
-        ask = _pack([1.0, [[128, hashes]], _kind(1), [worker, 0, 0, 0, 1.0, 1.0], 0, 0, [], [], 0, 0, 0, []])
+        ask = _pack([1.0, [[128, hashes]], _kind(1), [worker, 0, 0, 0, 1.0, 1.0], 0, 0, [], [], 0, 0, 0, [], []])
         words = _fcall(book, POOL, number.to_bytes(16, "big"), "rogue", MOST_US, MOST_US, 100, ask)
         client.execute_command(*words)  # type: ignore[no-untyped-call]
     client.hset(outliers_key("p"), mapping={f"x{n}": _pack([1.0e15, 1.0, 1.0, 0, 0, "", 0]) for n in range(20_000)})
     client.hset(answers_key("p"), mapping={f"x{n}": b"%d %s" % (10**16, b"x" * 100) for n in range(20_000)})
-    client.hset(POOL[16], mapping={f"w{n}": _pack([1, 1.0, [1.0] * 40]) for n in range(POOL_WORKERS)})
+    client.hset(POOL[-1], mapping={f"w{n}": _pack([1, 1.0, [1.0] * 40]) for n in range(POOL_WORKERS)})
 
 
 def hostile_calls() -> Iterator[HostileCall]:
@@ -189,9 +190,19 @@ def _asks() -> dict[str, bytes]:
         chains: Sequence[Any] = (),
         alike: Sequence[Any] = (),
         kinds: int = 1,
+        lookup: Any = 0,
+        sources: Sequence[Any] = (),
         fetches: Sequence[Any] = (),
     ) -> bytes:
-        return _pack([1.0, chains, _kind(1 if chains else 0) * kinds, offers, 0, 0, alike, skipped, 0, 0, 0, fetches])
+        kind_rows = _kind(1 if chains else 0) * kinds
+        return _pack([1.0, chains, kind_rows, offers, 0, 0, alike, skipped, 0, 0, lookup, sources, fetches])
+
+    def looked_up(number: int, hashes: int, most: int = 10**9) -> bytes:
+        cut = [[1, CHAIN_HASHES[n * 8 : (n + hashes) * 8]] for n in range(number)]
+        rows = range(min(number, MOST_LIKENESSES))
+        alike = [word for n in rows for word in (_likeness(2 * n + 1), 0, 0, 0, 1.0e12, 1.0e12)]
+        reuse = [word for n in rows for word in (n + 1, most, 0, 0, 1, 1)]
+        return ask(alike=alike, lookup=[BLOCKS, ACTIVE, WORKERS, HELD, b"", cut, reuse, [], "", 0])
 
     def offers(number: int, name: str = "w") -> list[Any]:
         return [word for n in range(number) for word in (f"{name}{n}", 0, 0, 0, 1.0, 1.0)]
@@ -213,9 +224,15 @@ def _asks() -> dict[str, bytes]:
         ),
         "too many likenesses": ask(alike=[_likeness(0), 0, 0, 0, 1.0, 1.0] * 256),
         "many workers left out": ask(offers(1), skipped=[f"w{n}" for n in range(256)]),
+        "a lookup of a long chain": looked_up(1, 8_192),
+        "a lookup of many chains": looked_up(16, 900),
+        "a lookup of many chains that save nothing": looked_up(16, 900, 0),
+        "a lookup of too many chains": looked_up(1_000, 1),
         "many kinds": ask(offers(1), kinds=1_500),
-        "many sources of one offer": ask(offers(1), fetches=[[1, 5, *(f"w{n}" for n in range(5_000))]]),
-        "many fetches of one offer": ask(offers(1), fetches=[[1, 5, "w"]] * 10_000),
+        "many sources of one offer": ask(
+            offers(1), sources=[f"w{n}" for n in range(5_000)], fetches=[[1, 5, *range(1, 5_001)]]
+        ),
+        "many fetches of one offer": ask(offers(1), sources=["w"], fetches=[[1, 5, 1]] * 10_000),
     }
 
 

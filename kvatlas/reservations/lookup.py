@@ -14,6 +14,8 @@ from kvatlas.identity import Scope
 
 MOST_LOOKED_UP = 8_192
 """Hashes of all chains in one ask. More would make the call's argument too long."""
+MOST_ODD_BYTES = 32_768
+"""Bytes of the odd workers in one ask, for the same reason."""
 
 
 class LookupImpossible(KvatlasError):
@@ -27,6 +29,10 @@ class NotInHbm(LookupImpossible):
 
 class IndexUnreadable(LookupImpossible):
     """The index in the store is damaged, or its user may not read it."""
+
+
+class TooManyAlike(LookupImpossible):
+    """More workers may be the cheapest than one call may read."""
 
 
 class Reuse(NamedTuple):

@@ -136,7 +136,7 @@ class MemoryReservations:
         if found.prefill is not None and booking.prefill_id is not None:
             self._reserve(pool, booking.prefill_id, booking, found, found.prefill, matches, now)
         fetching = found.offers[found.computing].fetching
-        if fetching is not None and found.source is not None:
+        if fetching is not None and found.source in pool.workers:
             pool.busy_until_us[found.source] = max(now, pool.busy_until_us.get(found.source, 0)) + fetching.us
         return found
 

@@ -15,7 +15,7 @@ from kvatlas.cost.regression import ERRORS, FORM, Evidence
 from kvatlas.errors import DATA_ERRORS
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.reservations.evaluation import UsablePrediction, WorkerLoad, evaluate_offer, offer_holding
-from kvatlas.reservations.lookup import IndexUnreadable, Lookup, NotInHbm
+from kvatlas.reservations.lookup import IndexUnreadable, Lookup, LookupImpossible, NotInHbm, TooManyAlike
 from kvatlas.reservations.memory import CALLED_OFF_US
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
@@ -45,8 +45,9 @@ ENDS_A_CALL = 32
 two."""
 IDS_A_CALL = 500
 MOST_SLICES = 10_000
-_NOT_IN_HBM = -2
+_NOT_IN_HBM, _TOO_MANY = -2, -3
 _INDEX = "INDEX "
+_TOO_LARGE = ("ask of ", "arguments of ")
 _DAMAGED = "DAMAGED "
 """Error of a read-only function that found a record it can't use."""
 
@@ -89,7 +90,7 @@ class RedisReservations:
         try:
             answer = await call_pool_ro(self._store, "look", pool_id, args)
         except ResponseError as error:
-            _check_index(error)
+            _check_lookup(ask, error)
             if not str(error).startswith(_DAMAGED):
                 raise
             await call_pool(self._store, "mend", pool_id, [str(error).removeprefix(_DAMAGED).partition(" script:")[0]])
@@ -111,7 +112,7 @@ class RedisReservations:
         try:
             answer = await call_pool(self._store, "book", pool_id, args)
         except ResponseError as error:
-            _check_index(error)
+            _check_lookup(booking.ask, error)
             raise
         return _unpack_evaluation(booking.ask, answer)
 
@@ -119,8 +120,10 @@ class RedisReservations:
         if ask.lookup is None:
             return _pack_ask(ask, 0)
         assert self._index is not None
-        (keys,) = self._index.shard_keys
-        return _pack_ask(ask, _lookup_fields(ask.lookup, keys))
+        shards = self._index.shard_keys
+        if len(shards) != 1:  # since `look_up` was read
+            raise LookupImpossible(f"the index has {len(shards)} shards; expected 1")
+        return _pack_ask(ask, _lookup_fields(ask.lookup, shards[0]))
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         return (await self._end(pool_id, [(id, None)]))[0]
@@ -220,10 +223,12 @@ def _report_row(worker_id: str, record: bytes, report: WorkerReport) -> tuple[An
     )
 
 
-def _check_index(error: ResponseError) -> None:
-    """Raises IndexUnreadable if an ask's lookup failed."""
+def _check_lookup(ask: Ask, error: ResponseError) -> None:
+    """Raises IndexUnreadable if an ask's lookup failed, LookupImpossible if it made the ask too large."""
     if str(error).startswith(_INDEX):
         raise IndexUnreadable(str(error)) from error
+    if ask.lookup is not None and str(error).removeprefix("ERR ").startswith(_TOO_LARGE):
+        raise LookupImpossible(str(error)) from error
 
 
 def _pack(value: Any) -> bytes:
@@ -266,7 +271,7 @@ def _pack_ask(ask: Ask, lookup: Any) -> bytes:
             ask.least_members,
             ask.ring,
             lookup,
-            _fetch_rows(ask),
+            *_fetch_fields(ask),
         )
     )
 
@@ -290,10 +295,17 @@ def _lookup_fields(lookup: Lookup, keys: ShardKeys) -> tuple[Any, ...]:
     )
 
 
-def _fetch_rows(ask: Ask) -> list[tuple[Any, ...]]:
-    """What offers, then look-alikes, would fetch: number of the row (from 1), us, sources."""
+def _fetch_fields(ask: Ask) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """All sources, each once, and what offers, then look-alikes, would fetch: number of the row (from 1), us, numbers of its
+    sources."""
+    numbers: dict[str, int] = {}
     fetching = chain((one.fetching for one in ask.offers), (one.offer.fetching for one in ask.look_alikes))
-    return [(row, one.us, *one.sources) for row, one in enumerate(fetching, start=1) if one is not None]
+    rows = [
+        (row, one.us, *(numbers.setdefault(source, len(numbers) + 1) for source in one.sources))
+        for row, one in enumerate(fetching, start=1)
+        if one is not None
+    ]
+    return list(numbers), rows
 
 
 def _kind_fields(kind: OfferKind) -> tuple[float, ...]:
@@ -398,6 +410,8 @@ def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
         return None
     if chosen == _NOT_IN_HBM:
         raise NotInHbm("the cheapest worker holds blocks in other tiers")
+    if chosen == _TOO_MANY:
+        raise TooManyAlike("the cheapest worker was not among those that one call may read")
     if chosen < 0:
         raise LookAlikesUnknown(f"the store has fewer than {ask.least_members} look-alikes for an ask")
     prefill, now_us, mean, in_flight, predictions, records, members, source = rest

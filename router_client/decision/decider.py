@@ -70,7 +70,8 @@ class Decider:
         self._distance = distance
         self._policy = RoutingPolicy(settings)
         self._apart_until: dict[Scope, float] = {}
-        """Until when choices look up apart: blocks in other tiers than HBM have to be priced, or the index is damaged."""
+        """Until when choices look up apart: blocks in other tiers than HBM have to be priced, one call would read too many
+        workers, or the index is damaged."""
 
     async def read_pool(self, pool_id: str) -> Pool:
         """The pool, read within the deadline, or as last read. Raises Unreachable if it was never read."""
@@ -247,7 +248,8 @@ class Decider:
         book_cheapest = book and case.followed is None
         evaluation, reservations = await self._booker.look_or_book(case.prompt, ask, deadline, book=book_cheapest)
         if book and case.followed is not None:
-            _, reservations = await self._booker.book(case.prompt, _narrow_ask(ask, case.followed), deadline)
+            booked, reservations = await self._booker.book(case.prompt, _narrow_ask(ask, case.followed), deadline)
+            quotes = _with_source(quotes, case.followed, booked.source)
         return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, evaluation.source, *reservations)
 
     async def _choose_by_lookup(
@@ -294,7 +296,7 @@ class Decider:
             # the worker is newer than our reading of the pool
             with suppress(*STORE_FAILURES):  # if that fails, the choice fails below
                 case = replace(case, pool=await deadline.wait_for(self._fleet.read_again(case.prompt.scope.pool_id)))
-                matched, by_offer, chosen = replace(quotes, pool=case.pool).match(evaluation)
+                matched, by_offer, chosen = quotes.for_pool(case.prompt, case.pool).match(evaluation)
         if chosen is None:
             for reservation in reservations:
                 await reservation.end(Outcome.FAILED)
@@ -352,6 +354,13 @@ def _record_fetchable(case: Case) -> None:
     if case.prompt.fetch_by and pool.sources and size is not None:
         chain = case.lookup.chains.get(size) or PromptChain(case.prompt, size)
         pool.fetches.record_prompt(case.prompt.scope.pool_id, chain.all_hashes(), size)
+
+
+def _with_source(quotes: Sequence[Quote], worker_id: str, source: str | None) -> Sequence[Quote]:
+    """The quotes, one worker's with the source that its booking chose (None: it fetches nothing)."""
+    if source is None:
+        return quotes
+    return [quote._replace(source=source) if quote.id == worker_id else quote for quote in quotes]
 
 
 def _narrow_ask(ask: Ask, worker_id: str) -> Ask:

@@ -6,7 +6,7 @@ learned rates differ). The store finds the cheapest of the rest by their load (`
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xxhash import xxh3_64_intdigest
 
@@ -43,6 +43,10 @@ class LookAlikeQuotes:
     def least_members(self) -> int:
         """How many look-alikes the store should know."""
         return least_members(self.pool)
+
+    def for_pool(self, _: Prompt, pool: Pool) -> "LookAlikeQuotes":
+        """The quotes for a later reading of the pool."""
+        return replace(self, pool=pool)
 
     def match(self, evaluation: Evaluation) -> tuple[list[Quote], Sequence[OfferEvaluation], int | None]:
         """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.

@@ -5,7 +5,7 @@ for a quote for every worker, whatever the workers hold and however fast they ar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import overload
 
@@ -14,8 +14,8 @@ from xxhash import xxh3_64_intdigest
 from kvatlas.blocks.hashing import thin
 from kvatlas.blocks.tiers import Tier
 from kvatlas.reservations import Evaluation, Lookup, LookupChain, OfferEvaluation, Reuse
-from kvatlas.reservations.lookup import MOST_LOOKED_UP
-from kvatlas.reservations.protocol import MOST_OFFERS
+from kvatlas.reservations.lookup import MOST_LOOKED_UP, MOST_ODD_BYTES
+from kvatlas.reservations.protocol import MOST_LIKENESSES
 from router_client.pricing.candidates import BlockShape, Candidate
 from router_client.pricing.look_alikes import LEAST_CANDIDATES, least_members
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, PromptLookup, Run, chain_for
@@ -23,6 +23,9 @@ from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import KindQuote, Quote, Surcharge
 from router_client.pricing.surcharges import SESSION
 from router_client.prompt import Prompt
+
+ODD_BYTES = 5
+"""What an odd worker takes in an ask besides its id, which has one byte a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,10 @@ class LookupQuotes:
     def least_members(self) -> int:
         """How many look-alikes the store should know."""
         return least_members(self.pool)
+
+    def for_pool(self, prompt: Prompt, pool: Pool) -> "LookupQuotes":
+        """The quotes for a later reading of the pool, whose kinds have other numbers."""
+        return replace(self, pool=pool, kinds=_quote_kinds(prompt, pool))
 
     def match(self, evaluation: Evaluation) -> tuple[Sequence[Quote], Sequence[OfferEvaluation], int | None]:
         """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.
@@ -95,14 +102,12 @@ def quote_lookup(
         return None
     empty = PromptLookup.empty(prompt, pool.block_shapes)
     looked_up: dict[BlockShape, LookupChain] = {}
-    kinds: dict[int, KindQuote] = {}
+    kinds = _quote_kinds(prompt, pool)
     rows: list[tuple[bytes, Quote]] = []
     chains: list[LookupChain | None] = []
     reuse: list[Reuse] = []
     for likeness, example in pool.kind_rows.rows:
-        for_kind = kinds.get(example.kind)
-        if for_kind is None:
-            for_kind = kinds[example.kind] = KindQuote.of(prompt, example, pool.profile)
+        for_kind = kinds[example.kind]
         cold = Quote(example, for_kind, NOTHING_HELD, *for_kind.price_prefix(NOTHING_HELD))
         rows.append((likeness, cold if home is None else _away(cold, session_us)))
         shape = example.shape
@@ -119,6 +124,12 @@ def quote_lookup(
     return LookupQuotes(pool, rows, lookup, empty, ring, kinds)
 
 
+def _quote_kinds(prompt: Prompt, pool: Pool) -> Mapping[int, KindQuote]:
+    """By number of the kind, what workers of each kind share."""
+    examples = {example.kind: example for _, example in pool.kind_rows.rows}
+    return {kind: KindQuote.of(prompt, example, pool.profile) for kind, example in examples.items()}
+
+
 def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
     """Why a choice needs a lookup of its own first, in a few words; empty if it does not."""
     if not pool.groups or len(pool.candidates) < LEAST_CANDIDATES:
@@ -130,7 +141,9 @@ def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
     blocks = sum(prompt.input_tokens // (shape.block_size * shape.granularity) for shape in pool.block_shapes)
     if blocks > MOST_LOOKED_UP:
         return "the prompt is too long for one call"
-    return "there are too many kinds of workers" if len(pool.kind_rows.rows) > MOST_OFFERS else ""
+    rows, odd = pool.kind_rows.rows, pool.kind_rows.odd
+    too_many = len(rows) > MOST_LIKENESSES or sum(map(len, odd)) + ODD_BYTES * len(odd) > MOST_ODD_BYTES
+    return "there are too many kinds of workers" if too_many else ""
 
 
 def _away(quote: Quote, session_us: float) -> Quote:

@@ -11,10 +11,11 @@ local function find_source(state)
     if fetch[1] == row then
       local first = math.huge
       for i = 3, math.min(#fetch, MOST_SOURCES + 2) do
-        local busy_us = tonumber(redis.call('HGET', state.keys[SOURCES], fetch[i])) or 0
+        local source = ask.sources[fetch[i]]
+        local busy_us = tonumber(redis.call('HGET', state.keys[SOURCES], source)) or 0
         local free_us = math.max(state.now, is_finite(busy_us) and busy_us or 0)
         if free_us < first then
-          first, state.source = free_us, fetch[i]
+          first, state.source = free_us, source
         end
       end
       state.fetched_us = first + fetch[2]
@@ -33,7 +34,8 @@ end
 -- - the state that a booking needs: `rows`, `at`, `workers` and `backlog_us` by number of the offer, and if it uses
 --   a prediction `used` (its tokens) and `wait_us` (us to wait for them); `matches` by number of the chain; with a source
 --   `source`, and `fetched_us`, at which its fetches will have ended
--- Returns nil if there are too few look-alikes; { -2 } if the client has to price blocks in other tiers (_lookup.lua).
+-- Returns nil if there are too few look-alikes; { NOT_IN_HBM } or { TOO_MANY } if the client has to look them up
+-- (_lookup.lua).
 local function evaluate(keys, ask, now)
   local state = {
     keys = keys, ask = ask, now = now, fresh = now - STALE_US, count = 0, rows = {}, at = {}, workers = {}, records = {},
@@ -56,8 +58,9 @@ local function evaluate(keys, ask, now)
   find_predictions(state)
   weigh_offers(state)
   if ask.lookup then
-    if not look_up(state) then
-      return { -2 }
+    local why_not = look_up(state)
+    if why_not then
+      return { why_not }
     end
   elseif ask.look_alikes[1] then
     weigh_look_alikes(state)

@@ -4,7 +4,7 @@
 -- ask, cmsgpack: { factor for computing again, { { tokens of a step, packed step hashes }... }, kinds, offers, limits (0: check
 --   none), pair layout (0: choose one offer; see _pair_choice.lua), look-alikes, { workers that get no offer as
 --   look-alikes... }, least number of look-alikes, place on the ring, lookup (0: what look-alikes hold is part of the offers;
---   see _lookup.lua), fetches }, packed by kvatlas/reservations/redis.py
+--   see _lookup.lua), sources, fetches }, packed by kvatlas/reservations/redis.py
 -- Kinds, offers and look-alikes are rows of flat lists: hundreds of tables would take longer than all the rest.
 -- kind: number of its chain (0: none), most tokens that can be used, tokens of a hit that are lost, us for each queued token,
 --   running request, KV token, tokens that a waiting request stands for, us for each prompt token, squared prompt token, hit,
@@ -12,7 +12,8 @@
 -- offer: worker, number of its kind (from 0), steps it holds, cached tokens, cost without load, the part of that cost before
 --   the first token. Ties go to the first offer.
 -- look-alikes: the same, with a likeness instead of a worker.
--- fetches: { number of the row among offers and look-alikes, us of the transfer, equal sources... }...
+-- sources: those of all fetches; fetches: { number of the row among offers and look-alikes, us of the transfer, numbers of
+--   its equal sources... }...
 -- limits: { us to the first token (0: no limit), us for all other tokens (0: none), factor for the us by which these are
 --   missed, 1 if workers that miss them are filtered out, prompt tokens, rows of: request slots, KV tokens (0: unknown), us
 --   for all tokens but the first without load; 1 if look-alikes have room; us for all tokens but the first for each row of
@@ -40,6 +41,9 @@ end
 local function unpack_lookup(lookup)
   local blocks, active, workers, held, scope_id, chains, reuse, odd, home, home_us = unpack(lookup)
   local rows = {}
+  if #chains > MOST_CHAINS then
+    error({ err = string.format('ERR ask of %d chains at most', MOST_CHAINS) })
+  end
   for i = 1, #odd, 2 do
     rows[odd[i]] = (odd[i + 1] - 1) * OFFER_FIELDS
   end
@@ -51,8 +55,8 @@ end
 
 -- Returns an ask with its fields by name, each chain as { step_tokens, hashes }; limits and pair_layout are nil if absent.
 local function unpack_ask(packed)
-  local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring, lookup, fetches =
-    unpack(cmsgpack.unpack(packed))
+  local again_factor, chains, kinds, offers, limits, pair_layout, look_alikes, skipped, least_members, ring, lookup, sources,
+    fetches = unpack(cmsgpack.unpack(packed))
   local steps, rows = 0, (#offers + #look_alikes) / OFFER_FIELDS
   for i, chain in ipairs(chains) do
     steps = steps + #chain[2] / HASH_BYTES
@@ -66,7 +70,8 @@ local function unpack_ask(packed)
   return {
     again_factor = again_factor, chains = chains, kinds = kinds, offers = offers,
     limits = limits ~= 0 and unpack_limits(limits) or nil, pair_layout = pair_layout ~= 0 and pair_layout or nil,
-    look_alikes = look_alikes, skipped = skipped, least_members = least_members, ring = ring, fetches = fetches,
+    look_alikes = look_alikes, skipped = skipped, least_members = least_members, ring = ring, sources = sources,
+    fetches = fetches,
     lookup = lookup ~= 0 and unpack_lookup(lookup) or nil,
   }
 end

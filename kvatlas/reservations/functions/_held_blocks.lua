@@ -7,7 +7,7 @@
 --
 -- chain: { hashes = packed, tokens = those that a hash stands for, blocks = key, values = those read, place = the block that
 -- was read last, last = its value, most = no active holder that was not returned holds more blocks, met = the holders
--- returned, runs = how often some were returned }. Blocks count from 1.
+-- returned, met_count = how many these are }. Blocks count from 1.
 
 local ACTIVE_HOLDER, HOLDER_BYTES, ENTRY_BYTES = 3, 3, 4 -- field of an index record, sizes of a number and of an entry
 local FARTHEST_TIER, PROBED_TIERS = 4, 64 -- the last tier other than HBM, blocks between two looks at tiers
@@ -37,7 +37,7 @@ local function value_at(chain, i)
 end
 
 local function open_chain(blocks, tokens, hashes)
-  local chain = { hashes = hashes, tokens = tokens, blocks = blocks, values = {}, met = {}, runs = 0 }
+  local chain = { hashes = hashes, tokens = tokens, blocks = blocks, values = {}, met = {}, met_count = 0 }
   local low, high = 0, #hashes / HASH_BYTES -- block `low` has a holder, and the one after `high` has none
   while low < high do
     local middle = math.ceil((low + high) / 2)
@@ -71,6 +71,25 @@ local function skip_run(chain)
   chain.place, chain.most = left, left
 end
 
+-- Returns the holders of a value that were not returned before.
+local function new_holders(chain, value)
+  local found = {}
+  for first = 1, #value - HOLDER_BYTES, ENTRY_BYTES do
+    local holder = string.sub(value, first, first + HOLDER_BYTES - 1)
+    if not chain.met[holder] then
+      found[#found + 1] = holder
+    end
+  end
+  return found
+end
+
+local function mark_met(chain, holders)
+  for _, holder in ipairs(holders) do
+    chain.met[holder] = true
+  end
+  chain.met_count = chain.met_count + #holders
+end
+
 -- Returns the deepest holders that were not returned before, which hold chain.place blocks; nil if they are a crowd, or there
 -- are no more.
 local function next_holders(chain)
@@ -81,32 +100,39 @@ local function next_holders(chain)
   if chain.place == 0 then
     return nil
   end
-  local value, found = value_at(chain, chain.place), {}
+  local value = value_at(chain, chain.place)
   if #value - #before > MOST_IN_RUN * ENTRY_BYTES then
     return nil
   end
-  for first = 1, #value - HOLDER_BYTES, ENTRY_BYTES do
-    local holder = string.sub(value, first, first + HOLDER_BYTES - 1)
-    if not chain.met[holder] then
-      found[#found + 1] = holder
-    end
-  end
+  local found = new_holders(chain, value)
   if #found > MOST_IN_RUN then
     return nil
   end
-  for _, holder in ipairs(found) do
-    chain.met[holder] = true
-  end
-  chain.last, chain.most, chain.runs = value, chain.place - 1, chain.runs + 1
+  mark_met(chain, found)
+  chain.last, chain.most = value, chain.place - 1
   return found
 end
 
--- Returns a worker's active holder; nil if it has none.
-local function holder_of(lookup, worker)
-  local packed = read_index('HGET', lookup.workers, worker)
-  local done, record = pcall(cmsgpack.unpack, packed or '')
-  local holder = done and type(record) == 'table' and record[ACTIVE_HOLDER]
-  return type(holder) == 'string' and #holder == HOLDER_BYTES and holder or nil
+-- Returns all holders of at least so many blocks that were not returned before; nil if they are more than `most`.
+local function other_holders(chain, blocks, most)
+  local value = value_at(chain, blocks)
+  if #value / ENTRY_BYTES - chain.met_count > most then
+    return nil
+  end
+  local found = new_holders(chain, value)
+  mark_met(chain, found)
+  return found
+end
+
+-- Returns the active holder of each worker; false if it has none.
+local function holders_of(lookup, workers)
+  local holders = {}
+  for i, packed in ipairs(workers[1] and read_index('HMGET', lookup.workers, unpack(workers)) or {}) do
+    local done, record = pcall(cmsgpack.unpack, packed or '')
+    local holder = done and type(record) == 'table' and record[ACTIVE_HOLDER]
+    holders[i] = type(holder) == 'string' and #holder == HOLDER_BYTES and holder
+  end
+  return holders
 end
 
 -- Returns the position of a holder's entry among those of a block; nil if it does not hold it.
@@ -118,11 +144,10 @@ local function entry_in(value, holder)
   return at
 end
 
--- Returns how many blocks a worker holds whose holder was not returned; nil if they are fewer than `least`.
-local function depth_of(lookup, chain, worker, least)
+-- Returns how many blocks a holder has that was not returned (false: none); nil if they are fewer than `least`.
+local function depth_of(chain, holder, least)
   local low, high = least, chain.most
-  local holder = low <= high and high > 0 and holder_of(lookup, worker)
-  if not holder or (low > 0 and not entry_in(value_at(chain, low), holder)) then
+  if not holder or low > high or high == 0 or (low > 0 and not entry_in(value_at(chain, low), holder)) then
     return low == 0 and 0 or nil
   end
   while low < high do
@@ -138,7 +163,7 @@ end
 
 -- Returns true if all of the first `depth` blocks are in a worker's HBM, as far as kvatlas/index/gallop.py would see.
 local function is_in_hbm(lookup, chain, worker, depth)
-  local holder = depth > 0 and holder_of(lookup, worker)
+  local holder = depth > 0 and holders_of(lookup, { worker })[1]
   if not holder then
     return true
   end

@@ -125,12 +125,12 @@ register('kvatlas_pool_book', function(keys, args)
   if wanted then
     answer, state = evaluate(keys, ask, now)
     if state then
+      if state.source and redis.call('HEXISTS', keys[LOAD], state.source) == 1 then -- nothing would remove a forgotten one
+        redis.call('HSET', keys[SOURCES], state.source, string.format('%d', state.fetched_us))
+      end
       reserve(keys, id, owner, longest_us, input_tokens, state, state.chosen, now)
       if state.prefill > 0 then
         reserve(keys, prefill_id, owner, longest_us, input_tokens, state, state.prefill, now)
-      end
-      if state.source then
-        redis.call('HSET', keys[SOURCES], state.source, string.format('%d', state.fetched_us))
       end
     end
   end

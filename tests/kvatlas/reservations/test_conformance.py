@@ -5,7 +5,7 @@ import pytest
 from kvatlas.cost import Load
 from kvatlas.errors import InvalidValue
 from kvatlas.reservations import Ask, Booking, LoadReport, Outcome, Reservations, StepChain, WorkerReport
-from kvatlas.reservations.protocol import ARRIVAL_US, STALE_US, Fetching
+from kvatlas.reservations.protocol import ARRIVAL_US, MOST_OFFERS, MOST_SOURCES, STALE_US, Fetching
 from tests.kvatlas.reservations.asks import (
     LEASE_US,
     LONGEST_US,
@@ -445,6 +445,7 @@ async def test_equal_sources_take_turns_whichever_router_books(reservations: Res
         found = await reservations.book(POOL, booking)
         return None if found is None else found.source
 
+    await reservations.report(POOL, {id: WorkerReport(1, None) for id in "xyz"})
     same = fetched("x", "y", "z")
     assert [await source(number, same) for number in range(7)] == ["x", "y", "z", "x", "y", "z", "x"]
     assert (await reservations.evaluate(POOL, same)).source == "y"
@@ -456,3 +457,11 @@ async def test_equal_sources_take_turns_whichever_router_books(reservations: Res
     assert await source(11, ask([offer("a")])) is None
     await reservations.forget(POOL, "y")
     assert await source(12, fetched("y", "x")) == "y"
+    assert await source(13, fetched("y", "x")) == "y"  # nothing is kept for a worker that is gone
+
+
+async def test_each_of_many_offers_may_name_many_sources(reservations: Reservations) -> None:
+    names = [f"{n:064}" for n in range(MOST_OFFERS)]
+    sources = [Fetching(tuple(one for one in names if one != id)[:MOST_SOURCES], SECOND_US) for id in names]
+    offers = [offer(id, fetching=fetching) for id, fetching in zip(names, sources, strict=True)]
+    assert (await reservations.evaluate(POOL, ask(offers))).source == names[1]

@@ -2,6 +2,9 @@
 one in process."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -11,8 +14,10 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import EngineProfile, EngineRates, Load, Plan, Prices, QuillcacheProfile
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
+from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.reservations import (
     Ask,
     Booking,
@@ -22,8 +27,8 @@ from kvatlas.reservations import (
     LookAlikesUnknown,
     Lookup,
     LookupChain,
+    LookupImpossible,
     MemoryReservations,
-    NotInHbm,
     Offer,
     OfferKind,
     Outcome,
@@ -34,6 +39,8 @@ from kvatlas.reservations import (
     WorkerReport,
 )
 from kvatlas.reservations.evaluation import worth_us
+from kvatlas.reservations.lookup import TooManyAlike
+from kvatlas.reservations.protocol import MOST_LIKENESSES
 from kvatlas.reservations.room_and_slo import Limit, Limits
 from kvatlas.store.connection import Store
 from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_US, Clock, id_of
@@ -172,7 +179,7 @@ class Fleet:
 async def outcome_of(reservations: Reservations, asked: Ask) -> Evaluation | type[Exception]:
     try:
         return await reservations.evaluate(POOL, asked)
-    except (LookAlikesUnknown, NotInHbm) as error:
+    except (LookAlikesUnknown, LookupImpossible) as error:
         return type(error)
 
 
@@ -208,7 +215,7 @@ async def test_the_choice_of_one_call_is_that_of_a_look_at_every_worker(store: S
 async def booked_by(reservations: Reservations, booking: Booking) -> str | None:
     try:
         found = await reservations.book(POOL, booking)
-    except (LookAlikesUnknown, NotInHbm):
+    except (LookAlikesUnknown, LookupImpossible):
         return None
     return None if found is None else found.worker_id
 
@@ -236,3 +243,107 @@ async def test_a_holder_that_is_being_swept_hides_no_other(store: Store, clock: 
     lookup = Lookup(SCOPE, [LookupChain(16, chain)], [Reuse.of(ReuseRule(), len(tokens), 16, None)])
     found = await reservations.evaluate(POOL, Ask([], look_alikes=[row], lookup=lookup))
     assert (found.worker_id, found.held_tokens[found.chosen]) == ("shorter", 6 * 16)
+
+
+WORKERS, LONG = 400, 300
+"""Workers of a large fleet, and blocks of its prompt."""
+
+
+async def fill(
+    reservations: Sequence[Reservations], indexes: Sequence[DirectWrites], held: Sequence[int], loads: Sequence[int]
+) -> Ask:
+    """Workers that hold the first blocks of one prompt and queue some tokens; returns an ask about it."""
+    tokens = list(range(LONG * 16 + 1))
+    chain = extend_chain(tokens, 16)
+    for number, blocks in enumerate(held):
+        for index in indexes if blocks else ():
+            await index.put(ScopeUse(SCOPE, 16), f"w{number:03}", Tier.HBM, chain[: blocks * HASH_BYTES])
+    for first in range(0, len(loads), 24):
+        some = range(first, min(first + 24, len(loads)))
+        reports = {f"w{n:03}": WorkerReport(1, LoadReport(Load(1, loads[n])), LIKENESSES[0]) for n in some}
+        for each in reservations:
+            await each.report(POOL, reports)
+    prices = FAST.prices(Plan("w", len(tokens), 1))
+    work = worth_us(prices, len(tokens))
+    row = LookAlikes(LIKENESSES[0], Offer("", OfferKind(None, LONG * 16, 0, prices, 0), 0, 0, work, work))
+    lookup = Lookup(SCOPE, [LookupChain(16, chain)], [Reuse.of(ReuseRule(), len(tokens), 16, None)])
+    return Ask([], look_alikes=[row], lookup=lookup)
+
+
+def large_fleet(crowd: int, others: int, least: int, most: int) -> tuple[list[int], list[int]]:
+    """Blocks and queued tokens of each worker: a crowd that holds equally much, others of different depths, and the rest."""
+    rng = random.Random(crowd + others)
+    held = [*[150] * crowd, *(max(1, LONG - n) for n in range(others))]
+    held += [0] * (WORKERS - len(held))
+    return held, [rng.randint(least, most) if blocks else rng.randint(0, 90) for blocks in held]
+
+
+@pytest.mark.parametrize(
+    ("crowd", "others", "least", "most"),
+    [
+        (40, 0, 150, 2_000),
+        (0, 240, 20_000, 100_000),
+        (40, 240, 100_000, 100_000),
+        (40, 240, 2_000, 9_000),
+        (330, 0, 9_000, 9_000),
+        (0, 399, 9_000, 9_000),
+    ],
+)
+async def test_among_many_busy_holders_a_choice_reads_few_values(
+    store: Store, clock: Clock, crowd: int, others: int, least: int, most: int
+) -> None:
+    index, model_index = await open_redis_index(store, writer=True), MemoryIndex()
+    real, model = RedisReservations(store, index), MemoryReservations(clock, model_index)
+    held, loads = large_fleet(crowd, others, least, most)
+    asked = await fill([real, model], [index, model_index], held, loads)
+    for ring in (0, 1 << 31):
+        await store.client.config_resetstat()
+        found = await real.evaluate(POOL, replace(asked, ring=ring))
+        calls = {name: stats["calls"] for name, stats in (await store.client.info("commandstats")).items()}
+        assert calls["cmdstat_hget"] <= 40 and calls["cmdstat_hmget"] <= 90, calls  # it reads loads two by two here
+        expected = await model.evaluate(POOL, replace(asked, ring=ring))
+        assert found.worker_id == expected.worker_id
+        assert found.held_tokens[found.chosen] == expected.held_tokens[expected.chosen]
+
+
+async def test_a_choice_that_would_read_most_of_a_large_fleet_is_left_to_the_client(store: Store, clock: Clock) -> None:
+    """All are over a limit, so each that was not read may be the only one that is not."""
+    index = await open_redis_index(store, writer=True)
+    reservations = RedisReservations(store, index)
+    asked = await fill([reservations], [], [0] * WORKERS, [10] * WORKERS)
+    late = Limits([], LONG * 16 + 1, 1.0, slo_filters=True)
+    with pytest.raises(TooManyAlike):
+        await reservations.evaluate(POOL, replace(asked, limits=late))
+
+
+class Shards(NamedTuple):
+    shard_keys: Sequence[ShardKeys]
+
+
+async def test_a_lookup_that_the_store_can_not_do_fails_no_store(store: Store, clock: Clock) -> None:
+    """The client then looks up apart, and goes on calling the store."""
+    index = await open_redis_index(store, writer=True)
+    shards = Shards(index.shard_keys)
+    reservations = RedisReservations(store, shards)
+    asked = await fill([reservations], [], [0] * 5, [10] * 5)
+    assert asked.lookup is not None
+    kinds = replace(
+        asked,
+        look_alikes=[*asked.look_alikes] * (MOST_LIKENESSES + 1),
+        lookup=replace(
+            asked.lookup,
+            chains=[*asked.lookup.chains] * (MOST_LIKENESSES + 1),
+            reuse=[*asked.lookup.reuse] * (MOST_LIKENESSES + 1),
+        ),
+    )
+    odd = replace(asked, lookup=replace(asked.lookup, odd={f"{n:064}": 0 for n in range(2_000)}))
+    chains = [LookupChain(16, n.to_bytes(8, "big")) for n in range(17)]
+    many = replace(asked, lookup=replace(asked.lookup, chains=chains, reuse=[*asked.lookup.reuse] * 17))
+    for too_much in (kinds, odd, many):
+        with pytest.raises(LookupImpossible):
+            await reservations.evaluate(POOL, too_much)
+        with pytest.raises(LookupImpossible):
+            await reservations.book(POOL, Booking(id_of(1), "r", 100, too_much, LEASE_US, LONGEST_US))
+    reservations = RedisReservations(store, Shards([*index.shard_keys] * 2))  # laid out again since `look_up` was read
+    with pytest.raises(LookupImpossible):
+        await reservations.evaluate(POOL, asked)

@@ -15,11 +15,13 @@ from kvatlas.cost import EngineProfile, EngineRates
 from kvatlas.fleet.records import EngineState, FleetRecord
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.request import Slo
 from kvatlas.reservations import RedisReservations
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
 from router_client import Basis, NoWorkers, Prompt, RouterClient, RouterSettings, Selector, StaticFleet
 from router_client.pricing.surcharges import session_worker
+from router_client.settings import LimitSettings, SloMode
 from tests.kvatlas.reservations.asks import Clock
 from tests.router_client.pools import FETCH_BY, PEER, SCOPE, hold, pool, worker
 
@@ -140,11 +142,41 @@ async def test_a_worker_that_is_newer_than_the_records_read_is_read_and_used(
     store: Store, index: RedisIndex, fleet: FleetStore
 ) -> None:
     await fleet.write(pool(*(worker(f"w{n:03}", load={"running_decodes": 5}) for n in range(COUNT))))
-    client = router(index, store, RouterSettings(deadline_ms=None, fleet_max_age_ms=600_000))
+    profile = EngineProfile(
+        by_worker={"another": EngineRates(prefill_us_per_token=80.0)}
+    )  # so kinds change their numbers
+    client = router(index, store, RouterSettings(deadline_ms=None, fleet_max_age_ms=600_000, profile=profile))
     assert (await client.reserve(Prompt.of_tokens(SCOPE, TOKENS), dry_run=True)).worker_id.startswith("w")
-    await fleet.write(pool(worker("new", load={"running_decodes": 0})))
+    await fleet.write(pool(worker("another", load={"running_decodes": 9}), worker("new", load={"running_decodes": 0})))
     choice = await client.reserve(Prompt.of_tokens(SCOPE, TOKENS))
     assert (choice.worker_id, choice.basis) == ("new", Basis.COST)
+
+
+async def test_workers_that_are_all_of_their_own_kind_are_chosen_by_cost(
+    store: Store, index: RedisIndex, fleet: FleetStore
+) -> None:
+    """As learned rates make them; they are too many kinds for one call."""
+    records = pool(*(worker(f"w{n:03}", load={"running_decodes": COUNT - n}) for n in range(COUNT)))
+    await fleet.write(records)
+    rates = {id: EngineRates(prefill_us_per_token=40.0 + n / 1_000) for n, id in enumerate(records)}
+    client = router(index, store, replace(SETTINGS, profile=EngineProfile(by_worker=rates)))
+    choice = await client.reserve(Prompt.of_tokens(SCOPE, TOKENS))
+    assert (choice.worker_id, choice.basis, choice.why) == (f"w{COUNT - 1:03}", Basis.COST, "")
+
+
+async def test_a_search_that_would_take_too_long_is_not_tried_for_each_choice(
+    store: Store, index: RedisIndex, fleet: FleetStore
+) -> None:
+    """All 300 workers miss the SLO, so one call would read each. The next choices look up apart at once."""
+    records = pool(*(worker(f"w{n:03}", load={"running_decodes": 1}) for n in range(300)))
+    await fleet.write(records)
+    client = router(index, store, replace(SETTINGS, limits=LimitSettings(slo=SloMode.FILTER)))
+    await store.client.config_resetstat()
+    asked = Prompt.of_tokens(SCOPE, TOKENS, slo=Slo(ttft_ms=0.001))
+    choices = [await client.reserve(asked) for _ in range(4)]
+    assert {(choice.basis, choice.why) for choice in choices} == {(Basis.COST, "")}
+    calls = await store.client.info("commandstats")
+    assert calls["cmdstat_fcall"]["calls"] <= 6
 
 
 async def test_workers_that_no_indexer_reported_are_named_instead(store: Store, index: RedisIndex) -> None:
