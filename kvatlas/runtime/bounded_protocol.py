@@ -2,6 +2,9 @@
 
 A refusal is an answer in JSON. Its connection stays open until the client has had time to read it: data that arrives on a
 closed socket would reset the connection and discard the answer.
+
+Requests of one connection are read one after another. Data that follows a request waits until that one is answered, so an
+error in it concerns no other request.
 """
 
 import asyncio
@@ -10,8 +13,10 @@ import re
 import sys
 from collections.abc import Mapping
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
+from httptools import HttpParserCallbackError, HttpRequestParser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -32,6 +37,7 @@ PROBE_S = 2.0
 LINGER_S = 2.0
 """Time that a refused client has to read why."""
 
+_LINE_END = re.compile(rb"\r?\n")
 _FULL = "too many connections are open; try again later"
 
 
@@ -56,6 +62,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._body_since: float | None = None
         self._body_bytes = 0
+        self._body_left = 0
+        """Bytes that are still to come of a body of known length."""
+        self._unread = bytearray()
+        """Data that is not parsed yet."""
+        self._hidden_framing = b""
+        """The header with the length of a body that the parser does not expect."""
+        self._head_parser = self.parser
         self._stops_at: float | None = None
         self._refused = False
         self._in_head = True
@@ -90,26 +103,93 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._shares.wake(self)
-        self._body_bytes += len(data)
-        self._bare_bytes += len(data)
-        super().data_received(data)
-        if self._bare_bytes > MOST_HEADER_BYTES and not self._refused:
-            self._counters.headers += 1
-            self._refuse(431, f"the headers have more than {MOST_HEADER_BYTES} bytes; expected fewer")
+        self._unread += data
+        self._read()
+        if len(self._unread) > MOST_HEADER_BYTES:
+            self.flow.pause_reading()
         self._set_deadline()
 
+    def _read(self) -> None:
+        """Parse data up to the end of the request that is being read."""
+        start = 0
+        while start < len(self._unread) and not (self._is_busy or self._refused or self.transport.is_closing()):
+            end = self._piece_end(start)
+            self._body_bytes += end - start
+            self._bare_bytes += end - start
+            super().data_received(self._unread[start:end])  # type: ignore[arg-type]
+            if self._bare_bytes > MOST_HEADER_BYTES and not self._refused:
+                self._counters.headers += 1
+                self._refuse(431, f"the headers have more than {MOST_HEADER_BYTES} bytes; expected fewer")
+            start = end
+        del self._unread[:start]
+
+    @property
+    def _is_busy(self) -> bool:
+        """True if a request was read whole and is not answered yet."""
+        return self._in_head and self.cycle is not None and not self.cycle.response_complete
+
+    def _piece_end(self, start: int) -> int:
+        """The end of a piece of the unread data that extends at most to the end of a request: of its body, or of an empty line,
+        which may have begun in data that arrived earlier."""
+        if self._body_left:
+            return min(start + self._body_left, len(self._unread))
+        if start < 3 and (rest := _LINE_END.match(self._unread, start)):
+            return rest.end()
+        empty = self._unread.find(b"\r\n\r\n", start)
+        return len(self._unread) if empty < 0 else empty + 4
+
+    # ------------------------------------------------------------ events of the parser
+
+    def on_message_begin(self) -> None:
+        if self._is_busy:
+            raise ValueError("it begins within another request")
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # trailers are ignored (RFC 9110, 6.5.1)
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if (version := self.parser.get_http_version()) not in ("1.0", "1.1"):
+            raise ValueError(f"its version is {version}")
+        framing = [(name, value) for name, value in self.headers if name in (b"content-length", b"transfer-encoding")]
+        codings = [value.lower() for name, value in framing if name == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):
+            raise ValueError(f"its Transfer-Encoding is {b', '.join(codings).decode('latin-1')}; expected chunked")
         self._in_head, self._bare_bytes = False, 0
         self.url = _origin_form(self.url)
         super().on_headers_complete()
+        if self.parser.get_method() == b"CONNECT":  # what follows is not HTTP
+            self.cycle.keep_alive = False
+            return
+        self._body_left = 0 if codings else sum(int(value) for _, value in framing)
+        if self.parser.should_upgrade() and (codings or self._body_left):
+            self._hidden_framing = b"%b: %b" % framing[0]
 
     def on_body(self, body: bytes) -> None:
         self._bare_bytes = 0
+        if self._body_left:
+            self._body_left -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._hidden_framing:
+            return
         super().on_message_complete()
         self._in_head, self.cycle.more_body = True, False  # also of a request that was answered before its end
+        self.parser = self._head_parser
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Go on after the headers of a request that asks for another protocol. `HttpBorder` refuses WebSockets, and any other
+        upgrade may be ignored (RFC 9110, 7.8). The parser takes the request's body for data of that protocol, so another
+        parser reads it."""
+        if self._hidden_framing:
+            head, self._hidden_framing = b"POST / HTTP/1.1\r\n%b\r\n\r\n" % self._hidden_framing, b""
+            events = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
+            self.parser = HttpRequestParser(events)
+            self.parser.feed_data(head)
+
+    # ------------------------------------------------------------ answers
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
@@ -118,6 +198,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._read()
         if self.timeout_keep_alive_task is not None:
             self._shares.rest(self)
         self._set_deadline()
@@ -194,15 +275,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Called while an error of the parser is handled. Two readers may disagree about where such a request ends."""
         self._counters.framing += 1
-        if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
-            # the requests before it are answered, then the connection is closed
-            self._refused, self.cycle.keep_alive = True, False
-            self._cancel_deadline()
-            return
-        self._refuse(400, f"this is not HTTP/1.1: {sys.exception()!s:.200}")
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Do nothing: `HttpBorder` refuses WebSockets, and any other upgrade may be ignored (RFC 9110, 7.8)."""
+        error = sys.exception()
+        cause = error.__context__ if isinstance(error, HttpParserCallbackError) else error
+        self._refuse(400, f"this is not HTTP/1.1: {cause!s:.200}")
 
     @property
     def _who(self) -> str:

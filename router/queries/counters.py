@@ -5,7 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from starlette.requests import ClientDisconnect
+
 from kvatlas.errors import KvatlasError, Unreachable
+from kvatlas.runtime.http_border import BodyTooLong
 from kvatlas.telemetry.distribution import Distribution
 from kvatlas_router.tenancy.refusals import KeysUnknown
 
@@ -33,7 +36,7 @@ class QueryCounters:
         except (Unreachable, KeysUnknown):
             self.failed += 1
             raise
-        except KvatlasError:
+        except (KvatlasError, ClientDisconnect, BodyTooLong):
             self.refused += 1
             raise
         except Exception:

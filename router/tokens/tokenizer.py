@@ -2,11 +2,11 @@
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvatlas.blocks.media import MediaItem
 from kvatlas.errors import KvatlasError
@@ -57,19 +57,39 @@ _RENDERED = frozenset({"chat_template", "chat_template_kwargs", "documents", "fu
 """Fields that make a prompt longer than its text."""
 
 
+def _is_short(request: TextRequest, letters: int) -> bool:
+    """True if rendering and tokenizing takes little time: the prompt has fewer `letters`. In a conversation every name and
+    value counts, and one more for each, because templates read more fields than those with text."""
+    if _RENDERED & request.body.keys():
+        return False
+    if not request.api.is_conversation:
+        return request.letters < letters
+    waiting: list[Any] = [request.body]
+    while waiting and letters > 0:
+        value = waiting.pop()
+        letters -= 1
+        if isinstance(value, str):
+            letters -= len(value)
+        elif isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+    return letters > 0
+
+
 class ThreadedTokenizer:
     """Runs a plain function in its own threads. The function must be safe to run in `threads` threads at once."""
 
     def __init__(self, function: Callable[[TextRequest], Tokens], threads: int = 2, *, inline_letters: int = 0) -> None:
-        """`inline_letters`: for a request with fewer, and nothing else to render, the function is called at once: it takes less
-        time than a change of threads."""
+        """`inline_letters`: for a request with fewer, in whatever field of a conversation, the function is called at once: it
+        takes less time than a change of threads."""
         self._function = function
         self._inline_letters = inline_letters
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvatlas-tokenizer")
 
     async def token_ids(self, request: TextRequest) -> Tokens:
         """Raises what the function raises. Cancelling the caller doesn't stop the function."""
-        if not _RENDERED & request.body.keys() and request.letters < self._inline_letters:
+        if _is_short(request, self._inline_letters):
             return self._function(request)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._function, request)
 

@@ -52,11 +52,33 @@ APPLICATION = Starlette(
 )
 
 
+class Slow:
+    """An application whose answer to /slow begins at once and ends when it may."""
+
+    def __init__(self) -> None:
+        self.may_end, self.disconnected = anyio.Event(), anyio.Event()
+        self.routed = Starlette(routes=[Route("/slow", self._slow), *APPLICATION.routes])
+
+    async def _slow(self, _: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            try:
+                yield b"one "
+                await self.may_end.wait()
+                yield b"two"
+            except anyio.get_cancelled_exc_class():
+                self.disconnected.set()
+                raise
+
+        return StreamingResponse(parts())
+
+
 @asynccontextmanager
-async def serving(access: HttpAccess, grace_s: int = 0) -> AsyncIterator[Listener]:
+async def serving(
+    access: HttpAccess, grace_s: int = 0, application: Starlette = APPLICATION
+) -> AsyncIterator[Listener]:
     listener = listen("127.0.0.1", 0, "the test", access)
     async with anyio.create_task_group() as tasks:
-        await tasks.start(partial(serve, grace_s=grace_s), APPLICATION, listener)
+        await tasks.start(partial(serve, grace_s=grace_s), application, listener)
         yield listener
         tasks.cancel_scope.cancel()
 
@@ -110,8 +132,103 @@ async def test_a_client_of_http_1_0_gets_no_chunks() -> None:
 async def test_what_follows_a_request_does_not_take_its_answer() -> None:
     async with serving(HttpAccess()) as listener, connected(listener) as stream:
         await stream.send(ASK + b"no request\r\n\r\n")
-        answer = await read_to_end(stream)
-        assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1 ") == 1
+        answers = (await read_to_end(stream)).split(b"HTTP/1.1 ")[1:]
+        assert [answer[:3] for answer in answers] == [b"200", b"400"]
+
+
+def answers_in(received: bytes) -> list[tuple[int, bytes]]:
+    """Status and body of each answer; the parts of a chunked body in one."""
+    found = []
+    for answer in received.split(b"HTTP/1.1 ")[1:]:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        parts = body.split(b"\r\n")[1::2] if b"transfer-encoding: chunked" in head else [body]
+        found.append((int(head[:3]), b"".join(parts)))
+    return found
+
+
+UPGRADE = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+LAST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+SMUGGLED = b"POST /healthz HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n\n\r\n\n"
+CHUNKED = b"%x\r\n%b\r\n0\r\nhost: y\r\n\r\n" % (len(SMUGGLED), SMUGGLED)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4, 5, 6, 7, 1_000])
+async def test_every_request_has_its_own_body_however_it_is_cut(at_once: int) -> None:
+    """Even if it asks for another protocol, as those of Java clients and of `curl --http2`."""
+    length = b"content-length: %d\r\n\r\n" % len(SMUGGLED)
+    requests = [ASK, UPGRADE + length + SMUGGLED, UPGRADE + b"transfer-encoding: chunked\r\n\r\n" + CHUNKED]
+    requests += [UPGRADE + b"\r\n", UPGRADE + b"content-length: 0\r\n\r\n"]
+    requests += [request.replace(b"upgrade: ", b"x-no: ") for request in requests]
+    sent = b"".join(requests) + LAST
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
+        for start in range(0, len(sent), at_once):
+            await stream.send(sent[start : start + at_once])
+        whole = str(len(SMUGGLED)).encode()
+        bodies = [body for _, body in answers_in(await read_to_end(stream))]
+        assert bodies == [b"0", whole, whole, b"0", b"0"] * 2 + [b"0"]
+
+
+async def test_a_body_that_comes_after_the_headers_of_an_upgrade_is_no_request() -> None:
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
+        await stream.send(UPGRADE + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(SMUGGLED))
+        assert (await stream.receive()).startswith(b"HTTP/1.1 100 ")
+        await stream.send(SMUGGLED + LAST)
+        answers = answers_in(await read_to_end(stream))
+        assert answers == [(200, str(len(SMUGGLED)).encode()), (200, b"0")]
+
+
+@pytest.mark.parametrize(
+    ("second", "status"),
+    [
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n", 400),
+        (b"GET / HTTP/1.1\r\nx-a: " + b"a" * 70_000, 431),
+        (LAST, 200),
+    ],
+)
+async def test_an_answer_is_complete_whatever_follows_its_request(second: bytes, status: int) -> None:
+    slow = Slow()
+    async with serving(HttpAccess(), application=slow.routed) as listener, connected(listener) as stream:
+        await stream.send(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n")
+        received = await stream.receive()
+        await stream.send(second)
+        async with connected(listener) as other:  # by its answer the server has read what was sent before
+            await other.send(LAST)
+            await read_to_end(other)
+        slow.may_end.set()
+        first, last = answers_in(received + await read_to_end(stream))
+        assert first == (200, b"one two") and last[0] == status
+
+
+async def test_a_client_that_leaves_ends_its_request_even_with_another_one_behind() -> None:
+    slow = Slow()
+    async with serving(HttpAccess(), application=slow.routed) as listener:
+        async with connected(listener) as stream:
+            await stream.send(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n" + ASK)
+            await stream.receive()
+        with anyio.fail_after(60):
+            await slow.disconnected.wait()
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        (b"GET /\r\n", b"version is 0.9"),
+        (b"GET / HTTP/2.0\r\n", b"version is 2.0"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n", b"expected chunked"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n", b"gzip"),
+    ],
+)
+async def test_other_versions_and_codings_are_refused(head: bytes, why: bytes) -> None:
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
+        await stream.send(head + b"\r\n" + LAST)
+        ((status, body),) = answers_in(await read_to_end(stream))
+        assert status == 400 and why in body
+
+
+async def test_nothing_is_read_behind_a_connect() -> None:
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
+        await stream.send(b"CONNECT x:1 HTTP/1.1\r\nhost: x:1\r\n\r\n" + ASK)
+        assert [status for status, _ in answers_in(await read_to_end(stream))] == [404]
 
 
 @pytest.mark.parametrize("endless", [b"0\r\nx-a: ", b"0;x="])
@@ -151,6 +268,12 @@ async def test_a_connection_whose_headers_do_not_come_is_closed(requests: int, s
         if sent:
             await stream.send(sent)
         assert await read_to_end(stream) in (b"", b"0")
+
+
+async def test_headers_that_began_behind_another_request_do_not_stay_open() -> None:
+    async with serving(HttpAccess(header_s=0.2)) as listener, connected(listener) as stream:
+        await stream.send(ASK + UNFINISHED)
+        assert [status for status, _ in answers_in(await read_to_end(stream))] == [200]
 
 
 async def test_a_refused_body_that_does_not_end_is_cut_off() -> None:

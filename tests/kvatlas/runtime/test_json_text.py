@@ -1,6 +1,7 @@
 """The fast reader and writer agree with the standard library's."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -31,6 +32,11 @@ def test_long_integers_stay_integers(value: int) -> None:
 @given(values)
 def test_what_is_written_is_read_back(value: Any) -> None:
     assert as_read(json.loads(encode(value))) == as_read(json.loads(json.dumps(value)))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2**70, "\ud800", None])
+def test_what_only_the_standard_library_writes_is_written_alike(value: Any) -> None:
+    assert encode({"a": [value, 1]}) == json.dumps({"a": [value, 1]}, separators=(",", ":")).encode()
 
 
 @pytest.mark.parametrize("text", [b"[NaN]", b'["\\ud800"]', b"\xef\xbb\xbf{}", b"[%d]" % 2**64, b"[1e400]"])

@@ -3,8 +3,10 @@
 from contextlib import nullcontext
 
 import pytest
+from starlette.requests import ClientDisconnect
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.runtime.http_border import BodyTooLong
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.queries.counters import QueryCounters
 
@@ -15,6 +17,8 @@ from kvatlas_router.queries.counters import QueryCounters
         (None, (1, 0, 0)),
         (InvalidValue("block_size is 0"), (0, 1, 0)),
         (UnknownModel("m"), (0, 1, 0)),
+        (BodyTooLong("11", 10), (0, 1, 0)),
+        (ClientDisconnect(), (0, 1, 0)),
         (Unreachable("the store"), (0, 0, 1)),
         (RuntimeError("a fault of ours"), (0, 0, 1)),
     ],

@@ -49,17 +49,27 @@ async def test_a_callers_function_runs_in_a_thread_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("body", "inline"),
-    [({"prompt": "abc"}, True), ({"prompt": "abcd"}, False), ({"prompt": "abc", "tools": [{}]}, False)],
+    [
+        ({"prompt": "a" * 99}, True),
+        ({"prompt": "a" * 100}, False),
+        ({"prompt": "abc", "tools": [{}]}, False),
+        ({"messages": [{"role": "user", "content": "a" * 30}]}, True),
+        ({"messages": [{"role": "user", "content": "a" * 80}]}, False),
+        ({"messages": [{"role": "user", "name": "a" * 80, "content": "a"}]}, False),
+        ({"messages": [{"role": "user", "content": ""}] * 100}, False),
+        ({"messages": [{}] * 100}, False),
+        ({"messages": [{"tool_calls": [{"function": {"arguments": {"a" * 80: 1}}}]}]}, False),
+    ],
 )
-async def test_a_short_text_is_tokenized_at_once(body: dict[str, Any], inline: bool) -> None:
+async def test_what_is_short_is_tokenized_at_once(body: dict[str, Any], inline: bool) -> None:
     seen: list[str] = []
 
     def function(request: TextRequest) -> Sequence[int]:
         seen.append(threading.current_thread().name)
-        return letters(request)
+        return []
 
-    tokenizer = ThreadedTokenizer(function, inline_letters=4)
-    await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, body))
+    tokenizer = ThreadedTokenizer(function, inline_letters=100)
+    await tokenizer.token_ids(TextRequest(Api.COMPLETIONS if "prompt" in body else Api.CHAT, body))
     assert seen[0].startswith("kvatlas-tokenizer") is not inline
     tokenizer.close()
 
