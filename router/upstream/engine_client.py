@@ -243,7 +243,7 @@ class EngineClient:
                         address,
                         origin.port,
                         ssl=self._tls if origin.tls else None,
-                        server_hostname=origin.host if origin.tls else None,
+                        server_hostname=origin.host.rstrip(".") if origin.tls else None,  # certificates name no root
                     )
                 return connection
             except OSError:
@@ -280,8 +280,9 @@ def _split(url: str) -> tuple[str, str]:
 @lru_cache(maxsize=16_384)
 def _parse_origin(base: str) -> _Origin:
     """Raises InvalidValue, which is a ValueError."""
-    host, port = host_and_port(check_origin(base))
-    scheme, _, name = base.partition("://")
+    checked = check_origin(base)
+    host, port = host_and_port(checked)
+    scheme, _, name = checked.partition("://")
     encoded = name.encode() if name.isascii() else b":".join(part.encode("idna") for part in name.split(":"))
     return _Origin(host, port, scheme == "https", encoded, parse_ip(host))
 

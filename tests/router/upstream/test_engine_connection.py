@@ -153,6 +153,19 @@ async def test_a_slow_reader_stops_the_engine_and_gets_all() -> None:
         assert await answer.read_all() == body
 
 
+async def test_the_next_request_is_answered_after_a_long_answer_that_was_not_read() -> None:
+    size = MOST_KEPT_BYTES + 1
+
+    async def is_whole() -> bool:
+        return all(connection.done for connection in client._open)
+
+    async with engine(lambda _, __: OK + b"content-length: %d\r\n\r\n" % size + b"x" * size) as wire:
+        async with engine_client(timeout_s=2) as client:
+            async with client.answering("POST", f"http://127.0.0.1:{wire.port}/"):
+                await until(is_whole, what="the answer's last byte, which stops the reading")
+            assert len(await post(client, wire)) == size
+
+
 @pytest.mark.parametrize("head", [b"", OK + b"content-length: 9\r\n\r\n"])
 async def test_what_is_given_up_closes_the_connection(head: bytes) -> None:
     gone = asyncio.Event()
