@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import pytest
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost, EngineUnreachable
 from kvatlas_router.upstream.engine_connection import WHOLE_BYTES
+from tests.eventually import until
 from tests.router.upstream.nearby_engines import engine_client
 
 pytestmark = pytest.mark.anyio
@@ -232,3 +234,47 @@ async def test_of_a_names_addresses_only_the_allowed_are_connected_to(monkeypatc
     async with engine(good) as wire, EngineClient(policy, timeout_s=5) as client:
         assert not (await failure(client.call("GET", f"http://engine.test:{wire.port}/"))).connected
     assert not wire.heads
+
+
+async def test_requests_to_one_name_share_a_lookup_that_outlives_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve, looked_up, may_answer = socket.getaddrinfo, 0, threading.Event()
+
+    def slowly(host: Any, *args: Any, **options: Any) -> Any:
+        nonlocal looked_up
+        if host == "engine.test":
+            looked_up += 1
+            may_answer.wait(60)
+            host = "127.0.0.1"
+        return resolve(host, *args, **options)
+
+    async def is_looked_up() -> bool:
+        return looked_up > 0
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    async with engine(good) as wire, engine_client(connect_s=60) as client:
+        calls = [asyncio.create_task(client.call("GET", f"http://engine.test:{wire.port}/")) for _ in range(20)]
+        try:
+            await until(is_looked_up, what="the lookup")
+            calls[0].cancel()
+            await asyncio.wait(calls[:1])
+        finally:
+            may_answer.set()
+        replies = await asyncio.gather(*calls[1:])
+    assert {reply.status for reply in replies} == {200} and calls[0].cancelled() and looked_up == 1
+
+
+async def test_a_name_that_was_not_found_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve, found = socket.getaddrinfo, False
+
+    def later(host: Any, *args: Any, **options: Any) -> Any:
+        if host == "engine.test" and not found:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1", *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", later)
+    async with engine(good) as wire, engine_client() as client:
+        url = f"http://engine.test:{wire.port}/"
+        for error in await asyncio.gather(*(failure(client.call("GET", url)) for _ in range(3))):
+            assert "not known" in str(error) and not error.connected
+        found = True
+        assert (await client.call("GET", url)).status == 200

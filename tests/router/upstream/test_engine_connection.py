@@ -159,11 +159,11 @@ async def test_the_next_request_is_answered_after_a_long_answer_that_was_not_rea
     async def is_whole() -> bool:
         return all(connection.done for connection in client._open)
 
-    async with engine(lambda _, __: OK + b"content-length: %d\r\n\r\n" % size + b"x" * size) as wire:
-        async with engine_client(timeout_s=2) as client:
-            async with client.answering("POST", f"http://127.0.0.1:{wire.port}/"):
-                await until(is_whole, what="the answer's last byte, which stops the reading")
-            assert len(await post(client, wire)) == size
+    long = OK + b"content-length: %d\r\n\r\n" % size + b"x" * size
+    async with engine(lambda _, __: long) as wire, engine_client(timeout_s=2) as client:
+        async with client.answering("POST", f"http://127.0.0.1:{wire.port}/"):
+            await until(is_whole, what="the answer's last byte, which stops the reading")
+        assert len(await post(client, wire)) == size
 
 
 @pytest.mark.parametrize("head", [b"", OK + b"content-length: 9\r\n\r\n"])
