@@ -142,7 +142,7 @@ class EngineClient:
         if connection is not None:
             await self._ask(connection, head, body, without_body=without_body)
             if connection.is_stale:
-                # an idle connection may close while a request is on its way (RFC 9112, 9.3.1): the engine has not begun it
+                # it may have closed while the request was on its way (RFC 9112, 9.3.1): the engine has hardly begun it
                 connection = None
         if connection is None:
             try:
@@ -226,7 +226,7 @@ class EngineClient:
     async def _connect(self, origin: _Origin) -> EngineConnection:
         """Raises OSError and ValueError."""
         try:
-            return await wait_patiently(self._connect_to_any(origin), self._connect_s)
+            return await wait_patiently(self._connect_to_any(origin), self._connect_s, EngineConnection.abort)
         except TimeoutError as error:
             raise TimeoutError(f"no connection within {self._connect_s:g} s") from error
 

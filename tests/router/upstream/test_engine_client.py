@@ -20,6 +20,9 @@ pytestmark = pytest.mark.anyio
 
 GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-One: a\r\nx-one: b\r\n\r\nok"
 
+WORK_S = 0.5
+"""Longer than a closed connection is on its way."""
+
 
 @dataclass(slots=True)
 class Wire:
@@ -140,6 +143,25 @@ async def test_a_request_is_never_tried_a_third_time(method: str) -> None:
     assert wire.bodies.count(b"bad") == 2
 
 
+async def test_a_request_that_the_engine_worked_on_before_it_closed_is_not_sent_again() -> None:
+    asked = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        await reader.readuntil(b"\r\n\r\nx")
+        writer.write(GOOD)
+        await reader.readuntil(b"\r\n\r\nx")
+        asked += 1
+        await asyncio.sleep(WORK_S)
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    wire = Wire(server.sockets[0].getsockname()[1])
+    async with server, engine_client() as client:
+        assert await post(client, wire) == b"ok"
+        assert (await failure(post(client, wire))).connected and asked == 1
+
+
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
 async def test_a_new_connection_that_closes_without_a_byte_is_the_engines_failure(method: str) -> None:
     async with engine(lambda _, __: None) as wire, engine_client() as client:
@@ -247,14 +269,11 @@ async def test_requests_to_one_name_share_a_lookup_that_outlives_each_of_them(mo
             host = "127.0.0.1"
         return resolve(host, *args, **options)
 
-    async def is_looked_up() -> bool:
-        return looked_up > 0
-
     monkeypatch.setattr(socket, "getaddrinfo", slowly)
     async with engine(good) as wire, engine_client(connect_s=60) as client:
         calls = [asyncio.create_task(client.call("GET", f"http://engine.test:{wire.port}/")) for _ in range(20)]
         try:
-            await until(is_looked_up, what="the lookup")
+            await until(lambda: looked_up, what="the lookup")
             calls[0].cancel()
             await asyncio.wait(calls[:1])
         finally:

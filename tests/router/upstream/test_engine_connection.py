@@ -156,13 +156,10 @@ async def test_a_slow_reader_stops_the_engine_and_gets_all() -> None:
 async def test_the_next_request_is_answered_after_a_long_answer_that_was_not_read() -> None:
     size = MOST_KEPT_BYTES + 1
 
-    async def is_whole() -> bool:
-        return all(connection.done for connection in client._open)
-
     long = OK + b"content-length: %d\r\n\r\n" % size + b"x" * size
     async with engine(lambda _, __: long) as wire, engine_client(timeout_s=2) as client:
         async with client.answering("POST", f"http://127.0.0.1:{wire.port}/"):
-            await until(is_whole, what="the answer's last byte, which stops the reading")
+            await until(lambda: all(one.done for one in client._open), what="the last byte, which stops the reading")
         assert len(await post(client, wire)) == size
 
 
@@ -199,3 +196,38 @@ async def test_a_header_can_not_hide_another(header: tuple[bytes, bytes]) -> Non
         assert not (await failure(client.send("GET", f"http://127.0.0.1:{wire.port}/", [header]))).connected
         assert not (await failure(client.send("GET", f"http://127.0.0.1:{wire.port}/a b"))).connected
     assert not wire.heads
+
+
+async def test_a_client_that_is_closed_makes_no_cut_answer_look_whole() -> None:
+    async with script(OK + b"\r\nthe beginning", closes=False) as port:
+        async with engine_client() as client:
+            answer = await client.send("GET", f"http://127.0.0.1:{port}/")
+            assert await answer.read() == b"the beginning"
+            rest = asyncio.create_task(answer.read())
+            await asyncio.sleep(0)
+        with pytest.raises(EngineLost, match="the router closed"):
+            await rest
+
+
+async def test_a_client_that_is_closed_does_not_ask_again() -> None:
+    async with engine(lambda _, turn: b"" if turn else GOOD) as wire:
+        async with engine_client() as client:
+            assert await post(client, wire) == b"ok"
+            second = asyncio.create_task(post(client, wire))
+            await until(lambda: len(wire.bodies) == 2, what="the second request")
+        assert "the router closed" in str(await failure(second))
+    assert wire.connections == [0, 0]
+
+
+async def test_a_call_that_is_cancelled_at_any_moment_leaves_no_connection_open() -> None:
+    """Also at the moment at which the connection is made, but not yet handed on."""
+    async with engine(lambda _, __: b"") as wire, engine_client() as client:
+        for turns in range(24):
+            call = asyncio.create_task(client.send("POST", f"http://127.0.0.1:{wire.port}/"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait((call,))
+            await until(
+                lambda: not client._open, what=f"the end of a connection, cancelled after {turns} turns", deadline_s=5
+            )
