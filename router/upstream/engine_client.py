@@ -244,6 +244,8 @@ class EngineClient:
                         ssl=self._tls if origin.tls else None,
                         server_hostname=origin.host.rstrip(".") if origin.tls else None,  # certificates name no root
                     )
+                if not connection.closed:
+                    self._open.add(connection)
                 return connection
             except OSError:
                 if number == len(addresses):

@@ -65,7 +65,7 @@ class EngineConnection(asyncio.Protocol):
     _transport: asyncio.Transport
 
     def __init__(self, connections: "set[EngineConnection]", loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
-        """`connections`: it is one of them while it is open. `timeout_s`: longest silence of an engine that has a request."""
+        """`connections`: it leaves them when it is closed. `timeout_s`: longest silence of an engine that has a request."""
         self._open = connections
         self.closed = False
         self.idle_since = 0.0
@@ -97,6 +97,9 @@ class EngineConnection(asyncio.Protocol):
         """Send a request, after the last one's answer is `done`. `without_body`: its answer has no body, whatever its head says
         (HEAD)."""
         self._begin(without_body=without_body)
+        if self.closed:
+            self._fail("it closed the connection")
+            return
         if len(body) < WHOLE_BYTES:
             self._transport.write(head + body)
         else:
@@ -171,7 +174,6 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._open.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self.done:  # nothing was asked for, so it is no answer to what comes next

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvatlas_router.upstream.engine_client import EngineLost
-from kvatlas_router.upstream.engine_connection import MAX_BARE_BYTES, MAX_HEADERS, MOST_KEPT_BYTES
+from kvatlas_router.upstream.engine_connection import MAX_BARE_BYTES, MAX_HEADERS, MOST_KEPT_BYTES, EngineConnection
 from tests.eventually import until
 from tests.router.upstream.nearby_engines import engine_client
 from tests.router.upstream.test_engine_client import GOOD, Wire, engine, failure, post
@@ -219,6 +219,7 @@ async def test_a_client_that_is_closed_does_not_ask_again() -> None:
     assert wire.connections == [0, 0]
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio", ("asyncio", {"use_uvloop": True})])
 async def test_a_call_that_is_cancelled_at_any_moment_leaves_no_connection_open() -> None:
     """Also at the moment at which the connection is made, but not yet handed on."""
     async with engine(lambda _, __: b"") as wire, engine_client() as client:
@@ -231,3 +232,16 @@ async def test_a_call_that_is_cancelled_at_any_moment_leaves_no_connection_open(
             await until(
                 lambda: not client._open, what=f"the end of a connection, cancelled after {turns} turns", deadline_s=5
             )
+
+
+async def test_a_connection_that_closed_before_its_first_request_is_the_engines_failure() -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    loop = asyncio.get_running_loop()
+    async with server:
+        _, connection = await loop.create_connection(
+            lambda: EngineConnection(set(), loop, 60), *server.sockets[0].getsockname()
+        )
+        await until(lambda: connection.closed, what="its end")
+        connection.send(b"GET / HTTP/1.1\r\n\r\n", b"", without_body=False)
+        await asyncio.wait_for(connection.wait_for_head(), 5)
+    assert connection.failure == "it closed the connection" and not connection.is_stale
