@@ -129,8 +129,9 @@ class EngineConnection(asyncio.Protocol):
 
     def can_be_kept(self) -> bool:
         """True if another request may follow. None does after an answer whose unread rest stopped the reading."""
-        waits = self._paused or self._transport.get_write_buffer_size()
-        return self.done and self._keep and not self.closed and not waits
+        if self.closed or self._paused or not self.done:
+            return False
+        return self._keep and not self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
         """Close the connection at once."""
