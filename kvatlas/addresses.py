@@ -21,7 +21,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @lru_cache(maxsize=16_384)
 def check_origin(url: str) -> str:
-    """Return the URL if it is http or https with a host, an optional port, and nothing else.
+    """Return the URL, its scheme in lower case, if it is http or https with a host, an optional port, and nothing else.
 
     Raises InvalidValue without quoting the URL, which may contain a password."""
     try:
@@ -38,7 +38,7 @@ def check_origin(url: str) -> str:
         or not url.isprintable()
     ):
         raise InvalidValue("the engine's address must be a URL of scheme, host and port alone")
-    return url.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def host_and_port(origin: str) -> tuple[str, int]:

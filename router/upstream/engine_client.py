@@ -6,7 +6,6 @@ engine if an idle connection turns out to be closed. A library would take most o
 """
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from kvatlas.errors import KvatlasError
 from kvatlas.runtime.json_text import decode, encode
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_connection import EngineConnection, RawHeaders, describe
+from kvatlas_router.upstream.name_lookups import NameLookups
 from kvatlas_router.upstream.patience import wait_patiently
 
 CONNECT_S = 2.0
@@ -26,8 +26,6 @@ KEEP_S = 4.0
 """How long an idle connection is kept: uvicorn, which most engines use, closes it after 5 s."""
 MOST_IDLE = 512
 """Idle connections kept to one engine."""
-RESOLVED_S = 2.0
-"""How long a name's addresses are cached."""
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "TRACE")
 """Methods whose requests have no body unless one is given; all others announce its length, even if it is 0."""
 
@@ -114,7 +112,7 @@ class EngineClient:
         self._connect_s = min(connect_s, timeout_s)
         self._idle: dict[_Origin, list[EngineConnection]] = {}
         self._open: set[EngineConnection] = set()
-        self._resolved: dict[_Origin, tuple[float, list[str]]] = {}
+        self._names = NameLookups()
         self._sweep: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> "EngineClient":
@@ -125,6 +123,7 @@ class EngineClient:
     async def __aexit__(self, *_: object) -> None:
         if self._sweep is not None:
             self._sweep.cancel()
+        self._names.close()
         for connection in list(self._open):
             connection.abort()
         await asyncio.sleep(0)  # the connections' ends are called
@@ -143,7 +142,7 @@ class EngineClient:
         if connection is not None:
             await self._ask(connection, head, body, without_body=without_body)
             if connection.is_stale:
-                # an idle connection may close while a request is on its way (RFC 9112, 9.3.1): the engine has not begun it
+                # it may have closed while the request was on its way (RFC 9112, 9.3.1): the engine has hardly begun it
                 connection = None
         if connection is None:
             try:
@@ -227,7 +226,7 @@ class EngineClient:
     async def _connect(self, origin: _Origin) -> EngineConnection:
         """Raises OSError and ValueError."""
         try:
-            return await wait_patiently(self._connect_to_any(origin), self._connect_s)
+            return await wait_patiently(self._connect_to_any(origin), self._connect_s, EngineConnection.abort)
         except TimeoutError as error:
             raise TimeoutError(f"no connection within {self._connect_s:g} s") from error
 
@@ -243,8 +242,10 @@ class EngineClient:
                         address,
                         origin.port,
                         ssl=self._tls if origin.tls else None,
-                        server_hostname=origin.host if origin.tls else None,
+                        server_hostname=origin.host.rstrip(".") if origin.tls else None,  # certificates name no root
                     )
+                if not connection.closed:
+                    self._open.add(connection)
                 return connection
             except OSError:
                 if number == len(addresses):
@@ -254,21 +255,11 @@ class EngineClient:
     async def _allowed_addresses(self, origin: _Origin) -> list[str]:
         """The addresses are checked, not the name: DNS may change at any time."""
         host, port = origin.host, origin.port
-        found = [host] if origin.ip is not None else await self._resolve(origin)
+        found = [host] if origin.ip is not None else await self._names.addresses(host)
         allowed = [one for one in found if (ip := parse_ip(one)) and self._addresses.allows(host, port, ip)]
         if found and not allowed:
             raise OSError(None, f"{host}:{port} is not an allowed engine address (--engine-addresses)")
         return allowed
-
-    async def _resolve(self, origin: _Origin) -> list[str]:
-        known_at, known = self._resolved.get(origin, (0.0, []))
-        now = self._loop.time()
-        if not known or now - known_at > RESOLVED_S:
-            infos = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
-            known = list(dict.fromkeys(str(info[4][0]) for info in infos))
-            self._resolved = {other: entry for other, entry in self._resolved.items() if now - entry[0] <= RESOLVED_S}
-            self._resolved[origin] = now, known
-        return known
 
 
 def _split(url: str) -> tuple[str, str]:
@@ -280,8 +271,9 @@ def _split(url: str) -> tuple[str, str]:
 @lru_cache(maxsize=16_384)
 def _parse_origin(base: str) -> _Origin:
     """Raises InvalidValue, which is a ValueError."""
-    host, port = host_and_port(check_origin(base))
-    scheme, _, name = base.partition("://")
+    checked = check_origin(base)
+    host, port = host_and_port(checked)
+    scheme, _, name = checked.partition("://")
     encoded = name.encode() if name.isascii() else b":".join(part.encode("idna") for part in name.split(":"))
     return _Origin(host, port, scheme == "https", encoded, parse_ip(host))
 

@@ -16,6 +16,9 @@ MOST_KEPT_BYTES = 1 << 18
 """An answer whose reader has left this much of it unread is not read further from the network."""
 WHOLE_BYTES = 1 << 16
 """A longer body is not copied to be sent together with its head."""
+STALE_S = 0.25
+"""A connection that was idle may be closing while a request is sent. If that is seen later than this, the engine
+may have begun the request."""
 LAST_LOOK_S = 0.05
 """A busy router may look late: after its time limit, an engine gets this long, in which whatever has arrived is read."""
 
@@ -27,8 +30,8 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 class EngineConnection(asyncio.Protocol):
     """`status` and `headers`: the answer's, once `has_head`. `done`: the whole answer has arrived. `failure`: why the rest of
-    it won't. `is_stale`: the engine closed it without a byte of an answer. `closed`: of no more use. `idle_since`: for its
-    owner."""
+    it won't. `is_stale`: the engine closed it within STALE_S of the request, without a byte of an answer. `closed`: of no more
+    use. `idle_since`: for its owner."""
 
     __slots__ = (
         "_bare_bytes",
@@ -62,7 +65,7 @@ class EngineConnection(asyncio.Protocol):
     _transport: asyncio.Transport
 
     def __init__(self, connections: "set[EngineConnection]", loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
-        """`connections`: it is one of them while it is open. `timeout_s`: longest silence of an engine that has a request."""
+        """`connections`: it leaves them when it is closed. `timeout_s`: longest silence of an engine that has a request."""
         self._open = connections
         self.closed = False
         self.idle_since = 0.0
@@ -94,6 +97,9 @@ class EngineConnection(asyncio.Protocol):
         """Send a request, after the last one's answer is `done`. `without_body`: its answer has no body, whatever its head says
         (HEAD)."""
         self._begin(without_body=without_body)
+        if self.closed:
+            self._fail("it closed the connection")
+            return
         if len(body) < WHOLE_BYTES:
             self._transport.write(head + body)
         else:
@@ -122,8 +128,10 @@ class EngineConnection(asyncio.Protocol):
         return part
 
     def can_be_kept(self) -> bool:
-        """True if another request may follow."""
-        return self.done and self._keep and not self.closed and not self._transport.get_write_buffer_size()
+        """True if another request may follow. None does after an answer whose unread rest stopped the reading."""
+        if self.closed or self._paused or not self.done:
+            return False
+        return self._keep and not self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -167,7 +175,6 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._open.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self.done:  # nothing was asked for, so it is no answer to what comes next
@@ -187,14 +194,17 @@ class EngineConnection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.closed = True
+        by_engine, self.closed = not self.closed, True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._open.discard(self)
+        if not by_engine:
+            self._fail("the router closed the connection")
+            return
         if exc is None and self._until_closed:
             self.done = True
-        self.is_stale = self._is_silent and not self.failure
+        self.is_stale = self._is_silent and self._loop.time() - self._heard_at <= STALE_S
         self._fail("it closed the connection" if exc is None else describe(exc))
 
     # ------------------------------------------------------------ events of the parser

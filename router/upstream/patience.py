@@ -2,7 +2,8 @@
 then blame the engine and lose its request."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -11,8 +12,11 @@ LAST_LOOKS = 20
 """Extra turns of the event loop, each of which reads what has arrived. Connecting takes several."""
 
 
-async def wait_patiently(call: Coroutine[Any, Any, T], seconds: float) -> T:
-    """The call's result. If it is not done after this time and LAST_LOOKS turns, cancel it and raise TimeoutError."""
+async def wait_patiently(
+    call: Coroutine[Any, Any, T], seconds: float, discard: Callable[[T], object] = lambda _: None
+) -> T:
+    """The call's result. If it is not done after this time and LAST_LOOKS turns, cancel it and raise TimeoutError. `discard`:
+    gets a result that comes too late, or just as the caller is cancelled."""
     task = asyncio.ensure_future(call)
     try:
         await asyncio.wait((task,), timeout=seconds)
@@ -21,7 +25,14 @@ async def wait_patiently(call: Coroutine[Any, Any, T], seconds: float) -> T:
                 return task.result()
             await asyncio.sleep(0)
         raise TimeoutError
-    finally:
+    except BaseException:
+        task.add_done_callback(partial(_discard, discard))
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        raise
+
+
+def _discard(discard: Callable[[T], object], task: "asyncio.Task[T]") -> None:
+    if not task.cancelled() and task.exception() is None:
+        discard(task.result())

@@ -101,6 +101,11 @@ def test_an_address_is_scheme_host_and_port_alone(url: str) -> None:
     assert record("w1", url).endpoint.url == ""
 
 
+@pytest.mark.parametrize("url", ["HTTPS://One:8443", "https://One:8443/", " https://One:8443", "https://One:8443?"])
+def test_one_address_has_one_form(url: str) -> None:
+    assert check_origin(url) == record("w1", url).endpoint.url == "https://One:8443"
+
+
 def test_lists_have_networks_names_and_ports() -> None:
     found = AddressList.parse(("10.0.0.0/8:8000", "*.svc", "[fd00::1]:9000", "fd01::/16", "one"))
     assert found.allows("10.1.1.1", 8000) and not found.allows("10.1.1.1", 8001)

@@ -1,6 +1,7 @@
 """Engines behind an API key, and behind TLS with certificates of a private authority."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -50,6 +51,17 @@ async def test_a_private_authority_is_trusted_if_it_is_given(tmp_path: Path) -> 
             with pytest.raises(EngineUnreachable, match="certificate is not trusted.*--engine-ca-file") as raised:
                 await client.call("GET", f"https://localhost:{port}/")
         assert not raised.value.connected
+
+
+@pytest.mark.parametrize("origin", ["HTTPS://localhost", "https://LOCALHOST", "https://localhost."])
+async def test_a_name_may_be_written_in_capitals_and_with_its_last_dot(
+    tmp_path: Path, origin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = socket.getaddrinfo  # it does not know this machine's names with a dot
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: resolve(host.rstrip("."), *rest, **more))
+    authority = Authority(tmp_path)
+    async with tls_engine(authority.issue("localhost")) as port, trusting(authority.file) as client:
+        assert (await client.call("GET", f"{origin}:{port}/")).status == 200
 
 
 async def test_the_environment_names_an_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

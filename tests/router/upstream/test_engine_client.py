@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,11 +13,15 @@ import pytest
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost, EngineUnreachable
 from kvatlas_router.upstream.engine_connection import WHOLE_BYTES
+from tests.eventually import until
 from tests.router.upstream.nearby_engines import engine_client
 
 pytestmark = pytest.mark.anyio
 
 GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-One: a\r\nx-one: b\r\n\r\nok"
+
+WORK_S = 0.5
+"""Longer than a closed connection is on its way."""
 
 
 @dataclass(slots=True)
@@ -138,6 +143,25 @@ async def test_a_request_is_never_tried_a_third_time(method: str) -> None:
     assert wire.bodies.count(b"bad") == 2
 
 
+async def test_a_request_that_the_engine_worked_on_before_it_closed_is_not_sent_again() -> None:
+    asked = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        await reader.readuntil(b"\r\n\r\nx")
+        writer.write(GOOD)
+        await reader.readuntil(b"\r\n\r\nx")
+        asked += 1
+        await asyncio.sleep(WORK_S)
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    wire = Wire(server.sockets[0].getsockname()[1])
+    async with server, engine_client() as client:
+        assert await post(client, wire) == b"ok"
+        assert (await failure(post(client, wire))).connected and asked == 1
+
+
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
 async def test_a_new_connection_that_closes_without_a_byte_is_the_engines_failure(method: str) -> None:
     async with engine(lambda _, __: None) as wire, engine_client() as client:
@@ -232,3 +256,44 @@ async def test_of_a_names_addresses_only_the_allowed_are_connected_to(monkeypatc
     async with engine(good) as wire, EngineClient(policy, timeout_s=5) as client:
         assert not (await failure(client.call("GET", f"http://engine.test:{wire.port}/"))).connected
     assert not wire.heads
+
+
+async def test_requests_to_one_name_share_a_lookup_that_outlives_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve, looked_up, may_answer = socket.getaddrinfo, 0, threading.Event()
+
+    def slowly(host: Any, *args: Any, **options: Any) -> Any:
+        nonlocal looked_up
+        if host == "engine.test":
+            looked_up += 1
+            may_answer.wait(60)
+            host = "127.0.0.1"
+        return resolve(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    async with engine(good) as wire, engine_client(connect_s=60) as client:
+        calls = [asyncio.create_task(client.call("GET", f"http://engine.test:{wire.port}/")) for _ in range(20)]
+        try:
+            await until(lambda: looked_up, what="the lookup")
+            calls[0].cancel()
+            await asyncio.wait(calls[:1])
+        finally:
+            may_answer.set()
+        replies = await asyncio.gather(*calls[1:])
+    assert {reply.status for reply in replies} == {200} and calls[0].cancelled() and looked_up == 1
+
+
+async def test_a_name_that_was_not_found_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve, found = socket.getaddrinfo, False
+
+    def later(host: Any, *args: Any, **options: Any) -> Any:
+        if host == "engine.test" and not found:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1", *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", later)
+    async with engine(good) as wire, engine_client() as client:
+        url = f"http://engine.test:{wire.port}/"
+        for error in await asyncio.gather(*(failure(client.call("GET", url)) for _ in range(3))):
+            assert "not known" in str(error) and not error.connected
+        found = True
+        assert (await client.call("GET", url)).status == 200

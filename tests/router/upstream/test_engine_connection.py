@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from kvatlas_router.upstream.engine_client import EngineLost
-from kvatlas_router.upstream.engine_connection import MAX_BARE_BYTES, MAX_HEADERS, MOST_KEPT_BYTES
+from kvatlas_router.upstream.engine_connection import MAX_BARE_BYTES, MAX_HEADERS, MOST_KEPT_BYTES, EngineConnection
 from tests.eventually import until
 from tests.router.upstream.nearby_engines import engine_client
 from tests.router.upstream.test_engine_client import GOOD, Wire, engine, failure, post
@@ -153,14 +153,26 @@ async def test_a_slow_reader_stops_the_engine_and_gets_all() -> None:
         assert await answer.read_all() == body
 
 
+async def test_the_next_request_is_answered_after_a_long_answer_that_was_not_read() -> None:
+    size = MOST_KEPT_BYTES + 1
+
+    long = OK + b"content-length: %d\r\n\r\n" % size + b"x" * size
+    async with engine(lambda _, __: long) as wire, engine_client(timeout_s=2) as client:
+        async with client.answering("POST", f"http://127.0.0.1:{wire.port}/"):
+            await until(lambda: all(one.done for one in client._open), what="the last byte, which stops the reading")
+        assert len(await post(client, wire)) == size
+
+
 @pytest.mark.parametrize("head", [b"", OK + b"content-length: 9\r\n\r\n"])
 async def test_what_is_given_up_closes_the_connection(head: bytes) -> None:
-    gone = asyncio.Event()
+    asked, gone = asyncio.Event(), asyncio.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(head)
-        await reader.read()
+        asked.set()
+        with suppress(ConnectionResetError):  # the head was not read
+            await reader.read()
         gone.set()
         writer.close()
 
@@ -168,11 +180,7 @@ async def test_what_is_given_up_closes_the_connection(head: bytes) -> None:
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
     async with server, engine_client() as client:
         task = asyncio.create_task(client.call("GET", url))
-
-        async def is_open() -> bool:
-            return bool(client._open)
-
-        await until(is_open, what="the connection")
+        await asyncio.wait_for(asked.wait(), 60)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await asyncio.wait_for(gone.wait(), 60)
@@ -186,3 +194,52 @@ async def test_a_header_can_not_hide_another(header: tuple[bytes, bytes]) -> Non
         assert not (await failure(client.send("GET", f"http://127.0.0.1:{wire.port}/", [header]))).connected
         assert not (await failure(client.send("GET", f"http://127.0.0.1:{wire.port}/a b"))).connected
     assert not wire.heads
+
+
+async def test_a_client_that_is_closed_makes_no_cut_answer_look_whole() -> None:
+    async with script(OK + b"\r\nthe beginning", closes=False) as port:
+        async with engine_client() as client:
+            answer = await client.send("GET", f"http://127.0.0.1:{port}/")
+            assert await answer.read() == b"the beginning"
+            rest = asyncio.create_task(answer.read())
+            await asyncio.sleep(0)
+        with pytest.raises(EngineLost, match="the router closed"):
+            await rest
+
+
+async def test_a_client_that_is_closed_does_not_ask_again() -> None:
+    async with engine(lambda _, turn: b"" if turn else GOOD) as wire:
+        async with engine_client() as client:
+            assert await post(client, wire) == b"ok"
+            second = asyncio.create_task(post(client, wire))
+            await until(lambda: len(wire.bodies) == 2, what="the second request")
+        assert "the router closed" in str(await failure(second))
+    assert wire.connections == [0, 0]
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio", ("asyncio", {"use_uvloop": True})])
+async def test_a_call_that_is_cancelled_at_any_moment_leaves_no_connection_open() -> None:
+    """Also at the moment at which the connection is made, but not yet handed on."""
+    async with engine(lambda _, __: b"") as wire, engine_client() as client:
+        for turns in range(24):
+            call = asyncio.create_task(client.send("POST", f"http://127.0.0.1:{wire.port}/"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait((call,))
+            await until(
+                lambda: not client._open, what=f"the end of a connection, cancelled after {turns} turns", deadline_s=5
+            )
+
+
+async def test_a_connection_that_closed_before_its_first_request_is_the_engines_failure() -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    loop = asyncio.get_running_loop()
+    async with server:
+        _, connection = await loop.create_connection(
+            lambda: EngineConnection(set(), loop, 60), *server.sockets[0].getsockname()
+        )
+        await until(lambda: connection.closed, what="its end")
+        connection.send(b"GET / HTTP/1.1\r\n\r\n", b"", without_body=False)
+        await asyncio.wait_for(connection.wait_for_head(), 5)
+    assert connection.failure == "it closed the connection" and not connection.is_stale

@@ -1,0 +1,51 @@
+"""Names of engines and their addresses, cached for a moment."""
+
+import asyncio
+import socket
+
+RESOLVED_S = 2.0
+"""How long a name's addresses are cached."""
+
+
+class NameLookups:
+    """Requests to one name share a lookup, which goes on if they are cancelled: each takes a thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, list[str]]] = {}
+        self._running: dict[str, asyncio.Task[list[str]]] = {}
+
+    async def addresses(self, name: str) -> list[str]:
+        """The addresses of a name, in the resolver's order. Raises OSError, and ValueError for what is no name."""
+        known_at, known = self._known.get(name, (0.0, []))
+        if known and asyncio.get_running_loop().time() - known_at <= RESOLVED_S:
+            return known
+        lookup = self._running.get(name)
+        if lookup is None:
+            lookup = self._running[name] = asyncio.create_task(self._look_up(name))
+            lookup.add_done_callback(_take_failure)
+        await asyncio.wait((lookup,))
+        if lookup.cancelled():
+            raise OSError(None, "its name was not looked up to the end")
+        return lookup.result()
+
+    def close(self) -> None:
+        """Give up the running lookups."""
+        for lookup in self._running.values():
+            lookup.cancel()
+
+    async def _look_up(self, name: str) -> list[str]:
+        loop = asyncio.get_running_loop()
+        try:
+            infos = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        finally:
+            del self._running[name]
+        found, now = list(dict.fromkeys(str(info[4][0]) for info in infos)), loop.time()
+        self._known = {other: entry for other, entry in self._known.items() if now - entry[0] <= RESOLVED_S}
+        self._known[name] = now, found
+        return found
+
+
+def _take_failure(lookup: "asyncio.Task[list[str]]") -> None:
+    """Everyone who waited for it may have been cancelled; asyncio would log that no one saw the failure."""
+    if not lookup.cancelled():
+        lookup.exception()
