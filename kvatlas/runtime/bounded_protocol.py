@@ -277,15 +277,26 @@ class BoundedProtocol(HttpToolsProtocol):
         self._counters.framing += 1
         error = sys.exception()
         cause = error.__context__ if isinstance(error, HttpParserCallbackError) else error
-        self._refuse(400, f"this is not HTTP/1.1: {cause!s:.200}")
+        line = f"this is not HTTP/1.1: {cause!s:.200}"
+        if self.cycle is None and self._unread[:1] >= b"\x80":
+            # a ZeroMQ socket would take an answer for messages of ZMTP 1.0
+            self._report_refusal(400, line)
+            self._refused = True
+            self._cancel_deadline()
+            self.transport.close()
+            return
+        self._refuse(400, line)
 
     @property
     def _who(self) -> str:
         return self.client[0] if self.client else "unknown"
 
+    def _report_refusal(self, status: int, line: str) -> None:
+        self._refusals.report(str(status), f"request of {self._who} refused: {line}")
+
     def _refuse(self, status: int, line: str) -> None:
         """Answer instead of the application, and give the client time to read the answer."""
-        self._refusals.report(str(status), f"request of {self._who} refused: {line}")
+        self._report_refusal(status, line)
         self._refused = True
         self._cancel_deadline()
         self._unset_keepalive_if_required()

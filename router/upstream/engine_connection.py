@@ -97,7 +97,8 @@ class EngineConnection(asyncio.Protocol):
         """Send a request, after the last one's answer is `done`. `without_body`: its answer has no body, whatever its head says
         (HEAD)."""
         self._begin(without_body=without_body)
-        if self.closed:
+        if self.closed or self._transport.is_closing():
+            self.is_stale = True
             self._fail("it closed the connection")
             return
         if len(body) < WHOLE_BYTES:

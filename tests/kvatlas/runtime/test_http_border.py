@@ -390,6 +390,12 @@ async def test_what_is_not_http_is_an_answer_in_json() -> None:
         assert answer.startswith(b"HTTP/1.1 400 ") and b"this is not HTTP/1.1" in answer
 
 
+async def test_a_zeromq_socket_gets_no_answer_that_it_could_take_for_messages() -> None:
+    async with serving() as listener, connected(listener) as stream:
+        await stream.send(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03")
+        assert await read_to_end(stream) == b""
+
+
 async def test_a_websocket_is_refused_clearly_and_other_upgrades_are_left_alone() -> None:
     upgrade = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: %s\r\n\r\n"
     async with serving(HttpAccess()) as listener:
