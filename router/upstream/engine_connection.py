@@ -98,7 +98,7 @@ class EngineConnection(asyncio.Protocol):
         (HEAD)."""
         self._begin(without_body=without_body)
         if self.closed or self._transport.is_closing():
-            self.is_stale = True
+            self.is_stale = self.idle_since > 0
             self._fail("it closed the connection")
             return
         if len(body) < WHOLE_BYTES:

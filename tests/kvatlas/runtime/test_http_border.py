@@ -391,7 +391,7 @@ async def test_what_is_not_http_is_an_answer_in_json() -> None:
 
 
 async def test_a_zeromq_socket_gets_no_answer_that_it_could_take_for_messages() -> None:
-    async with serving() as listener, connected(listener) as stream:
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
         await stream.send(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03")
         assert await read_to_end(stream) == b""
 
