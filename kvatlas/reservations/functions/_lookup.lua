@@ -184,7 +184,7 @@ local function weigh_next_by_load(state, family, cursor, most)
   for i = 1, #found, 2 do
     local worker = string.sub(found[i], 9)
     cursor.last = (tonumber(found[i + 1]) - cursor.family) / STEPS_PER_TOKEN
-    if not state.seen[worker] then
+    if not state.seen[worker] and not state.kind_of[worker] then -- others have something of their own
       state.seen[worker] = true
       local odd = state.ask.lookup.odd[worker]
       local at = odd and state.group_of_row[odd] == group and odd or state.row_of[group]
