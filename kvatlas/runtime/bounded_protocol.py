@@ -17,16 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from httptools import HttpParserCallbackError, HttpRequestParser
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvatlas.runtime.connection_shares import ConnectionShares, Place
-from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess
+from kvatlas.runtime.http_access import MOST_HEADER_BYTES, HttpAccess
+from kvatlas.runtime.http_border import TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
-CERTIFICATE = "kvatlas.certificate"
-"""Key in a request's scope: the names in its client's certificate, a frozenset."""
 BODY_GRACE_S = 10.0
 LEAST_BYTES_PER_S = 2_048
 """Minimum rate of a body, after the grace."""
@@ -38,7 +36,6 @@ LINGER_S = 2.0
 """Time that a refused client has to read why."""
 
 _LINE_END = re.compile(rb"\r?\n")
-_FULL = "too many connections are open; try again later"
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -83,7 +80,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if (
             names := _certificate_names(transport.get_extra_info("peercert"))
         ) and self._access.client_ca_file is not None:
-            self.app = _WithCertificate(self.app, names)
+            self.app = WithCertificate(self.app, names)
         place = self._shares.open(self, self.client[0] if self.client else None)
         if place is not Place.FULL:
             self._counters.too_many += 1
@@ -92,11 +89,11 @@ class BoundedProtocol(HttpToolsProtocol):
                 "connections", f"connection of {self._who} refused: the most that are allowed are {most}"
             )
         if place is Place.NONE:
-            self._refuse(503, _FULL)
+            self._refuse(503, TOO_MANY)
             return
         if place is Place.PROBES:
             self._header_s = min(PROBE_S, self._header_s)
-            self.app = _ProbesOnly(self.app)
+            self.app = ProbesOnly(self.app)
         self._set_deadline()
 
     def data_received(self, data: bytes) -> None:
@@ -193,7 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
-            app = _WithoutChunks(app, cycle)
+            app = WithoutChunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -205,6 +202,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        del self._head_parser  # it refers to this object
         self._shares.close(self)
         self._cancel_deadline()
 
@@ -339,60 +337,3 @@ def _certificate_names(certificate: Mapping[str, Any] | None) -> frozenset[str]:
     if not names:
         names = {value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"}
     return frozenset(names)
-
-
-class _WithCertificate:
-    """The application on a connection whose client showed a certificate: adds its names to the scope (`CERTIFICATE`)."""
-
-    def __init__(self, application: Any, names: frozenset[str]) -> None:
-        self._application: ASGIApp = application
-        self._names = names
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._application({**scope, CERTIFICATE: self._names}, receive, send)
-
-
-class _WithoutChunks:
-    """The application on a request of HTTP/1.0, whose client knows no chunks: an answer of unknown length ends with its
-    connection."""
-
-    def __init__(self, application: Any, cycle: RequestResponseCycle) -> None:
-        self._application: ASGIApp = application
-        self._cycle = cycle
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cycle, is_endless = self._cycle, False
-
-        async def send_plain(message: Message) -> None:
-            nonlocal is_endless
-            if message["type"] == "http.response.start":
-                is_endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
-                cycle.chunked_encoding = False if is_endless else None
-            elif is_endless:
-                cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await self._application(scope, receive, send_plain)
-
-
-class _ProbesOnly:
-    """The application on a connection of the reserve: it serves one request, from a probe."""
-
-    def __init__(self, application: Any) -> None:
-        self._application: ASGIApp = application
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_last(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-            await send(message)
-
-        if scope["path"] in PROBES:
-            await self._application(scope, receive, send_last)
-            return
-        error = {"message": _FULL, "type": "server_error", "param": None, "code": None}
-        body = json.dumps({"error": error}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        start = {"type": "http.response.start", "status": 503, "headers": [*headers, (b"retry-after", b"1")]}
-        await send_last(start)
-        await send_last({"type": "http.response.body", "body": body})

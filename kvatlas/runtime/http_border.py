@@ -1,21 +1,26 @@
-"""Refuses HTTP requests before an application sees them; `bounded_protocol` refuses incomplete ones.
+"""What stands between a connection and an application; `bounded_protocol` reads the requests.
 
-It refuses requests without a Host or with two of them, too long bodies, WebSockets and, if the server has tokens, requests
-without one of them (except probes).
+`HttpBorder` refuses requests without a Host or with two of them, too long bodies, WebSockets and, if the server has tokens,
+requests without one of them (except probes).
 """
 
 import hmac
 import json
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
+CERTIFICATE = "kvatlas.certificate"
+"""Key in a request's scope: the names in its client's certificate, a frozenset."""
+TOO_MANY = "too many connections are open; try again later"
 _CODES = {401: "invalid_api_key"}
 """Error codes as in OpenAI's API."""
 
@@ -107,3 +112,60 @@ class HttpBorder:
     def _report(self, scope: Scope, status: int, line: str) -> None:
         client = scope["client"] or ("unknown",)
         self._refusals.report(str(status), f"request of {client[0]} refused: {line}")
+
+
+class WithCertificate:
+    """The application on a connection whose client showed a certificate: adds its names to the scope (`CERTIFICATE`)."""
+
+    def __init__(self, application: Any, names: frozenset[str]) -> None:
+        self._application: ASGIApp = application
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._application({**scope, CERTIFICATE: self._names}, receive, send)
+
+
+class WithoutChunks:
+    """The application on a request of HTTP/1.0, whose client knows no chunks: an answer of unknown length ends with its
+    connection."""
+
+    def __init__(self, application: Any, cycle: RequestResponseCycle) -> None:
+        self._application: ASGIApp = application
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle, is_endless = self._cycle, False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal is_endless
+            if message["type"] == "http.response.start":
+                is_endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
+                cycle.chunked_encoding = False if is_endless else None
+            elif is_endless:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._application(scope, receive, send_plain)
+
+
+class ProbesOnly:
+    """The application on a connection of the reserve: it serves one request, from a probe."""
+
+    def __init__(self, application: Any) -> None:
+        self._application: ASGIApp = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        if scope["path"] in PROBES:
+            await self._application(scope, receive, send_last)
+            return
+        error = {"message": TOO_MANY, "type": "server_error", "param": None, "code": None}
+        body = json.dumps({"error": error}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        start = {"type": "http.response.start", "status": 503, "headers": [*headers, (b"retry-after", b"1")]}
+        await send_last(start)
+        await send_last({"type": "http.response.body", "body": body})
