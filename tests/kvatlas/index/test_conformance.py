@@ -148,7 +148,7 @@ async def test_what_a_worker_claims_includes_a_snapshot_under_way(index: Residen
     await apply_messages(index, snapshot.message(SnapshotBegin()), snapshot.message(chunk, scopes=[SCOPE]))
     assert await index.claimed(["w"]) == {"w": 14}, "a snapshot repeats what the worker has"
     more = SnapshotChunk(SCOPE.scope_id, Tier.CPU_DRAM, head(9))
-    await apply_messages(index, snapshot.message(more))
+    await apply_messages(index, snapshot.message(more, scopes=[SCOPE]))
     assert await index.claimed(["w"]) == {"w": 17}
 
 

@@ -139,7 +139,11 @@ async def test_the_store_answers_while_nats_is_away_and_the_replica_once_it_is_b
         await here.becomes_exact()
         await here.nats.kill()
         await here.nats.start()
-        await until(lambda: here.client.is_connected, deadline_s=DEADLINE_S, what="the publishers are connected")
+        await until(
+            lambda: here.client.is_connected and here.client.stats["reconnects"] > 0,
+            deadline_s=DEADLINE_S,
+            what="the publishers are connected again",
+        )
         await here.workers[0].send(here.workers[0].store(SCOPE, CHAIN[8 * 70 :], parent=KEYS[69]))
         await here.becomes_exact()
 
