@@ -63,6 +63,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONG_FILES)}
+    if gone := [path for path in ranks if not path.exists()]:
+        raise pytest.UsageError(f"LONG_FILES has files that do not exist: {gone}")
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 

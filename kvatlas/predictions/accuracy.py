@@ -191,7 +191,7 @@ class AnswerReport(WireRecord):
 
 _ADVICE = {
     Deviation.WITHOUT_INDEX: "the store answers too late: look at its latency, or raise --decision-deadline-ms",
-    Deviation.NEWER: "events come late: look at the indexers' lag",
+    Deviation.NEWER: "events come late, or the index was emptied and fills again: look at the indexers' lag and log",
     Deviation.UNCONFIRMED: "prefills take longer than predicted: the engines are overloaded, or priced wrong",
     Deviation.EVICTED: "engines evict what is about to be used: their caches are too small for this load",
 }

@@ -5,7 +5,6 @@ from pathlib import Path
 from time import time_ns
 from urllib.parse import quote
 
-import httpx
 import pytest
 
 from kvatlas.bus.access import NatsAccess
@@ -16,6 +15,7 @@ from tests.attacks.attacked_fleet import attacked_fleet, attacked_servers
 from tests.attacks.guarded_router import ACME, CHAT, COMPLETIONS, bearer, completion, guarded_router, router_process
 from tests.attacks.guarded_router import tenants_fleet as fleet_of_tenants
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.indexer.bus_publisher import BusPublisher
 
 pytestmark = pytest.mark.anyio
@@ -57,7 +57,7 @@ async def test_a_request_writes_one_short_line_into_the_log(
         await stack.enter_async_context(fleet_of_tenants(store))
         started = guarded_router(valkey_url, tmp_path) if guarded else router_process(valkey_url)
         router = await stack.enter_async_context(started)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=router.url, timeout=60))
+        client = await stack.enter_async_context(http_client(base_url=router.url, timeout=60))
         requests = 0
         for key in (ACME, "wrong", long):
             for path, body in (

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kvatlas.identity import Scope
 from kvatlas.store.connection import Store
 from tests.attacks.guarded_router import ACME, COMPLETIONS, OTHER, bearer, completion, guarded_router, tenants_fleet
+from tests.http_client import http_client
 from tests.router.proxy.engines import MODEL
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +21,7 @@ async def test_false_blocks_attract_only_prompts_of_tenants_that_the_publisher_m
     async with tenants_fleet(store) as (fleet, recorder), guarded_router(valkey_url, tmp_path) as router:
         for tenant in ("acme", "other"):
             await fleet.holds("acmes", prompt, Scope(MODEL, MODEL, None, tenant))
-        async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+        async with http_client(base_url=router.url, timeout=60) as client:
             for key in (ACME, OTHER):
                 for number in range(8):
                     said = completion(prompt=[*prompt, number], user=f"of-{key}")

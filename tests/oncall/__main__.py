@@ -25,8 +25,8 @@ from tests.oncall.servers import SERVER_FAULTS, bus_and_store
 LOOKS_S = (10.0, 30.0)
 """Everything has to be right at the last of them; at the first, nothing may be blamed that is well."""
 CALM_S = 5.0
-OF_A_SLOW_MACHINE = frozenset({"KvatlasDecisionsSlow", "KvatlasTokenIdsMissing"})
-"""Alerts that count as the machine's while other programs want its processors."""
+OF_A_SLOW_MACHINE = frozenset({"KvatlasDecisionsSlow"})
+"""Alerts that are not judged while other programs want the machine's processors."""
 RECOVERS_S = 100.0
 """Counters have windows of a minute."""
 ALERT_S = 60.0

@@ -356,6 +356,7 @@ FAULTS: Mapping[str, Fault] = {
         alert="KvatlasStoreFails",
         also_alerts=frozenset({"KvatlasDecisionsWithoutIndex", "KvatlasPartitionsWithoutOwner"}),
     ),
+    # until the index is whole again, more is cached than was predicted
     "store_comes_back_empty": Fault(store_comes_back_empty, "? Yes, by 2 of 2", also=frozenset({"routers.answers"})),
     "bus_comes_back_empty": Fault(bus_comes_back_empty, "? Yes, by 2 of 2"),
     "bus_is_gone": Fault(
