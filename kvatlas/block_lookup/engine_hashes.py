@@ -3,17 +3,17 @@
 import asyncio
 import logging
 import time
-
-from nats.aio.client import Client
-from nats.errors import Error as NatsError
+from typing import TYPE_CHECKING
 
 from kvatlas.bus.access import NatsAccess
-from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.control import ScopeFields
 from kvatlas.bus.engine_hashes import MOST_HASHES, EngineHashesReply, EngineHashesRequest
 from kvatlas.bus.subjects import hashes_subject
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.identity import Scope
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
 
 ANSWER_S = 0.25
 """A request waits for the answer, and what it would fetch is computed without one."""
@@ -46,6 +46,8 @@ class EngineHashes:
         """The hashes of the first blocks of a chain, as far as the worker's engine holds them; empty without an answer."""
         if self._client is None:
             return []
+        from nats.errors import Error as NatsError
+
         asked = EngineHashesRequest(**ScopeFields.fields_of(scope), sequence_hashes=sequence_hashes[:MOST_HASHES])
         try:
             msg = await self._client.request(hashes_subject(worker_id), asked.pack(), timeout=ANSWER_S)
@@ -63,6 +65,8 @@ class EngineHashes:
             await self._client.close()
 
     async def _connect(self) -> None:
+        from kvatlas.bus.connection import connect_nats  # nats-py takes 11 MiB, and most fleets fetch nothing by hashes
+
         try:
             self._client = await connect_nats(self._nats, name=self._name, wait=False)
         except KvatlasError as error:
