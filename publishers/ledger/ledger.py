@@ -178,7 +178,7 @@ class Ledger:
 
     @property
     def orphans(self) -> int:
-        """Number of blocks that the engine holds behind a hole."""
+        """Number of blocks that the engine holds after a hole."""
         return self._closure.orphans
 
     # ---------------------------------------------------------------- folding
@@ -254,7 +254,7 @@ class Ledger:
         if evictions > remembered:
             forgotten, lost = self.lineage.trim(remembered)
             residency.forget(forgotten)
-            if residency.forgotten.forget_behind(lost):
+            if residency.forgotten.forget_after(lost):
                 events += self._settle(cleared=False)
         return events
 

@@ -228,7 +228,7 @@ class Residency:
             changed.append(block)
 
     def _enter_awaiting(self, names: Sequence[EngineHash]) -> None:
-        """Resolve the events that waited for these hashes. Their blocks are held as their own hashes are, behind exactly the
+        """Resolve the events that waited for these hashes. Their blocks are held as their own hashes are, after exactly the
         hash that they named as their parent."""
         variants = self._lineage.variants
         for name, block, parent_name in self._resolver.resolve_awaiting(names):
@@ -237,7 +237,7 @@ class Residency:
                 variants.hang(name, parent_name)
 
     def _hang(self, event: EngineStored, blocks: Sequence[Block]) -> None:
-        """Note behind which of its parent's hashes a block is found, if the parent has several."""
+        """Note after which of its parent's hashes a block is found, if the parent has several."""
         variants, parent_name = self._lineage.variants, event.parent
         for name, block in zip(event.hashes, blocks, strict=True):
             if parent_name is not None and block.parent in variants.names and name not in self._shared_hashes:
