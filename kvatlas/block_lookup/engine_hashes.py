@@ -66,6 +66,7 @@ class EngineHashes:
         try:
             self._client = await connect_nats(self._nats, name=self._name, wait=False)
         except KvatlasError as error:
-            _log.warning("%s; nothing is fetched by engines' own block hashes; trying again in %g s", error, AGAIN_S)
+            line = "%s; what requests would fetch by engines' own block hashes is computed; trying again after %g s"
+            _log.warning(line, error, AGAIN_S)
         finally:
             self._connecting = None
