@@ -36,7 +36,7 @@ _RUN_BITS = 20
 the others."""
 _RUN = (1 << _RUN_BITS) - 1
 _UNREACHABLE_BY_DEVICE, _REACHABLE = 1, 2
-"""Flags before the runs in `Stretch.runs`: some block up to this one is not in the device tier; see the module. Behind the runs
+"""Flags before the runs in `Stretch.runs`: some block up to this one is not in the device tier; see the module. After the runs
 is the number of blocks since that mark, up to the longest run that a group needs."""
 _FLAG_BITS = 2
 _DEVICE = Tier.HBM.flag
