@@ -46,7 +46,7 @@ from kvatlas_publishers.self_report import SelfReport
 from kvatlas_publishers.settings import PublisherSettings
 from kvatlas_publishers.shared_store.notifier import StoreNotifier
 from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
-from kvatlas_publishers.stream.folding import Folding
+from kvatlas_publishers.stream.fold_loop import FoldLoop
 from kvatlas_publishers.stream.sender import Sender
 from kvatlas_publishers.version_diagnosis import VersionDiagnosis
 
@@ -119,7 +119,7 @@ class Publisher(BlockRecorder):
             saved_incarnation=saved_incarnation,
             rng=self._rng,
         )
-        self._folding = Folding(
+        self._fold_loop = FoldLoop(
             self.worker_id,
             self.changelog,
             self.counters,
@@ -244,7 +244,7 @@ class Publisher(BlockRecorder):
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(tasks.cancel_scope.cancel)
             tasks.start_soon(self._sender.run)
-            tasks.start_soon(self._folding.run, self.settle)
+            tasks.start_soon(self._fold_loop.run, self.settle)
             tasks.start_soon(incarnations.run)
             tasks.start_soon(self._heartbeats.run)
             tasks.start_soon(self._send_extra_heartbeats)
@@ -301,7 +301,7 @@ class Publisher(BlockRecorder):
         if not self.engine.hear(batch.dp_rank):
             self.counters.feed_unheard += 1
             return
-        self._folding.record(batch)
+        self._fold_loop.record(batch)
         for line in batch.skipped:
             self.diagnoses.last_unreadable = line
             self._log.report(f"skipped {line[:24]}", f"skipped event: {line}")
@@ -326,7 +326,7 @@ class Publisher(BlockRecorder):
 
     async def flush(self) -> None:
         """Wait until the stream has acknowledged everything recorded before. If NATS is down, this waits until it is back."""
-        await self._folding.flush()
+        await self._fold_loop.flush()
 
     def forget_adapter(self, adapter: str) -> None:
         """Drop the old blocks of an adapter that the engine reloaded from another path."""
@@ -343,7 +343,7 @@ class Publisher(BlockRecorder):
         """Fold pending events into the ledger and publish the change now."""
         counters = self.ledger.counters
         untold_before, chains_before, known = counters.removal_untold, counters.other_chain, self._told_of_blocks()
-        events = self._folding.fold()
+        events = self._fold_loop.fold()
         if events is None:
             self.start_over()
             return
@@ -358,7 +358,7 @@ class Publisher(BlockRecorder):
             line = f"{untold} blocks left out: a connector stored them, and their removal is never reported (see --store-ttl-s)"
             self._log.report("untold", line, logging.INFO)
         self._tell_upper_bound(known[0].upper_bound)
-        self._folding.publish(events)
+        self._fold_loop.publish(events)
 
     def _told_of_blocks(self) -> tuple[ReuseOfGroups, int | None, int, str | None]:
         """The facts in heartbeats about the worker's blocks."""
@@ -386,7 +386,7 @@ class Publisher(BlockRecorder):
     def checkpoint(self) -> None:
         """Publish pending events and a checkpoint now, out of turn."""
         self.settle()
-        self._folding.checkpoint()
+        self._fold_loop.checkpoint()
 
     # ---------------------------------------------------------------- reports
 
@@ -445,7 +445,7 @@ class Publisher(BlockRecorder):
     def _on_progress(self) -> None:
         if self.changelog.incarnation_due is not None:
             self._incarnation_wakeup.wake()
-        self._folding.on_progress()
+        self._fold_loop.on_progress()
 
 
 async def _close(client: Client) -> None:

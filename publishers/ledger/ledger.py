@@ -51,7 +51,7 @@ from kvatlas_publishers.ledger.engine_hashes.resolver import BlockResolver, has_
 from kvatlas_publishers.ledger.hit_reports import HitReports
 from kvatlas_publishers.ledger.holdings import Holdings
 from kvatlas_publishers.ledger.lineage import Lineage
-from kvatlas_publishers.ledger.published import Published
+from kvatlas_publishers.ledger.publication import Publication
 from kvatlas_publishers.ledger.residency import Residency
 from kvatlas_publishers.ledger.settings import LedgerSettings
 
@@ -116,7 +116,9 @@ class Ledger:
         )
         if self.store_writes is not None:
             self.store_writes.follow(self.lineage, self._resolver, self._residency, self.groups)
-        self._published = Published(self.lineage, self._residency, self.counters, self.reuse.rule, settings.granularity)
+        self._publication = Publication(
+            self.lineage, self._residency, self.counters, self.reuse.rule, settings.granularity
+        )
 
     @property
     def block_size(self) -> int | None:
@@ -141,7 +143,7 @@ class Ledger:
     @property
     def digest(self) -> Digest:
         """Digest of everything published now."""
-        return self._published.digest
+        return self._publication.digest
 
     @property
     def awaiting_events(self) -> int:
@@ -151,7 +153,7 @@ class Ledger:
     @property
     def digest_words(self) -> list[int]:
         """`Digest.words` of everything published now, followed by `MarkDigest.words` if marks are used."""
-        return self._published.digest_words
+        return self._publication.digest_words
 
     @property
     def dropped(self) -> int | None:
@@ -161,17 +163,17 @@ class Ledger:
     @property
     def marked_blocks(self) -> int:
         """Number of blocks marked now."""
-        return self._published.marked_blocks
+        return self._publication.marked_blocks
 
     @property
     def announced_blocks(self) -> int:
         """Number of blocks published now, in any tier."""
-        return self._published.blocks
+        return self._publication.blocks
 
     @property
     def orphans(self) -> int:
         """Number of blocks that the engine holds after a hole."""
-        return self._published.orphans
+        return self._publication.orphans
 
     # ---------------------------------------------------------------- folding
 
@@ -240,7 +242,7 @@ class Ledger:
                 if writes is not None and Tier.OBJECT_STORE in event.tiers:
                     writes.clear()
                 cleared = True
-        events += self._published.settle(cleared=cleared)
+        events += self._publication.settle(cleared=cleared)
         evictions = len(self.lineage.evicted)
         self._most_held = max(self._most_held, len(self.lineage.known) - evictions)
         remembered = min(self._remembered_evictions, self._most_held)
@@ -248,7 +250,7 @@ class Ledger:
             forgotten, lost = self.lineage.trim(remembered)
             residency.forget(forgotten)
             if residency.forgotten.forget_after(lost):
-                events += self._published.settle(cleared=False)
+                events += self._publication.settle(cleared=False)
         return events
 
     def _store(self, events: Sequence[EngineEvent], at: int, event: EngineStored) -> None:
@@ -292,7 +294,7 @@ class Ledger:
             self._regrouped = True
             return []
         self._residency.forget_names(names)
-        return self._published.settle(cleared=False)
+        return self._publication.settle(cleared=False)
 
     def learn_hybrid(self) -> None:
         """Learn that the model also has attention other than full, even if its events don't show it."""
@@ -383,15 +385,15 @@ class Ledger:
 
     def snapshot(self) -> list[SnapshotChunk]:
         """Everything published now. Each chunk has at most 32 KiB of hashes, of one chain."""
-        return self._published.snapshot()
+        return self._publication.snapshot()
 
     def mark_snapshot(self) -> list[Marked | Heads]:
         """All marks and their heads; at most 32 KiB of hashes per event."""
-        return self._published.mark_snapshot()
+        return self._publication.mark_snapshot()
 
     def marked(self) -> Iterator[tuple[bytes, int]]:
         """The marked blocks: (scope id, sequence hash)."""
-        for block in self._published.marked():
+        for block in self._publication.marked():
             yield block.namespace.scope_id, int.from_bytes(block.sequence_hash, "little")
 
     def resident(self) -> Iterator[tuple[Tier, int, EngineHash]]:
@@ -404,7 +406,7 @@ class Ledger:
 
     def announced(self) -> Iterator[tuple[bytes, Tier, EngineHash, int]]:
         """The published blocks: (scope id, tier, engine hash, sequence hash), once per engine hash that holds the block."""
-        return self._published.announced()
+        return self._publication.announced()
 
     # ---------------------------------------------------------------- saved state
 
@@ -453,4 +455,4 @@ class Ledger:
 
     def _restore(self, saved: ledger_dump.SavedLedger) -> None:
         saved.restore(self.lineage, self._residency, self._resolver.awaiting)
-        self._published.begin()
+        self._publication.begin()

@@ -22,7 +22,7 @@ LINGER_EVENTS = 2048
 """This many pending engine events are folded without lingering."""
 
 
-class Folding:
+class FoldLoop:
     """Call `record` for each batch, `run` until cancelled, and `on_progress` when the stream has acknowledged messages."""
 
     def __init__(

@@ -17,7 +17,7 @@ from kvatlas_publishers.ledger.prefix_closure import PrefixClosure, UsableChange
 from kvatlas_publishers.ledger.residency import Residency
 
 
-class Published:
+class Publication:
     """The published blocks and marks of one lineage."""
 
     def __init__(
