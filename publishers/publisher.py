@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from time import monotonic, time_ns
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,12 +23,12 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.subjects import events_subject
-from kvatlas.errors import DATA_ERRORS, InvalidValue
+from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineState, KvConnector
 from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
-from kvatlas.telemetry import export_metrics, flush_span, inject_headers
+from kvatlas.telemetry import export_metrics
 from kvatlas_publishers.block_recorder import BlockRecorder
 from kvatlas_publishers.control_requests.control import ControlResponder
 from kvatlas_publishers.control_requests.engine_hashes import EngineHashesResponder
@@ -46,18 +46,15 @@ from kvatlas_publishers.self_report import SelfReport
 from kvatlas_publishers.settings import PublisherSettings
 from kvatlas_publishers.shared_store.notifier import StoreNotifier
 from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
-from kvatlas_publishers.stream.message_split import block_count
+from kvatlas_publishers.stream.fold_loop import FoldLoop
 from kvatlas_publishers.stream.sender import Sender
 from kvatlas_publishers.version_diagnosis import VersionDiagnosis
 
-LINGER_S = 0.005
 CLOSE_S = 2.0
 HEADERS_BYTES = 1024
 """Room for trace context beside a message's payload."""
 STORE_TTL_S = 60
 INTAKE_S = 1.0
-LINGER_EVENTS = 2048
-"""This many pending engine events are folded without lingering."""
 
 log = logging.getLogger("kvatlas.publisher")
 
@@ -104,12 +101,8 @@ class Publisher(BlockRecorder):
         self._has_replay = has_replay
         self._on_engine_change = on_engine_change
         self._on_start_over = on_start_over
-        self._fold_wakeup = Wakeup()
         self._incarnation_wakeup = Wakeup()
         self._heartbeat_wakeup = Wakeup()
-        self._progress = anyio.Event()
-        self._first_pending_s = 0.0
-        self._first_pending_ns = 0
         self._stack = AsyncExitStack()
         self._log = RateLimitedLog(log, f"worker {self.worker_id}: ")
         try:
@@ -125,6 +118,14 @@ class Publisher(BlockRecorder):
             checkpoints=settings.checkpoints,
             saved_incarnation=saved_incarnation,
             rng=self._rng,
+        )
+        self._fold_loop = FoldLoop(
+            self.worker_id,
+            self.changelog,
+            self.counters,
+            self._log,
+            on_published=lambda: self._sender.wake(),
+            on_incarnation_due=self._incarnation_wakeup.wake,
         )
         poller = None
         if settings.engine_url:
@@ -243,7 +244,7 @@ class Publisher(BlockRecorder):
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(tasks.cancel_scope.cancel)
             tasks.start_soon(self._sender.run)
-            tasks.start_soon(self._fold_pending)
+            tasks.start_soon(self._fold_loop.run, self.settle)
             tasks.start_soon(incarnations.run)
             tasks.start_soon(self._heartbeats.run)
             tasks.start_soon(self._send_extra_heartbeats)
@@ -297,19 +298,13 @@ class Publisher(BlockRecorder):
     def record(self, batch: EngineBatch) -> None:
         """Record an engine's batch. It is folded at once if nothing is in flight, otherwise together with batches of the next
         5 ms."""
-        before = self.changelog.pending_events
         if not self.engine.hear(batch.dp_rank):
             self.counters.feed_unheard += 1
             return
-        self.changelog.record(batch)
+        self._fold_loop.record(batch)
         for line in batch.skipped:
             self.diagnoses.last_unreadable = line
             self._log.report(f"skipped {line[:24]}", f"skipped event: {line}")
-        if not before:
-            self._first_pending_s = monotonic()
-            self._first_pending_ns = time_ns()
-        if not before or before < LINGER_EVENTS <= self.changelog.pending_events:
-            self._fold_wakeup.wake()
 
     def clear(self) -> None:
         """Drop all known blocks, because the engine's cache was reset or its model has new weights. Call this after resetting
@@ -331,9 +326,7 @@ class Publisher(BlockRecorder):
 
     async def flush(self) -> None:
         """Wait until the stream has acknowledged everything recorded before. If NATS is down, this waits until it is back."""
-        while not self.changelog.flushed:
-            self._fold_wakeup.wake()
-            await self._progress.wait()
+        await self._fold_loop.flush()
 
     def forget_adapter(self, adapter: str) -> None:
         """Drop the old blocks of an adapter that the engine reloaded from another path."""
@@ -347,16 +340,11 @@ class Publisher(BlockRecorder):
             self._sender.wake()
 
     def settle(self) -> None:
-        """Fold pending events into the ledger and publish the change now, in one span."""
-        pending = self.changelog.pending_events
+        """Fold pending events into the ledger and publish the change now."""
         counters = self.ledger.counters
         untold_before, chains_before, known = counters.removal_untold, counters.other_chain, self._told_of_blocks()
-        try:
-            events = self.changelog.fold()
-        except DATA_ERRORS as error:
-            self.counters.folds_failed += 1
-            line = f"{pending} engine events could not be applied ({type(error).__name__} {error}); dropping all known blocks"
-            self._log.report("fold", line, logging.ERROR)
+        events = self._fold_loop.fold()
+        if events is None:
             self.start_over()
             return
         self._notify_store()
@@ -370,23 +358,7 @@ class Publisher(BlockRecorder):
             line = f"{untold} blocks left out: a connector stored them, and their removal is never reported (see --store-ttl-s)"
             self._log.report("untold", line, logging.INFO)
         self._tell_upper_bound(known[0].upper_bound)
-        if self.changelog.incarnation_due is not None:
-            self._incarnation_wakeup.wake()
-        if events:
-            with flush_span(
-                self.worker_id,
-                incarnation=self.changelog.outbox.incarnation,
-                messages=1,
-                events=len(events),
-                blocks=block_count(events),
-                started_ns=self._first_pending_ns,
-            ):
-                if self.changelog.publish(events, time_us(), monotonic(), inject_headers()):
-                    self._sender.wake()
-                elif self.changelog.incarnation_due is not None:
-                    self._incarnation_wakeup.wake()
-        elif pending:
-            self._signal_progress()  # nothing to publish, so a waiting flush is done
+        self._fold_loop.publish(events)
 
     def _told_of_blocks(self) -> tuple[ReuseOfGroups, int | None, int, str | None]:
         """The facts in heartbeats about the worker's blocks."""
@@ -414,8 +386,7 @@ class Publisher(BlockRecorder):
     def checkpoint(self) -> None:
         """Publish pending events and a checkpoint now, out of turn."""
         self.settle()
-        self.changelog.checkpoint(time_us())
-        self._sender.wake()
+        self._fold_loop.checkpoint()
 
     # ---------------------------------------------------------------- reports
 
@@ -432,20 +403,6 @@ class Publisher(BlockRecorder):
         self._heartbeat_wakeup.wake()
 
     # ---------------------------------------------------------------- tasks
-
-    async def _fold_pending(self) -> None:
-        """Fold recorded batches: at once while nothing is in flight, otherwise after lingering."""
-        while True:
-            await self._fold_wakeup.wait(self.changelog.checkpoint_in(monotonic()))
-            if self.changelog.pending_events:
-                while self.changelog.outbox.in_flight and self.changelog.pending_events < LINGER_EVENTS:
-                    left_s = self._first_pending_s + LINGER_S - monotonic()
-                    if left_s <= 0 or not await self._fold_wakeup.wait(left_s):
-                        break
-                self.settle()
-            if self.changelog.checkpoint_in(monotonic()) == 0:
-                self.changelog.checkpoint(time_us())
-                self._sender.wake()
 
     async def _expire_stored(self) -> None:
         """Expire blocks whose removal is never reported."""
@@ -488,14 +445,7 @@ class Publisher(BlockRecorder):
     def _on_progress(self) -> None:
         if self.changelog.incarnation_due is not None:
             self._incarnation_wakeup.wake()
-        if self.changelog.outbox.empty:
-            if self.changelog.pending_events:
-                self._fold_wakeup.wake()
-            self._signal_progress()
-
-    def _signal_progress(self) -> None:
-        self._progress.set()
-        self._progress = anyio.Event()
+        self._fold_loop.on_progress()
 
 
 async def _close(client: Client) -> None:

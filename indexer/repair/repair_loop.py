@@ -122,8 +122,8 @@ class RepairLoop:
             self._counters.workers_too_large += 1
             self._left_out[worker_id] = self._clock() + LEFT_OUT_S
             line = (
-                f"worker {worker_id}: left out of the index, since it claims {blocks:,} blocks, and its publisher's identity "
-                f"allows {limits[worker_id]:,}"
+                f"worker {worker_id}: left out of the index for {LEFT_OUT_S / 60:g} minutes, since it claims {blocks:,} "
+                f"blocks, and its publisher's identity allows {limits[worker_id]:,}"
             )
             self._log.report(f"too large {worker_id}", line, logging.ERROR)
 

@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 
 
 class EngineHashes:
-    """Of all workers' publishers. NATS is connected when it is first needed. The caller calls `close`."""
+    """Asks any worker's publisher. NATS is connected when it is first needed. The caller calls `close`."""
 
     def __init__(self, nats: NatsAccess, name: str) -> None:
-        """`name`: of the connection."""
+        """`name`: the connection's, as NATS lists it."""
         self._nats = nats
         self._name = name
         self._client: Client | None = None
@@ -34,7 +34,7 @@ class EngineHashes:
         self._tried_s = float("-inf")
 
     def is_ready(self) -> bool:
-        """Can publishers be asked now? If not, NATS is connected behind this call."""
+        """True if publishers can be asked now. If not, this starts to connect NATS and returns at once."""
         if self._client is not None and not self._client.is_closed:
             return self._client.is_connected
         if self._connecting is None and time.monotonic() - self._tried_s > AGAIN_S:
@@ -70,6 +70,7 @@ class EngineHashes:
         try:
             self._client = await connect_nats(self._nats, name=self._name, wait=False)
         except KvatlasError as error:
-            _log.warning("%s; nothing is fetched by engines' own block hashes; trying again in %g s", error, AGAIN_S)
+            line = "%s; what requests would fetch by engines' own block hashes is computed; trying again after %g s"
+            _log.warning(line, error, AGAIN_S)
         finally:
             self._connecting = None

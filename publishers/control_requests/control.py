@@ -6,18 +6,16 @@ from typing import Any
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.errors import ConnectionClosedError
 
 from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, ScopeDigest
-from kvatlas.bus.subjects import control_subject, is_inbox, partition_of
-from kvatlas.errors import DATA_ERRORS
+from kvatlas.bus.subjects import control_subject, partition_of
 from kvatlas.events import Marked
 from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.control_requests.named_blocks import blocks_named, engine_hashes_of, names_of
+from kvatlas_publishers.control_requests.responder import Responder
 from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engine_events import EngineBatch, EngineDropped
@@ -28,8 +26,8 @@ MAX_SCOPES = 1_000
 """A reply with more would not fit into a message of the bus."""
 
 
-class ControlResponder:
-    """Call `start`, then `run` (until cancelled), then `stop`."""
+class ControlResponder(Responder):
+    """Answers requests on the publisher's control subject."""
 
     def __init__(
         self,
@@ -46,79 +44,23 @@ class ControlResponder:
         diagnoses: Diagnoses,
     ) -> None:
         """`checkpoint` folds and publishes pending events, then a checkpoint."""
-        self._client = client
+        super().__init__(client, control_subject(worker_id), changelog, counters, log)
         self._worker_id = worker_id
-        self._changelog = changelog
-        self._counters = counters
-        self._log = log
         self._status = status
         self._on_incarnation_due = on_incarnation_due
         self._checkpoint = checkpoint
         self._partitions = partitions
         self._diagnoses = diagnoses
 
-    async def start(self) -> None:
-        """Subscribe to requests. Raises nats errors if the connection is closed."""
-        self._subscription = await self._client.subscribe(control_subject(self._worker_id))
-
-    async def run(self) -> None:
-        """Answer until cancelled; after `start`."""
-        async for msg in self._subscription.messages:
-            await self._answer(msg)
-
-    async def stop(self) -> None:
-        """Unsubscribe."""
-        await unsubscribe(self._subscription, self._client)
-
-    async def _answer(self, msg: Msg) -> None:
-        if self._changelog.yielded:
-            return  # the other publisher answers
-        if msg.reply and not is_inbox(msg.reply):
-            self._counters.control_bad += 1
-            self._log.report("control", f"control request refused: its answer would go to {msg.reply[:80]!r}")
-            return
-        try:
-            reply = self.reply(ControlRequest.unpack(msg.data), msg.headers)
-        except DATA_ERRORS as error:
-            self._counters.control_bad += 1
-            self._log.report("control", f"control request refused: {error}")
-            reply = self._make_reply(ok=False, note=str(error))
-        if msg.reply:
-            try:
-                await self._client.publish(msg.reply, reply.pack())
-            except ConnectionClosedError:
-                return  # the publisher is being closed
-
-    def reply(self, request: ControlRequest, headers: Mapping[str, str] | None = None) -> ControlReply:
-        """Execute a request and return the reply. `headers`: have the request's trace context.
-
-        Raises InvalidValue for an impossible `above`.
-        """
+    def reply(self, msg: Msg) -> ControlReply:
+        request = ControlRequest.unpack(msg.data)
         match request.op:
             case ControlOp.SNAPSHOT:
-                check_incarnation(request.above, time_ns() // 1_000)
-                self._counters.snapshot_requests += 1
-                if not self._is_partition_of(request.partitions):
-                    self._counters.snapshot_requests_ignored += 1
-                    return self._make_reply(ok=False, note=f"it publishes to one of {self._partitions} partitions")
-                if not self._changelog.request_snapshot(request.above, headers):
-                    self._counters.snapshot_requests_ignored += 1
-                    return self._make_reply(
-                        note=f"incarnation {self._changelog.outbox.incarnation} is above it already"
-                    )
-                self._on_incarnation_due()
-                return self._make_reply()
+                return self._request_snapshot(request, msg.headers)
             case ControlOp.STATUS:
                 return self._make_reply(status=self._status())
             case ControlOp.DIGEST:
-                self._checkpoint()
-                changelog = self._changelog
-                if changelog.incarnation_due is not None or not changelog.outbox.incarnation:
-                    return self._make_reply(ok=False, note="a new incarnation is about to begin")
-                status = {"told_seq": changelog.outbox.next_seq - 1}
-                scopes = digests_by_scope(changelog.ledger)
-                words, marks = changelog.ledger.digest.words, marks_of(changelog.ledger)
-                return self._make_reply(digest=words, marks=marks, scopes=scopes, status=status)
+                return self._digest()
             case ControlOp.BLOCKS:
                 if request.engine_hash is None:
                     return self._make_reply(ok=False, note="no engine_hash; expected the hash of the blocks")
@@ -126,6 +68,36 @@ class ControlResponder:
                 return self._make_reply(blocks=blocks_named(self._changelog.ledger.lineage, request.engine_hash))
             case ControlOp.DROP:
                 return self._drop(request)
+
+    def refusal(self, error: Exception) -> ControlReply:
+        return self._make_reply(ok=False, note=str(error))
+
+    def _request_snapshot(self, request: ControlRequest, headers: Mapping[str, str] | None) -> ControlReply:
+        """Begin a new incarnation above the one that is in doubt. `headers`: have the request's trace context.
+
+        Raises InvalidValue for an impossible `above`.
+        """
+        check_incarnation(request.above, time_ns() // 1_000)
+        self._counters.snapshot_requests += 1
+        if not self._is_partition_of(request.partitions):
+            self._counters.snapshot_requests_ignored += 1
+            return self._make_reply(ok=False, note=f"it publishes to one of {self._partitions} partitions")
+        if not self._changelog.request_snapshot(request.above, headers):
+            self._counters.snapshot_requests_ignored += 1
+            return self._make_reply(note=f"incarnation {self._changelog.outbox.incarnation} is above it already")
+        self._on_incarnation_due()
+        return self._make_reply()
+
+    def _digest(self) -> ControlReply:
+        """Publish a checkpoint and return the digests of what is published up to it."""
+        self._checkpoint()
+        changelog = self._changelog
+        if changelog.incarnation_due is not None or not changelog.outbox.incarnation:
+            return self._make_reply(ok=False, note="a new incarnation is about to begin")
+        status = {"told_seq": changelog.outbox.next_seq - 1}
+        scopes = digests_by_scope(changelog.ledger)
+        words, marks = changelog.ledger.digest.words, marks_of(changelog.ledger)
+        return self._make_reply(digest=words, marks=marks, scopes=scopes, status=status)
 
     def _drop(self, request: ControlRequest) -> ControlReply:
         """Drop blocks as if the engine had reported their removal. If it stores them again, they are published again."""

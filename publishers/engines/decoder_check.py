@@ -21,7 +21,7 @@ _STORED_8, _STORED_9, _REMOVED_3 = 8, 9, 3
 def kind_of_batch(payload: bytes) -> EngineKind | None:
     """The engine that wrote a decodable batch; None if it could be either."""
     outer = msgpack.unpackb(payload, strict_map_key=False)
-    events = outer.get("events") if isinstance(outer, dict) else outer[1]
+    _, events, *_ = (None, outer.get("events")) if isinstance(outer, dict) else outer
     return next((kind for event in events or () if (kind := _kind_of_event(event)) is not None), None)
 
 
@@ -58,14 +58,15 @@ def _kind_of_event(event: Any) -> EngineKind | None:
         return EngineKind.SGLANG if negative else _kind_of_hashes(hashes)
     if not isinstance(event, list) or len(event) < 2:
         return None
-    if event[0] == "BlockStored" and len(event) > _STORED_8:
+    tag, hashes, *_ = event
+    if tag == "BlockStored" and len(event) > _STORED_8:
         if isinstance(event[_STORED_8], str):
             return EngineKind.SGLANG
         if isinstance(event[_STORED_8], list) or (len(event) > _STORED_9 and type(event[_STORED_9]) is int):
             return EngineKind.VLLM
-    if event[0] == "BlockRemoved" and len(event) > _REMOVED_3 and type(event[_REMOVED_3]) is int:
+    if tag == "BlockRemoved" and len(event) > _REMOVED_3 and type(event[_REMOVED_3]) is int:
         return EngineKind.VLLM
-    return _kind_of_hashes(event[1])
+    return _kind_of_hashes(hashes)
 
 
 def _kind_of_hashes(hashes: Any) -> EngineKind | None:

@@ -51,12 +51,13 @@ def decode_batch(payload: bytes) -> EngineBatch:
         outer = unpack(payload, max_bytes=MAX_PAYLOAD_BYTES, strict_map_key=False)
     except InvalidValue as error:
         raise EngineEventError(f"payload of {error}") from error
-    if not isinstance(outer, list) or len(outer) < 2 or type(outer[0]) is not int or not isinstance(outer[1], list):
+    ts_ms, raw_events, *_ = outer if isinstance(outer, list) and len(outer) >= 2 else (None, None)
+    if type(ts_ms) is not int or not isinstance(raw_events, list):
         raise EngineEventError(f"payload is {outer!r:.60}; expected an array of milliseconds, events and rank")
     events: list[EngineEvent] = []
     skipped: list[str] = []
     lost = False
-    for raw in outer[1]:
+    for raw in raw_events:
         try:
             events.append(_event(raw))
         except EngineEventError as error:
@@ -64,7 +65,7 @@ def decode_batch(payload: bytes) -> EngineBatch:
             if not (isinstance(raw, dict) and (raw.get("event_type") == "stored" or raw.get("seq_hashes") == [])):
                 lost = True
                 events.clear()
-    return EngineBatch(events, outer[0] / 1e3, None, skipped, lost)
+    return EngineBatch(events, ts_ms / 1e3, None, skipped, lost)
 
 
 def _event(raw: Any) -> EngineEvent:

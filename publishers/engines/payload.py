@@ -2,7 +2,7 @@
 
 The outer batch is `[ts, events, data_parallel_rank]`, or a map (one released revision of vLLM). Missing and extra trailing
 fields are tolerated everywhere. An event is a map with its tag under "type" (vLLM 0.24, SGLang 0.5.20 and later) or an array
-that starts with its tag.
+`[tag, *fields]`, in which the block hashes come first if the event has any.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,8 +43,7 @@ def decode(
         outer = [outer.get("ts"), outer.get("events"), outer.get("data_parallel_rank")]
     if not isinstance(outer, list) or len(outer) < 2:
         raise EngineEventError(f"payload is {outer!r:.60}; expected an array of ts, events and rank")
-    ts, raw_events = outer[:2]
-    dp_rank = outer[2] if len(outer) > 2 else None
+    ts, raw_events, dp_rank, *_ = [*outer, None]
     if type(ts) not in (float, int) or not isinstance(raw_events, list):
         raise EngineEventError(f"batch with ts {ts!r:.40} and events {raw_events!r:.40}; expected seconds and an array")
     if dp_rank is not None and type(dp_rank) is not int:
@@ -58,8 +57,8 @@ def decode(
             if type(raw) is dict:
                 tag, named = raw.get("type"), raw
             elif isinstance(raw, list) and raw:
-                tag = raw[0]
-                named = dict(zip(fields.get(tag, ()) if isinstance(tag, str) else (), raw[1:], strict=False))
+                tag, *values = raw
+                named = dict(zip(fields.get(tag, ()) if isinstance(tag, str) else (), values, strict=False))
             else:
                 raise EngineEventError(f"event {raw!r:.60}; expected a map or an array")
             if not isinstance(tag, str) or tag not in fields:
@@ -81,11 +80,11 @@ def decode(
 
 def _named_blocks(raw: Any) -> list[EngineHash]:
     """The block hashes named by an otherwise unreadable event; empty if it names none."""
-    found = raw.get("block_hashes") if isinstance(raw, dict) else raw[1] if isinstance(raw, list) and raw[1:] else None
-    if not isinstance(found, list):
-        return []
-    hashes = [one for one in found if type(one) in (int, bytes)]
-    return hashes if len(hashes) == len(found) else []
+    match raw:
+        case {"block_hashes": list(found)} | [_, list(found), *_]:
+            hashes = [one for one in found if type(one) in (int, bytes)]
+            return hashes if len(hashes) == len(found) else []
+    return []
 
 
 def hashes_of(tag: str, fields: Fields) -> list[EngineHash]:

@@ -43,7 +43,7 @@ def _unknown_parent(where: Circumstances) -> tuple[str, str]:
     if not where.zmq:
         return why, f"to start again, {again}"
     if where.replay:
-        return why, f"raise the engine's buffer_steps, so that replay reaches further back; to start again, {again}"
+        return why, f"raise the engine's buffer_steps, so that replay reaches farther back; to start again, {again}"
     return why, f"{_TOO_LATE}set --replay-endpoint to the engine's replay socket; to start again, {again}"
 
 

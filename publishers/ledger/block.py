@@ -58,7 +58,7 @@ class Stretch:
 
     `index`: the first block's place in the chain. `hashes`: the packed sequence hashes. `children`: the stretches after the
     last block. `copies`: number of engine hashes that hold a block, by tier (see COPIES_BITS). `usable`: flags of the tiers in
-    which a block is usable; 0 if not held; ORPHAN if held behind a hole. `named`: number of engine hashes of a block.
+    which a block is usable; 0 if not held; ORPHAN if held after a hole. `named`: number of engine hashes of a block.
 
     `plain`: each block has exactly one engine hash, in `names`. The device tier has one copy of it or none, not counted
     anywhere else, and no other tier has a copy. A stretch that is not plain is a `Block`.

@@ -30,7 +30,7 @@ class LedgerCounters:
     engine_too_old: int = 0
     """Left out: this engine version's events don't show where in a prompt a block is."""
     parent_removed: int = 0
-    """Stored behind a block that the engine still holds, although it reported its removal."""
+    """Stored after a block that the engine still holds, although it reported its removal."""
     removal_untold: int = 0
     """Left out: stored by a connector whose removals are never reported."""
     store_told: int = 0

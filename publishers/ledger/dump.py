@@ -37,6 +37,8 @@ from kvatlas_publishers.ledger.lineage import Lineage, Place
 from kvatlas_publishers.ledger.residency import Residency
 
 VERSION = 7
+NOT_SAVED_EARLIER: tuple[Any, ...] = ("", (False, ()))
+"""`untold keys` and `reports` of a ledger saved without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,13 +264,12 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
     """The inverse of `pack`. Raises InvalidValue for other bytes, another version, or other settings."""
     try:
         raw = msgpack.unpackb(dumped)
-        version = raw[0] if isinstance(raw, list) and raw else raw
+        version, *fields = raw if isinstance(raw, list) and raw else [raw]
         if version != VERSION:
             raise InvalidValue(f"saved ledger of version {version!r:.40}; expected {VERSION}")
-        _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = raw
+        saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = fields
         variants, told, ahead, unproven, (parts, small_blocks), *later = engine
-        untold_keys = later[0] if later else ""
-        reports = later[1] if len(later) > 1 else [False, []]
+        untold_keys, reports, *_ = [*later, *NOT_SAVED_EARLIER[len(later) :]]
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(

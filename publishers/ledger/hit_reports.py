@@ -10,7 +10,7 @@ window or mamba group; earlier blocks of those groups may be gone. So events sto
   the engine's start or a clear.
 
 For all other events we know only that the blocks a report requires are held now. Their copies are **doubtful**: a removal takes
-a certain copy first, so a block is claimed only while a copy certainly remains. A child stored behind a block proves that the
+a certain copy first, so a block is claimed only while a copy certainly remains. A child stored after a block proves that the
 block is held.
 """
 

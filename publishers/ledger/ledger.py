@@ -42,20 +42,16 @@ from kvatlas_publishers.engine_events import (
     EngineStored,
 )
 from kvatlas_publishers.ledger import dump as ledger_dump
-from kvatlas_publishers.ledger.block import Block
 from kvatlas_publishers.ledger.block_bytes import BlockBytes
-from kvatlas_publishers.ledger.connectors.connector_blocks import ConnectorBlocks
+from kvatlas_publishers.ledger.connectors.connector_blocks import ConnectorBlocks, split_by_knowledge
 from kvatlas_publishers.ledger.connectors.shared_store_writes import StoreWrites, is_stores
 from kvatlas_publishers.ledger.counters import LedgerCounters
 from kvatlas_publishers.ledger.engine_groups import EngineGroups
 from kvatlas_publishers.ledger.engine_hashes.resolver import BlockResolver, has_keys
 from kvatlas_publishers.ledger.hit_reports import HitReports
 from kvatlas_publishers.ledger.holdings import Holdings
-from kvatlas_publishers.ledger.index_events import IndexEvents
 from kvatlas_publishers.ledger.lineage import Lineage
-from kvatlas_publishers.ledger.marks.mark_events import MarkEvents
-from kvatlas_publishers.ledger.marks.marks import Marks
-from kvatlas_publishers.ledger.prefix_closure import PrefixClosure, UsableChange
+from kvatlas_publishers.ledger.publication import Publication
 from kvatlas_publishers.ledger.residency import Residency
 from kvatlas_publishers.ledger.settings import LedgerSettings
 
@@ -120,10 +116,9 @@ class Ledger:
         )
         if self.store_writes is not None:
             self.store_writes.follow(self.lineage, self._resolver, self._residency, self.groups)
-        self._closure = PrefixClosure()
-        self._index_events = IndexEvents(settings.granularity)
-        self._marks = None if self.reuse.rule is None else Marks(self.reuse.rule)
-        self._mark_events = MarkEvents()
+        self._publication = Publication(
+            self.lineage, self._residency, self.counters, self.reuse.rule, settings.granularity
+        )
 
     @property
     def block_size(self) -> int | None:
@@ -148,7 +143,7 @@ class Ledger:
     @property
     def digest(self) -> Digest:
         """Digest of everything published now."""
-        return self._index_events.digest
+        return self._publication.digest
 
     @property
     def awaiting_events(self) -> int:
@@ -158,8 +153,7 @@ class Ledger:
     @property
     def digest_words(self) -> list[int]:
         """`Digest.words` of everything published now, followed by `MarkDigest.words` if marks are used."""
-        words = self.digest.words
-        return words if self._marks is None else words + self._mark_events.digest.words
+        return self._publication.digest_words
 
     @property
     def dropped(self) -> int | None:
@@ -169,17 +163,17 @@ class Ledger:
     @property
     def marked_blocks(self) -> int:
         """Number of blocks marked now."""
-        return self._mark_events.digest.marks
+        return self._publication.marked_blocks
 
     @property
     def announced_blocks(self) -> int:
         """Number of blocks published now, in any tier."""
-        return self._index_events.blocks
+        return self._publication.blocks
 
     @property
     def orphans(self) -> int:
-        """Number of blocks that the engine holds behind a hole."""
-        return self._closure.orphans
+        """Number of blocks that the engine holds after a hole."""
+        return self._publication.orphans
 
     # ---------------------------------------------------------------- folding
 
@@ -226,7 +220,8 @@ class Ledger:
                     self._store(batch.events, at, event)
                     continue
                 for part in self._connector.stored(event, self.block_size):
-                    residency.store(part)
+                    for run in split_by_knowledge(part, self.lineage.known):
+                        residency.store(run)
             elif isinstance(event, EngineRemoved):
                 if writes is not None and is_stores(event):
                     event = writes.remove(event)
@@ -247,15 +242,15 @@ class Ledger:
                 if writes is not None and Tier.OBJECT_STORE in event.tiers:
                     writes.clear()
                 cleared = True
-        events += self._settle(cleared=cleared)
+        events += self._publication.settle(cleared=cleared)
         evictions = len(self.lineage.evicted)
         self._most_held = max(self._most_held, len(self.lineage.known) - evictions)
         remembered = min(self._remembered_evictions, self._most_held)
         if evictions > remembered:
             forgotten, lost = self.lineage.trim(remembered)
             residency.forget(forgotten)
-            if residency.forgotten.forget_behind(lost):
-                events += self._settle(cleared=False)
+            if residency.forgotten.forget_after(lost):
+                events += self._publication.settle(cleared=False)
         return events
 
     def _store(self, events: Sequence[EngineEvent], at: int, event: EngineStored) -> None:
@@ -299,18 +294,7 @@ class Ledger:
             self._regrouped = True
             return []
         self._residency.forget_names(names)
-        return self._settle(cleared=False)
-
-    def _settle(self, *, cleared: bool) -> list[IndexEvent]:
-        """Events of the changes since the last call."""
-        change: UsableChange | None = None
-        events: list[IndexEvent] = []
-        if changed := self._residency.take_changed():
-            change = self._closure.settle(changed)
-            self.counters.withdrawn += change.withdrawn
-            self.counters.restored += change.restored
-            events = self._index_events.make(change, cleared)
-        return events if self._marks is None else self._with_marks(self._marks, change, events)
+        return self._publication.settle(cleared=False)
 
     def learn_hybrid(self) -> None:
         """Learn that the model also has attention other than full, even if its events don't show it."""
@@ -335,20 +319,6 @@ class Ledger:
         """True if the engine's groups turned out different since the last call. Then the caller starts a new incarnation."""
         regrouped, self._regrouped = self._regrouped, False
         return regrouped
-
-    def _with_marks(self, marks: Marks, change: UsableChange | None, events: list[IndexEvent]) -> list[IndexEvent]:
-        """The events of a change in residency, surrounded by those of the marks, so that marked blocks are held after each
-        event."""
-        touched = self._residency.sparse.take_changed()
-        if change is not None:
-            touched += change.added
-            touched += [block for block, _ in (*change.removed, *change.moved)]
-        if not touched:
-            return events
-        mark_change = marks.settle(dict.fromkeys(touched))
-        if not mark_change.marked and not mark_change.unmarked:
-            return events
-        return self._mark_events.make(mark_change, events)
 
     def _learn(self, batch: EngineBatch) -> bool:
         """Learn sizes and groups from a batch. True if all published blocks are forgotten."""
@@ -415,15 +385,15 @@ class Ledger:
 
     def snapshot(self) -> list[SnapshotChunk]:
         """Everything published now. Each chunk has at most 32 KiB of hashes, of one chain."""
-        return self._index_events.chunks(self.lineage.namespaces.values())
+        return self._publication.snapshot()
 
     def mark_snapshot(self) -> list[Marked | Heads]:
         """All marks and their heads; at most 32 KiB of hashes per event."""
-        return [] if self._marks is None else self._mark_events.snapshot(self._marks)
+        return self._publication.mark_snapshot()
 
     def marked(self) -> Iterator[tuple[bytes, int]]:
         """The marked blocks: (scope id, sequence hash)."""
-        for block in self._marks.marked if self._marks is not None else ():
+        for block in self._publication.marked():
             yield block.namespace.scope_id, int.from_bytes(block.sequence_hash, "little")
 
     def resident(self) -> Iterator[tuple[Tier, int, EngineHash]]:
@@ -436,20 +406,7 @@ class Ledger:
 
     def announced(self) -> Iterator[tuple[bytes, Tier, EngineHash, int]]:
         """The published blocks: (scope id, tier, engine hash, sequence hash), once per engine hash that holds the block."""
-        tiers = {holding.tier: holding for holding in self._residency.holdings.indexed}
-        for stretch in self.lineage.plain():
-            for place, value in self._index_events.announced(stretch):
-                yield stretch.namespace.scope_id, Tier.HBM, stretch.names[place], value
-        for name, owner in self.lineage.known.items():
-            if owner.plain:
-                continue
-            certain = self._residency.shared.by_hash.get(name)
-            for block in certain or (Block(owner),):
-                if not any(self._index_events.announced(block)):
-                    continue
-                for tier, holding in tiers.items():
-                    if certain[block].flags & tier.flag if certain else holding.in_all(name):
-                        yield block.namespace.scope_id, tier, name, int.from_bytes(block.sequence_hash, "little")
+        return self._publication.announced()
 
     # ---------------------------------------------------------------- saved state
 
@@ -498,8 +455,4 @@ class Ledger:
 
     def _restore(self, saved: ledger_dump.SavedLedger) -> None:
         saved.restore(self.lineage, self._residency, self._resolver.awaiting)
-        changed = sorted(self._residency.take_changed(), key=lambda block: block.index)
-        change = self._closure.settle(changed)
-        self._index_events.make(change, cleared=False)
-        if self._marks is not None:
-            self._with_marks(self._marks, change, [])
+        self._publication.begin()

@@ -69,7 +69,7 @@ class Lineage:
         """Known hashes that no tier holds, in order of eviction."""
         self.variants = Variants()
         self._others: dict[EngineHash, list[Block]] = {}
-        """Further blocks of each shared hash."""
+        """Other blocks of each shared hash."""
         self._namespaces_of: dict[bytes, int] = {}
         """Number of namespaces of each scope."""
         self._maybe_unused: set[bytes] = set()

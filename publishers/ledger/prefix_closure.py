@@ -1,6 +1,6 @@
 """Usable residency: the held blocks whose ancestors are all held too, in any tier.
 
-An engine can't reuse anything behind a hole, so only this part is published. It is updated from batch to batch: the work is
+An engine can't reuse anything after a hole, so only this part is published. It is updated from batch to batch: the work is
 proportional to the changed blocks, plus their descendants if a hole opens or is filled.
 """
 
@@ -28,7 +28,7 @@ class UsableChange:
 
 
 class PrefixClosure:
-    """The only writer of `Stretch.usable`. `orphans`: number of blocks held behind a hole."""
+    """The only writer of `Stretch.usable`. `orphans`: number of blocks held after a hole."""
 
     __slots__ = ("orphans",)
 
@@ -75,7 +75,7 @@ class PrefixClosure:
         return change
 
     def _withdraw(self, change: UsableChange) -> None:
-        """Withdraw the blocks held behind removed ones, which are no longer usable. `removed` grows during the loop."""
+        """Withdraw the blocks held after removed ones, which are no longer usable. `removed` grows during the loop."""
         removed = change.removed
         before = {id(block): flags for block, flags in change.moved}
         for block, _ in removed:
@@ -90,7 +90,7 @@ class PrefixClosure:
                     change.withdrawn += len(child)
 
     def _restore(self, block: Stretch, change: UsableChange) -> None:
-        """Restore the blocks held behind a hole that was filled: chain by chain, parents first."""
+        """Restore the blocks held after a hole that was filled: chain by chain, parents first."""
         waiting = [child for child in block.iter_children() if child.usable == ORPHAN]
         while waiting:
             child = waiting.pop()

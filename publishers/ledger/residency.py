@@ -5,8 +5,6 @@ copy in every indexable group of that tier.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas_publishers.engine_events import EngineCleared, EngineDropped, EngineHash, EngineRemoved, EngineStored
@@ -140,31 +138,6 @@ class Residency:
 
     def store(self, event: EngineStored) -> None:
         """Add one more copy of each hash."""
-        if event.offloaded and event.token_ids:
-            for part in self._split_by_knowledge(event):
-                self._store(part)
-        else:
-            self._store(event)
-
-    def _split_by_knowledge(self, event: EngineStored) -> Iterator[EngineStored]:
-        """Split an offloaded event. Its known hashes become placeholders, so they keep their blocks."""
-        hashes, size, known = event.hashes, event.block_size, self._lineage.known
-        if len(event.token_ids) != len(hashes) * size:
-            yield event
-            return
-        first = 0
-        for is_known, run in groupby(hashes, key=known.__contains__):
-            last = first + len(list(run))
-            yield replace(
-                event,
-                hashes=hashes[first:last],
-                parent=hashes[first - 1] if first else event.parent,
-                token_ids=() if is_known else event.token_ids[first * size : last * size],
-                extra_keys=event.extra_keys[first:last] if event.extra_keys and not is_known else None,
-            )
-            first = last
-
-    def _store(self, event: EngineStored) -> None:
         if self._evicted or self._shared_removals:
             self.end_removals()
         hashes, resolver = event.hashes, self._resolver
@@ -228,7 +201,7 @@ class Residency:
             changed.append(block)
 
     def _enter_awaiting(self, names: Sequence[EngineHash]) -> None:
-        """Resolve the events that waited for these hashes. Their blocks are held as their own hashes are, behind exactly the
+        """Resolve the events that waited for these hashes. Their blocks are held as their own hashes are, after exactly the
         hash that they named as their parent."""
         variants = self._lineage.variants
         for name, block, parent_name in self._resolver.resolve_awaiting(names):
@@ -237,7 +210,7 @@ class Residency:
                 variants.hang(name, parent_name)
 
     def _hang(self, event: EngineStored, blocks: Sequence[Block]) -> None:
-        """Note behind which of its parent's hashes a block is found, if the parent has several."""
+        """Note after which of its parent's hashes a block is found, if the parent has several."""
         variants, parent_name = self._lineage.variants, event.parent
         for name, block in zip(event.hashes, blocks, strict=True):
             if parent_name is not None and block.parent in variants.names and name not in self._shared_hashes:

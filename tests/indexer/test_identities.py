@@ -200,5 +200,8 @@ async def test_a_worker_that_claims_more_blocks_than_its_identity_allows_is_left
             await until(is_applied, what="the honest worker has all of its blocks")
             assert "liar" not in await index.claimed(["liar"])
             assert liar.incarnation == 1, "a snapshot was requested, which would be left out too"
-    line = "worker liar: left out of the index, since it claims 1,001 blocks, and its publisher's identity allows 1,000"
+    line = (
+        "worker liar: left out of the index for 10 minutes, since it claims 1,001 blocks, and its publisher's identity "
+        "allows 1,000"
+    )
     assert [one.levelno for one in caplog.records if one.getMessage() == line] == [logging.ERROR]

@@ -1,7 +1,5 @@
 """vLLM's own engine core with an offloading connector, reset and put to sleep: no more is predicted than it reuses."""
 
-import json
-import subprocess
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from kvatlas_publishers.engine_events import EngineBatch, EngineStarted
 from kvatlas_publishers.settings import PublisherSettings
 from router_client import Prompt
 from tests.end_to_end.socketless_worker import SocketlessWorker
-from tests.oracle.conftest import PYTHON
 from tests.publishers.hybrid_recordings import Ask, Batch, read_hybrid_recording
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +20,7 @@ RECORDER = Path(__file__).parent / "record_connectors.py"
 ASKS = 200
 POOL = 300
 BLOCK_BYTES = 16 * 2 * 64
-"""Of a block of the groups in `record.py`, with one head of 8 numbers of 2 bytes."""
+"""The size of a block of the groups in `record.py`, with one head of 8 numbers of 2 bytes."""
 
 CONNECTORS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "none": (None, {}),
@@ -45,18 +42,6 @@ CONFIGS = {
     }
     for connector, groups, resets, seed in product(CONNECTORS, (["full"], ["full", "swa:128"]), (0.0, 0.1), (1, 2, 3))
 }
-
-
-@pytest.fixture(scope="session")
-def recordings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recording of each config that a test of this run reads."""
-    folder = tmp_path_factory.mktemp("connectors")
-    assert PYTHON is not None
-    selected = [name for name in CONFIGS if any(f"[{name}]" in item.name for item in request.session.items)]
-    lines = "".join(json.dumps(CONFIGS[name]) + "\n" for name in selected)
-    done = subprocess.run([PYTHON, RECORDER, folder], input=lines, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr[-4_000:]
-    return folder
 
 
 @pytest.mark.parametrize("name", CONFIGS)

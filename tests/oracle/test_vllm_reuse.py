@@ -3,8 +3,6 @@
 Predicted twice: by a naive model of the rules, and by a router from what the publisher's ledger told the index.
 """
 
-import json
-import subprocess
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -19,7 +17,6 @@ from kvatlas_publishers.engine_events import EngineBatch, EngineStarted
 from kvatlas_publishers.settings import PublisherSettings
 from router_client import Prompt
 from tests.end_to_end.socketless_worker import SocketlessWorker
-from tests.oracle.conftest import PYTHON
 from tests.publishers.hybrid_recordings import Ask, Batch, read_hybrid_recording
 
 pytestmark = pytest.mark.anyio
@@ -142,18 +139,6 @@ UNDER_REPORTED = ("eagle-larger-full", "mixed")
 """Models for which a router finds less than the engine: see docs/engines.md."""
 
 CONFIGS = {config["name"]: config for config in grid()}
-
-
-@pytest.fixture(scope="session")
-def recordings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recording of each config that a test of this run reads."""
-    folder = tmp_path_factory.mktemp("oracle")
-    assert PYTHON is not None
-    selected = [name for name in CONFIGS if any(f"[{name}]" in item.name for item in request.session.items)]
-    lines = "".join(json.dumps(CONFIGS[name]) + "\n" for name in selected)
-    done = subprocess.run([PYTHON, RECORDER, folder], input=lines, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr[-4_000:]
-    return folder
 
 
 @pytest.mark.parametrize("name", CONFIGS)

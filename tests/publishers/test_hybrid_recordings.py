@@ -8,7 +8,7 @@ from tests.publishers.hybrid_recordings import FILES, Batch, Repoint, read_hybri
 from tests.publishers.naive_reuse import DEVICE
 
 PREDICTED = [path for path in FILES if path.name != "gemma.jsonl.gz"]
-"""Of the other one the events don't tell all hashes, so the naive model can't follow a prompt."""
+"""All but the one whose events omit some hashes, so that the naive model can't follow a prompt."""
 
 
 @pytest.mark.parametrize("path", PREDICTED, ids=lambda path: path.name.removesuffix(".jsonl.gz"))

@@ -6,10 +6,12 @@
 - A shared store (Mooncake's, a file system's) evicts blocks of all its writers without reporting it. Its blocks are left out,
   or held for a time after they were last stored. The same applies to LMCache chunks until a chunk's removal is reported: the
   server may have no event stream.
+- An offloaded event may omit the adapter, salt or extra keys of its blocks, so a known hash in it keeps its block.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
@@ -121,6 +123,26 @@ def cut_chunks(event: EngineStored, block_size: int | None) -> EngineStored:
         names += [part_name(chunk, part) for part in range(parts - 1)]
         names.append(chunk)
     return replace(event, hashes=names, block_size=block_size, extra_keys=None)
+
+
+def split_by_knowledge(event: EngineStored, known: Container[EngineHash]) -> Iterator[EngineStored]:
+    """Split an offloaded event. Its known hashes become placeholders, so they keep their blocks. `known` may grow between the
+    parts."""
+    hashes, size = event.hashes, event.block_size
+    if not event.offloaded or not event.token_ids or len(event.token_ids) != len(hashes) * size:
+        yield event
+        return
+    first = 0
+    for is_known, run in groupby(hashes, key=known.__contains__):
+        last = first + len(list(run))
+        yield replace(
+            event,
+            hashes=hashes[first:last],
+            parent=hashes[first - 1] if first else event.parent,
+            token_ids=() if is_known else event.token_ids[first * size : last * size],
+            extra_keys=event.extra_keys[first:last] if event.extra_keys and not is_known else None,
+        )
+        first = last
 
 
 def _single(event: EngineStored) -> Iterator[EngineStored]:

@@ -53,7 +53,7 @@ class StoreWrites:
         self._places: OrderedDict[EngineHash, _Place] = OrderedDict()
         self._changes: list[StoreChange] = []
         self._found: tuple[Stretch | None, int] = (None, 0)
-        """The stretch found last, and the position behind it."""
+        """The stretch found last, and the position after it."""
 
     def follow(self, lineage: Lineage, resolver: BlockResolver, residency: Residency, groups: EngineGroups) -> None:
         """Set the parts of the ledger that know the engine's hashes from now on."""

@@ -9,7 +9,7 @@ from kvatlas_publishers.ledger.lineage import Lineage
 
 
 class ForgottenNames:
-    """Forgets names, and names found only behind their blocks. Call `drop_unnamed` after the change was published."""
+    """Forgets names, and names found only after their blocks. Call `drop_unnamed` after the change was published."""
 
     def __init__(
         self,
@@ -24,17 +24,17 @@ class ForgottenNames:
         self._unnamed: list[Block] = []
 
     def forget(self, names: Iterable[EngineHash]) -> None:
-        """Forget these hashes, and those behind a block left without a hash. Not for shared hashes."""
+        """Forget these hashes, and those after a block left without a hash. Not for shared hashes."""
         for name in names:
-            self.forget_behind(self._forget(name))
+            self.forget_after(self._forget(name))
 
-    def forget_behind(self, blocks: Iterable[Block]) -> bool:
-        """Forget the hashes behind those of the blocks that have no hash left. If the engine later stores the same block under
+    def forget_after(self, blocks: Iterable[Block]) -> bool:
+        """Forget the hashes after those of the blocks that have no hash left. If the engine later stores the same block under
         another hash, that hash does not lead to them. False if there are none."""
-        behind = [name for block in blocks if not block.named for name in self._names_behind(block)]
-        for name in behind:
+        later = [name for block in blocks if not block.named for name in self._names_after(block)]
+        for name in later:
             self._forget(name)
-        return bool(behind)
+        return bool(later)
 
     def drop_unnamed(self) -> None:
         """Drop the blocks of forgotten hashes. Call it after the change was published."""
@@ -64,10 +64,10 @@ class ForgottenNames:
         self._unnamed += unnamed
         return unnamed
 
-    def _names_behind(self, block: Block) -> Iterator[EngineHash]:
-        lineage, further = self._lineage, list(block.iter_children())
-        for child in further:  # it grows
+    def _names_after(self, block: Block) -> Iterator[EngineHash]:
+        lineage, below = self._lineage, list(block.iter_children())
+        for child in below:  # it grows
             for name in lineage.variants.names.get(Block(child), child.names) if child.named else ():
                 if name not in self._shared and lineage.known.get(name) in (child, None):
                     yield name
-            further += child.iter_children()
+            below += child.iter_children()

@@ -20,7 +20,7 @@ class BlockResolver:
     def __init__(self, lineage: Lineage, counters: LedgerCounters, block_size: int | None) -> None:
         self.block_size = block_size
         self.lookahead_tokens = 0
-        """Number of tokens behind a block that the engine's hashes cover."""
+        """Number of tokens after a block that the engine's hashes cover."""
         self.awaiting = AwaitingParent()
         self.uses_keys = False
         """True if the engine has reported an adapter, a salt or extra keys. Then tokens alone don't identify an offloaded

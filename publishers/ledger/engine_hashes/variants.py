@@ -1,6 +1,6 @@
 """Blocks with several engine hashes: EAGLE's pairs and lookahead also hash the token after a block.
 
-An engine finds a block only behind exactly the hash that its event names as the parent. If that hash is removed while another
+An engine finds a block only after exactly the hash that its event names as the parent. If that hash is removed while another
 one keeps the parent's block, the child is held but can't be reached. Its own hash is then **detached**: it stands for no block
 until the parent's hash is held again.
 """
@@ -36,7 +36,7 @@ class Variants:
         names[name] = None
 
     def hang(self, name: EngineHash, parent_name: EngineHash) -> None:
-        """Record that the block of `name` is found behind `parent_name`."""
+        """Record that the block of `name` is found after `parent_name`."""
         if self.parent_of.setdefault(name, parent_name) == parent_name:
             self.children_of.setdefault(parent_name, {})[name] = None
             self._touched[parent_name] = None

@@ -15,7 +15,7 @@ A block's state depends on the blocks before it, so every stretch of a ledger wi
 there. From its end on it asks its connector, for which all groups need theirs in the connector's tiers (vLLM 0.33:
 `Scheduler.schedule`, `get_num_new_matched_tokens`). So each group has a run in the device tier and one in the others. A block
 in the others counts only if it is **reachable**: all blocks since the last mark in the device tier, or since the root, are
-held there too. Runs may begin at that mark, because the connector is asked only for what is behind it. With dropped blocks the
+held there too. Runs may begin at that mark, because the connector is asked only for what follows it. With dropped blocks the
 root alone counts.
 """
 
@@ -36,7 +36,7 @@ _RUN_BITS = 20
 the others."""
 _RUN = (1 << _RUN_BITS) - 1
 _UNREACHABLE_BY_DEVICE, _REACHABLE = 1, 2
-"""Flags before the runs in `Stretch.runs`: some block up to this one is not in the device tier; see the module. Behind the runs
+"""Flags before the runs in `Stretch.runs`: some block up to this one is not in the device tier; see the module. After the runs
 is the number of blocks since that mark, up to the longest run that a group needs."""
 _FLAG_BITS = 2
 _DEVICE = Tier.HBM.flag

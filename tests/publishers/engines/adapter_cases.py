@@ -62,7 +62,8 @@ def _drained() -> Decode:
 
 
 def _trtllm_answers() -> Sequence[bytes]:
-    """Of an engine whose cache is small: prompts that share heads, evicted leaf first, some by way of the second level."""
+    """The answers of an engine whose cache is small: prompts that share heads, evicted leaf first, some by way of the second
+    level."""
     engine, rng = TrtllmServe(), random.Random(7)
     known: dict[tuple[int, ...], int] = {}
     level: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Of what an engine tells, how much counts: the verdict, and its text for every reason and engine."""
+"""The verdict on how much of what an engine reports is published, and its text for every reason and engine."""
 
 import pytest
 

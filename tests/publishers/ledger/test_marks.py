@@ -128,7 +128,7 @@ def _allow(path: list[Stretch], rule: ResumptionRule, shift: int, start: int) ->
 
 
 def bits_of(rule: ResumptionRule) -> list[list[int]]:
-    """Of each sparse group its bits in `Stretch.held_by`."""
+    """The bits of each sparse group in `Stretch.held_by`."""
     return [
         [first << part for part in range(max(1, rule.block_size // group.block_size))]
         for group, first in zip(rule.sparse, rule.first_bits, strict=True)
