@@ -90,7 +90,10 @@ async def _main(names: Sequence[str]) -> None:
             await wait_until_ready(client, targets[-1].url)
         for turn in range(TURNS):
             for target in targets if turn % 2 == 0 else reversed(targets):
-                found[target.name].append(await _measure(client, target))
+                row = await _measure(client, target)
+                found[target.name].append(row)
+                values = "; ".join(f"{name}: {value:,.0f}" for name, value in row.items())
+                print(f"turn {turn + 1} of {TURNS}, {target.name}: {values}", flush=True)
     table = Table("", *names, title=f"processor time; median of {TURNS} turns (range)")
     for row in ROWS:
         cells = ([one[row] for one in found[name]] for name in names)

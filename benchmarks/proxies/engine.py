@@ -5,7 +5,7 @@ It answers `/tokenize`, `/v1/models`, status paths and chats. A stream has `max_
 
 import asyncio
 import sys
-from typing import Any
+from typing import Any, cast
 
 import httptools
 import orjson
@@ -17,8 +17,7 @@ LETTERS_A_TOKEN = 4
 
 class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
         self._parser = httptools.HttpRequestParser(self)
         self._stream: asyncio.Task[None] | None = None
 

@@ -2,18 +2,17 @@
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.child_processes import end
 from kvatlas_router.upstream.engine_client import EngineAway, EngineClient
 
 PEERS = Path(".bench-proxies/bin")
 READY_S = 120.0
-STOP_S = 10.0
 
 Command = Callable[[int, Sequence[str], str], list[str]]
 """From a free port, the engines' URLs and the store's URL to a command line."""
@@ -80,14 +79,7 @@ async def running(command: Sequence[str], core: int | None, log: Path) -> AsyncI
             os.sched_setaffinity(process.pid, {core})
         yield process.pid
     finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+        await end(process)
 
 
 async def wait_until_ready(client: EngineClient, url: str) -> None:
