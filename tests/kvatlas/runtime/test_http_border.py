@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
@@ -15,8 +16,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvatlas.errors import SettingsError
+from kvatlas.runtime.bounded_protocol import BoundedProtocol
 from kvatlas.runtime.connection_shares import RESERVE
 from kvatlas.runtime.http_access import HttpAccess
 from kvatlas.runtime.http_server import Listener, listen, serve
@@ -239,6 +242,43 @@ async def test_trailers_and_extensions_are_bounded(endless: bytes) -> None:
             for _ in range(40):
                 await stream.send(b"a" * 10_000)
         assert (await read_to_end(stream)).startswith(b"HTTP/1.1 431 ")
+
+
+MEBIBYTE = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("before", "body", "length"),
+    [
+        (b"", b"%x\r\n%b\r\n" % (MEBIBYTE, b"\r\n\r\n" * (MEBIBYTE // 4)), MEBIBYTE),
+        (b"", b"%x\r\n%b\r\n" % (MEBIBYTE, b"\n0\r\n\r\n\r\n" * (MEBIBYTE // 8)), MEBIBYTE),
+        (b"", b"4;a=b\r\n\r\n\r\n\r\n" * (MEBIBYTE // 16), MEBIBYTE // 4),
+        (b"\r\n" * 30_000, b"", 0),
+    ],
+)
+async def test_no_client_chooses_how_often_the_parser_is_called(
+    before: bytes, body: bytes, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = {"parts of a body": 0, "parser": 0, "segments": 0}
+
+    def count(kind: type[Any], method: str, name: str) -> None:
+        original = getattr(kind, method)
+
+        def counted(self: Any, data: bytes) -> None:
+            calls[name] += 1
+            original(self, data)
+
+        monkeypatch.setattr(kind, method, counted)
+
+    count(HttpToolsProtocol, "on_body", "parts of a body")
+    count(HttpToolsProtocol, "data_received", "parser")
+    count(BoundedProtocol, "data_received", "segments")
+    async with serving(HttpAccess()) as listener, connected(listener) as stream:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        await stream.send(before + head + body + b"0\r\nhost: y\r\n\r\n" + LAST)
+        assert [found for _, found in answers_in(await read_to_end(stream))] == [b"%d" % length, b"0"]
+    ends = 4  # of: lines before a request, its head, its body, the last request
+    assert calls["parts of a body"] <= calls["parser"] <= calls["segments"] + ends
 
 
 @pytest.mark.parametrize("announced", [True, False])
