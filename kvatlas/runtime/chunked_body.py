@@ -4,7 +4,8 @@ import re
 
 _CRLF = 2
 _HEX = 16
-_DIGITS = re.compile(rb"[0-9A-Fa-f]+")
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]+)[^\n]*\n")
+_NO_DIGIT = re.compile(rb"[^0-9A-Fa-f]")
 
 
 class ChunkedBody:
@@ -23,19 +24,19 @@ class ChunkedBody:
         """Follow data that has not been followed yet, from `start` on. Returns where the last chunk's line ends, after which
         come the trailers; None if it has not ended."""
         at = start + self._left
+        self._left = 0
         while at < len(data):
-            end = data.find(b"\n", at) + 1
-            line = data[at : end or len(data)]
-            if self._cut_line or not end:
-                self._cut_line += line
-                line = self._cut_line
-            if not end:
-                self._left = 0
-                return None
-            if self._cut_line:
+            line = None if self._cut_line else _SIZE_LINE.match(data, at)
+            if line is not None:
+                digits, end = line[1], line.end()
+            else:
+                end = data.find(b"\n", at) + 1
+                self._cut_line += data[at : end or len(data)]
+                if not end:
+                    return None
+                digits = _NO_DIGIT.split(self._cut_line, 1)[0]
                 self._cut_line = bytearray()
-            digits = _DIGITS.match(line)
-            size = int(digits[0], _HEX) if digits else 0  # the parser refuses a line without a size
+            size = int(digits, _HEX) if digits else 0  # the parser refuses a line without a size
             if not size:
                 return end
             at = end + size + _CRLF
