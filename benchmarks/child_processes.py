@@ -50,14 +50,19 @@ async def server_process(
         yield ServerProcess(process.pid, found[1])
         drain.cancel()
     finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
+        await end(process)
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Stop a process; kill it if it has not stopped after STOP_S."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_S):
                 await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
 
 
 def indexer_process(nats_url: str, redis_url: str) -> AbstractAsyncContextManager[ServerProcess]:

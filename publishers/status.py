@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from kvatlas.errors import EngineEventError
 from kvatlas.runtime.certificate_files import certificates_in_use
-from kvatlas.runtime.metrics_page import METRICS_ROUTE
+from kvatlas.telemetry.metrics_page import METRICS_ROUTE
 from kvatlas_publishers.engine_events import EngineBatch
 from kvatlas_publishers.publisher import Publisher
 from kvatlas_publishers.status_page import status_page

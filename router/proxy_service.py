@@ -28,6 +28,7 @@ from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.exchange import Exchange, ExchangeSettings
 from kvatlas_router.proxy.request_router import build_admission, open_request_router
 from kvatlas_router.proxy.route_api import RouteApi
+from kvatlas_router.proxy.worker_tries import WorkerTries
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
 from kvatlas_router.upstream.engine_client import EngineClient
@@ -133,15 +134,16 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         )
         objects = ObjectHolders(parts.fleet, parts.catalogue.records)
         relay = AnswerRelay(engines, parts.progress, counters, parts.addresses, objects, ask_usage=settings.ask_usage)
+        admission = build_admission(parts, settings, counters, apart=settings.disaggregate)
+        tries = WorkerTries(parts.catalogue, relay, parts.outliers, counters, admission, settings.max_attempts)
         exchange = Exchange(
             parts.reader,
             parts.catalogue,
-            relay,
-            parts.outliers,
-            counters,
-            build_admission(parts, settings, counters, apart=settings.disaggregate),
             objects,
-            ExchangeSettings(settings.max_attempts, settings.access_log, settings.request_hints),
+            admission,
+            tries,
+            counters,
+            ExchangeSettings(settings.access_log, settings.request_hints),
         )
         stack.enter_context(export_metrics("proxy_load", exchange))
         held = HeldBookings(parts.client, counters, held_s=settings.held_s, most_of_client=settings.held_requests)

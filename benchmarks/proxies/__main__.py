@@ -1,9 +1,8 @@
 """`python -m benchmarks.proxies [TARGET,...]`: prints what a request through each proxy costs. Without a list: all that are
-installed."""
+installed. Each takes half a minute in each of three turns."""
 
 import asyncio
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from benchmarks.proxies.engine import MODEL
 from benchmarks.proxies.measure import CONNECTIONS, OPEN_STREAMS, chunk_us, open_streams, saturate
 from benchmarks.proxies.targets import PEERS, TARGETS, Target, running, wait_until_ready
 from benchmarks.stores import valkey_store
+from kvatlas.embedded.free_port import free_port
 from kvatlas.fleet.records import WorkerState
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
@@ -73,24 +73,28 @@ async def _main(names: Sequence[str]) -> None:
         client = await stack.enter_async_context(EngineClient(AddressPolicy(near=True), timeout_s=60))
         store = await stack.enter_async_context(valkey_store())
         await open_redis_index(store, writer=True)
-        ports = [_free_port() for _ in range(ENGINES)]
+        ports = [free_port() for _ in range(ENGINES)]
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         engine = [sys.executable, "-m", "benchmarks.proxies.engine", *map(str, ports)]
-        await stack.enter_async_context(running(engine, here, folder / "engine.log"))
+        log = folder / "engine.log"
+        process = await stack.enter_async_context(running(engine, here, log))
         for url in urls:
-            await wait_until_ready(client, url)
+            await wait_until_ready(client, url, process, log)
         keeping = asyncio.create_task(_keep_fleet(store, urls))
         stack.callback(keeping.cancel)
         targets = []
         for name in names:
-            port = _free_port()
-            command = TARGETS[name](port, urls, store.url)
-            pid = await stack.enter_async_context(running(command, there, folder / f"{name}.log"))
-            targets.append(Target(name, pid, f"http://127.0.0.1:{port}"))
-            await wait_until_ready(client, targets[-1].url)
+            port = free_port()
+            log = folder / f"{name}.log"
+            process = await stack.enter_async_context(running(TARGETS[name](port, urls, store.url), there, log))
+            targets.append(Target(name, process.pid, f"http://127.0.0.1:{port}"))
+            await wait_until_ready(client, targets[-1].url, process, log)
         for turn in range(TURNS):
             for target in targets if turn % 2 == 0 else reversed(targets):
-                found[target.name].append(await _measure(client, target))
+                measured = await _measure(client, target)
+                found[target.name].append(measured)
+                values = "; ".join(f"{name}: {value:,.0f}" for name, value in measured.items())
+                print(f"turn {turn + 1} of {TURNS}, {target.name}: {values}", flush=True)
     table = Table("", *names, title=f"processor time; median of {TURNS} turns (range)")
     for row in ROWS:
         cells = ([one[row] for one in found[name]] for name in names)
@@ -105,13 +109,6 @@ def _cores() -> tuple[int | None, int | None]:
         return None, None
     os.sched_setaffinity(0, {cores[0]})
     return cores[0], cores[1]
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

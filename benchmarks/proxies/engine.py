@@ -5,7 +5,7 @@ It answers `/tokenize`, `/v1/models`, status paths and chats. A stream has `max_
 
 import asyncio
 import sys
-from typing import Any
+from typing import Any, cast
 
 import httptools
 import orjson
@@ -17,8 +17,7 @@ LETTERS_A_TOKEN = 4
 
 class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
         self._parser = httptools.HttpRequestParser(self)
         self._stream: asyncio.Task[None] | None = None
 
@@ -66,7 +65,7 @@ class _Connection(asyncio.Protocol):
     async def _send_stream(self, asked: Any) -> None:
         kind = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         self._transport.write(b"HTTP/1.1 200 OK\r\n" + kind)
-        for number in range(asked["max_tokens"]):
+        for number in range(_length(asked)):
             choice = {"index": 0, "delta": {"content": f" token{number}"}, "logprobs": None, "finish_reason": None}
             self._event({"id": "c", "object": "chat.completion.chunk", "model": MODEL, "choices": [choice]})
             await asyncio.sleep(asked.get("seed", 0) / 1_000)
@@ -80,7 +79,12 @@ class _Connection(asyncio.Protocol):
 
 
 def _usage(asked: Any) -> Any:
-    return {"prompt_tokens": 100, "completion_tokens": asked.get("max_tokens", 16), "total_tokens": 116}
+    return {"prompt_tokens": 100, "completion_tokens": _length(asked), "total_tokens": 100 + _length(asked)}
+
+
+def _length(asked: Any) -> int:
+    """The answer's length in tokens. sglang-router sends `max_tokens` under its new name."""
+    return int(asked.get("max_completion_tokens") or asked.get("max_tokens", 16))
 
 
 async def _serve(ports: list[int]) -> None:

@@ -2,19 +2,20 @@
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.child_processes import end
+from kvatlas.embedded.free_port import free_port
 from kvatlas_router.upstream.engine_client import EngineAway, EngineClient
 
 PEERS = Path(".bench-proxies/bin")
 READY_S = 120.0
-STOP_S = 10.0
 
+Process = asyncio.subprocess.Process
 Command = Callable[[int, Sequence[str], str], list[str]]
 """From a free port, the engines' URLs and the store's URL to a command line."""
 
@@ -29,13 +30,13 @@ def _kvatlas(*more: str) -> Command:
 
 def _sglang(port: int, engines: Sequence[str], _: str) -> list[str]:
     words = ["launch", "--worker-urls", *engines, "--policy", "cache_aware", "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--prometheus-port", str(port + 1), "--log-level", "warn", "--max-concurrent-requests", "-1"]
+    words += ["--prometheus-port", str(free_port()), "--log-level", "warn", "--max-concurrent-requests", "-1"]
     return [str(PEERS / "sglang-router"), *words]
 
 
 def _vllm(port: int, engines: Sequence[str], _: str) -> list[str]:
     words = ["--worker-urls", *engines, "--policy", "cache_aware", "--host", "127.0.0.1", "--port", str(port)]
-    return [str(PEERS / "vllm-router"), *words, "--prometheus-port", str(port + 1), "--log-level", "warning"]
+    return [str(PEERS / "vllm-router"), *words, "--prometheus-port", str(free_port()), "--log-level", "warning"]
 
 
 TARGETS: dict[str, Command] = {
@@ -69,8 +70,8 @@ class Target:
 
 
 @asynccontextmanager
-async def running(command: Sequence[str], core: int | None, log: Path) -> AsyncIterator[int]:
-    """A process on this core; its id. `log`: its output."""
+async def running(command: Sequence[str], core: int | None, log: Path) -> AsyncIterator[Process]:
+    """A process on this core. `log`: its output."""
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": str(Path.cwd())}
@@ -78,24 +79,18 @@ async def running(command: Sequence[str], core: int | None, log: Path) -> AsyncI
     try:
         if core is not None:
             os.sched_setaffinity(process.pid, {core})
-        yield process.pid
+        yield process
     finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+        await end(process)
 
 
-async def wait_until_ready(client: EngineClient, url: str) -> None:
-    """Wait until a server answers on one of the usual paths."""
+async def wait_until_ready(client: EngineClient, url: str, process: Process, log: Path) -> None:
+    """Wait until a server answers on one of the usual paths. Raises RuntimeError if its process ends before."""
     async with asyncio.timeout(READY_S):
-        while True:
+        while process.returncode is None:
             for path in ("/ready", "/readiness", "/health"):
                 with suppress(EngineAway):
                     if (await client.call("GET", url + path)).status == 200:
                         return
             await asyncio.sleep(0.2)
+    raise RuntimeError(f"it exited before it was ready; its output is in {log}")

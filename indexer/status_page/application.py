@@ -14,7 +14,7 @@ from kvatlas.block_lookup.lookup import BlockLookup
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.runtime.certificate_files import certificates_in_use
-from kvatlas.runtime.metrics_page import METRICS_ROUTE
+from kvatlas.telemetry.metrics_page import METRICS_ROUTE
 from kvatlas_indexer.indexer_process import Replica
 from kvatlas_indexer.status_page.blocks import block_routes
 from kvatlas_indexer.status_page.sections import status_page

@@ -19,6 +19,7 @@ from typing import Any
 from httptools import HttpParserCallbackError, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from kvatlas.runtime.chunked_body import ChunkedBody
 from kvatlas.runtime.connection_shares import ConnectionShares, Place
 from kvatlas.runtime.http_access import MOST_HEADER_BYTES, HttpAccess
 from kvatlas.runtime.http_border import TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
@@ -36,6 +37,7 @@ LINGER_S = 2.0
 """Time that a refused client has to read why."""
 
 _LINE_END = re.compile(rb"\r?\n")
+_LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -61,6 +63,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._body_left = 0
         """Bytes that are still to come of a body of known length."""
+        self._chunks: ChunkedBody | None = None
+        """A body of chunks whose last one has not begun."""
         self._unread = bytearray()
         """Data that is not parsed yet."""
         self._hidden_framing = b""
@@ -70,6 +74,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused = False
         self._in_head = True
         """No request has begun, or its headers are not complete."""
+        self._has_begun = False
+        self._body_parts: list[bytes] = []
         self._bare_bytes = 0
         """Bytes since the last headers or part of a body: of a head, of trailers, of chunks' extensions."""
 
@@ -114,6 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._body_bytes += end - start
             self._bare_bytes += end - start
             super().data_received(self._unread[start:end])  # type: ignore[arg-type]
+            self._take_body()
             if self._bare_bytes > MOST_HEADER_BYTES and not self._refused:
                 self._counters.headers += 1
                 self._refuse(431, f"the headers have more than {MOST_HEADER_BYTES} bytes; expected fewer")
@@ -127,10 +134,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _piece_end(self, start: int) -> int:
         """The end of a piece of the unread data that extends at most to the end of a request: of its body, or of an empty line,
-        which may have begun in data that arrived earlier."""
+        which may have begun in data that arrived earlier. Each piece is a call of the parser, so what a client may send does
+        not make many small ones."""
         if self._body_left:
             return min(start + self._body_left, len(self._unread))
-        if start < 3 and (rest := _LINE_END.match(self._unread, start)):
+        if self._chunks is not None:
+            trailers = self._chunks.find_trailers(self._unread, start)
+            if trailers is None:
+                return len(self._unread)
+            self._chunks = None
+            if self._unread.startswith(b"\r\n", trailers):
+                return trailers + 2
+            start = trailers
+        elif rest := (_LINE_END if self._has_begun else _LINE_ENDS).match(self._unread, start):
             return rest.end()
         empty = self._unread.find(b"\r\n\r\n", start)
         return len(self._unread) if empty < 0 else empty + 4
@@ -140,6 +156,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._is_busy:
             raise ValueError("it begins within another request")
+        self._has_begun = True
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -159,21 +176,32 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.get_method() == b"CONNECT":  # what follows is not HTTP
             self.cycle.keep_alive = False
             return
+        self._chunks = ChunkedBody() if codings else None
         self._body_left = 0 if codings else sum(int(value) for _, value in framing)
         if self.parser.should_upgrade() and (codings or self._body_left):
             self._hidden_framing = b"%b: %b" % framing[0]
 
     def on_body(self, body: bytes) -> None:
+        self._body_parts.append(body)
+
+    def _take_body(self) -> None:
+        """Pass on what the parser found of a body, at once: its chunks may be many and small."""
+        if not self._body_parts or self._refused:
+            return
+        body = b"".join(self._body_parts)
+        self._body_parts.clear()
         self._bare_bytes = 0
         if self._body_left:
             self._body_left -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._take_body()
         if self._hidden_framing:
             return
         super().on_message_complete()
-        self._in_head, self.cycle.more_body = True, False  # also of a request that was answered before its end
+        self._in_head, self._has_begun = True, False
+        self.cycle.more_body = False  # also of a request that was answered before its end
         self.parser = self._head_parser
 
     def _unsupported_upgrade_warning(self) -> None:

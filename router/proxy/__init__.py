@@ -8,7 +8,8 @@
     json_body.py        a JSON body as engines read it
     form_body.py        the model that a form names
     large_body.py       the model that a body names if it is too large to decode
-    exchange.py         one request: reads the prompt, books a worker, tries others until the client gets anything
+    exchange.py         one request, from its arrival to its record: reads the prompt, ends with the client
+    worker_tries.py     books a worker for it, and others until the client gets anything
     answer_relay.py     one try on one worker: sends the request, passes its answer on
     predicted_try.py    how long a try should take
     client_request.py   the client's side: its request, answers and errors to it, and its line in the access log

@@ -28,9 +28,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.runtime.certificate_files import certificates_in_use
-from kvatlas.runtime.metrics_page import METRICS_ROUTE
 from kvatlas.status_page.server import StatusPage
 from kvatlas.telemetry.distribution import counters_to_jsonable
+from kvatlas.telemetry.metrics_page import METRICS_ROUTE
 from kvatlas.version import own_version
 from kvatlas_router.admission.admission import RequestShed
 from kvatlas_router.client_borders import ClientBorders, caller_of

@@ -17,6 +17,7 @@ from kvatlas_router.answers.event_parser import can_be_read
 from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.proxy.error_events import error_event
 from kvatlas_router.proxy.headers import RawHeaders, for_client
+from kvatlas_router.proxy.request_trace import describe_answer
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.limits import Permit
 from kvatlas_router.tokens.text_request import TextRequest
@@ -140,6 +141,7 @@ class ClientRequest:
 
     async def refuse(self, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
         """Send an error of the router's own."""
+        describe_answer(self.span, kind.status, None)
         if self.status is None:
             line = self._told(kind, line)
             await send_error(self.send, kind, line, param=param, retry_after_s=retry_after_s)

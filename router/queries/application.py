@@ -25,8 +25,8 @@ from starlette.types import ASGIApp
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.runtime.certificate_files import certificates_in_use
-from kvatlas.runtime.metrics_page import METRICS_ROUTE
 from kvatlas.store.deadline import STORE_FAILURES
+from kvatlas.telemetry.metrics_page import METRICS_ROUTE
 from kvatlas.version import own_version
 from kvatlas_router.client_borders import ClientBorders, caller_of
 from kvatlas_router.prompts.catalogue import Catalogue

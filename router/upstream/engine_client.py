@@ -200,12 +200,11 @@ class EngineClient:
         return None
 
     def _release(self, origin: _Origin, connection: EngineConnection) -> None:
-        idle = self._idle.setdefault(origin, [])
-        if not connection.can_be_kept() or len(idle) >= MOST_IDLE:
+        if not connection.can_be_kept() or len(self._idle.get(origin, ())) >= MOST_IDLE:
             connection.abort()
             return
         connection.idle_since = self._loop.time()
-        idle.append(connection)
+        self._idle.setdefault(origin, []).append(connection)
         if self._sweep is None:
             self._sweep = self._loop.call_later(KEEP_S, self._close_old)
 

@@ -1,0 +1,286 @@
+"""Tries of one request on one worker after another, until the client has an answer.
+
+The request may go to another worker until the first content of a successful answer arrives. Before that, the client gets
+nothing but a stream's comments, which keep its connection alive. The booking of each try ends with the try: as finished for a
+successful answer, as failed for anything else.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from kvatlas.errors import Unreachable
+from kvatlas_router.admission.admission import Admission, RequestShed
+from kvatlas_router.admission.queue import QueueFull
+from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.disaggregation.pair_sender import PrefillFailed, as_failure
+from kvatlas_router.outliers.avoidance import EnginesRest
+from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.prompts.catalogue import Catalogue
+from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, OpenedAnswer
+from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
+from kvatlas_router.proxy.counters import ProxyCounters
+from kvatlas_router.proxy.headers import decision_header
+from kvatlas_router.proxy.request_trace import describe_answer, describe_try
+from kvatlas_router.tokens.prompt_reader import RequestPrompt
+from kvatlas_router.upstream.engine_answer import EngineRefused, EngineStalled, WholeAnswer
+from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
+from kvatlas_router.upstream.status import Verdict, judge
+from router_client.errors import NoWorkers
+from router_client.prefill_decode_result import PairChoice
+
+_log = logging.getLogger("kvatlas_router.proxy")
+
+LOST_STATUS = 502
+"""Status recorded for an answer that broke off, which is an engine's failure."""
+AGAIN_S = 0.25
+"""If no connection to any engine succeeded, they are tried again after this time."""
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """One request in a pool, and the outcome of its tries so far.
+
+    `refused`: the last unsuccessful answer, with its header. `doubted`: a worker whose refusal may be the request's own fault,
+    and its status. `free`: the last try reached no engine, so the next needs no budget. `paid`: the budget has already allowed
+    the next try. `apart`: two workers may compute prompt and answer.
+    """
+
+    request: ClientRequest
+    pool_id: str
+    number: int = 0
+    tried: frozenset[str] = frozenset()
+    line: str = ""
+    refused: tuple[WholeAnswer, tuple[bytes, bytes]] | None = None
+    doubted: tuple[str, int] | None = None
+    free: bool = False
+    paid: bool = False
+    apart: bool = True
+
+
+class WorkerTries:
+    """Books workers for requests and judges their answers. `most_attempts`: workers tried for one request."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        relay: AnswerRelay,
+        outliers: OutlierMonitor,
+        counters: ProxyCounters,
+        admission: Admission,
+        most_attempts: int = 4,
+    ) -> None:
+        self._catalogue = catalogue
+        self._relay = relay
+        self._outliers = outliers
+        self._counters = counters
+        self._admission = admission
+        self._most_attempts = most_attempts
+
+    async def run(self, request: ClientRequest, read: RequestPrompt) -> None:
+        """Try workers until one answers, or none is left to try. The client gets an answer in any case."""
+        attempts = _Attempts(request, read.prompt.scope.pool_id)
+        budget = self._outliers.retry_budget(attempts.pool_id)
+        budget.record_request()
+        while attempts.number < self._most_attempts:
+            if attempts.number and not attempts.free and not attempts.paid and not budget.take():
+                self._counters.retries_denied += 1
+                break
+            self._counters.retried += attempts.number > 0
+            attempts.number += 1
+            attempts.paid = False
+            try:
+                if await self._try(read, attempts):
+                    return
+            except (RequestShed, QueueFull, EnginesRest) as error:
+                if attempts.refused is not None:
+                    break
+                await self._hold_off(request, error)
+                return
+            except (NoWorkers, Unreachable) as error:
+                attempts.line = attempts.line or str(error)
+                if not attempts.free or attempts.number == self._most_attempts:
+                    break
+                await asyncio.sleep(AGAIN_S)
+                attempts.tried = frozenset()
+        if attempts.refused is not None:
+            answer, header = attempts.refused
+            if judge(answer.status) is Verdict.ELSEWHERE:
+                self._counters.gave_up += 1
+            else:
+                self._counters.refused_by_engine += 1
+            describe_answer(request.span, answer.status, None)
+            await request.answer_whole(answer, header)
+            return
+        self._counters.gave_up += 1
+        await request.refuse(ErrorKind.UNAVAILABLE, attempts.line)
+
+    async def _try(self, read: RequestPrompt, attempts: _Attempts) -> bool:
+        """Make one try. True if the client has its answer. Raises what booking raises."""
+        request, pool_id = attempts.request, attempts.pool_id
+        async with self._book(read, attempts) as choice:
+            worker_id = choice.worker_id
+            attempts.free = False
+            header = decision_header(choice, read, attempt=attempts.number)
+            request.decision = header[1].decode()
+            unjudged = _workers_of(choice)
+            for one in unjudged:
+                self._outliers.record_sent(pool_id, one)
+            opened: OpenedAnswer | None = None
+            try:
+                async with self._relay.send(request, choice, partial(self._may_move, attempts)) as answer:
+                    describe_try(request.span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
+                    if isinstance(answer, WholeAnswer) and judge(answer.status) is not Verdict.ANSWERED:
+                        raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
+                    opened = await self._relay.open(request, choice, header, answer)
+                    for one in unjudged:
+                        self._outliers.record_good(pool_id, one)
+                    await self._blame_doubted(attempts, worker_id)
+                    self._counters.answered += 1
+                    describe_answer(request.span, answer.status, worker_id)
+                    await self._relay.pass_on(request, choice, header, opened)
+                    while unjudged:
+                        self._outliers.record_complete(pool_id, unjudged.pop())
+            except EngineFailed as error:
+                await choice.done(status=error.status)
+                if self._record_failed(pool_id, worker_id, error):
+                    unjudged.discard(worker_id)
+            except (EngineRefused, EngineUnreachable, EngineLost, PrefillFailed) as error:
+                await choice.done(status=LOST_STATUS if isinstance(error, EngineLost) else 0)
+                if isinstance(error, EngineLost) and opened is not None:
+                    unjudged.discard(worker_id)
+                    self._outliers.record_bad(pool_id, worker_id, str(error))
+                    await self._relay.break_off(request, choice, error)
+                    return True
+                by = error.worker_id if isinstance(error, PrefillFailed) else worker_id
+                unjudged.discard(by)
+                return await self._judge_failure(attempts, by, error, header)
+            finally:
+                for one in unjudged:
+                    self._outliers.record_unknown(pool_id, one)
+        return True
+
+    async def _judge_failure(
+        self,
+        attempts: _Attempts,
+        worker_id: str,
+        error: EngineRefused | EngineUnreachable | EngineLost | PrefillFailed,
+        header: tuple[bytes, bytes],
+    ) -> bool:
+        """Handle a try without an answer. False to try another worker; True if the client got the refusal."""
+        own_form = False
+        if isinstance(error, PrefillFailed):
+            self._counters.apart_failed += 1
+            cause, own_form = error.error, error.own_form
+        else:
+            cause = as_failure(error)
+        attempts.tried |= {worker_id}
+        attempts.apart = False
+        attempts.line = str(cause)
+        if isinstance(cause, EngineRefused):
+            attempts.refused = attempts.refused if own_form else (cause.answer, header)
+            return await self._judge_refusal(attempts, worker_id, cause, header, own_form=own_form)
+        describe_try(attempts.request.span, worker_id=worker_id, attempt=attempts.number, status=None, note=str(cause))
+        if isinstance(cause, EngineStalled):
+            self._outliers.record_unknown(attempts.pool_id, worker_id)
+            _log.info("worker %s: %s; trying another", worker_id, cause)
+            return False
+        self._counters.unreachable += 1
+        attempts.free = not cause.connected
+        self._outliers.record_bad(attempts.pool_id, worker_id, str(cause), unreachable=True)
+        _log.warning("worker %s: %s; trying another", worker_id, cause)
+        return False
+
+    def _record_failed(self, pool_id: str, worker_id: str, error: EngineFailed) -> bool:
+        """Record an answer that ended with the engine's error. True if that is the worker's fault."""
+        if judge(error.status) is not Verdict.ELSEWHERE:
+            self._counters.refused_by_engine += 1
+            return False
+        self._counters.broken += 1
+        self._outliers.record_bad(pool_id, worker_id, str(error))
+        _log.warning("worker %s: %s", worker_id, error)
+        return True
+
+    def _may_move(self, attempts: _Attempts, others: frozenset[str]) -> bool:
+        """True if a request that waits at a stalled engine may move to one of these. It keeps waiting if the budget is used
+        up."""
+        if attempts.number >= self._most_attempts or not others - attempts.tried:
+            return False
+        attempts.paid = attempts.paid or self._outliers.retry_budget(attempts.pool_id).take()
+        return attempts.paid
+
+    async def _judge_refusal(
+        self,
+        attempts: _Attempts,
+        worker_id: str,
+        refusal: EngineRefused,
+        header: tuple[bytes, bytes],
+        *,
+        own_form: bool,
+    ) -> bool:
+        """Handle an engine's refusal. False to try another worker; True if the client got the refusal. `own_form`: the refused
+        request was not in the client's own form."""
+        request, answer = attempts.request, refusal.answer
+        verdict = self._outliers.record_status(attempts.pool_id, worker_id, answer.status, answer.headers, str(refusal))
+        if verdict is Verdict.ELSEWHERE:
+            self._counters.refused += 1
+            return False
+        if own_form:
+            return False
+        if answer.status == 404 and request.objects is not None and request.objects.ids:
+            verdict = Verdict.REFUSED  # the engine should have the object, so no other one has it
+        if verdict is Verdict.DOUBTFUL and attempts.doubted is None:
+            attempts.doubted = worker_id, answer.status
+            return False
+        self._counters.refused_by_engine += 1
+        describe_answer(request.span, answer.status, worker_id)
+        await request.answer_whole(answer, header)
+        return True
+
+    async def _blame_doubted(self, attempts: _Attempts, worker_id: str) -> None:
+        """Record the doubted worker's refusal as its own failure, since this worker answers the same request."""
+        if attempts.doubted is None:
+            return
+        doubted, status = attempts.doubted
+        line = f"status {status} to a request that {worker_id} answers"
+        self._outliers.record_bad(attempts.pool_id, doubted, line)
+        if status == 404 and attempts.request.model is not None:
+            await self._catalogue.forget_name(doubted, attempts.request.model)
+
+    async def _hold_off(self, request: ClientRequest, error: RequestShed | QueueFull | EnginesRest) -> None:
+        kind = ErrorKind.BUSY
+        if isinstance(error, RequestShed):
+            self._counters.shed += 1
+            kind = ErrorKind.UNAVAILABLE
+        elif isinstance(error, QueueFull):
+            self._counters.queue_full += 1
+        else:
+            self._counters.gave_up += 1
+        await request.refuse(kind, str(error), retry_after_s=error.retry_after_s)
+
+    @asynccontextmanager
+    async def _book(self, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Booked]:
+        """Book a worker that was not tried yet. Leaving the block ends the booking unless it has already ended."""
+        request, prompt = attempts.request, read.prompt
+        if attempts.number == 1:
+            choice = await self._admission.admit(
+                prompt,
+                request.text,
+                request.trusted_header,
+                tenant_id=request.caller.tenant_id,
+                priority=request.priority,
+            )
+        else:
+            choice = await self._admission.book(prompt, request.text, attempts.tried, apart=attempts.apart)
+        try:
+            yield choice
+        finally:
+            await self._admission.end(prompt, choice)
+
+
+def _workers_of(choice: Booked) -> set[str]:
+    prefill = choice.prefill if isinstance(choice, PairChoice) else None
+    return {choice.worker_id} if prefill is None else {choice.worker_id, prefill.worker_id}
