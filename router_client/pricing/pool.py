@@ -57,13 +57,13 @@ class FetchKnowledge(Protocol):
 class NothingFetched:
     """Before any fetch."""
 
-    def share(self, _: str) -> float:
+    def share(self, _pool_id: str) -> float:
         return 1.0
 
-    def displaced_share(self, _: str, __: int | None) -> float:
+    def displaced_share(self, _pool_id: str, _capacity_tokens: int | None) -> float:
         return UNKNOWN_DISPLACED
 
-    def record_prompt(self, _: str, __: bytes, ___: int) -> None:
+    def record_prompt(self, _pool_id: str, _chain: bytes, _block_tokens: int) -> None:
         return
 
 
