@@ -37,6 +37,7 @@ TOKENS = list(range(1_000))
 PROMPT = Prompt.of_tokens(SCOPE, TOKENS)
 WORKERS = pool(*(worker(id) for id in ("a", "b", "c", "d")))
 HOLDER = "c"
+NOW_US = 1_700_000_000_000_000
 
 
 class BreakableIndex:
@@ -246,7 +247,8 @@ async def test_a_followed_worker_fetches_from_the_source_that_its_booking_chose(
     for source in ("one", "other"):
         await hold(index.index, workers[source], TOKENS)
     settings = RouterSettings(follow=Always("reader"), deadline_ms=None)
-    router = RouterClient(index, StaticFleet(workers), settings, reservations=reservations())
+    fleet, booked = StaticFleet(workers), reservations(lambda: NOW_US)
+    router = RouterClient(index, fleet, settings, reservations=booked, now_us=lambda: NOW_US)
     prompt = replace(PROMPT, fetch_by=FETCH_BY)
     choices = [await router.reserve(prompt) for _ in range(4)]
     assert {choice.worker_id for choice in choices} == {"reader"}
