@@ -47,11 +47,11 @@ class FetchKnowledge(Protocol):
         """Share of the requested tokens that recent fetches delivered, 0 to 1."""
 
     def displaced_share(self, pool_id: str, capacity_tokens: int | None) -> float:
-        """Cost of a further copy to later requests, as a share of what computing it takes, 0 to 1. `capacity_tokens`: what
+        """Cost of another copy to later requests, as a share of what computing it takes, 0 to 1. `capacity_tokens`: what
         the pool's caches hold; None: unknown."""
 
     def record_prompt(self, pool_id: str, chain: bytes, block_tokens: int) -> None:
-        """A prompt came that may be fetched; `chain`: its packed sequence hashes."""
+        """Record a prompt that may be fetched; `chain`: its packed sequence hashes."""
 
 
 class NothingFetched:
