@@ -23,7 +23,6 @@ _EXTRA_OF_MODULE = {
     "uvicorn": "indexer",
     "zmq": "publisher",
     "httpx": "publisher",
-    "aiohttp": "router",
     "prometheus_client": "publisher",
     "grpc": "gateway",
     "grpc_health": "gateway",

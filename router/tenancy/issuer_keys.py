@@ -3,12 +3,13 @@
 import asyncio
 import json
 import logging
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import jwt
 
 from kvatlas.errors import InvalidValue
@@ -80,7 +81,7 @@ class IssuerKeys:
                 self._keys = parse_keys(source)
                 self._source = source
                 self.version += 1
-        except (OSError, TimeoutError, aiohttp.ClientError, InvalidValue) as error:
+        except (OSError, TimeoutError, httpx.HTTPError, httpx.InvalidURL, InvalidValue) as error:
             self._refusals.report(
                 self._name, f"keys of issuer {self._name} not read ({error}); using the previous ones"
             )
@@ -88,15 +89,16 @@ class IssuerKeys:
 
     async def _fetch(self) -> bytes:
         assert self._url is not None
-        timeout = aiohttp.ClientTimeout(total=READ_S)
+        system = ssl.create_default_context()  # httpx would take authorities of its own
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.get(self._url, allow_redirects=False) as answer,
+            asyncio.timeout(READ_S),
+            httpx.AsyncClient(verify=system, timeout=READ_S, trust_env=False) as client,
+            client.stream("GET", self._url) as answer,
         ):
-            if answer.status != 200:
-                raise InvalidValue(f"status {answer.status}")
-            body = await answer.content.read(MOST_BYTES)
-            while more := await answer.content.read(MOST_BYTES):
+            if answer.status_code != 200:
+                raise InvalidValue(f"status {answer.status_code}")
+            body = b""
+            async for more in answer.aiter_bytes():
                 body += more
                 if len(body) > MOST_BYTES:
                     raise InvalidValue(f"more than {MOST_BYTES} bytes")

@@ -135,33 +135,35 @@ class Booker:
 
     def look_alone(self, pool_id: str, ask: Ask) -> Evaluation:
         """Evaluate by the last-read loads and this router's own bookings."""
-        if reports := self._new_reports(pool_id, self._own):
-            self._own.report_now(pool_id, reports)
+        self._report_to_own(pool_id)
         return self._own.evaluate_now(pool_id, ask)
 
-    def book_alone(self, prompt: Prompt, ask: Ask) -> tuple[Reservation, ...]:
-        """Reserve the worker that `look_alone` chooses."""
+    def book_alone(self, prompt: Prompt, ask: Ask) -> tuple[Evaluation, tuple[Reservation, ...]]:
+        """Reserve what `look_alone` would choose."""
         pool_id = prompt.scope.pool_id
+        self._report_to_own(pool_id)
         booking = self._new_booking(prompt, ask, leased=False)
         evaluation = self._own.book_now(pool_id, booking)
+        assert evaluation is not None  # a new booking was not called off
         ids = [booking.id]
-        if evaluation is not None and evaluation.prefill is not None and booking.prefill_id is not None:
+        if evaluation.prefill is not None and booking.prefill_id is not None:
             ids.append(booking.prefill_id)
-        return tuple(Reservation(pool_id, id, self._own, None, None, self._late_calls) for id in ids)
+        return evaluation, tuple(Reservation(pool_id, id, self._own, None, None, self._late_calls) for id in ids)
 
     # ------------------------------------------------------------ alone at first
 
-    def book_behind(self, prompt: Prompt, ask: Ask) -> tuple[Reservation, ...]:
-        """Reserve what `look_alone` chooses in this process now, and in the store in the background. `ask`: for one worker."""
+    def book_behind(self, prompt: Prompt, ask: Ask) -> tuple[Evaluation, tuple[Reservation, ...]]:
+        """Reserve what `look_alone` would choose, in this process now and in the store in the background. `ask`: for one
+        worker."""
         pool_id = prompt.scope.pool_id
-        (mirror,) = self.book_alone(prompt, ask)
+        evaluation, (mirror,) = self.book_alone(prompt, ask)
         booking = self._new_booking(prompt, ask, leased=self._reservations.fed_by_indexer)
         deadline_ms = self._settings.deadline_ms
         booked = Reservation(
             pool_id, booking.id, self._reservations, self._leases, deadline_ms, self._late_calls, mirror
         )
         self._late_calls.run_behind(self._confirm(pool_id, booking, booked))
-        return (booked,)
+        return evaluation, (booked,)
 
     async def _confirm(self, pool_id: str, booking: Booking, booked: Reservation) -> None:
         answered = False
@@ -190,6 +192,10 @@ class Booker:
         prefill_id = None if ask.pair_layout is None else token_bytes(ID_BYTES)
         id = token_bytes(ID_BYTES)
         return Booking(id, self._leases.router_id, prompt.input_tokens, ask, lease_us, longest_us, prefill_id)
+
+    def _report_to_own(self, pool_id: str) -> None:
+        if reports := self._new_reports(pool_id, self._own):
+            self._own.report_now(pool_id, reports)
 
     async def _report_workers(self, pool_id: str) -> None:
         """Report the last-read pool, unless an indexer reports to these reservations."""

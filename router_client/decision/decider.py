@@ -31,7 +31,7 @@ from router_client.pricing.lookups import LookupQuotes
 from router_client.pricing.overlap import PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairRanking
-from router_client.pricing.quotes import Quote, shortlist
+from router_client.pricing.quotes import Quote, shortlist, with_source
 from router_client.pricing.ranking import RankedResults
 from router_client.prompt import Prompt
 from router_client.prompt_chain import PromptChain
@@ -87,7 +87,8 @@ class Decider:
         if not quotes:
             return self._builder.ranking(case, (), pool.left_out)
         evaluation = await self._look(case, quotes)
-        results = self._rank(case, quotes, evaluation.by_offer, evaluation.chosen, evaluation.source)
+        quotes = with_source(quotes, evaluation.worker_id, evaluation.source)
+        results = self._rank(case, quotes, evaluation.by_offer, evaluation.chosen)
         return self._builder.ranking(case, results, pool.left_out)
 
     async def predict_tokens(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> dict[str, int]:
@@ -112,30 +113,35 @@ class Decider:
         return await self._name_blocks(prompt, await self._decide(prompt, avoid, book=book, explain_all=explain_all))
 
     async def _decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool, explain_all: bool) -> Choice:
+        """Choose in the first of these ways that can; after a failure of the store only in the last one.
+
+        1. One call of the store looks up, prices and books.
+        2. The index is asked first. Then the store chooses among few named workers and all others, their look-alikes.
+        3. The same, but all workers are named.
+        4. This router chooses alone, by the last-read loads and its own bookings.
+        """
         call_store = self._booker.may_call_store()
         # nothing waits for a booking in a store that is far away, or that has failed and is being retried
         trying = book and self._booker.is_trying
         behind = call_store and (self.store_is_far or trying)
         call_store &= not trying
+        waits = call_store and not behind
+        names_all = explain_all or self._policy.names_all(prompt)
         deadline = self._start_deadline()
-        if call_store and not behind and not explain_all and self._booker.looks_up and self._index.is_used_for(prompt):
-            choice, unanswered = await self._choose_by_lookup(prompt, avoid, deadline, book=book)
+        pool, why = await self._read_narrowed(prompt, avoid, deadline, call_store=call_store)
+        case: Case | None = None
+        if waits and not names_all:
+            choice, case = await self._choose_by_lookup(prompt, pool, why, deadline, book=book)
             if choice is not None:
                 return choice
-            call_store = unanswered is None
-        else:
-            unanswered = None
-        case = unanswered or await self._read_case(prompt, avoid, deadline, call_store=call_store)
-        call_store &= not behind
-        if call_store and not explain_all and self._booker.sorts_workers:
-            look_alikes = self._policy.quote_look_alikes(case)
-            if look_alikes is not None:
-                call = self._choose_among_look_alikes(case, look_alikes, deadline, book=book)
-                choice, failure = await self._booker.try_store(call, deadline)
-                if choice is not None:
-                    return choice
-                case = replace(case, why=case.why or failure)
-                call_store = not failure  # otherwise the store does not know these look-alikes
+            waits = case is None
+        if case is None:
+            case = await self._look_up(prompt, pool, why, deadline, counts=not avoid)
+        if waits and not names_all:
+            choice, failure = await self._choose_among_look_alikes(case, deadline, book=book)
+            if choice is not None:
+                return choice
+            case, waits = replace(case, why=case.why or failure), not failure
         quotes = self._policy.quote(case)
         if not quotes:
             raise self._no_workers(prompt, case.pool.left_out)
@@ -145,9 +151,10 @@ class Decider:
         ask = self._policy.ask(case, listed)
         if not self._settings.booking.reservations:
             evaluation = evaluate_without_bookings(ask, case.pool, listed)
-            return self._choose(case, listed, evaluation.by_offer, evaluation.chosen, evaluation.source)
+            listed = with_source(listed, evaluation.worker_id, evaluation.source)
+            return self._choose(case, listed, evaluation.by_offer, evaluation.chosen)
         failure = "reservations: no recent answer" if not behind or trying else ""
-        if call_store:
+        if waits:
             call = self._choose_in_store(case, listed, ask, deadline, book=book)
             choice, failure = await self._booker.try_store(call, deadline)
             if choice is not None:
@@ -160,7 +167,8 @@ class Decider:
     async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairChoice:
         """Choose one or two workers, reserved in one call if `book`; see `decide`. No other policy is followed."""
         deadline, call_store = self._start_deadline(), self._booker.may_call_store()
-        case = await self._read_case(prompt, avoid, deadline, call_store=call_store)
+        pool, why = await self._read_narrowed(prompt, avoid, deadline, call_store=call_store)
+        case = await self._look_up(prompt, pool, why, deadline, counts=not avoid)
         pairs = self._policy.quote_pairs(case).shortlist()
         if not pairs.can_serve:
             raise self._no_workers(prompt, case.pool.left_out_of_pairs)
@@ -175,8 +183,8 @@ class Decider:
             if failure and not case.why:
                 case = replace(case, why=failure)
         if booked is None:
-            evaluation = self._booker.look_alone(prompt.scope.pool_id, ask)
-            booked = evaluation, self._booker.book_alone(prompt, ask) if book else ()
+            look = self._booker.look_alone
+            booked = self._booker.book_alone(prompt, ask) if book else (look(prompt.scope.pool_id, ask), ())
         evaluation, reservations = booked
         pair = self._builder.pair(case, PairRanking(pairs, evaluation, self._policy.criteria(prompt)), reservations)
         if pair.prefill is None:
@@ -206,12 +214,18 @@ class Decider:
         calls = 1 if self.store_is_far else CALLS_A_DECISION
         return Deadline(self._late_calls.latency.deadline_ms(least_ms, most_ms, calls), self._late_calls)
 
-    async def _read_case(self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, call_store: bool) -> Case:
+    async def _read_narrowed(
+        self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, call_store: bool
+    ) -> tuple[Pool, str]:
+        """The pool without workers that may not get the prompt; and why it could not be read again, if so."""
         pool, why = await self._read_pool(prompt.scope.pool_id, deadline, call_store=call_store)
+        return self._policy.narrow(pool, prompt, avoid), why
+
+    async def _look_up(self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, counts: bool) -> Case:
+        """The case with what the pool's workers hold. `counts`: of several tries one counts."""
         share = 1.0 if self.store_is_far else READ_SHARE
-        pool = self._policy.narrow(pool, prompt, avoid)
         case = await self._index.look_up_in_time(self._named_blocks.narrow(prompt, pool), pool, deadline, share)
-        if not avoid:  # of several tries one counts
+        if counts:
             _record_fetchable(case)
         return replace(case, why=why) if why and not case.why else case
 
@@ -247,18 +261,19 @@ class Decider:
         """Choose with the bookings of all other routers. Raises what the store raises, and TimeoutError."""
         book_cheapest = book and case.followed is None
         evaluation, reservations = await self._booker.look_or_book(case.prompt, ask, deadline, book=book_cheapest)
+        quotes = with_source(quotes, evaluation.worker_id, evaluation.source)
         if book and case.followed is not None:
             booked, reservations = await self._booker.book(case.prompt, _narrow_ask(ask, case.followed), deadline)
-            quotes = _with_source(quotes, case.followed, booked.source)
-        return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, evaluation.source, *reservations)
+            quotes = with_source(quotes, case.followed, booked.source)
+        return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, *reservations)
 
     async def _choose_by_lookup(
-        self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, book: bool
+        self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, book: bool
     ) -> tuple[Choice | None, Case | None]:
         """Choose with the one call that looks up, prices and books. Without a choice: the case to decide alone, if the store
-        did not answer; None if it has to be asked in steps."""
-        pool, why = await self._read_pool(prompt.scope.pool_id, deadline, call_store=True)
-        pool = self._policy.narrow(pool, prompt, avoid)
+        did not answer; None if it has to be asked in steps. `why`: the pool could not be read again."""
+        if not (self._booker.looks_up and self._index.is_used_for(prompt)):
+            return None, None
         if self._apart_until.get(prompt.scope, 0.0) > monotonic():
             return None, None
         quotes = self._policy.quote_lookup(prompt, pool)
@@ -272,10 +287,15 @@ class Decider:
         return choice, None
 
     async def _choose_among_look_alikes(
-        self, case: Case, quotes: LookAlikeQuotes, deadline: Deadline, *, book: bool
-    ) -> Choice | None:
-        """Choose in the store while reading few workers; see `_choose_among`."""
-        return await self._choose_among(case, quotes, self._policy.ask_look_alikes(case, quotes), deadline, book=book)
+        self, case: Case, deadline: Deadline, *, book: bool
+    ) -> tuple[Choice | None, str]:
+        """Choose in the store while reading few workers. Without a choice: why the store failed; empty if all workers have to
+        be named."""
+        quotes = self._policy.quote_look_alikes(case) if self._booker.sorts_workers else None
+        if quotes is None:
+            return None, ""
+        call = self._choose_among(case, quotes, self._policy.ask_look_alikes(case, quotes), deadline, book=book)
+        return await self._booker.try_store(call, deadline)
 
     async def _choose_among(
         self, case: Case, quotes: LookAlikeQuotes | LookupQuotes, ask: Ask, deadline: Deadline, *, book: bool
@@ -296,24 +316,27 @@ class Decider:
             # the worker is newer than our reading of the pool
             with suppress(*STORE_FAILURES):  # if that fails, the choice fails below
                 case = replace(case, pool=await deadline.wait_for(self._fleet.read_again(case.prompt.scope.pool_id)))
-                matched, by_offer, chosen = quotes.for_pool(case.prompt, case.pool).match(evaluation)
+                matched, by_offer, chosen = quotes.for_pool(case.pool).match(evaluation)
         if chosen is None:
             for reservation in reservations:
                 await reservation.end(Outcome.FAILED)
             raise Unreachable(f"worker {evaluation.worker_id} was chosen, but its fleet record can't be read")
-        return self._choose(case, matched, by_offer, chosen, evaluation.source, *reservations)
+        matched = with_source(matched, evaluation.worker_id, evaluation.source)
+        return self._choose(case, matched, by_offer, chosen, *reservations)
 
     def _choose_alone(self, case: Case, quotes: Sequence[Quote], ask: Ask, *, book: bool, behind: bool) -> Choice:
         """Choose with this router's own knowledge: the last-read loads and its own bookings. `behind`: report the choice to
         the store afterwards."""
-        evaluation = self._booker.look_alone(case.prompt.scope.pool_id, ask)
+        pool_id = case.prompt.scope.pool_id
+        evaluation = self._booker.look_alone(pool_id, ask)
         if case.basis is not Basis.COST and not any(evaluated.load_known for evaluated in evaluation.by_offer):
             case = replace(case, basis=Basis.PREFIX_HASH)
             evaluation = replace(evaluation, chosen=self._policy.choose_by_prefix(case, quotes))
-        worker_id = evaluation.worker_id if case.followed is None else case.followed
+        only = _narrow_ask(ask, evaluation.worker_id if case.followed is None else case.followed)
         reserve = self._booker.book_behind if behind else self._booker.book_alone
-        reservations = reserve(case.prompt, _narrow_ask(ask, worker_id)) if book else ()
-        return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, evaluation.source, *reservations)
+        booked, reservations = reserve(case.prompt, only) if book else (self._booker.look_alone(pool_id, only), ())
+        quotes = with_source(quotes, booked.worker_id, booked.source)
+        return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, *reservations)
 
     def _rank(
         self,
@@ -321,10 +344,9 @@ class Decider:
         quotes: Sequence[Quote],
         by_offer: Sequence[OfferEvaluation],
         chosen: int,
-        source: str | None = None,
     ) -> RankedResults:
         criteria = self._policy.criteria(case.prompt)
-        return RankedResults(quotes, by_offer, chosen=chosen, criteria=criteria, source=source)
+        return RankedResults(quotes, by_offer, chosen=chosen, criteria=criteria)
 
     def _choose(
         self,
@@ -332,12 +354,10 @@ class Decider:
         quotes: Sequence[Quote],
         by_offer: Sequence[OfferEvaluation],
         chosen: int,
-        source: str | None = None,
         reservation: Reservation | None = None,
     ) -> Choice:
-        """The followed worker, if any, else the chosen one, with the `source` that the booking chose for it. `quotes` and
-        `by_offer` have the same order."""
-        results = self._rank(case, quotes, by_offer, chosen, source)
+        """The followed worker, if any, otherwise the chosen one. `quotes` and `by_offer` have the same order."""
+        results = self._rank(case, quotes, by_offer, chosen)
         result, would_be = results[0], None
         if case.followed is not None:
             would_be = result.worker_id
@@ -354,13 +374,6 @@ def _record_fetchable(case: Case) -> None:
     if case.prompt.fetch_by and pool.sources and size is not None:
         chain = case.lookup.chains.get(size) or PromptChain(case.prompt, size)
         pool.fetches.record_prompt(case.prompt.scope.pool_id, chain.all_hashes(), size)
-
-
-def _with_source(quotes: Sequence[Quote], worker_id: str, source: str | None) -> Sequence[Quote]:
-    """The quotes, one worker's with the source that its booking chose (None: it fetches nothing)."""
-    if source is None:
-        return quotes
-    return [quote._replace(source=source) if quote.id == worker_id else quote for quote in quotes]
 
 
 def _narrow_ask(ask: Ask, worker_id: str) -> Ask:

@@ -11,7 +11,7 @@ from kvatlas.reservations import Ask
 from router_client.booking.ask import build_ask
 from router_client.decision.case import Case
 from router_client.decision.shadow_policy import Policy, RoundRobin
-from router_client.pricing.look_alikes import LookAlikeQuotes, quote_look_alikes
+from router_client.pricing.look_alikes import LookAlikeQuotes, least_members, quote_look_alikes
 from router_client.pricing.lookups import LookupQuotes, quote_lookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairQuotes, quote_pairs
@@ -51,16 +51,17 @@ class RoutingPolicy:
         quotes = quote_candidates(case.prompt, case.pool, case.lookup.held, fingerprint=fingerprint)
         return self._add_surcharges(case.prompt, quotes, fingerprint)
 
+    def names_all(self, prompt: Prompt) -> bool:
+        """True if every candidate has to be priced here: to draw among them, to follow a policy, or to explain all."""
+        return bool(self._settings.temperature or self._settings.explain_all) or self._followed(prompt) is not None
+
     def quote_look_alikes(self, case: Case) -> LookAlikeQuotes | None:
         """Quotes that name only few candidates; the store finds the cheapest of the others. None if that is not
         possible."""
         settings, prompt, pool, held = self._settings, case.prompt, case.pool, case.lookup.held
-        if settings.temperature or self._followed(prompt) is not None or settings.explain_all:
-            return None
-        fingerprint = case.lookup.fingerprint + self._seed
-        if not (settings.session_us and prompt.session_id):
+        fingerprint, home = case.lookup.fingerprint + self._seed, self._session_worker(prompt, pool)
+        if home is None:
             return quote_look_alikes(prompt, pool, held, fingerprint)
-        home = session_worker(prompt.session_id, sorted(pool.candidate_of))
         quotes = quote_look_alikes(prompt, pool, held, fingerprint, named=[home])
         if quotes is None:
             return None
@@ -73,20 +74,14 @@ class RoutingPolicy:
 
     def quote_lookup(self, prompt: Prompt, pool: Pool) -> LookupQuotes | None:
         """Quotes for a pool whose workers' blocks the store looks up when it chooses; None if that is not possible."""
-        settings = self._settings
-        if settings.temperature or self._followed(prompt) is not None or settings.explain_all:
-            return None
-        if not (settings.session_us and prompt.session_id):
-            return quote_lookup(prompt, pool, self._seed)
-        home = session_worker(prompt.session_id, sorted(pool.candidate_of)) if pool.candidate_of else None
-        return quote_lookup(prompt, pool, self._seed, home=home, session_us=settings.session_us)
+        home = self._session_worker(prompt, pool)
+        return quote_lookup(prompt, pool, self._seed, home=home, session_us=self._settings.session_us)
 
     def ask_lookup(self, prompt: Prompt, quotes: LookupQuotes) -> Ask:
         """The question with a lookup: which worker is the cheapest, with what it holds, under load?"""
         chains, usual_size = quotes.empty.chains, quotes.pool.usual_block_size
         ask = build_ask(prompt, (), chains, self._settings, usual_size, quotes.rows)
-        skipped, least = tuple(quotes.pool.skipped), quotes.least_members
-        return replace(ask, skipped=skipped, least_members=least, ring=quotes.ring, lookup=quotes.lookup)
+        return replace(_among_members(ask, quotes), lookup=quotes.lookup)
 
     def quote_pairs(self, case: Case) -> PairQuotes:
         """Quotes of prefill and decode workers."""
@@ -102,7 +97,7 @@ class RoutingPolicy:
         """Build the same ask for named workers and look-alikes."""
         chains, usual_size = case.lookup.chains, quotes.pool.usual_block_size
         ask = build_ask(case.prompt, quotes.named, chains, self._settings, usual_size, [*quotes.look_alikes.items()])
-        return replace(ask, skipped=tuple(quotes.pool.skipped), least_members=quotes.least_members, ring=quotes.ring)
+        return _among_members(ask, quotes)
 
     def criteria(self, prompt: Prompt) -> Criteria:
         """The terms and limits of results, the same as in the ask."""
@@ -125,6 +120,12 @@ class RoutingPolicy:
             return self._settings.follow
         return self._round_robin if prompt.strategy is Strategy.ROUND_ROBIN else None
 
+    def _session_worker(self, prompt: Prompt, pool: Pool) -> str | None:
+        """The worker of the prompt's session; None without one."""
+        if not (self._settings.session_us and prompt.session_id and pool.candidate_of):
+            return None
+        return session_worker(prompt.session_id, sorted(pool.candidate_of))
+
     def choose_by_prefix(self, case: Case, quotes: Sequence[Quote]) -> int:
         """The number of the quote chosen by a hash of the prompt's start, so that prompts with equal starts share a
         cache."""
@@ -144,3 +145,9 @@ class RoutingPolicy:
             session_us=settings.session_us,
             temperature=settings.temperature,
         )
+
+
+def _among_members(ask: Ask, quotes: LookAlikeQuotes | LookupQuotes) -> Ask:
+    """The ask with what the store needs to choose among look-alikes."""
+    skipped, least = tuple(quotes.pool.skipped), least_members(quotes.pool)
+    return replace(ask, skipped=skipped, least_members=least, ring=quotes.ring)

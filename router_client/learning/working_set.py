@@ -1,6 +1,6 @@
 """The working set of a pool: how many tokens of prefixes its prompts keep coming back to, as one router sees them.
 
-It is compared with what the caches hold (`Fetches.displaced_share`): while all of it fits several times over, a further copy
+It is compared with what the caches hold (`Fetches.displaced_share`): while all of it fits several times over, another copy
 displaces nothing that is missed. A step (STEP_BLOCKS blocks) belongs to the working set if it was part of two prompts and the
 last one is at most KEPT_S ago. Only steps with certain hashes are followed, fewer the more there are, so that memory is bounded
 (C. Waldspurger et al.: Efficient MRC construction with SHARDS, FAST 2015).
@@ -15,13 +15,13 @@ from kvatlas.reservations import STEP_BLOCKS
 
 KEPT_S = 120.0
 LEARNED_S = 10.0
-"""Earlier too few prompts have been seen to tell."""
+"""Before, too few prompts were seen to know."""
 MOST_FOLLOWED = 16_384
 _MIX = 0x9E3779B97F4A7C15
 
 
 class WorkingSet:
-    """Of one pool. `clock`: seconds, monotonic."""
+    """The working set of one pool. `clock`: seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,7 +32,7 @@ class WorkingSet:
         self._counted_tokens = 0
 
     def record(self, chain: bytes, block_tokens: int) -> None:
-        """A prompt came. `chain`: its packed sequence hashes."""
+        """Record a prompt. `chain`: its packed sequence hashes."""
         now, tokens = self._clock(), block_tokens * STEP_BLOCKS
         self._forget(now)
         for step in memoryview(thin(chain, STEP_BLOCKS)).cast("Q"):
@@ -46,7 +46,7 @@ class WorkingSet:
             self._follow_fewer()
 
     def tokens(self) -> int | None:
-        """Its size now; None if it is not known yet."""
+        """Return its size now; None if it is not known yet."""
         now = self._clock()
         if now - self._began_s < LEARNED_S:
             return None

@@ -39,12 +39,7 @@ class LookAlikeQuotes:
     look_alikes: Mapping[bytes, Quote]
     ring: int
 
-    @property
-    def least_members(self) -> int:
-        """How many look-alikes the store should know."""
-        return least_members(self.pool)
-
-    def for_pool(self, _: Prompt, pool: Pool) -> "LookAlikeQuotes":
+    def for_pool(self, pool: Pool) -> "LookAlikeQuotes":
         """The quotes for a later reading of the pool."""
         return replace(self, pool=pool)
 
@@ -61,10 +56,13 @@ class LookAlikeQuotes:
             if candidate is not None and quote is not None:
                 quotes.append(quote._replace(candidate=candidate))
                 kept.append(number)
-        chosen = kept.index(evaluation.chosen) if evaluation.chosen in kept else None
-        if len(kept) == len(evaluation.offers):
-            return quotes, evaluation.by_offer, chosen
-        return quotes, [evaluation.by_offer[number] for number in kept], chosen
+        return quotes, *keep_offers(evaluation, kept)
+
+
+def keep_offers(evaluation: Evaluation, kept: Sequence[int]) -> tuple[Sequence[OfferEvaluation], int | None]:
+    """The evaluations of the offers of these numbers, and the chosen one's place among them (None: it has none)."""
+    by_offer, chosen = evaluation.by_offer, kept.index(evaluation.chosen) if evaluation.chosen in kept else None
+    return by_offer if len(kept) == len(by_offer) else [by_offer[number] for number in kept], chosen
 
 
 def least_members(pool: Pool) -> int:

@@ -5,7 +5,7 @@ for a quote for every worker, whatever the workers hold and however fast they ar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import overload
 
@@ -17,11 +17,11 @@ from kvatlas.reservations import Evaluation, Lookup, LookupChain, OfferEvaluatio
 from kvatlas.reservations.lookup import MOST_LOOKED_UP, MOST_ODD_BYTES
 from kvatlas.reservations.protocol import MOST_LIKENESSES
 from router_client.pricing.candidates import BlockShape, Candidate
-from router_client.pricing.look_alikes import LEAST_CANDIDATES, least_members
+from router_client.pricing.look_alikes import LEAST_CANDIDATES, keep_offers
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, PromptLookup, Run, chain_for
 from router_client.pricing.pool import Pool
-from router_client.pricing.quotes import KindQuote, Quote, Surcharge
-from router_client.pricing.surcharges import SESSION
+from router_client.pricing.quotes import KindQuote, Quote
+from router_client.pricing.surcharges import away_from_session
 from router_client.prompt import Prompt
 
 ODD_BYTES = 5
@@ -30,27 +30,23 @@ ODD_BYTES = 5
 
 @dataclass(frozen=True, slots=True)
 class LookupQuotes:
-    """`rows`: the likeness of each row of look-alikes, and its quote; its candidate is any worker of that row. `empty`: the
-    prompt's chains, with nothing looked up.
+    """`kinds`: by number of the kind, what its workers share. `rows`: the likeness of each row of look-alikes, and its quote;
+    its candidate is any worker of that row. `empty`: the prompt's chains, with nothing looked up.
 
     `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`).
     """
 
+    prompt: Prompt
     pool: Pool
+    kinds: Mapping[int, KindQuote]
     rows: Sequence[tuple[bytes, Quote]]
     lookup: Lookup
     empty: PromptLookup
     ring: int
-    kinds: Mapping[int, KindQuote] = field(default_factory=dict)
 
-    @property
-    def least_members(self) -> int:
-        """How many look-alikes the store should know."""
-        return least_members(self.pool)
-
-    def for_pool(self, prompt: Prompt, pool: Pool) -> "LookupQuotes":
+    def for_pool(self, pool: Pool) -> "LookupQuotes":
         """The quotes for a later reading of the pool, whose kinds have other numbers."""
-        return replace(self, pool=pool, kinds=_quote_kinds(prompt, pool))
+        return replace(self, pool=pool, kinds=_quote_kinds(self.prompt, pool))
 
     def match(self, evaluation: Evaluation) -> tuple[Sequence[Quote], Sequence[OfferEvaluation], int | None]:
         """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.
@@ -59,10 +55,8 @@ class LookupQuotes:
         """
         known, offers = self.pool.candidate_of, evaluation.offers
         kept = [i for i, offer in enumerate(offers) if (it := known.get(offer.worker_id)) and it.kind in self.kinds]
-        chosen = kept.index(evaluation.chosen) if evaluation.chosen in kept else None
         quotes = _MemberQuotes(self, [(known[offers[i].worker_id], evaluation.held_tokens[i]) for i in kept])
-        by_offer = evaluation.by_offer
-        return quotes, by_offer if len(kept) == len(offers) else [by_offer[i] for i in kept], chosen
+        return quotes, *keep_offers(evaluation, kept)
 
     def quote(self, candidate: Candidate, held_tokens: int) -> Quote:
         """A worker's quote, surcharges included."""
@@ -70,7 +64,7 @@ class LookupQuotes:
         prefix = _in_hbm(held_tokens) if held_tokens else NOTHING_HELD
         quote = Quote(candidate, for_kind, prefix, *for_kind.price_prefix(prefix))
         home = self.lookup.home
-        return quote if home in (None, candidate.id) else _away(quote, self.lookup.home_us)
+        return quote if home in (None, candidate.id) else away_from_session(quote, self.lookup.home_us)
 
 
 class _MemberQuotes(Sequence[Quote]):
@@ -109,7 +103,7 @@ def quote_lookup(
     for likeness, example in pool.kind_rows.rows:
         for_kind = kinds[example.kind]
         cold = Quote(example, for_kind, NOTHING_HELD, *for_kind.price_prefix(NOTHING_HELD))
-        rows.append((likeness, cold if home is None else _away(cold, session_us)))
+        rows.append((likeness, cold if home is None else away_from_session(cold, session_us)))
         shape = example.shape
         if shape is not None and shape not in looked_up:
             hashes = thin(chain_for(prompt, shape, empty.chains).all_hashes(), shape.granularity)
@@ -121,7 +115,7 @@ def quote_lookup(
     lookup = Lookup(
         prompt.scope, chains, reuse, pool.kind_rows.odd, home, float(round(session_us)) if home is not None else 0.0
     )
-    return LookupQuotes(pool, rows, lookup, empty, ring, kinds)
+    return LookupQuotes(prompt, pool, kinds, rows, lookup, empty, ring)
 
 
 def _quote_kinds(prompt: Prompt, pool: Pool) -> Mapping[int, KindQuote]:
@@ -144,11 +138,6 @@ def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
     rows, odd = pool.kind_rows.rows, pool.kind_rows.odd
     too_many = len(rows) > MOST_LIKENESSES or sum(map(len, odd)) + ODD_BYTES * len(odd) > MOST_ODD_BYTES
     return "there are too many kinds of workers" if too_many else ""
-
-
-def _away(quote: Quote, session_us: float) -> Quote:
-    away = Surcharge(SESSION, round(session_us), 1)
-    return quote._replace(surcharges=(*quote.surcharges, away), surcharge_us=quote.surcharge_us + away.us)
 
 
 @lru_cache(maxsize=16_384)

@@ -47,23 +47,23 @@ class FetchKnowledge(Protocol):
         """Share of the requested tokens that recent fetches delivered, 0 to 1."""
 
     def displaced_share(self, pool_id: str, capacity_tokens: int | None) -> float:
-        """Cost of a further copy to later requests, as a share of what computing it takes, 0 to 1. `capacity_tokens`: what
+        """Cost of another copy to later requests, as a share of what computing it takes, 0 to 1. `capacity_tokens`: what
         the pool's caches hold; None: unknown."""
 
     def record_prompt(self, pool_id: str, chain: bytes, block_tokens: int) -> None:
-        """A prompt came that may be fetched; `chain`: its packed sequence hashes."""
+        """Record a prompt that may be fetched; `chain`: its packed sequence hashes."""
 
 
 class NothingFetched:
     """Before any fetch."""
 
-    def share(self, _: str) -> float:
+    def share(self, _pool_id: str) -> float:
         return 1.0
 
-    def displaced_share(self, _: str, __: int | None) -> float:
+    def displaced_share(self, _pool_id: str, _capacity_tokens: int | None) -> float:
         return UNKNOWN_DISPLACED
 
-    def record_prompt(self, _: str, __: bytes, ___: int) -> None:
+    def record_prompt(self, _pool_id: str, _chain: bytes, _block_tokens: int) -> None:
         return
 
 

@@ -22,7 +22,7 @@ from router_client.pricing.candidates import Candidate
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool, serves_whole
 from router_client.pricing.quote_desk import quote_candidates
-from router_client.pricing.quotes import Quote, cheapest, shortlist
+from router_client.pricing.quotes import Quote, cheapest, shortlist, with_source
 from router_client.pricing.ranking import Criteria, RankedResults
 from router_client.pricing.transfer_protocol import TransferProtocol
 from router_client.prompt import Prompt
@@ -213,8 +213,9 @@ class PairRanking:
 
     def _rank_slice(self, quotes: Sequence[Quote], first: int, chosen: int | None) -> RankedResults:
         by_offer = self._evaluation.by_offer[first : first + len(quotes)]
-        source = self._evaluation.source if chosen is not None else None
-        return RankedResults(quotes, by_offer, chosen=chosen, criteria=self._criteria, source=source)
+        if chosen is not None:
+            quotes = with_source(quotes, quotes[chosen].id, self._evaluation.source)
+        return RankedResults(quotes, by_offer, chosen=chosen, criteria=self._criteria)
 
 
 class Alternative(NamedTuple):

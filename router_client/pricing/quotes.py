@@ -221,6 +221,13 @@ def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tie
     return found
 
 
+def with_source(quotes: Sequence[Quote], worker_id: str, source: str | None) -> Sequence[Quote]:
+    """The quotes, one worker's with the source that its booking chose (None: it fetches nothing)."""
+    if source is None:
+        return quotes
+    return [quote._replace(source=source) if quote.id == worker_id else quote for quote in quotes]
+
+
 def shortlist(quotes: Sequence[Quote], kept: str | None = None, most: int = MOST_OFFERS) -> Sequence[Quote]:
     """The cheapest without load, at most as many as one ask may name, in their order; with the worker `kept`."""
     if len(quotes) <= most:

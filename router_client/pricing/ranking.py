@@ -66,11 +66,7 @@ class RankedResults(Sequence[SelectionResult]):
         *,
         chosen: int | None = None,
         criteria: Criteria = DEFAULT_CRITERIA,
-        source: str | None = None,
     ) -> None:
-        """`source`: the one that the booking chose for the `chosen` quote."""
-        if chosen is not None and source is not None:
-            quotes = [*quotes[:chosen], quotes[chosen]._replace(source=source), *quotes[chosen + 1 :]]
         self._quotes = quotes
         self._by_offer = by_offer
         self._chosen = chosen

@@ -38,8 +38,12 @@ def add_session_surcharge(
 ) -> list[Quote]:
     """The quotes with the surcharge on all workers except `home`. `members`: they are for look-alikes, which never include
     it."""
-    away = (Surcharge(SESSION, round(session_us), 1),)
-    return [quote if quote.id == home and not members else _plus(quote, away) for quote in quotes]
+    return [quote if quote.id == home and not members else away_from_session(quote, session_us) for quote in quotes]
+
+
+def away_from_session(quote: Quote, session_us: float) -> Quote:
+    """The quote with the surcharge on a worker that is not the session's."""
+    return _plus(quote, [Surcharge(SESSION, round(session_us), 1)])
 
 
 def add_surcharges(

@@ -159,7 +159,7 @@ class Container:
                 subprocess.run(["runc", "delete", "--force", self.name], capture_output=True, check=False)
 
     def run(self) -> str:
-        """What it prints, ending by itself with exit code 0."""
+        """Return what it prints until it ends on its own with exit code 0."""
         with self.started() as process:
             said, _ = process.communicate(timeout=120)
             assert process.returncode == 0, said

@@ -194,7 +194,7 @@ def test_every_alert_has_a_section_in_the_runbook_and_the_runbook_no_other() -> 
 
 
 def names_in(expr: str) -> set[str]:
-    """Of metrics, as Prometheus has them."""
+    """Find names of metrics, as Prometheus has them."""
     return set(re.findall(r"\b((?:kvatlas|gen_ai|db_client|http_server|messaging)_\w+)", expr))
 
 

@@ -1,70 +1,25 @@
-"""The chart renders the development overlay by default, what a platform team asks for, and refuses values that can't be."""
+"""The chart renders the development overlay by default, follows an upgrade, and refuses values that can't be."""
 
 import hashlib
-import itertools
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from tests.deployment.tools import ROOT, kustomized, objects, run
-
-CHART = ROOT / "k8s/chart"
-SIZES = ("4", "40", "400")
-
-
-def production(size: str = "40") -> list[str]:
-    """The flags of docs/kubernetes.md for a fleet of this many engines."""
-    files = ("values-production.yaml", f"values-{size}-engines.yaml")
-    return [word for file in files for word in ("--values", str(CHART / file))]
-
-
-PRODUCTION = production()
-OWN_LABELS = {
-    "app.kubernetes.io/managed-by",
-    "app.kubernetes.io/instance",
-    "app.kubernetes.io/version",
-    "helm.sh/chart",
-}
-
-
-def rendered(*flags: str, release: str = "kvatlas") -> list[dict[str, Any]]:
-    return objects(run("helm", "template", release, str(CHART), "--namespace", "kvatlas", *flags))
-
-
-def with_values(tmp_path: Path, values: dict[str, Any], *flags: str, release: str = "kvatlas") -> list[dict[str, Any]]:
-    file = tmp_path / "values.yaml"
-    file.write_text(yaml.safe_dump(values))
-    return rendered("--values", str(file), *flags, release=release)
-
-
-def comparable(value: Any) -> Any:
-    """Without what each tool adds of its own, and without what says nothing: nulls, empty maps."""
-    if isinstance(value, dict):
-        ignored = {*OWN_LABELS, "namespace", "imagePullPolicy"}
-        kept = {key: comparable(one) for key, one in value.items() if key not in ignored}
-        return {key: one for key, one in kept.items() if one not in (None, {})}
-    if isinstance(value, list):
-        return [comparable(one) for one in value]
-    return value
-
-
-def by_name(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    named = {f"{one['kind']} {one['metadata']['name']}": comparable(one) for one in found}
-    assert len(named) == len(found)
-    return named
-
-
-def pod_of(found: dict[str, Any], name: str) -> Any:
-    return found[f"Deployment {name}"]["spec"]["template"]["spec"]
-
-
-def environment(container: Any) -> dict[str, str]:
-    return {one["name"]: one["value"] for one in container.get("env", ()) if "value" in one}
+from tests.deployment.chart import (
+    CHART,
+    EVERYTHING,
+    SIZES,
+    by_name,
+    comparable,
+    pod_of,
+    production,
+    rendered,
+    with_values,
+)
+from tests.deployment.tools import ROOT, kustomized, run
 
 
 def test_the_chart_renders_what_the_development_overlay_holds() -> None:
@@ -118,12 +73,6 @@ def test_a_release_has_several_pools_each_with_a_picker(tmp_path: Path) -> None:
     assert [name for name in found if name.startswith("HTTPRoute")] == ["HTTPRoute kvatlas-llama-inference"]
 
 
-EVERYTHING = "gateway.enabled=true,gateway.route=istio,gateway.kubernetesPool=true,monitoring.enabled=true"
-EVERYTHING += ",monitoring.rules.enabled=true,monitoring.dashboards.enabled=true,networkPolicies.enabled=true"
-EVERYTHING += ",autoscaling.enabled=true,priorityClasses.enabled=true,certificates.enabled=true"
-EVERYTHING += ",collector.enabled=true,router.ingress.enabled=true,workloads.serviceAccount.create=true"
-
-
 def test_releases_share_no_name_and_no_pod() -> None:
     first = rendered("--set", EVERYTHING, release="kvatlas")
     second = rendered("--set", f"{EVERYTHING},simulatedEngines.replicas=0", release="chat")
@@ -134,217 +83,6 @@ def test_releases_share_no_name_and_no_pod() -> None:
         kind, _, plain = name.partition(" ")
         if kind not in ("PrometheusRule", "ConfigMap") and plain not in ("kvatlas", "inference"):
             assert f" {plain}\n" not in text, plain
-
-
-WORKLOAD = {
-    "nodeSelector": {"disk": "ssd"},
-    "tolerations": [{"key": "gpu", "operator": "Exists"}],
-    "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}},
-    "topologySpreadConstraints": [{"maxSkew": 2, "topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}],
-    "extraArgs": ["--log-format=json"],
-    "extraEnv": [{"name": "EXTRA", "value": "1"}],
-    "extraEnvFrom": [{"secretRef": {"name": "more"}}],
-    "extraVolumes": [{"name": "more", "emptyDir": {}}],
-    "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
-    "initContainers": [{"name": "first", "image": "x"}],
-    "extraContainers": [{"name": "beside", "image": "y"}],
-    "annotations": {"a": "1"},
-    "labels": {"b": "2"},
-    "podAnnotations": {"c": "3"},
-    "podLabels": {"d": "4"},
-    "priorityClassName": "high",
-    "podSecurityContext": {"fsGroup": 7},
-    "securityContext": {"runAsUser": 8},
-    "podSpec": {"runtimeClassName": "gvisor"},
-    "serviceAccount": {"create": True, "annotations": {"role": "x"}},
-    "podDisruptionBudget": {"minAvailable": "50%"},
-    "service": {"annotations": {"e": "5"}, "labels": {"f": "6"}},
-}
-
-
-@pytest.mark.parametrize("part", ["indexer", "router", "gateway"])
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_a_platform_team_finds_its_values(tmp_path: Path, part: str, everywhere: bool) -> None:
-    values: dict[str, Any] = {"gateway": {"enabled": True}, "image": {"pullSecrets": [{"name": "registry"}]}}
-    if everywhere:
-        values["workloads"] = WORKLOAD
-    else:
-        values[part] = {**WORKLOAD, **values.get(part, {})}
-    found = by_name(with_values(tmp_path, values))
-    name = f"kvatlas-{'epp' if part == 'gateway' else part}"
-    whole, pod = found[f"Deployment {name}"], pod_of(found, name)
-    container = pod["containers"][0]
-    for key in ("nodeSelector", "tolerations", "affinity", "topologySpreadConstraints", "initContainers"):
-        assert pod[key] == WORKLOAD[key]
-    assert pod["priorityClassName"] == "high" and pod["runtimeClassName"] == "gvisor"
-    assert pod["imagePullSecrets"] == [{"name": "registry"}] and pod["serviceAccountName"] == name
-    assert pod["securityContext"]["fsGroup"] == 7 and pod["securityContext"]["runAsNonRoot"] is True
-    assert container["securityContext"]["runAsUser"] == 8 and container["securityContext"]["readOnlyRootFilesystem"]
-    assert "--log-format=json" in container["args"] and environment(container)["EXTRA"] == "1"
-    assert {"secretRef": {"name": "more"}} in container["envFrom"]
-    assert {"name": "more", "mountPath": "/more"} in container["volumeMounts"]
-    assert {"name": "more", "emptyDir": {}} in [comparable(one) | {"emptyDir": {}} for one in pod["volumes"][-1:]]
-    assert pod["containers"][1]["name"] == "beside"
-    assert whole["metadata"]["annotations"] == {"a": "1"} and whole["metadata"]["labels"]["b"] == "2"
-    template = whole["spec"]["template"]["metadata"]
-    assert template["annotations"] == {"c": "3"} and template["labels"]["d"] == "4"
-    assert "d" not in whole["spec"]["selector"]["matchLabels"]
-    assert found[f"ServiceAccount {name}"]["metadata"]["annotations"] == {"role": "x"}
-    budget = found[f"PodDisruptionBudget {name}"]["spec"]
-    assert budget["minAvailable"] == "50%" and "maxUnavailable" not in budget
-    service = found[f"Service {name}"]["metadata"]
-    assert service["annotations"] == {"e": "5"} and service["labels"]["f"] == "6"
-    others = [one for one in found if one.startswith("Deployment kvatlas-") and one.endswith(("indexer", "router"))]
-    assert everywhere or all("disk" not in str(found[one]) for one in others if not one.endswith(name))
-
-
-def test_services_and_ways_in_from_outside(tmp_path: Path) -> None:
-    service = {"type": "LoadBalancer", "port": 8443, "loadBalancerSourceRanges": ["10.0.0.0/8"]}
-    ingress = {"enabled": True, "className": "nginx", "hosts": ["llm.example.com"], "tls": [{"secretName": "web"}]}
-    route = {
-        "enabled": True,
-        "parentRefs": [{"name": "shared", "namespace": "gateways"}],
-        "hostnames": ["llm.example.com"],
-    }
-    found = by_name(with_values(tmp_path, {"router": {"service": service, "ingress": ingress, "httpRoute": route}}))
-    spec = found["Service kvatlas-router"]["spec"]
-    assert spec["type"] == "LoadBalancer" and spec["ports"][0]["port"] == 8443
-    assert spec["loadBalancerSourceRanges"] == ["10.0.0.0/8"]
-    (rule,) = found["Ingress kvatlas-router"]["spec"]["rules"]
-    assert (
-        rule["host"] == "llm.example.com" and rule["http"]["paths"][0]["backend"]["service"]["name"] == "kvatlas-router"
-    )
-    (rule,) = found["HTTPRoute kvatlas-router"]["spec"]["rules"]
-    assert rule["backendRefs"] == [{"name": "kvatlas-router", "port": 8443}]
-
-
-def test_what_security_promises_is_switched_on_by_values(tmp_path: Path) -> None:
-    values = {
-        "tls": {server: {"privateAuthority": True, "clientCertificates": True} for server in ("nats", "redis")},
-        "indexer": {"identities": {"secret": "who"}, "tls": {"secret": "pages"}, "tokens": {"secret": "readers"}},
-        "router": {
-            "tokens": {"secret": "clients"},
-            "controlTokens": {"secret": "operators", "key": "ops"},
-            "engineKeys": {"secret": "engines"},
-            "tls": {"secret": "web"},
-            "tokenizer": {"volume": {"persistentVolumeClaim": {"claimName": "models"}}, "subPath": "llama"},
-        },
-        "gateway": {"enabled": True, "tls": {"secret": "picker"}},
-    }
-    found = by_name(with_values(tmp_path, values))
-    indexer, router, picker = (pod_of(found, f"kvatlas-{name}") for name in ("indexer", "router", "epp"))
-    set_here = environment(indexer["containers"][0])
-    assert set_here == {
-        "KVATLAS_NATS_CA_FILE": "/etc/kvatlas/ca/ca.crt",
-        "KVATLAS_REDIS_CA_FILE": "/etc/kvatlas/ca/ca.crt",
-        "KVATLAS_NATS_CERT_FILE": "/etc/kvatlas/client-tls/tls.crt",
-        "KVATLAS_NATS_KEY_FILE": "/etc/kvatlas/client-tls/tls.key",
-        "KVATLAS_REDIS_CERT_FILE": "/etc/kvatlas/client-tls/tls.crt",
-        "KVATLAS_REDIS_KEY_FILE": "/etc/kvatlas/client-tls/tls.key",
-        "KVATLAS_HTTP_CERT_FILE": "/etc/kvatlas/server-tls/tls.crt",
-        "KVATLAS_HTTP_KEY_FILE": "/etc/kvatlas/server-tls/tls.key",
-        "KVATLAS_IDENTITIES": "/etc/kvatlas/identities/identities.json",
-        "KVATLAS_HTTP_TOKEN_FILE": "/etc/kvatlas/tokens/tokens",
-    }
-    assert indexer["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
-    set_here = environment(router["containers"][0])
-    assert "KVATLAS_NATS_CA_FILE" not in set_here, "a router reads NATS only for a copy of the index"
-    assert set_here["KVATLAS_CONTROL_TOKEN_FILE"] == "/etc/kvatlas/control-tokens/ops"
-    assert set_here["KVATLAS_ENGINE_KEY_FILE"] == "/etc/kvatlas/engine-keys/keys"
-    assert set_here["KVATLAS_TOKENIZER"] == "/etc/kvatlas/tokenizer"
-    assert environment(picker["containers"][0])["KVATLAS_TLS_CERTIFICATE"] == "/etc/kvatlas/server-tls/tls.crt"
-    for pod in (indexer, router, picker):
-        volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
-        assert volumes.keys() == mounts.keys()
-        assert all("subPath" not in one for name, one in mounts.items() if name != "tokenizer"), (
-            "renewed files are seen"
-        )
-    secrets = {volume["secret"]["secretName"] for volume in router["volumes"] if "secret" in volume}
-    assert secrets == {"kvatlas-ca", "kvatlas-router-tls", "clients", "operators", "engines", "web"}
-
-
-def test_each_publisher_has_a_certificate_that_nats_takes_for_its_user(tmp_path: Path) -> None:
-    values = {
-        "certificates": {"enabled": True, "publishers": ["chat", "code"]},
-        "tls": {"nats": {"clientCertificates": True}},
-    }
-    found = by_name(with_values(tmp_path, values))
-    client = {
-        one["spec"]["secretName"]: one["spec"]["dnsNames"]
-        for name, one in found.items()
-        if name.startswith("Certificate ") and one["spec"].get("usages") == ["client auth"]
-    }
-    roles = {f"kvatlas-{role}-tls": [role] for role in ("indexer", "publisher", "router")}
-    assert client == roles | {f"kvatlas-publisher-{user}-tls": [user] for user in ("chat", "code")}
-
-
-def test_no_part_may_do_more_in_kubernetes_than_read_what_it_follows() -> None:
-    found = by_name(rendered("--set", f"{EVERYTHING},gateway.extensionObjects=llm-d.ai"))
-    assert not [name for name in found if name.startswith("ClusterRole")]
-    allowed = {
-        "Role kvatlas-collector": {("", "pods", "list")},
-        "Role kvatlas-epp": {
-            ("inference.networking.k8s.io", "inferencepools", "get"),
-            ("", "pods", "list"),
-            ("llm-d.ai", "inferenceobjectives", "list"),
-            ("llm-d.ai", "inferencemodelrewrites", "list"),
-        },
-    }
-    assert {
-        name: {
-            (group, resource, verb)
-            for rule in one["rules"]
-            for group in rule["apiGroups"]
-            for resource in rule["resources"]
-            for verb in rule["verbs"]
-        }
-        for name, one in found.items()
-        if name.startswith("Role ")
-    } == allowed
-    bound = {one["subjects"][0]["name"] for name, one in found.items() if name.startswith("RoleBinding ")}
-    for name, one in found.items():
-        if name.startswith(("Deployment ", "StatefulSet ")):
-            pod = one["spec"]["template"]["spec"]
-            with_token = pod.get("automountServiceAccountToken") is not False
-            assert with_token == (pod.get("serviceAccountName") in bound), name
-
-
-def test_a_collector_may_list_pods_and_nothing_else() -> None:
-    found = by_name(rendered("--set", "collector.enabled=true,collector.selector=app in (vllm\\,sglang)"))
-    assert found["Role kvatlas-collector"]["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
-    pod = pod_of(found, "kvatlas-collector")
-    (subject,) = found["RoleBinding kvatlas-collector"]["subjects"]
-    assert pod["serviceAccountName"] == subject["name"] == found["ServiceAccount kvatlas-collector"]["metadata"]["name"]
-    assert pod["automountServiceAccountToken"] is True
-    (container,) = pod["containers"]
-    assert "--selector=app in (vllm,sglang)" in container["args"]
-    assert {"secretRef": {"name": "kvatlas-publisher"}} in container["envFrom"]
-
-
-@pytest.mark.parametrize("by", ["keda", "hpa"])
-def test_autoscaling_scales_every_deployment_and_nothing_sets_replicas(by: str) -> None:
-    found = by_name(rendered("--set", f"autoscaling.enabled=true,autoscaling.by={by},gateway.enabled=true"))
-    kind = "ScaledObject" if by == "keda" else "HorizontalPodAutoscaler"
-    for name in ("kvatlas-indexer", "kvatlas-router", "kvatlas-epp"):
-        assert found[f"{kind} {name}"]["spec"]["scaleTargetRef"]["name"] == name
-        assert "replicas" not in found[f"Deployment {name}"]["spec"]
-
-
-def test_network_policies_open_what_each_part_needs_and_nothing_else() -> None:
-    flags = "networkPolicies.enabled=true,networkPolicies.egress.enabled=true,gateway.enabled=true,gateway.kubernetesPool=true"
-    found = by_name(rendered("--set", flags))
-
-    def ports(name: str, way: str) -> set[int]:
-        return {one["port"] for rule in found[f"NetworkPolicy {name}"]["spec"][way] for one in rule.get("ports", ())}
-
-    telemetry = {4317, 4318}
-    assert ports("kvatlas-indexer", "ingress") == {9464}
-    assert ports("kvatlas-indexer", "egress") == {53, 4222, 6379, 26379} | telemetry
-    assert ports("kvatlas-router", "egress") == {53, 6379, 26379, 8000} | telemetry
-    assert ports("kvatlas-epp", "ingress") == {9002, 9003, 9464}
-    assert ports("kvatlas-epp", "egress") == {53, 6379, 26379, 8000, 443, 6443} | telemetry
-    assert ports("kvatlas-nats", "ingress") == {4222} and ports("kvatlas-valkey", "ingress") == {6379}
 
 
 def test_rules_and_dashboards_are_those_of_the_folders() -> None:
@@ -436,7 +174,7 @@ SELECTORS = {
     "Deployment kvatlas-valkey": "kvatlas-valkey",
     "Deployment kvatlas-engine": "kvatlas-engine",
 }
-"""Of version 0.1.0: Kubernetes refuses a Deployment whose selector changes."""
+"""Those of version 0.1.0: Kubernetes refuses a Deployment whose selector changes."""
 
 
 def test_an_upgrade_keeps_names_and_selectors() -> None:
@@ -457,25 +195,6 @@ def test_the_packed_chart_is_whole(tmp_path: Path) -> None:
     assert run("helm", "template", "kvatlas", str(packed), *flags) == run(
         "helm", "template", "kvatlas", str(CHART), *flags
     )
-
-
-MATRIX = [
-    "gateway.enabled=true",
-    "autoscaling.enabled=true",
-    "autoscaling.by=hpa",
-    "networkPolicies.enabled=true,networkPolicies.egress.enabled=true",
-    "monitoring.enabled=true,monitoring.rules.enabled=true",
-    "nats.mode=none,valkey.mode=none,secrets.create=false",
-    "certificates.enabled=true,tls.nats.clientCertificates=true",
-    "workloads.serviceAccount.create=true,router.tls.secret=web",
-    "collector.enabled=true",
-]
-
-
-def matrix() -> list[list[str]]:
-    """Every pair of the matrix' switches, and all of them."""
-    pairs = [list(pair) for pair in itertools.combinations(MATRIX, 2)]
-    return [["--set", ",".join(chosen)] for chosen in [*pairs, MATRIX]]
 
 
 def test_the_servers_chart_pins_what_it_depends_on(tmp_path: Path) -> None:

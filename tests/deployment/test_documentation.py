@@ -14,9 +14,9 @@ import pytest
 
 from kvatlas.settings import ProxySettings
 from kvatlas_cli.app import COMMANDS
+from tests.deployment.chart import PRODUCTION, rendered
 from tests.deployment.manifests import containers, is_ours, label_of, name_of, pods
 from tests.deployment.secrets import printed, secrets, write_users
-from tests.deployment.test_chart import PRODUCTION, rendered
 from tests.deployment.test_manifests import listens_at
 from tests.deployment.tools import ROOT, kustomized, objects, run
 

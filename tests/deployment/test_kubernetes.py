@@ -8,6 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.deployment.chart import EVERYTHING, PRODUCTION, SIZES, matrix, production, rendered
 from tests.deployment.custom_resources import model_of
 from tests.deployment.manifests import (
     ENGINES,
@@ -22,7 +23,6 @@ from tests.deployment.manifests import (
     secrets_and_maps,
 )
 from tests.deployment.secrets import secrets
-from tests.deployment.test_chart import EVERYTHING, PRODUCTION, SIZES, matrix, production, rendered
 from tests.deployment.tools import ROOT, kustomized
 
 GATEWAY = [

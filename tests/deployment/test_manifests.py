@@ -24,6 +24,7 @@ from kvatlas.settings import (
 from kvatlas_cli.app import COMMANDS
 from kvatlas_router.gateway.server import LIVENESS, READINESS
 from kvatlas_simulator.settings import EngineSettings
+from tests.deployment.chart import PRODUCTION, rendered
 from tests.deployment.manifests import (
     ENGINES,
     KSERVE,
@@ -39,7 +40,6 @@ from tests.deployment.manifests import (
     name_of,
     pods,
 )
-from tests.deployment.test_chart import PRODUCTION, rendered
 from tests.deployment.test_kubernetes import FLEETS, selected
 from tests.deployment.tools import ROOT, kustomized
 from tests.eventually import until_sync

@@ -14,7 +14,7 @@ NEEDS = {
     "indexer": "import kvatlas_indexer.service, kvatlas_indexer.status_page.application, kvatlas_cli.commands.doctor",
     "tokenizer": "import kvatlas_router.tokens.local_tokenizer",
     "replica": "import kvatlas.index.local_copy, kvatlas.bus.connection",
-    "router": "import kvatlas_router.proxy_service",
+    "router": "import kvatlas_router.proxy_service, kvatlas_router.tenancy.issuer",
     "gateway": "import kvatlas_router.gateway.service",
     "lmcache": "import kvatlas_publishers.feed.lmcache_grpc.kv_events_pb2, grpc",
     "litellm": "import kvatlas_router.litellm",

@@ -1,9 +1,11 @@
 """What `make test` installs is pinned, and no file names a package index."""
 
+import ast
 import re
+import sys
 import tomllib
 from collections.abc import Iterable
-from importlib.metadata import distribution, version
+from importlib.metadata import distribution, packages_distributions, version
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,32 @@ def test_the_package_is_built_with_what_a_lock_has() -> None:
     (required,) = BUILD["requires"]
     for file in ("development.txt", "build.txt"):
         assert required == f"setuptools=={pins(file)['setuptools']}"
+
+
+@pytest.mark.parametrize(
+    ("folder", "extra", "apart"),
+    [
+        ("publishers", "publisher", {"lmcache_grpc"}),
+        ("indexer", "indexer", set()),
+        ("router", "router", {"gateway", "grpc_api", "litellm"}),
+        ("router/gateway", "gateway", set()),
+        ("router_client", "replica", set()),
+    ],
+)
+def test_a_part_imports_only_what_its_extra_installs(folder: str, extra: str, apart: set[str]) -> None:
+    """`apart`: folders that another extra is for."""
+    installed, of_module = names(required_by([*PROJECT["dependencies"], f"kvatlas[{extra}]"])), packages_distributions()
+    for file in (ROOT / folder).rglob("*.py"):
+        if apart & set(file.parts):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                imported = [node.module]
+            for module in {name.partition(".")[0] for name in imported} - sys.stdlib_module_names:
+                if module.startswith("kvatlas") or module == "router_client":
+                    continue
+                assert installed & {canonicalize_name(name) for name in of_module[module]}, f"{file}: {module}"
 
 
 def test_the_plain_install_is_light() -> None:

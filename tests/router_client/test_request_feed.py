@@ -1,4 +1,4 @@
-"""What routers tell of answered requests, as `kvatlas record` writes it and `kvatlas replay` reads it."""
+"""What routers report of answered requests, as `kvatlas record` writes it and `kvatlas replay` reads it."""
 
 import json
 from base64 import b64encode

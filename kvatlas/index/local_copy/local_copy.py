@@ -45,7 +45,7 @@ from kvatlas.telemetry import export_metrics
 BLOCK_BYTES = 160
 """Memory of a block or a mark, with its place in a dictionary (measured by `python -m benchmarks.index.replica`)."""
 ROW_BYTES = 80
-"""Of these in a copy that is kept in a file, besides: the number of its row."""
+"""The number of its row, in a copy that is kept in a file."""
 ENTRY_BYTES = 4
 PROBES_A_BOUND = 5
 """Number of times within `max_stale_ms` to ask for the stream's end."""

@@ -152,7 +152,7 @@ def pack_call(
 
 
 def _sample(packed_hashes: bytes) -> bytes:
-    """Some of the hashes, spread evenly: the lengths of their values tell the store what the call will cost."""
+    """Some of the hashes, spread evenly: from the lengths of their values the store knows what the call will cost."""
     blocks = len(packed_hashes) // HASH_BYTES
     if blocks < SAMPLED_BLOCKS:
         return packed_hashes[:HASH_BYTES] + packed_hashes[-HASH_BYTES:]

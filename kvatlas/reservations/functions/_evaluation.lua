@@ -141,8 +141,7 @@ local function matches_of(keys, chain, now, left)
 end
 
 -- Returns the us by which an offer misses the SLO, and its level, which depends on what it would exceed (0: nothing that
--- counts, 1:
--- chosen only if there is no 0, 2: only if there is no 1). `reported_kv` nil: the worker's load is unknown.
+-- counts, 1: chosen only if there is no 0, 2: only if there is no 1). `reported_kv` nil: the worker's load is unknown.
 local function check_limits(limits, slots, kv_tokens, decode_us, ttft_us, load_us, running, queued, reported_kv, cached)
   local most_ttft_us, most_decode_us = limits.ttft_us, limits.decode_us
   local missed, level = 0, 0

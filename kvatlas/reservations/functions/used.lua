@@ -4,7 +4,7 @@
 --      2 usage reports HASH  router id -> number of its last report
 -- ARGV 1 router id
 --      2 number of the report
---      3 most users; what further ones use is counted under ''
+--      3 most users; what others use is counted under ''
 --      4 user, answers, prompt tokens, cached tokens, us saved; and so on
 -- returns 1; 0 if it was added before
 local MOST_ROUTERS = 4096

@@ -34,7 +34,7 @@ from router_client.learning.rates import PoolRates
 from router_client.learning.usage import Usage
 from router_client.pricing.overlap import ResidencyOnly, look_up_overlap
 from router_client.pricing.pool import Pool
-from router_client.pricing.quotes import rendezvous_weight
+from router_client.pricing.quotes import rendezvous_weight, with_source
 from router_client.pricing.ranking import IN_FLIGHT, RankedResults
 from router_client.prompt import Prompt
 from router_client.settings import BookingSettings, RouterSettings
@@ -147,11 +147,10 @@ class Atlas(LoadBlind):
         else:
             evaluation = evaluate_without_bookings(ask, self._pool, quotes)
         results = RankedResults(
-            quotes,
+            with_source(quotes, evaluation.worker_id, evaluation.source),
             evaluation.by_offer,
             chosen=evaluation.chosen,
             criteria=self._policy.criteria(prompt),
-            source=evaluation.source,
         )
         self._last = results
         self._open[request.number] = _Open(router, now_us, results, IN_FLIGHT in results[0].cost.kinds)

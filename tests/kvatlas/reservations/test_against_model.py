@@ -47,7 +47,7 @@ from tests.kvatlas.reservations.asks import (
 
 WORKERS = ["a", "b", "c-1", "c-12", "d", "e", "f"]
 LIKENESSES = [b"likeness", b"likenesT", b"likenesU"]
-"""Of workers of the first chain, of the second one, and of `c-12`, which has no events."""
+"""Those of workers of the first chain, of the second one, and of `c-12`, which has no events."""
 NUMBERS = range(12)
 CHAINS = [steps(*chain) for chain in [(), (1,), (1, 2, 3), (1, 2, 9, 9, 9), (1, 2, 3, 4, 5, 6), (7, 8), (7, 8, 8, 8)]]
 DEFAULT = EngineProfile().prices(Plan("w", 900, 128))

@@ -19,7 +19,7 @@ async def report(reservations: Reservations, **loads: Load) -> None:
 async def evaluate(
     reservations: Reservations, *each: Limit, extra_us: float = 100_000.0, **limits: float
 ) -> Evaluation:
-    """Of workers a, b, ...: each one is dearer than the one before."""
+    """Evaluate offers to workers a, b, ...: each one is dearer than the one before."""
     offers = [offer(chr(ord("a") + i), extra_us=i * extra_us) for i in range(len(each))]
     made = replace(Limits(each, 1_000), **limits)  # type: ignore[arg-type]
     return await reservations.evaluate(POOL, Ask(offers, limits=made))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.reservations import Ask, Booking, Evaluation, MemoryReservations
 from kvatlas.store.circuit_breaker import CircuitBreaker
 from kvatlas.store.connection import connected_store
 from kvatlas.store.deadline import Deadline, LateCalls
@@ -27,7 +29,7 @@ from router_client import (
     StaticFleet,
 )
 from tests.eventually import until
-from tests.router_client.pools import SCOPE, hold, pool, worker
+from tests.router_client.pools import FETCH_BY, PEER, SCOPE, hold, pool, worker
 
 pytestmark = pytest.mark.anyio
 
@@ -35,6 +37,7 @@ TOKENS = list(range(1_000))
 PROMPT = Prompt.of_tokens(SCOPE, TOKENS)
 WORKERS = pool(*(worker(id) for id in ("a", "b", "c", "d")))
 HOLDER = "c"
+NOW_US = 1_700_000_000_000_000
 
 
 class BreakableIndex:
@@ -224,6 +227,33 @@ async def test_shadow_mode_follows_another_policy_and_records_what_cost_would_ch
     assert (counters.followed, counters.agreed) == (4, sum(c.would_be == c.worker_id for c in choices))
     # what is booked is where the requests really go
     assert [r.cost.amounts[4] for r in await router.rank(Prompt.of_tokens(SCOPE, [5]))] == [2, 2, 2, 2]
+
+
+class UnreachableReservations(MemoryReservations):
+    """A store that never answers."""
+
+    async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
+        raise Unreachable("Redis at redis://127.0.0.1:1: connection refused")
+
+    async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
+        raise Unreachable("Redis at redis://127.0.0.1:1: connection refused")
+
+
+@pytest.mark.parametrize("reservations", [MemoryReservations, UnreachableReservations])
+async def test_a_followed_worker_fetches_from_the_source_that_its_booking_chose(
+    index: BreakableIndex, reservations: type[MemoryReservations]
+) -> None:
+    workers = pool(*(worker(id, **PEER) for id in ("one", "other", "reader")))
+    for source in ("one", "other"):
+        await hold(index.index, workers[source], TOKENS)
+    settings = RouterSettings(follow=Always("reader"), deadline_ms=None)
+    fleet, booked = StaticFleet(workers), reservations(lambda: NOW_US)
+    router = RouterClient(index, fleet, settings, reservations=booked, now_us=lambda: NOW_US)
+    prompt = replace(PROMPT, fetch_by=FETCH_BY)
+    choices = [await router.reserve(prompt) for _ in range(4)]
+    assert {choice.worker_id for choice in choices} == {"reader"}
+    sources = [choice.result.source for choice in choices]
+    assert set(sources[:2]) == {"one", "other"} and sources[2:] == sources[:2]
 
 
 async def test_a_policy_that_chooses_no_candidate_is_not_followed(index: BreakableIndex) -> None:

@@ -1,4 +1,4 @@
-"""Choices among many workers, of which few are read: what they choose, and what they still tell."""
+"""Choices among many workers, of which few are read: what they choose, and what they still explain."""
 
 import asyncio
 import random

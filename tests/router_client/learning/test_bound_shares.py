@@ -1,4 +1,4 @@
-"""Of upper bounds that share is counted which answers had; of all else nothing changes."""
+"""Upper bounds count with the share that answers had; nothing else changes."""
 
 import pytest
 

@@ -36,13 +36,13 @@ pytestmark = pytest.mark.anyio
 LEARNING = LearningSettings(every_s=0.02)
 SETTINGS = RouterSettings(deadline_ms=None, fleet_max_age_ms=0, learning=LEARNING)
 SLOW = Timings(ttft_us=100 * 1_000 + 5_000, tpot_us=30_000)
-"""Of an answer of a worker that is less than half as fast as usual."""
+"""Those of an answer of a worker that is less than half as fast as usual."""
 PROMPT_TOKENS = 1_000
 
 
 @pytest.fixture(params=["memory", "redis"])
 async def reservations(request: pytest.FixtureRequest, store: Store) -> Reservations:
-    """Of two idle workers."""
+    """Reservations of two idle workers."""
     made = MemoryReservations() if request.param == "memory" else RedisReservations(store)
     await report(made)
     return made
