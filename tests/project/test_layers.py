@@ -141,7 +141,10 @@ def test_no_file_is_a_catch_all(package: str) -> None:
             "kvatlas_indexer.service, kvatlas_cli.commands.indexer",
             "httpx kvatlas_publishers kvatlas_router router_client starlette uvicorn",
         ),
-        ("kvatlas_router.proxy_service, kvatlas_cli.commands.router", "aiohttp kvatlas_indexer kvatlas_publishers nats"),
+        (
+            "kvatlas_router.proxy_service, kvatlas_cli.commands.router",
+            "aiohttp kvatlas_indexer kvatlas_publishers nats",
+        ),
     ],
 )
 def test_a_process_imports_nothing_that_only_others_use(modules: str, unused: str) -> None:
