@@ -165,6 +165,7 @@ class Publisher(BlockRecorder):
                 self.changelog.outbox,
                 events_subject(self.worker_id, self.settings.partitions),
                 self.counters,
+                fleet_id=self.settings.fleet_id,
                 on_progress=self._on_progress,
                 on_too_large=self._on_too_large,
             )
@@ -218,6 +219,7 @@ class Publisher(BlockRecorder):
                 self.counters,
                 self._log,
                 on_incarnation_due=self._incarnation_wakeup.wake,
+                fleet_id=self.settings.fleet_id,
             )
             incarnations = IncarnationStarter(
                 self._client,

@@ -14,7 +14,6 @@ from pydantic import (
 )
 
 from kvatlas.addresses import check_origin
-from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.capacity import UNKNOWN, Capacity
 from kvatlas.fleet.tenants import include
@@ -166,9 +165,9 @@ class EngineEndpoint(WireRecord):
     kv_port: BootstrapPort | None = None
     kv_tiers: tuple[Text, ...] = Field(default=(), max_length=MAX_ITEMS)
 
-    def bytes_in(self, tier: Tier) -> int:
-        """Bytes of KV cache per block in a tier; 0: unknown."""
-        return self.tier_block_bytes.get(tier.label, self.block_bytes)
+    def bytes_in(self, tier: str) -> int:
+        """Bytes of KV cache per block in a tier (its label); 0: unknown."""
+        return self.tier_block_bytes.get(tier, self.block_bytes)
 
     @property
     def is_store(self) -> bool:

@@ -140,7 +140,8 @@ class KindQuote:
     def kv_bytes(self, first: int, end: int, tier: Tier, source: EngineEndpoint | None = None) -> int:
         """KV bytes of the prompt's tokens `first` up to `end` in a tier, rounded up: from the source's fleet record, otherwise
         from the worker's, otherwise from the request; 0 if unknown."""
-        block_bytes = (source.bytes_in(tier) if source is not None else 0) or self.example.endpoint.bytes_in(tier)
+        reader, label = self.example.endpoint, tier.label
+        block_bytes = (source.bytes_in(label) if source is not None else 0) or reader.bytes_in(label)
         if block_bytes:
             return -(-(end - first) * block_bytes // self.block_tokens)
         return self.prompt.kv_bytes(first, end, self.block_tokens)

@@ -96,7 +96,7 @@ async def test_export_sums_heartbeats_and_prices_have_each_tiers_own_size(
             worker = (await router.workers(SCOPE)).get("w")
             if worker is None or worker.load is None or not worker.load.cpu_used_bytes:
                 return False
-            assert {tier: worker.endpoint.bytes_in(tier) for tier in SIZES} == SIZES
+            assert {tier: worker.endpoint.bytes_in(tier.label) for tier in SIZES} == SIZES
             size = SIZES[Tier.CPU_DRAM]
             return worker.load.cpu_used_bytes == (await exported())["cpu_dram", size] * size
 
