@@ -173,7 +173,7 @@ WRONG: dict[str, tuple[Callable[[list[Any]], None], str]] = {
     "parent integer": (_event(5, ID, 0, HASHES, 1, 0, 0), "expected 8 bytes or nil"),
     "negative first index": (_event(1, ID, 0, HASHES, None, -1, 0), "first index -1"),
     "first index text": (_event(1, ID, 0, HASHES, None, "0", 0), "first index '0'"),
-    "reserved field 1": (_event(1, ID, 0, HASHES, None, 0, 1), "1 in its last field; expected 0"),
+    "reserved field 1": (_event(1, ID, 0, HASHES, None, 0, 1), "last field is 1; it is reserved"),
     "reserved field with a bit": (_event(5, ID, 0, HASHES, None, 0, 64), "64 in its last field"),
     "reserved field negative": (_event(1, ID, 0, HASHES, None, 0, -64), "-64 in its last field"),
     "reserved field text": (_event(1, ID, 0, HASHES, None, 0, ""), "'' in its last field"),
