@@ -1,0 +1,294 @@
+"""What a client has of a streamed answer, and the events of other engines' answers that follow it without a seam."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvatlas.errors import KvatlasError
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_parser import Event, EventParser
+from kvatlas_router.continuation import edits
+from kvatlas_router.continuation.chunk import Chunk, read_chunk
+from kvatlas_router.continuation.reasons import Why
+from kvatlas_router.continuation.rest_request import body_of_rest, has_ids, most_tokens, stops_of
+from kvatlas_router.tokens.text_request import Api, TextRequest
+
+MOST_LETTERS = 1 << 20
+"""A longer answer is not kept, and can't go on."""
+DONE = b"data: [DONE]\n\n"
+
+
+class CannotContinue(KvatlasError):
+    """The answer can't go on elsewhere."""
+
+    def __init__(self, why: Why) -> None:
+        super().__init__(f"the answer can't go on elsewhere: {why.value}")
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
+    the client has beyond that. `lag`: at most so many of the tokens have no text yet. `end`: the client lacks only this, so no
+    engine is needed."""
+
+    parts: int = 0
+    tokens: int = 0
+    lag: int = 0
+    end: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """`tokens`, `ids`: of the answer up to the part's end."""
+
+    text: str
+    tokens: int
+    ids: int
+
+
+class Seam:
+    """Reads the events that a client gets; `feed` returns them as the client gets them. They leave out what only the router
+    asked for. After `resume`, events belong to another engine's answer, and become events of the first one's.
+
+    `error`: the engine's error, which ends its answer; `withheld`: its events, which the client has not got. `events`: events
+    with data that the client got.
+    """
+
+    def __init__(self, text: TextRequest) -> None:
+        self.error: EngineError | None = None
+        self.withheld = b""
+        self.events = 0
+        self._text = text
+        self._chat = text.api is Api.CHAT
+        options = text.body.get("stream_options")
+        self._shows_usage = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
+        self._with_ids = has_ids(text)
+        self._hides_ids = self._with_ids and text.body.get("return_token_ids") is not True
+        self._most = most_tokens(text)
+        self._stops = stops_of(text)
+        self._parser = EventParser()
+        self._why: Why | None = None
+        self._identity: dict[str, bytes] = {}
+        self._prompt_tokens: int | None = None
+        self._cached_tokens: int | None = None
+        self._parts: list[_Part] = []
+        self._ids: list[int] = []
+        self._letters = 0
+        self._ahead = ""
+        """What the client has, and the current engine has not repeated yet."""
+        self._resumed = False
+        self._base_tokens = self._base_letters = 0
+        self._finished = self._has_usage = False
+        self._finished_at = 0
+        """The parts up to the last token, once it was generated."""
+
+    @property
+    def reached(self) -> tuple[int, bool, bool]:
+        """How far the client's answer has come: no later one is equal unless it had no progress."""
+        return self._letters + len(self._ahead), self._finished, self._has_usage
+
+    @property
+    def finished(self) -> bool:
+        """True if the client has the answer's last token."""
+        return self._finished
+
+    # ------------------------------------------------------------ events
+
+    def feed(self, passed: bytes) -> bytes:
+        """Whole events as the client gets them. Raises CannotContinue if they don't follow what it has."""
+        out: list[bytes] = []
+        at = 0
+        for event in self._parser.feed(passed):
+            out.append(self._pass(event, passed[at : event.end]))
+            at = event.end
+        if at < len(passed):
+            self._give_up(Why.LONG)  # only an event without end passes in parts
+            out.append(passed[at:])
+        return b"".join(out)
+
+    def _pass(self, event: Event, raw: bytes) -> bytes:
+        if event.data is None:
+            return raw
+        if self.error is None and not event.cut:
+            self.error = EngineError.of_event(event.type, event.data)
+        if self.error is not None:
+            self.withheld += raw
+            return b""
+        if event.data.strip() != b"[DONE]":
+            chunk = Chunk(other=Why.LONG) if event.cut else read_chunk(event.data)
+            raw = self._follow(raw, chunk) if self._resumed else self._begin(raw, chunk)
+        self.events += bool(raw)
+        return raw
+
+    def _begin(self, raw: bytes, chunk: Chunk) -> bytes:
+        """An event of the first engine's answer."""
+        self._identity = self._identity or edits.identity_of(raw)
+        if chunk.usage is not None:
+            self._prompt_tokens = _count(chunk.usage, "prompt_tokens")
+            details = chunk.usage.get("prompt_tokens_details")
+            cached = _count(details, "cached_tokens") if isinstance(details, dict) else None
+            self._cached_tokens = self._cached_tokens if cached is None else cached
+        if chunk.other is not None:
+            self._give_up(chunk.other)
+        self._record(chunk)
+        return self._shown(raw, chunk)
+
+    def _follow(self, raw: bytes, chunk: Chunk) -> bytes:
+        """An event of another engine's answer. Empty if the client has it."""
+        if chunk.opens:
+            return b""
+        if not chunk.has_choice:
+            if self._has_usage:
+                return b""
+            self._record(chunk)
+            return self._shown(edits.with_identity(raw, self._identity), chunk)
+        if chunk.other is not None:
+            if self._ahead or self._finished or chunk.other is Why.REASONING:
+                raise CannotContinue(Why.DIVERGED)
+            self._give_up(chunk.other)
+        has_it = self._finished
+        if self._ahead or self._finished:
+            rest = self._repeat(chunk)
+            if not rest and (has_it or chunk.finish is None):
+                self._record(chunk)
+                return b""
+            raw = edits.with_text(raw, rest)
+        self._record(chunk)
+        raw = edits.without_role(edits.with_identity(raw, self._identity))
+        raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
+        return self._shown(raw, chunk)
+
+    def _repeat(self, chunk: Chunk) -> str:
+        """The part's text behind what the client has."""
+        if self._ahead.startswith(chunk.text):
+            self._ahead = self._ahead[len(chunk.text) :]
+            rest = ""
+        elif chunk.text.startswith(self._ahead) and chunk.is_plain and (chunk.ids is None or self._hides_ids):
+            rest, self._ahead = chunk.text[len(self._ahead) :], ""
+        else:
+            raise CannotContinue(Why.DIVERGED)
+        if rest and self._finished:
+            raise CannotContinue(Why.DIVERGED)
+        if chunk.finish is not None and self._ahead:
+            if not (self._stops and chunk.finish == "stop"):
+                raise CannotContinue(Why.DIVERGED)
+            self._ahead = ""  # the client has the beginning of a stop string, which engines cut off
+        return rest
+
+    def _record(self, chunk: Chunk) -> None:
+        if not chunk.has_choice:
+            self._has_usage = self._has_usage or chunk.usage is not None
+            return
+        self._finished = self._finished or chunk.finish is not None
+        if self._why is not None:
+            return
+        before = self._parts[-1].tokens if self._parts else self._base_tokens
+        counted = None if chunk.usage is None else _count(chunk.usage, "completion_tokens")
+        tokens = before + bool(chunk.text) if counted is None else self._base_tokens + counted
+        self._ids += chunk.ids or ()
+        self._letters += len(chunk.text)
+        self._parts.append(_Part(chunk.text, tokens, len(self._ids)))
+        if chunk.finish is not None:
+            self._finished_at = len(self._parts)
+        if self._letters > MOST_LETTERS:
+            self._give_up(Why.LONG)
+
+    def _shown(self, raw: bytes, chunk: Chunk) -> bytes:
+        """The event without what only the router asked for, and with the whole answer's usage."""
+        if self._hides_ids:
+            raw = edits.without_token_ids(raw)
+        if chunk.usage is None:
+            return raw
+        if chunk.has_choice and not self._shows_usage:
+            return edits.without_usage(raw)
+        return edits.with_usage(raw, self.sum_usage) if self._resumed else raw
+
+    def sum_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole answer's usage, from that of the last engine: the prompt is the client's, and the answer is all of it."""
+        own = _count(usage, "prompt_tokens") or 0
+        completion = self._base_tokens + (_count(usage, "completion_tokens") or 0)
+        prompt = own - self._base_tokens if self._prompt_tokens is None else self._prompt_tokens
+        summed = {**usage, "prompt_tokens": prompt, "completion_tokens": completion}
+        if "total_tokens" in usage:
+            summed["total_tokens"] = prompt + completion
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and (cached := _count(details, "cached_tokens")) is not None:
+            first = min(cached, prompt) if self._cached_tokens is None else self._cached_tokens
+            summed["prompt_tokens_details"] = {**details, "cached_tokens": first}
+        return summed
+
+    # ------------------------------------------------------------ the rest
+
+    def rest(self) -> Rest:
+        """What the client lacks, once its engine is gone. Raises CannotContinue."""
+        if self._why is not None:
+            raise CannotContinue(self._why)
+        if self._finished and (self._has_usage or not self._text.wants_usage):
+            return Rest(end=DONE)
+        sent = self._sent
+        letters = len(sent) - _begun_stop(sent, self._stops)
+        at = sum(len(part.text) for part in self._parts)
+        kept = len(self._parts)
+        while kept and not self._may_end(sent, kept, at, letters):
+            kept -= 1
+            at -= len(self._parts[kept].text)
+        tokens = self._parts[kept - 1].tokens if kept else 0
+        longest = max(map(len, self._stops), default=1)
+        return Rest(kept, tokens, min(longest - 1, tokens))
+
+    def _may_end(self, sent: str, kept: int, at: int, letters: int) -> bool:
+        """May another engine get the answer up to this part? It must be able to generate a token, see whole stop strings, and
+        read the text as it is: templates may strip white space."""
+        last = self._parts[kept - 1]
+        if self._most is not None and last.tokens >= self._most:
+            return False
+        if self._finished and kept >= self._finished_at:
+            return False
+        if self._with_ids and (not last.text or self._stops or not self._gives_ids(kept)):
+            return False
+        return at <= letters and not (self._chat and at and sent[at - 1].isspace())
+
+    def _gives_ids(self, kept: int) -> bool:
+        """True if the part's ids end with its text: an event of several may end within a letter."""
+        return self._parts[kept - 1].ids - (self._parts[kept - 2].ids if kept > 1 else 0) == 1
+
+    def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
+        """The body that asks for the rest; `tokens`: of the answer so far."""
+        kept = self._parts[: rest.parts]
+        ids: Sequence[int] = self._ids[: kept[-1].ids] if kept and self._with_ids else ()
+        return body_of_rest(self._text, "".join(part.text for part in kept), ids, tokens)
+
+    def resume(self, rest: Rest, tokens: int) -> None:
+        """From now on, events belong to an answer to `body`."""
+        sent = self._sent
+        del self._parts[rest.parts :]
+        del self._ids[self._parts[-1].ids if self._parts else 0 :]
+        self._letters = self._base_letters = sum(len(part.text) for part in self._parts)
+        self._base_tokens = tokens
+        self._ahead = sent[self._letters :]
+        self._resumed = True
+        self._parser = EventParser()
+        self.error, self.withheld = None, b""
+
+    @property
+    def _sent(self) -> str:
+        return "".join(part.text for part in self._parts) + self._ahead
+
+    def _give_up(self, why: Why) -> None:
+        self._why = self._why or why
+        self._parts.clear()
+        self._ids.clear()
+
+
+def _begun_stop(sent: str, stops: Sequence[str]) -> int:
+    """Letters at the end that may begin a stop string."""
+    longest = max((len(stop) - 1 for stop in stops), default=0)
+    return next(
+        (n for n in range(min(longest, len(sent)), 0, -1) if any(stop.startswith(sent[-n:]) for stop in stops)), 0
+    )
+
+
+def _count(usage: Mapping[str, Any], name: str) -> int | None:
+    value = usage.get(name)
+    return value if type(value) is int and value >= 0 else None
