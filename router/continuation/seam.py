@@ -16,6 +16,7 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 MOST_LETTERS = 1 << 20
 """A longer answer is not kept, and can't go on."""
 DONE = b"data: [DONE]\n\n"
+_BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
 
 
 class CannotContinue(KvatlasError):
@@ -51,14 +52,16 @@ class Seam:
     """Reads the events that a client gets; `feed` returns them as the client gets them. They leave out what only the router
     asked for. After `resume`, events belong to another engine's answer, and become events of the first one's.
 
-    `error`: the engine's error, which ends its answer; `withheld`: its events, which the client has not got. `events`: events
-    with data that the client got.
+    `why`: why the answer can't go on, if it can't. `error`: the engine's error, which ends its answer; `withheld`: its events,
+    which the client has not got. `events`: events with data that the client got. `ended`: so has the answer.
     """
 
     def __init__(self, text: TextRequest) -> None:
         self.error: EngineError | None = None
         self.withheld = b""
         self.events = 0
+        self.ended = False
+        self.why: Why | None = None
         self._text = text
         self._chat = text.api is Api.CHAT
         options = text.body.get("stream_options")
@@ -68,7 +71,6 @@ class Seam:
         self._most = most_tokens(text)
         self._stops = stops_of(text)
         self._parser = EventParser()
-        self._why: Why | None = None
         self._identity: dict[str, bytes] = {}
         self._prompt_tokens: int | None = None
         self._cached_tokens: int | None = None
@@ -107,6 +109,10 @@ class Seam:
             out.append(passed[at:])
         return b"".join(out)
 
+    def end(self, rest: bytes) -> bytes:
+        """The last bytes of an engine's stream, as `feed`. Its last event may lack its empty line."""
+        return self.feed(rest + b"\n\n") if rest and not rest.endswith(_BLANK) else self.feed(rest)
+
     def _pass(self, event: Event, raw: bytes) -> bytes:
         if event.data is None:
             return raw
@@ -115,7 +121,9 @@ class Seam:
         if self.error is not None:
             self.withheld += raw
             return b""
-        if event.data.strip() != b"[DONE]":
+        if event.data.strip() == b"[DONE]":
+            self.ended = True
+        else:
             chunk = Chunk(other=Why.LONG) if event.cut else read_chunk(event.data)
             raw = self._follow(raw, chunk) if self._resumed else self._begin(raw, chunk)
         self.events += bool(raw)
@@ -181,7 +189,7 @@ class Seam:
             self._has_usage = self._has_usage or chunk.usage is not None
             return
         self._finished = self._finished or chunk.finish is not None
-        if self._why is not None:
+        if self.why is not None:
             return
         before = self._parts[-1].tokens if self._parts else self._base_tokens
         counted = None if chunk.usage is None else _count(chunk.usage, "completion_tokens")
@@ -222,8 +230,8 @@ class Seam:
 
     def rest(self) -> Rest:
         """What the client lacks, once its engine is gone. Raises CannotContinue."""
-        if self._why is not None:
-            raise CannotContinue(self._why)
+        if self.why is not None:
+            raise CannotContinue(self.why)
         if self._finished and (self._has_usage or not self._text.wants_usage):
             return Rest(end=DONE)
         sent = self._sent
@@ -276,7 +284,7 @@ class Seam:
         return "".join(part.text for part in self._parts) + self._ahead
 
     def _give_up(self, why: Why) -> None:
-        self._why = self._why or why
+        self.why = self.why or why
         self._parts.clear()
         self._ids.clear()
 

@@ -174,8 +174,8 @@ class CompletionResponse(Response):
                 usage = answer.usage(tokens=0) if self._body.counts_usage else None
                 yield server_sent_event(self._response_body([opening], usage, self.chunk_object_name))
         choice = self._choice(token.choice, answer, streamed=True)
-        if self._body.return_token_ids and first:
-            choice["prompt_token_ids"] = list(self._request.prompt)
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = list(self._request.prompt) if first else None
         usage = answer.usage() if self._body.counts_usage else None
         yield server_sent_event(self._response_body([choice], usage, self.chunk_object_name))
 
