@@ -79,7 +79,7 @@ class Seam:
         self._letters = 0
         self._ahead = ""
         """What the client has, and the current engine has not repeated yet."""
-        self._resumed = False
+        self._resumed = self._speaks = False
         self._base_tokens = self._base_letters = 0
         self._finished = self._has_usage = False
         self._finished_at = 0
@@ -163,6 +163,10 @@ class Seam:
                 return b""
             raw = edits.with_text(raw, rest)
         self._record(chunk)
+        if chunk.text:
+            self._speaks = True
+        elif not self._speaks and chunk.finish is None and self._may_change(chunk):
+            return b""  # it holds back letters, as the first engine did
         raw = edits.without_role(edits.with_identity(raw, self._identity))
         raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
         return self._shown(raw, chunk)
@@ -172,7 +176,7 @@ class Seam:
         if self._ahead.startswith(chunk.text):
             self._ahead = self._ahead[len(chunk.text) :]
             rest = ""
-        elif chunk.text.startswith(self._ahead) and chunk.is_plain and (chunk.ids is None or self._hides_ids):
+        elif chunk.text.startswith(self._ahead) and self._may_change(chunk):
             rest, self._ahead = chunk.text[len(self._ahead) :], ""
         else:
             raise CannotContinue(Why.DIVERGED)
@@ -183,6 +187,10 @@ class Seam:
                 raise CannotContinue(Why.DIVERGED)
             self._ahead = ""  # the client has the beginning of a stop string, which engines cut off
         return rest
+
+    def _may_change(self, chunk: Chunk) -> bool:
+        """True if the client gets nothing of the event that belongs to single tokens."""
+        return chunk.is_plain and (chunk.ids is None or self._hides_ids)
 
     def _record(self, chunk: Chunk) -> None:
         if not chunk.has_choice:
@@ -275,7 +283,7 @@ class Seam:
         self._letters = self._base_letters = sum(len(part.text) for part in self._parts)
         self._base_tokens = tokens
         self._ahead = sent[self._letters :]
-        self._resumed = True
+        self._resumed, self._speaks = True, False
         self._parser = EventParser()
         self.error, self.withheld = None, b""
 

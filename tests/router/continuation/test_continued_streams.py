@@ -1,6 +1,7 @@
 """Streams whose engine dies: what their clients get equals an undisturbed run."""
 
 import itertools
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 
 from kvatlas.store.connection import Store
 from kvatlas_router.outliers.retry_budget import RetryBudget
-from tests.router.continuation.mortal_engine import Death, Fate, mortal_fleet, read_stream
+from kvatlas_simulator.http.chat_template import render
+from tests.router.continuation.mortal_engine import Death, mortal_fleet, read_stream
 from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL, running_proxy
 from tests.router.proxy.test_proxy import status
+from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -86,3 +89,96 @@ async def test_a_stream_goes_on_after_each_of_its_events(store: Store, valkey_ur
                 assert len({worker_id for worker_id, _ in fate.asked}) == len(fate.asked)
         proxy = (await status(client))["proxy"]
         assert (proxy["broken"], proxy["gave_up"]) == (0, 0) and died > 40
+
+
+async def test_stop_strings_end_an_answer_across_its_seam(store: Store, valkey_url: str, no_budget: None) -> None:
+    async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
+        for path, body in ((COMPLETIONS, {"prompt": "Who?"}), (CHAT, {"messages": MESSAGES})):
+            text = text_of(await ask(client, path, body, max_tokens=16))
+            for stop in ([text[8:12], "never"], "never", [text[10:12]]):  # "never": the answer ends at its limit
+                undisturbed = await ask(client, path, body, max_tokens=14, stop=stop, **_USAGE)
+                assert (b'"finish_reason":"stop"' in undisturbed) == (stop != "never")
+                for after in range(3, events(undisturbed), 2):
+                    fate.after = [after]
+                    found = await ask(client, path, body, max_tokens=14, stop=stop, **_USAGE)
+                    assert found == undisturbed, (path, stop, after, await not_continued(client))
+
+
+async def test_a_stream_goes_on_after_several_deaths(store: Store, valkey_url: str, no_budget: None) -> None:
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 20, **_USAGE}
+    async with mortal_fleet(store, 4) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
+        undisturbed = await ask(client, path, body)
+        for after in ([5, 4], [3, 6, 9], [21, 3], [10, 8, 4]):
+            fate.after, fate.asked = list(after), []
+            assert await ask(client, path, body) == undisturbed, (after, await not_continued(client))
+            assert len({worker_id for worker_id, _ in fate.asked}) == len(fate.asked) > 1
+
+
+async def test_a_stream_leaves_a_stalled_engine(
+    store: Store, valkey_url: str, no_budget: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_bounds(monkeypatch)
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, **_USAGE}
+    async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
+        undisturbed = await ask(client, path, body)
+        fate.death = Death.STALLED
+        for after in (2, 6, 10):
+            fate.after = [after]
+            assert await ask(client, path, body) == undisturbed, (after, await not_continued(client))
+            fate.revive()
+
+
+async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url: str, no_budget: None) -> None:
+    """An engine whose core died reports that in the stream."""
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, **_USAGE}
+    async with (
+        mortal_fleet(store, 1) as (fleet, _),
+        running_engine(answers_text=True, answer_fault="late_error", answer_fault_event=5) as (failing, _),
+    ):
+        await fleet.report("w1", failing.base_url)
+        await fleet.holds("w1", list(render(MESSAGES).encode()))
+        async with running_proxy(valkey_url, continue_answers="all") as client:
+            found = await ask(client, path, body)
+            assert (await status(client))["proxy"]["continued"]["resumed"] == 1
+            assert found == await ask(client, path, body)
+
+
+async def test_two_engines_that_die_at_the_same_token_are_enough(
+    store: Store, valkey_url: str, no_budget: None
+) -> None:
+    """The request may be what kills them."""
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8}
+    async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
+        fate.after = [4, 1, 1]
+        found = await ask(client, path, body)
+        assert found.count(b'"content"') == 4 and b'data: {"error": ' in found and len(fate.asked) == 2
+        assert await not_continued(client) == {"same_token": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"), [({"temperature": 0.7}, "sampled"), ({"n": 2}, "choices"), ({"ignored": 1}, "no_worker")]
+)
+async def test_what_can_not_go_on_ends_with_an_error(
+    store: Store, valkey_url: str, fields: dict[str, Any], why: str
+) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 8, **fields}
+    workers = 1 if why == "no_worker" else 2
+    async with (
+        mortal_fleet(store, workers) as (_, fate),
+        running_proxy(valkey_url, continue_answers="deterministic") as client,
+    ):
+        fate.after = [6]
+        found = await ask(client, CHAT, body)
+        assert b'data: {"error": ' in found and not found.endswith(b"data: [DONE]\n\n") and len(fate.asked) == 1
+        assert await not_continued(client) == {why: 1}
+        assert (await status(client))["proxy"]["broken"] == 1
+
+
+def text_of(raw: bytes) -> str:
+    """The stream's text."""
+    choices = [
+        json.loads(line.removeprefix(b"data: "))["choices"]
+        for line in raw.split(b"\n\n")
+        if line.startswith(b"data: {")
+    ]
+    return "".join(one.get("text", one.get("delta", {}).get("content") or "") for each in choices for one in each)
