@@ -130,7 +130,7 @@ async def test_a_stream_leaves_a_stalled_engine(
 
 async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url: str, no_budget: None) -> None:
     """An engine whose core died reports that in the stream."""
-    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, **_USAGE}
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, "cache_salt": None}
     async with (
         mortal_fleet(store, 1) as (fleet, _),
         running_engine(answers_text=True, answer_fault="late_error", answer_fault_event=5) as (failing, _),
@@ -140,6 +140,7 @@ async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url
         async with running_proxy(valkey_url, continue_answers="all") as client:
             found = await ask(client, path, body)
             assert (await status(client))["proxy"]["continued"]["resumed"] == 1
+            await fleet.report("w1", fleet.urls["w0"])
             assert found == await ask(client, path, body)
 
 
