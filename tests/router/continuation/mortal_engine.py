@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -104,17 +104,27 @@ def _length(head: bytes) -> int:
 async def mortal_fleet(store: Store, workers: int = 3, **changed: Any) -> AsyncIterator[tuple[Fleet, Fate]]:
     """Engines that answer with text that any other goes on with, until their fate lets one die."""
     settings = {"answers_text": True, "num_gpu_blocks": 4_096, **changed}
-    fate = Fate()
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(
             running_fleet(store, {f"w{number}": settings for number in range(workers)})
         )
-        for worker_id, url in fleet.urls.items():
+        urls, fate = await stack.enter_async_context(mortal_engines(fleet.urls))
+        for worker_id, url in urls.items():
+            await fleet.report(worker_id, url)
+        yield fleet, fate
+
+
+@asynccontextmanager
+async def mortal_engines(urls: Mapping[str, str]) -> AsyncIterator[tuple[Mapping[str, str], Fate]]:
+    """Addresses of these engines by worker, with a fate."""
+    fate, found = Fate(), dict[str, str]()
+    async with AsyncExitStack() as stack:
+        for worker_id, url in urls.items():
             server = await asyncio.start_server(_Relay(worker_id, url, fate).handle, "127.0.0.1", 0)
             stack.push_async_callback(_close, server)
             host, port = server.sockets[0].getsockname()[:2]
-            await fleet.report(worker_id, f"http://{host}:{port}")
-        yield fleet, fate
+            found[worker_id] = f"http://{host}:{port}"
+        yield found, fate
         fate.revive()
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,11 +13,13 @@ import pytest
 from kvatlas.store.connection import Store
 from kvatlas_router.outliers.retry_budget import RetryBudget
 from kvatlas_simulator.http.chat_template import render
+from tests.chaos.child_process import ChildProcess
+from tests.eventually import until
 from tests.router.continuation.mortal_engine import Death, mortal_fleet, read_stream
 from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL, running_proxy
 from tests.router.proxy.test_proxy import status
-from tests.simulator.running_engine import running_engine
+from tests.simulator.running_engine import FREE_PORT, running_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -142,6 +145,33 @@ async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url
             assert (await status(client))["proxy"]["continued"]["resumed"] == 1
             await fleet.report("w1", fleet.urls["w0"])
             assert found == await ask(client, path, body)
+
+
+async def test_a_stream_goes_on_after_its_engines_process_was_killed(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, "cache_salt": None}
+    flags = ["--port", "0", "--endpoint", FREE_PORT, "--replay-endpoint", FREE_PORT, "--answers-text"]
+    killed = ChildProcess(
+        "engine",
+        ["simulate-engine", *flags, "--answer-fault", "kill", "--answer-fault-event", "5"],
+        "engine at",
+        tmp_path,
+    )
+    killed.start()
+    try:
+        await killed.ready()
+        url = next(word for word in killed.log_text().split() if word.startswith("http://")).rstrip(";,")
+        async with mortal_fleet(store, 1) as (fleet, _):
+            await fleet.report("w1", url)
+            await fleet.holds("w1", list(render(MESSAGES).encode()))
+            async with running_proxy(valkey_url, continue_answers="all") as client:
+                found = await ask(client, path, body)
+                assert (await status(client))["proxy"]["continued"]["resumed"] == 1
+                await until(lambda: not killed.is_running, what="the engine is gone")
+                assert found == await ask(client, path, body)
+    finally:
+        killed.close()
 
 
 async def test_two_engines_that_die_at_the_same_token_are_enough(

@@ -1,0 +1,87 @@
+"""Streams of vLLM's and SGLang's own servers go on at another engine of the same kind."""
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvatlas.fleet.records import EngineKind
+from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.store.connection import Store, open_store
+from kvatlas_router.outliers.retry_budget import RetryBudget
+from tests.frontends.fleet import Fleet
+from tests.router.continuation.mortal_engine import mortal_engines, read_stream
+from tests.router.proxy.engines import record, running_fleet, running_proxy
+
+pytestmark = pytest.mark.anyio
+
+SAY = '[[say The worker  that holds it answers:\n\nümlaut, "quotes" and more.]] Who holds it?'
+USAGE = {"stream_options": {"include_usage": True}}
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, **USAGE}),
+    "logprobs": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, "logprobs": True},
+    ),
+    "text": ("/v1/completions", {"prompt": SAY, "max_tokens": 99, **USAGE}),
+    "text to its limit": ("/v1/completions", {"prompt": SAY, "max_tokens": 12, **USAGE}),
+    "stop": ("/v1/completions", {"prompt": SAY, "max_tokens": 99, "stop": ["quotes"], **USAGE}),
+}
+
+
+@pytest.fixture
+def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RetryBudget, "take", lambda _: True)
+
+
+async def test_a_stream_goes_on_at_another_engine(fleet: Fleet, model: str, valkey_url: str, no_budget: None) -> None:
+    store = await open_store(valkey_url, wait=False)
+    try:
+        await store.client.flushall()
+        await _compare(store, fleet, model, valkey_url)
+    finally:
+        await store.close()
+
+
+async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> None:
+    engines = [fleet.engines[model][0].url, fleet.engines[model][-1].url]
+    kind = EngineKind.SGLANG if model.startswith("sglang") else EngineKind.VLLM
+    async with (
+        mortal_engines({f"w{number}": url for number, url in enumerate([*engines, engines[0]])}) as (urls, fate),
+        running_fleet(store, {}),
+    ):
+        for worker_id, url in urls.items():
+            one = record(worker_id, url)
+            endpoint = replace(one.endpoint, kind=kind, model_id=model, tokenizer_id=model, block_size=16)
+            await FleetStore(store).write({worker_id: replace(one, endpoint=endpoint)})
+        async with running_proxy(valkey_url, continue_answers="all") as client:
+            for name, (path, asked) in REQUESTS.items():
+                body = {"model": model, "temperature": 0, "stream": True, **asked}
+                undisturbed = said(await read_stream(client, path, body))
+                for after in range(2, undisturbed["events"], 3):
+                    fate.after, fate.asked = [after], []
+                    found = said(await read_stream(client, path, body))
+                    assert {**found, "events": 0} == {**undisturbed, "events": 0}, (name, after)
+                    assert len(fate.asked) == 2 or after >= undisturbed["events"] - 1
+
+
+def said(raw: bytes) -> dict[str, Any]:
+    """What a stream says, whatever its events are."""
+    assert raw.endswith(b"data: [DONE]\n\n"), raw[-500:]
+    events = [json.loads(one[6:]) for one in raw.split(b"\n\n") if one.startswith(b"data: {")]
+    choices = [choice for one in events for choice in one["choices"]]
+    texts = [one.get("text", one.get("delta", {}).get("content")) or "" for one in choices]
+    usages = [one["usage"] for one in events if one.get("usage")]
+    assert len({(one["id"], one["created"], one["model"]) for one in events}) == 1
+    return {
+        "text": "".join(texts),
+        "roles": [role for one in choices if (role := one.get("delta", {}).get("role"))],
+        "finish": [(one["finish_reason"], one.get("stop_reason")) for one in choices if one["finish_reason"]],
+        "usages": [re.sub(r'"cached_tokens": \d+', "", json.dumps(one)) for one in usages],
+        "logprobs": [
+            token["token"] for one in choices if one.get("logprobs") for token in one["logprobs"].get("content") or ()
+        ],
+        "events": len(events) + 1,
+    }
