@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,8 +53,9 @@ async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> N
     ):
         for worker_id, url in urls.items():
             one = record(worker_id, url)
-            endpoint = replace(one.endpoint, kind=kind, model_id=model, tokenizer_id=model, block_size=16)
-            await FleetStore(store).write({worker_id: replace(one, endpoint=endpoint)})
+            named = {"kind": kind, "model_id": model, "tokenizer_id": model, "block_size": 16}
+            endpoint = one.endpoint.model_copy(update=named)
+            await FleetStore(store).write({worker_id: one.model_copy(update={"endpoint": endpoint})})
         async with running_proxy(valkey_url, continue_answers="all") as client:
             for name, (path, asked) in REQUESTS.items():
                 body = {"model": model, "temperature": 0, "stream": True, **asked}
