@@ -11,6 +11,8 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Of vLLM's and SGLang's completions without `max_tokens`."""
+MOST_PROMPT_IDS = 1 << 15
+"""Engines return the prompt's ids too, in one event. Answers to longer prompts are repeated from their beginning."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
 
@@ -30,7 +32,8 @@ def counting_fields(text: TextRequest) -> Mapping[str, Any]:
     fields: dict[str, Any] = {
         "stream_options": {**(options or {}), "include_usage": True, "continuous_usage_stats": True}
     }
-    return {**fields, "return_token_ids": True} if has_ids(text) else fields
+    few = has_ids(text) and len(text.prompt) <= MOST_PROMPT_IDS
+    return {**fields, "return_token_ids": True} if few else fields
 
 
 def has_ids(text: TextRequest) -> bool:

@@ -15,6 +15,9 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 
 MOST_LETTERS = 1 << 20
 """A longer answer is not kept, and can't go on."""
+MOST_WITHHELD_BYTES = 1 << 16
+THINKING = "<think>"
+"""How an answer with reasoning begins if its engine does not parse that; templates change or drop it."""
 DONE = b"data: [DONE]\n\n"
 _BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
 
@@ -119,7 +122,8 @@ class Seam:
         if self.error is None and not event.cut:
             self.error = EngineError.of_event(event.type, event.data)
         if self.error is not None:
-            self.withheld += raw
+            if len(self.withheld) < MOST_WITHHELD_BYTES:
+                self.withheld += raw
             return b""
         if event.data.strip() == b"[DONE]":
             self.ended = True
@@ -209,6 +213,10 @@ class Seam:
             self._finished_at = len(self._parts)
         if self._letters > MOST_LETTERS:
             self._give_up(Why.LONG)
+        elif (
+            self._chat and chunk.text and self._letters < 4 * len(THINKING) and self._sent.lstrip().startswith(THINKING)
+        ):
+            self._give_up(Why.REASONING)
 
     def _shown(self, raw: bytes, chunk: Chunk) -> bytes:
         """The event without what only the router asked for, and with the whole answer's usage."""

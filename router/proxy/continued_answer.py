@@ -61,7 +61,9 @@ class ContinuedAnswer:
     @property
     def may_go_on(self) -> bool:
         """True if another worker could go on now."""
-        return self.seam is not None and self.seam.why is None
+        if self.seam is None or self.seam.why is not None:
+            return False
+        return self.body is None or self._reached != self.seam.reached
 
     def fit(self, *, readable: bool) -> None:
         """Check the answer that an engine has begun. Raises CannotContinue unless it is a stream of events, as the first."""

@@ -114,7 +114,7 @@ class WorkerTries:
                 return
             except (NoWorkers, Unreachable) as error:
                 attempts.line = attempts.line or str(error)
-                if not attempts.free or attempts.number == self._most_attempts:
+                if not attempts.free or attempts.begun or attempts.number == self._most_attempts:
                     break
                 await asyncio.sleep(AGAIN_S)
                 attempts.tried = frozenset()

@@ -13,6 +13,7 @@ from kvatlas_router.outliers.retry_budget import RetryBudget
 from tests.frontends.fleet import Fleet
 from tests.router.continuation.mortal_engine import mortal_engines, read_stream
 from tests.router.proxy.engines import record, running_fleet, running_proxy
+from tests.router.proxy.test_proxy import status
 
 pytestmark = pytest.mark.anyio
 
@@ -63,8 +64,9 @@ async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> N
                 for after in range(2, undisturbed["events"], 3):
                     fate.after, fate.asked = [after], []
                     found = said(await read_stream(client, path, body))
-                    assert {**found, "events": 0} == {**undisturbed, "events": 0}, (name, after)
-                    assert len(fate.asked) == 2 or after >= undisturbed["events"] - 1
+                    differ = {key: (undisturbed[key], found[key]) for key in found if found[key] != undisturbed[key]}
+                    assert not differ.keys() - {"events"}, (name, after, differ, fate.asked)
+            assert (await status(client))["proxy"]["continued"]["resumed"] > 20
 
 
 def said(raw: bytes) -> dict[str, Any]:
