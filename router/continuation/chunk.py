@@ -14,13 +14,14 @@ _REASONING = frozenset({"reasoning", "reasoning_content"})
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """`text`: its part of the answer. `ids`: the part's token ids, if the engine gives them. `opens`: only a role. `finish`:
-    the finish reason. `has_choice`: false for a usage. `is_plain`: nothing in it belongs to single tokens. `other`: why an
-    answer with this event can't go on."""
+    the finish reason; `stop`: the stop string. `has_choice`: false for a usage. `is_plain`: nothing in it belongs to single
+    tokens. `other`: why an answer with this event can't go on."""
 
     text: str = ""
     ids: Sequence[int] | None = None
     opens: bool = False
     finish: str | None = None
+    stop: str | None = None
     usage: Mapping[str, Any] | None = None
     has_choice: bool = True
     is_plain: bool = True
@@ -52,6 +53,7 @@ def read_chunk(data: bytes) -> Chunk:
         ids=ids if isinstance(ids, list) else None,
         opens=bool(said.get("role")) and not text and not others and finish is None,
         finish=finish if isinstance(finish, str) else None,
+        stop=stop if isinstance(stop := choice.get("stop_reason", choice.get("matched_stop")), str) else None,
         usage=usage,
         is_plain=choice.get("logprobs") is None,
         other=_why(others),

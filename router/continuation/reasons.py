@@ -36,7 +36,7 @@ class Why(StrEnum):
     NO_WORKER = "no_worker"  # none left, or no try left
 
 
-CONTINUED_APIS = (Api.CHAT, Api.COMPLETIONS)
+CONTINUED_APIS = (Api.CHAT, Api.COMPLETIONS, Api.MESSAGES)
 _GUIDES = (
     "structured_outputs",
     "guided_json",
@@ -92,7 +92,11 @@ def _is_guided(text: TextRequest) -> bool:
     form = body.get("response_format")
     if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
         return True
-    return bool(body.get("tools")) and body.get("tool_choice") not in (None, *_FREE)
+    config, choice = body.get("output_config"), body.get("tool_choice")
+    if isinstance(config, dict) and config.get("format") is not None:
+        return True
+    choice = choice.get("type") if isinstance(choice, dict) and text.api is Api.MESSAGES else choice
+    return bool(body.get("tools")) and choice not in (None, *_FREE)
 
 
 def _has_own_form(text: TextRequest) -> bool:

@@ -7,6 +7,7 @@ prompt is longer. Neither API takes both a text and token ids, so a prompt of to
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvatlas_router.continuation.messages import chat_body
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -27,6 +28,8 @@ def most_tokens(text: TextRequest) -> int | None:
 def counting_fields(text: TextRequest) -> Mapping[str, Any]:
     """Fields with which a stream counts its tokens in each event, and gives their ids if the prompt has ids."""
     options = text.body.get("stream_options")
+    if text.api is Api.MESSAGES:
+        return {}  # not there
     if options is not None and not isinstance(options, dict):
         return {}  # the engine refuses it
     fields: dict[str, Any] = {
@@ -43,13 +46,16 @@ def has_ids(text: TextRequest) -> bool:
 
 def stops_of(text: TextRequest) -> tuple[str, ...]:
     """The request's stop strings."""
-    stop = text.body.get("stop")
+    stop = text.body.get("stop_sequences" if text.api is Api.MESSAGES else "stop")
     listed = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
     return tuple(one for one in listed if isinstance(one, str) and one)
 
 
 def body_of_rest(text: TextRequest, sent: str, ids: Sequence[int], tokens: int) -> dict[str, Any]:
-    """The body that asks for the rest. `sent`, `ids`, `tokens`: the answer so far."""
+    """The body that asks for the rest. `sent`, `ids`, `tokens`: the answer so far. Raises CannotTokenize for a conversation of
+    another API whose chat is not known."""
+    if text.api is Api.MESSAGES:
+        text = TextRequest(Api.CHAT, chat_body(text), text.kind, text.model_id, text.tenant_id)
     body = {**text.body, **_shorter(text, tokens)}
     if not sent and not ids:
         return body

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvatlas.errors import KvatlasError
+from kvatlas.fleet.records import EngineKind
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_parser import Event, EventParser
 from kvatlas_router.continuation import edits
 from kvatlas_router.continuation.chunk import Chunk, read_chunk
+from kvatlas_router.continuation.messages import END, MessageEvents, is_end, read_message_event
 from kvatlas_router.continuation.reasons import Why
 from kvatlas_router.continuation.rest_request import body_of_rest, has_ids, most_tokens, stops_of
 from kvatlas_router.tokens.text_request import Api, TextRequest
@@ -33,12 +35,12 @@ class CannotContinue(KvatlasError):
 @dataclass(frozen=True, slots=True)
 class Rest:
     """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
-    the client has beyond that. `lag`: at most so many of the tokens have no text yet. `end`: the client lacks only this, so no
-    engine is needed."""
+    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed. `end`: the
+    client lacks only this, so no engine is needed."""
 
     parts: int = 0
     tokens: int = 0
-    lag: int = 0
+    lag: int | None = 0
     end: bytes | None = None
 
 
@@ -66,7 +68,8 @@ class Seam:
         self.ended = False
         self.why: Why | None = None
         self._text = text
-        self._chat = text.api is Api.CHAT
+        self._message = MessageEvents() if text.api is Api.MESSAGES else None
+        self._chat = text.api.is_conversation
         options = text.body.get("stream_options")
         self._shows_usage = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
         self._with_ids = has_ids(text)
@@ -127,9 +130,18 @@ class Seam:
             return b""
         if event.data.strip() == b"[DONE]":
             self.ended = True
+            raw = raw if self._message is None else END
+        elif event.cut:
+            self._give_up(Why.LONG)
+        elif self._resumed:
+            raw = self._follow(raw, read_chunk(event.data))
+        elif self._message is None:
+            raw = self._begin(raw, read_chunk(event.data))
+        elif (chunk := read_message_event(event)) is None:
+            self.ended = self.ended or is_end(event)
         else:
-            chunk = Chunk(other=Why.LONG) if event.cut else read_chunk(event.data)
-            raw = self._follow(raw, chunk) if self._resumed else self._begin(raw, chunk)
+            self._message.learn(event, raw, chunk)
+            raw = self._begin(raw, chunk)
         self.events += bool(raw)
         return raw
 
@@ -144,22 +156,26 @@ class Seam:
         if chunk.other is not None:
             self._give_up(chunk.other)
         self._record(chunk)
-        return self._shown(raw, chunk)
+        return self._shown(raw, chunk) if self._message is None else raw
 
     def _follow(self, raw: bytes, chunk: Chunk) -> bytes:
         """An event of another engine's answer. Empty if the client has it."""
         if chunk.opens:
             return b""
+        if self._message is not None:
+            self._message.finish(chunk)
         if not chunk.has_choice:
             if self._has_usage:
                 return b""
             self._record(chunk)
+            if self._message is not None:
+                return self._message.usage(self.sum_usage(chunk.usage or {})["completion_tokens"])
             return self._shown(edits.with_identity(raw, self._identity), chunk)
         if chunk.other is not None:
             if self._ahead or self._finished or chunk.other is Why.REASONING:
                 raise CannotContinue(Why.DIVERGED)
             self._give_up(chunk.other)
-        has_it = self._finished
+        has_it, rest = self._finished, chunk.text
         if self._ahead or self._finished:
             rest = self._repeat(chunk)
             if not rest and (has_it or chunk.finish is None):
@@ -171,6 +187,10 @@ class Seam:
             self._speaks = True
         elif not self._speaks and chunk.finish is None and self._may_change(chunk):
             return b""  # it holds back letters, as the first engine did
+        if self._message is not None:
+            if chunk.other is not None:
+                raise CannotContinue(Why.DIVERGED)
+            return self._message.part(rest, last=chunk.finish is not None)
         raw = edits.without_role(edits.with_identity(raw, self._identity))
         raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
         return self._shown(raw, chunk)
@@ -231,8 +251,11 @@ class Seam:
     def sum_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """The whole answer's usage, from that of the last engine: the prompt is the client's, and the answer is all of it."""
         own = _count(usage, "prompt_tokens") or 0
-        completion = self._base_tokens + (_count(usage, "completion_tokens") or 0)
         prompt = own - self._base_tokens if self._prompt_tokens is None else self._prompt_tokens
+        before = (
+            self._base_tokens if self._message is None else max(0, own - prompt)
+        )  # a message counts only at its end
+        completion = before + (_count(usage, "completion_tokens") or 0)
         summed = {**usage, "prompt_tokens": prompt, "completion_tokens": completion}
         if "total_tokens" in usage:
             summed["total_tokens"] = prompt + completion
@@ -249,7 +272,7 @@ class Seam:
         if self.why is not None:
             raise CannotContinue(self.why)
         if self._finished and (self._has_usage or not self._text.wants_usage):
-            return Rest(end=DONE)
+            return Rest(end=DONE if self._message is None else END)
         sent = self._sent
         letters = len(sent) - _begun_stop(sent, self._stops)
         at = sum(len(part.text) for part in self._parts)
@@ -259,7 +282,7 @@ class Seam:
             at -= len(self._parts[kept].text)
         tokens = self._parts[kept - 1].tokens if kept else 0
         longest = max(map(len, self._stops), default=1)
-        return Rest(kept, tokens, min(longest - 1, tokens))
+        return Rest(kept, tokens, None if self._message is not None else min(longest - 1, tokens))
 
     def _may_end(self, sent: str, kept: int, at: int, letters: int) -> bool:
         """May another engine get the answer up to this part? It must be able to generate a token, see whole stop strings, and
@@ -277,8 +300,17 @@ class Seam:
         """True if the part's ids end with its text: an event of several may end within a letter."""
         return self._parts[kept - 1].ids - (self._parts[kept - 2].ids if kept > 1 else 0) == 1
 
+    @property
+    def asks(self) -> Api:
+        """The API of the request for the rest."""
+        return self._text.api if self._message is None else Api.CHAT
+
+    def of_engines(self, kind: EngineKind, model_id: str) -> None:
+        """Set what the engines are: it decides how they read a conversation."""
+        self._text = self._text.of_engines(kind, model_id, self._text.tenant_id)
+
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
-        """The body that asks for the rest; `tokens`: of the answer so far."""
+        """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
         kept = self._parts[: rest.parts]
         ids: Sequence[int] = self._ids[: kept[-1].ids] if kept and self._with_ids else ()
         return body_of_rest(self._text, "".join(part.text for part in kept), ids, tokens)

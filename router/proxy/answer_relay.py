@@ -101,9 +101,9 @@ class AnswerRelay:
         """Send a request to the chosen engine, or to both engines of a pair; see `send_to_engine` and `send_to_pair`.
         `may_move`: see `SentTry`. `continued`: its answer, or what there is of it."""
         to_engine, text = request.for_engine, request.text
-        if text is not None and continued.body is not None:
-            text = replace(text, body=continued.body)
-            to_engine = replace(to_engine, body=json.dumps(continued.body).encode())
+        if text is not None and continued.api is not None and continued.body is not None:
+            text = replace(text, api=continued.api, body=continued.body)
+            to_engine = replace(to_engine, path=continued.api.value, body=json.dumps(continued.body).encode())
         self._counters.overhead.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         self._counters.sent += 1
         fields: dict[str, Any] = {}

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.fleet.records import EngineKind
+from kvatlas.identity import Scope
 from kvatlas_router.continuation.reasons import ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import CannotContinue, Rest, Seam
@@ -13,11 +15,13 @@ from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ContinuationCounters
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
-from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.tokens.text_request import Api, TextRequest
+from kvatlas_router.tokens.tokenizer import CannotTokenize
 from router_client.learning.usage import Usage
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
+KindOf = Callable[[Scope], Awaitable[EngineKind]]
 ReadPrompt = Callable[[TextRequest], Awaitable[RequestPrompt]]
 
 
@@ -30,6 +34,7 @@ class ContinuedAnswer:
     request: ClientRequest
     counters: ContinuationCounters
     read_prompt: ReadPrompt
+    kind_of: KindOf
     why: Why | None = None
     seam: Seam | None = None
     body: Mapping[str, Any] | None = None
@@ -41,10 +46,15 @@ class ContinuedAnswer:
 
     @classmethod
     def of(
-        cls, request: ClientRequest, mode: ContinueMode, counters: ContinuationCounters, read_prompt: ReadPrompt
+        cls,
+        request: ClientRequest,
+        mode: ContinueMode,
+        counters: ContinuationCounters,
+        read_prompt: ReadPrompt,
+        kind_of: KindOf,
     ) -> "ContinuedAnswer":
         """The answer of a request that was not sent yet."""
-        answer = cls(request, counters, read_prompt)
+        answer = cls(request, counters, read_prompt, kind_of)
         text = request.text
         if mode is ContinueMode.OFF or text is None or not text.streamed:
             return answer
@@ -64,6 +74,11 @@ class ContinuedAnswer:
         if self.seam is None or self.seam.why is not None:
             return False
         return self.body is None or self._reached != self.seam.reached
+
+    @property
+    def api(self) -> Api | None:
+        """The API of the request for the rest."""
+        return None if self.seam is None or self.body is None else self.seam.asks
 
     def fit(self, *, readable: bool) -> None:
         """Check the answer that an engine has begun. Raises CannotContinue unless it is a stream of events, as the first."""
@@ -101,14 +116,16 @@ class ContinuedAnswer:
             if rest.end is not None:
                 await self.request.send({"type": "http.response.body", "body": rest.end})
                 return None
-            assert self.request.text is not None
-            asked = TextRequest.of(self.request.text.api, seam.body(rest, rest.tokens))
+            seam.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
+            asked = TextRequest.of(seam.asks, seam.body(rest, rest.tokens))
             found = await self.read_prompt(asked)
             tokens = _count(rest, read, found)
             self.body = seam.body(rest, tokens)
             seam.resume(rest, tokens)
         except CannotContinue as cannot:
             await self.end(cannot.why)
+        except CannotTokenize:
+            await self.end(Why.TEMPLATE)
         except (InvalidValue, UnknownModel, Unreachable):
             await self.end(Why.NO_WORKER)
         else:
@@ -132,6 +149,7 @@ class ContinuedAnswer:
 def _count(rest: Rest, read: RequestPrompt, found: RequestPrompt) -> int:
     """The answer's tokens in the prompt of the rest. Engines hold back text that may begin a stop string, so tokens that they
     have counted may have no text yet; the difference of the prompts shows that."""
-    if rest.lag and read.prompt_tokens is not None and found.prompt_tokens is not None:
-        return min(rest.tokens, max(rest.tokens - rest.lag, found.prompt_tokens - read.prompt_tokens))
-    return rest.tokens
+    if rest.lag == 0 or read.prompt_tokens is None or found.prompt_tokens is None:
+        return rest.tokens
+    more = max(0, found.prompt_tokens - read.prompt_tokens)
+    return more if rest.lag is None else min(rest.tokens, max(rest.tokens - rest.lag, more))

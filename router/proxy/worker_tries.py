@@ -93,7 +93,9 @@ class WorkerTries:
     async def run(self, request: ClientRequest, read: RequestPrompt, read_prompt: ReadPrompt) -> None:
         """Try workers until one answers, or none is left to try. The client gets an answer in any case. `read_prompt`: reads
         what is asked for the rest of an answer."""
-        answer = ContinuedAnswer.of(request, self._continues, self._counters.continued, read_prompt)
+        answer = ContinuedAnswer.of(
+            request, self._continues, self._counters.continued, read_prompt, self._catalogue.kind_of
+        )
         attempts = _Attempts(request, read, answer, read.prompt.scope.pool_id)
         budget = self._outliers.retry_budget(attempts.pool_id)
         budget.record_request()

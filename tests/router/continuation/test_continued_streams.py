@@ -33,6 +33,10 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "text, with the default limit": (COMPLETIONS, {"prompt": "Who?"}),
     "token ids": (COMPLETIONS, {"prompt": list(b"Who holds it?"), "max_tokens": 7, **_USAGE}),
     "token ids, shown": (COMPLETIONS, {"prompt": list(b"Who?"), "max_tokens": 6, "return_token_ids": True, **_USAGE}),
+    "message": (
+        "/v1/messages",
+        {"system": "Be brief.", "messages": [{"role": "user", "content": "Who holds it?"}], "max_tokens": 8},
+    ),
     "usage in each event": (
         COMPLETIONS,
         {
@@ -81,8 +85,8 @@ async def test_a_stream_goes_on_after_each_of_its_events(store: Store, valkey_ur
         died = 0
         for name, (path, body) in REQUESTS.items():
             undisturbed = await ask(client, path, body)
-            assert undisturbed.endswith(b"data: [DONE]\n\n")
-            first = 2 if path == CHAT else 1  # the router tries again before the first content anyway
+            assert undisturbed.endswith((b"data: [DONE]\n\n", b'"message_stop"}\n\n'))
+            first = {CHAT: 2, COMPLETIONS: 1}.get(path, 3)  # the router tries again before the first content anyway
             for after in range(first, events(undisturbed)):
                 fate.death = Death.KILLED if after % 2 else Death.RESET
                 fate.after, fate.asked = [after], []
