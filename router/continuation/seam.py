@@ -1,6 +1,6 @@
 """What a client has of a streamed answer, and the events of other engines' answers that follow it without a seam."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvatlas_router.continuation.chunk import Chunk, read_chunk
 from kvatlas_router.continuation.messages import END, MessageEvents, is_end, read_message_event
 from kvatlas_router.continuation.reasons import Why
 from kvatlas_router.continuation.rest_request import body_of_rest, has_ids, most_tokens, stops_of
+from kvatlas_router.continuation.usage import WholeUsage, count
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 MOST_LETTERS = 1 << 20
@@ -46,11 +47,12 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """`tokens`, `ids`: of the answer up to the part's end."""
+    """`tokens`, `ids`: of the answer up to the part's end. `shows_tokens`: the client gets more of single tokens than text."""
 
     text: str
     tokens: int
     ids: int
+    shows_tokens: bool = False
 
 
 class Seam:
@@ -58,7 +60,8 @@ class Seam:
     asked for. After `resume`, events belong to another engine's answer, and become events of the first one's.
 
     `why`: why the answer can't go on, if it can't. `error`: the engine's error, which ends its answer; `withheld`: its events,
-    which the client has not got. `events`: events with data that the client got. `ended`: so has the answer.
+    which the client has not got. `events`: events with data that the client got. `ended`: so has the answer. `usage`: the
+    whole answer's.
     """
 
     def __init__(self, text: TextRequest) -> None:
@@ -68,6 +71,7 @@ class Seam:
         self.ended = False
         self.why: Why | None = None
         self._text = text
+        self.usage = WholeUsage(by_prompt=text.api is Api.MESSAGES)
         self._message = MessageEvents() if text.api is Api.MESSAGES else None
         self._chat = text.api.is_conversation
         options = text.body.get("stream_options")
@@ -78,15 +82,15 @@ class Seam:
         self._stops = stops_of(text)
         self._parser = EventParser()
         self._identity: dict[str, bytes] = {}
-        self._prompt_tokens: int | None = None
-        self._cached_tokens: int | None = None
         self._parts: list[_Part] = []
         self._ids: list[int] = []
         self._letters = 0
         self._ahead = ""
         """What the client has, and the current engine has not repeated yet."""
+        self._silent = 0
+        """Tokens without text behind that: a letter may have several."""
         self._resumed = self._speaks = False
-        self._base_tokens = self._base_letters = 0
+        self._base_letters = 0
         self._finished = self._has_usage = False
         self._finished_at = 0
         """The parts up to the last token, once it was generated."""
@@ -149,10 +153,7 @@ class Seam:
         """An event of the first engine's answer."""
         self._identity = self._identity or edits.identity_of(raw)
         if chunk.usage is not None:
-            self._prompt_tokens = _count(chunk.usage, "prompt_tokens")
-            details = chunk.usage.get("prompt_tokens_details")
-            cached = _count(details, "cached_tokens") if isinstance(details, dict) else None
-            self._cached_tokens = self._cached_tokens if cached is None else cached
+            self.usage.learn(chunk.usage)
         if chunk.other is not None:
             self._give_up(chunk.other)
         self._record(chunk)
@@ -169,13 +170,19 @@ class Seam:
                 return b""
             self._record(chunk)
             if self._message is not None:
-                return self._message.usage(self.sum_usage(chunk.usage or {})["completion_tokens"])
+                return self._message.usage(self.usage.sum(chunk.usage or {})["completion_tokens"])
             return self._shown(edits.with_identity(raw, self._identity), chunk)
         if chunk.other is not None:
             if self._ahead or self._finished or chunk.other is Why.REASONING:
                 raise CannotContinue(Why.DIVERGED)
             self._give_up(chunk.other)
         has_it, rest = self._finished, chunk.text
+        if self._silent and not self._ahead and chunk.finish is None and not chunk.text:
+            self._silent -= 1
+            self._record(chunk)
+            return b""
+        if self._silent and not self._may_change(chunk) and not self._ahead:
+            raise CannotContinue(Why.DIVERGED)
         if self._ahead or self._finished:
             rest = self._repeat(chunk)
             if not rest and (has_it or chunk.finish is None):
@@ -223,12 +230,12 @@ class Seam:
         self._finished = self._finished or chunk.finish is not None
         if self.why is not None:
             return
-        before = self._parts[-1].tokens if self._parts else self._base_tokens
-        counted = None if chunk.usage is None else _count(chunk.usage, "completion_tokens")
-        tokens = before + bool(chunk.text) if counted is None else self._base_tokens + counted
+        before = self._parts[-1].tokens if self._parts else self.usage.before
+        counted = None if chunk.usage is None else count(chunk.usage, "completion_tokens")
+        tokens = before + bool(chunk.text) if counted is None else self.usage.before + counted
         self._ids += chunk.ids or ()
         self._letters += len(chunk.text)
-        self._parts.append(_Part(chunk.text, tokens, len(self._ids)))
+        self._parts.append(_Part(chunk.text, tokens, len(self._ids), not self._may_change(chunk)))
         if chunk.finish is not None:
             self._finished_at = len(self._parts)
         if self._letters > MOST_LETTERS:
@@ -246,24 +253,7 @@ class Seam:
             return raw
         if chunk.has_choice and not self._shows_usage:
             return edits.without_usage(raw)
-        return edits.with_usage(raw, self.sum_usage) if self._resumed else raw
-
-    def sum_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole answer's usage, from that of the last engine: the prompt is the client's, and the answer is all of it."""
-        own = _count(usage, "prompt_tokens") or 0
-        prompt = own - self._base_tokens if self._prompt_tokens is None else self._prompt_tokens
-        before = (
-            self._base_tokens if self._message is None else max(0, own - prompt)
-        )  # a message counts only at its end
-        completion = before + (_count(usage, "completion_tokens") or 0)
-        summed = {**usage, "prompt_tokens": prompt, "completion_tokens": completion}
-        if "total_tokens" in usage:
-            summed["total_tokens"] = prompt + completion
-        details = usage.get("prompt_tokens_details")
-        if isinstance(details, dict) and (cached := _count(details, "cached_tokens")) is not None:
-            first = min(cached, prompt) if self._cached_tokens is None else self._cached_tokens
-            summed["prompt_tokens_details"] = {**details, "cached_tokens": first}
-        return summed
+        return edits.with_usage(raw, self.usage.sum) if self._resumed else raw
 
     # ------------------------------------------------------------ the rest
 
@@ -294,6 +284,8 @@ class Seam:
             return False
         if self._with_ids and (not last.text or self._stops or not self._gives_ids(kept)):
             return False
+        if last.shows_tokens and not last.text:
+            return False
         return at <= letters and not (self._chat and at and sent[at - 1].isspace())
 
     def _gives_ids(self, kept: int) -> bool:
@@ -318,10 +310,14 @@ class Seam:
     def resume(self, rest: Rest, tokens: int) -> None:
         """From now on, events belong to an answer to `body`."""
         sent = self._sent
+        repeated = self._parts[rest.parts :]
+        while not self._ahead and repeated and not repeated[-1].text and repeated[-1].shows_tokens:
+            repeated.pop()
+            self._silent += 1
         del self._parts[rest.parts :]
         del self._ids[self._parts[-1].ids if self._parts else 0 :]
         self._letters = self._base_letters = sum(len(part.text) for part in self._parts)
-        self._base_tokens = tokens
+        self.usage.before = tokens
         self._ahead = sent[self._letters :]
         self._resumed, self._speaks = True, False
         self._parser = EventParser()
@@ -343,8 +339,3 @@ def _begun_stop(sent: str, stops: Sequence[str]) -> int:
     return next(
         (n for n in range(min(longest, len(sent)), 0, -1) if any(stop.startswith(sent[-n:]) for stop in stops)), 0
     )
-
-
-def _count(usage: Mapping[str, Any], name: str) -> int | None:
-    value = usage.get(name)
-    return value if type(value) is int and value >= 0 else None

@@ -93,7 +93,7 @@ class ContinuedAnswer:
         """The whole answer's usage, from that of the last engine."""
         if usage is None or self.seam is None or self.body is None:
             return usage
-        whole = self.seam.sum_usage(
+        whole = self.seam.usage.sum(
             {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
         )
         return replace(usage, prompt_tokens=whole["prompt_tokens"], completion_tokens=whole["completion_tokens"])

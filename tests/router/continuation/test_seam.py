@@ -25,6 +25,7 @@ class Engine:
 
     api: Api
     tokens: Sequence[str]
+    shows_tokens: bool = False
     parts: Sequence[int] = (1,)
 
     def stream(self, body: dict[str, Any]) -> list[bytes]:
@@ -45,7 +46,8 @@ class Engine:
             text = "".join(some)
             said = {"delta": {"content": text}} if chat else {"text": text}
             reason = "length" if done == len(left) else None
-            choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+            shown = {"content": [{"token": before + done - len(some)}]} if self.shows_tokens else None
+            choice = {"index": 0, **said, "logprobs": shown, "finish_reason": reason}
             events.append(self._event({**shared, "choices": [choice]}, before, done))
         events.append(self._event({**shared, "choices": []}, before, done))
         return [*events, DONE]
@@ -119,15 +121,17 @@ def said(raw: bytes) -> tuple[str, list[str], list[Any], set[str]]:
 TOKENS = st.lists(
     st.sampled_from(["a", " b", "c\n", "\n\n", " ", '"', "\\", "ü", "🙂", "dd d"]), min_size=1, max_size=12
 )
+HALVES = TOKENS.map(lambda tokens: [part for one in tokens for part in (["", one] if one == "ü" else [one])])
+"""Two tokens make one letter: the first has no text yet."""
 APIS = st.sampled_from([Api.CHAT, Api.COMPLETIONS])
 
 
-@given(TOKENS, APIS, st.booleans(), st.lists(st.integers(1, 40), max_size=4), st.integers(1, 14))
+@given(HALVES, APIS, st.booleans(), st.booleans(), st.lists(st.integers(1, 40), max_size=4), st.integers(1, 14))
 def test_a_stream_of_one_token_an_event_has_the_same_bytes(
-    tokens: list[str], api: Api, wants_usage: bool, deaths: list[int], most: int
+    tokens: list[str], api: Api, wants_usage: bool, shows_tokens: bool, deaths: list[int], most: int
 ) -> None:
     text = TextRequest.of(api, body_of(api, most, wants_usage=wants_usage))
-    engine = Engine(api, tokens)
+    engine = Engine(api, tokens, shows_tokens)
     undisturbed = run(text, [engine], [])
     found = run(text, [engine] * (len(deaths) + 1), deaths)
     assert _same_identity(found) == _same_identity(undisturbed)
@@ -139,7 +143,7 @@ def test_a_stream_whose_events_differ_says_the_same(
 ) -> None:
     text = TextRequest.of(api, body_of(api, 99, wants_usage=True))
     undisturbed = run(text, [Engine(api, tokens)], [])
-    engines = [Engine(api, tokens, parts[at:] + parts[:at]) for at in range(len(deaths) + 1)]
+    engines = [Engine(api, tokens, parts=parts[at:] + parts[:at]) for at in range(len(deaths) + 1)]
     found = run(text, engines, deaths)
     assert said(found)[:3] == said(undisturbed)[:3] and len(said(found)[3]) == 1
 
