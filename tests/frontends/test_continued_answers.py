@@ -2,16 +2,21 @@
 
 import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import pytest
 
 from kvatlas.fleet.records import EngineKind
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store, open_store
 from kvatlas_router.outliers.retry_budget import RetryBudget
-from tests.frontends.fleet import Fleet
-from tests.router.continuation.mortal_engine import mortal_engines, read_stream
+from tests.end_to_end.processes import ROOT
+from tests.frontends.clients import SAYS
+from tests.frontends.fleet import Fleet, environment_folder
+from tests.router.continuation.mortal_engine import Fate, mortal_engines, read_stream
 from tests.router.proxy.engines import record, running_fleet, running_proxy
 from tests.router.proxy.test_proxy import status
 
@@ -51,6 +56,31 @@ async def test_a_stream_goes_on_at_another_engine(fleet: Fleet, model: str, valk
 
 
 async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> None:
+    async with _mortal(store, fleet, model) as fate, running_proxy(valkey_url, continue_answers="all") as client:
+        for name, (path, asked) in REQUESTS.items():
+            body = {"model": model, "temperature": 0, "stream": True, **asked}
+            undisturbed = said(await read_stream(client, path, body))
+            for after in range(3, undisturbed["events"], 3):
+                fate.after, fate.asked = [after], []
+                found = said(await read_stream(client, path, body))
+                differ = {key: (undisturbed[key], found[key]) for key in found if found[key] != undisturbed[key]}
+                assert not differ.keys() - {"events"}, (name, after, json.dumps(differ))
+        for name in (
+            "openai_chat_stream",
+            "anthropic_messages_stream",
+            "litellm_chat_stream",
+            "langchain_openai_stream",
+        ):
+            fate.after = [5]
+            words = [str(environment_folder("clients") / "bin/python"), "-m", "tests.frontends.clients", name]
+            done = await anyio.run_process([*words, str(client.base_url).rstrip("/"), model], cwd=ROOT)
+            assert done.stdout.decode().strip() == SAYS and not fate.after, name
+        assert (await status(client))["proxy"]["continued"]["resumed"] > 9
+
+
+@asynccontextmanager
+async def _mortal(store: Store, fleet: Fleet, model: str) -> AsyncIterator[Fate]:
+    """Workers with these engines, of which some die in mid-answer."""
     engines = [fleet.engines[model][0].url, fleet.engines[model][-1].url]
     kind = EngineKind.SGLANG if model.startswith("sglang") else EngineKind.VLLM
     async with (
@@ -62,16 +92,7 @@ async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> N
             named = {"kind": kind, "model_id": model, "tokenizer_id": model, "block_size": 16}
             endpoint = one.endpoint.model_copy(update=named)
             await FleetStore(store).write({worker_id: one.model_copy(update={"endpoint": endpoint})})
-        async with running_proxy(valkey_url, continue_answers="all") as client:
-            for name, (path, asked) in REQUESTS.items():
-                body = {"model": model, "temperature": 0, "stream": True, **asked}
-                undisturbed = said(await read_stream(client, path, body))
-                for after in range(2, undisturbed["events"], 3):
-                    fate.after, fate.asked = [after], []
-                    found = said(await read_stream(client, path, body))
-                    differ = {key: (undisturbed[key], found[key]) for key in found if found[key] != undisturbed[key]}
-                    assert not differ.keys() - {"events"}, (name, after, json.dumps(differ))
-            assert (await status(client))["proxy"]["continued"]["resumed"] > 5
+        yield fate
 
 
 def said(raw: bytes) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tests.eventually import until
 from tests.router.continuation.mortal_engine import Death, mortal_fleet, read_stream
 from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL, running_proxy
+from tests.router.proxy.test_openai_client import openai_client
 from tests.router.proxy.test_proxy import status
 from tests.simulator.running_engine import FREE_PORT, running_engine
 
@@ -119,6 +120,37 @@ async def test_a_stream_goes_on_after_several_deaths(store: Store, valkey_url: s
             fate.after, fate.asked = list(after), []
             assert await ask(client, path, body) == undisturbed, (after, await not_continued(client))
             assert len({worker_id for worker_id, _ in fate.asked}) == len(fate.asked) > 1
+
+
+async def test_the_official_client_sees_one_answer(store: Store, valkey_url: str) -> None:
+    messages: Any = MESSAGES
+    async with (
+        mortal_fleet(store) as (_, fate),
+        running_proxy(valkey_url, continue_answers="deterministic") as proxy,
+        openai_client(proxy) as client,
+    ):
+
+        async def chat() -> tuple[str, set[str], list[str], list[int]]:
+            stream = await client.chat.completions.create(
+                model=MODEL,
+                messages=messages,
+                seed=7,
+                max_tokens=12,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            chunks = [chunk async for chunk in stream]
+            choices = [choice for chunk in chunks for choice in chunk.choices]
+            text = "".join(choice.delta.content or "" for choice in choices)
+            reasons = [choice.finish_reason for choice in choices if choice.finish_reason is not None]
+            usages = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+            return text, {chunk.id for chunk in chunks}, list(reasons), usages
+
+        text, *_ = await chat()
+        fate.after = [7]
+        found = await chat()
+        assert len(fate.asked) == 3 and len(found[1]) == 1
+        assert (found[0], *found[2:]) == (text, ["length"], [12])
 
 
 async def test_a_stream_leaves_a_stalled_engine(
