@@ -71,7 +71,7 @@ class Seam:
         self.ended = False
         self.why: Why | None = None
         self._text = text
-        self.usage = WholeUsage(by_prompt=text.api is Api.MESSAGES)
+        self.usage = WholeUsage()
         self._message = MessageEvents() if text.api is Api.MESSAGES else None
         self._chat = text.api.is_conversation
         options = text.body.get("stream_options")
@@ -305,7 +305,11 @@ class Seam:
         """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
         kept = self._parts[: rest.parts]
         ids: Sequence[int] = self._ids[: kept[-1].ids] if kept and self._with_ids else ()
-        return body_of_rest(self._text, "".join(part.text for part in kept), ids, tokens)
+        return body_of_rest(self._text, self.text_of(rest), ids, tokens)
+
+    def text_of(self, rest: Rest) -> str:
+        """The answer that the next engine gets."""
+        return "".join(part.text for part in self._parts[: rest.parts])
 
     def resume(self, rest: Rest, tokens: int) -> None:
         """From now on, events belong to an answer to `body`."""

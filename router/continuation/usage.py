@@ -8,9 +8,8 @@ from typing import Any
 @dataclass(slots=True)
 class WholeUsage:
     """`prompt_tokens`, `cached_tokens`: of the client's prompt, as the first engine counted them; None: it did not. `before`:
-    the answer's tokens in the prompt of the last engine. `by_prompt`: it counts those better."""
+    the answer's tokens in the prompt of the last engine."""
 
-    by_prompt: bool = False
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     before: int = 0
@@ -26,8 +25,7 @@ class WholeUsage:
         """The whole usage, from that of the last engine: the prompt is the client's, and the answer is all of it."""
         own = count(usage, "prompt_tokens") or 0
         prompt = own - self.before if self.prompt_tokens is None else self.prompt_tokens
-        before = max(0, own - prompt) if self.by_prompt else self.before
-        completion = before + (count(usage, "completion_tokens") or 0)
+        completion = self.before + (count(usage, "completion_tokens") or 0)
         summed = {**usage, "prompt_tokens": prompt, "completion_tokens": completion}
         if "total_tokens" in usage:
             summed["total_tokens"] = prompt + completion

@@ -117,10 +117,10 @@ class ContinuedAnswer:
                 await self.request.send({"type": "http.response.body", "body": rest.end})
                 return None
             seam.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
-            asked = TextRequest.of(seam.asks, seam.body(rest, rest.tokens))
-            found = await self.read_prompt(asked)
-            tokens = _count(rest, read, found)
-            self.body = seam.body(rest, tokens)
+            tokens = await self._count(seam, rest)
+            body = seam.body(rest, tokens)
+            found = await self.read_prompt(TextRequest.of(seam.asks, body))
+            self.body = body
             seam.resume(rest, tokens)
         except CannotContinue as cannot:
             await self.end(cannot.why)
@@ -145,11 +145,14 @@ class ContinuedAnswer:
         else:
             await self.request.break_off(ErrorKind.BAD_GATEWAY, str(self.lost))
 
-
-def _count(rest: Rest, read: RequestPrompt, found: RequestPrompt) -> int:
-    """The answer's tokens in the prompt of the rest. Engines hold back text that may begin a stop string, so tokens that they
-    have counted may have no text yet; the difference of the prompts shows that."""
-    if rest.lag == 0 or read.prompt_tokens is None or found.prompt_tokens is None:
-        return rest.tokens
-    more = max(0, found.prompt_tokens - read.prompt_tokens)
-    return more if rest.lag is None else min(rest.tokens, max(rest.tokens - rest.lag, more))
+    async def _count(self, seam: Seam, rest: Rest) -> int:
+        """The tokens of the answer that the next engine gets. Engines hold back text that may begin a stop string, so tokens
+        that they have counted may have no text yet; messages are not counted at all. Then the text is tokenized."""
+        text = seam.text_of(rest)
+        if rest.lag == 0 or not text:
+            return rest.tokens if text else 0
+        asked = {"model": self.request.model, "prompt": text, "add_special_tokens": False}
+        counted = (await self.read_prompt(TextRequest.of(Api.COMPLETIONS, asked))).prompt_tokens
+        if counted is None:
+            return rest.tokens
+        return counted if rest.lag is None else min(rest.tokens, max(rest.tokens - rest.lag, counted))

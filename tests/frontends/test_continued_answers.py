@@ -124,7 +124,11 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     kinds = [
         kind for one, before in zip(events, [{}, *events], strict=False) if (kind := one["type"]) != before.get("type")
     ]
-    ends = [(one["delta"], one["usage"]["output_tokens"]) for one in events if one["type"] == "message_delta"]
+    ends = [
+        ({k: v for k, v in one["delta"].items() if v}, one["usage"]["output_tokens"])
+        for one in events
+        if one["type"] == "message_delta"
+    ]
     return {
         "text": "".join(one["text"] for one in deltas),
         "kinds": kinds,
