@@ -1,5 +1,6 @@
 """What a client has of a streamed answer, and the events of other engines' answers that follow it without a seam."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 
 MOST_LETTERS = 1 << 20
 """A longer answer is not kept, and can't go on."""
+MOST_PARTS = 256
+"""Older ones are kept as one: the seam is rarely far from the end."""
 MOST_WITHHELD_BYTES = 1 << 16
 THINKING = "<think>"
 """How an answer with reasoning begins if its engine does not parse that; templates change or drop it."""
@@ -83,7 +86,7 @@ class Seam:
         self._parser = EventParser()
         self._identity: dict[str, bytes] = {}
         self._parts: list[_Part] = []
-        self._ids: list[int] = []
+        self._ids = array("q")
         self._letters = 0
         self._ahead = ""
         """What the client has, and the current engine has not repeated yet."""
@@ -99,11 +102,6 @@ class Seam:
     def reached(self) -> tuple[int, bool, bool]:
         """How far the client's answer has come: no later one is equal unless it had no progress."""
         return self._letters + len(self._ahead), self._finished, self._has_usage
-
-    @property
-    def finished(self) -> bool:
-        """True if the client has the answer's last token."""
-        return self._finished
 
     # ------------------------------------------------------------ events
 
@@ -233,17 +231,25 @@ class Seam:
         before = self._parts[-1].tokens if self._parts else self.usage.before
         counted = None if chunk.usage is None else count(chunk.usage, "completion_tokens")
         tokens = before + bool(chunk.text) if counted is None else self.usage.before + counted
-        self._ids += chunk.ids or ()
+        self._ids.extend(chunk.ids or ())
         self._letters += len(chunk.text)
         self._parts.append(_Part(chunk.text, tokens, len(self._ids), not self._may_change(chunk)))
         if chunk.finish is not None:
             self._finished_at = len(self._parts)
+        if len(self._parts) > MOST_PARTS:
+            self._merge_parts(MOST_PARTS // 2)
         if self._letters > MOST_LETTERS:
             self._give_up(Why.LONG)
         elif (
             self._chat and chunk.text and self._letters < 4 * len(THINKING) and self._sent.lstrip().startswith(THINKING)
         ):
             self._give_up(Why.REASONING)
+
+    def _merge_parts(self, number: int) -> None:
+        last = self._parts[number - 1]
+        whole = _Part("".join(part.text for part in self._parts[:number]), last.tokens, last.ids, last.shows_tokens)
+        self._parts[:number] = [whole]
+        self._finished_at = max(0, self._finished_at - number + 1)
 
     def _shown(self, raw: bytes, chunk: Chunk) -> bytes:
         """The event without what only the router asked for, and with the whole answer's usage."""
@@ -259,10 +265,11 @@ class Seam:
 
     def rest(self) -> Rest:
         """What the client lacks, once its engine is gone. Raises CannotContinue."""
+        complete = self._finished and (self._has_usage or not self._text.wants_usage)
+        if complete and self.why in (None, Why.REASONING, Why.TOOL_CALL):
+            return Rest(end=DONE if self._message is None else END)
         if self.why is not None:
             raise CannotContinue(self.why)
-        if self._finished and (self._has_usage or not self._text.wants_usage):
-            return Rest(end=DONE if self._message is None else END)
         sent = self._sent
         letters = len(sent) - _begun_stop(sent, self._stops)
         at = sum(len(part.text) for part in self._parts)
@@ -304,7 +311,7 @@ class Seam:
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
         """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
         kept = self._parts[: rest.parts]
-        ids: Sequence[int] = self._ids[: kept[-1].ids] if kept and self._with_ids else ()
+        ids = self._ids[: kept[-1].ids].tolist() if kept and self._with_ids else []
         return body_of_rest(self._text, self.text_of(rest), ids, tokens)
 
     def text_of(self, rest: Rest) -> str:
@@ -334,7 +341,7 @@ class Seam:
     def _give_up(self, why: Why) -> None:
         self.why = self.why or why
         self._parts.clear()
-        self._ids.clear()
+        del self._ids[:]
 
 
 def _begun_stop(sent: str, stops: Sequence[str]) -> int:

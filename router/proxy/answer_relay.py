@@ -249,7 +249,7 @@ class AnswerRelay:
             rest = seam.end(rest)
             if seam.error is not None:
                 raise EngineFailed(seam.error)
-            if not seam.ended:
+            if seam.why is None and not seam.ended:
                 raise EngineLost("the stream ended before the answer")
         await request.send({"type": "http.response.body", "body": rest})
         if stream.error is not None:
