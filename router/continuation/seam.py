@@ -50,12 +50,11 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """`tokens`, `ids`: of the answer up to the part's end. `shows_tokens`: the client gets more of single tokens than text."""
+    """`tokens`, `ids`: of the answer up to the part's end."""
 
     text: str
     tokens: int
     ids: int
-    shows_tokens: bool = False
 
 
 class Seam:
@@ -175,7 +174,7 @@ class Seam:
                 raise CannotContinue(Why.DIVERGED)
             self._give_up(chunk.other)
         has_it, rest = self._finished, chunk.text
-        if self._silent and not self._ahead and chunk.finish is None and not chunk.text:
+        if self._silent and not self._ahead and not chunk.text and (chunk.finish is None or has_it):
             self._silent -= 1
             self._record(chunk)
             return b""
@@ -189,8 +188,8 @@ class Seam:
             raw = edits.with_text(raw, rest)
         self._record(chunk)
         if chunk.text:
-            self._speaks = True
-        elif not self._speaks and chunk.finish is None and self._may_change(chunk):
+            self._speaks, self._silent = True, 0
+        elif self._stops and not self._speaks and chunk.finish is None and self._may_change(chunk):
             return b""  # it holds back letters, as the first engine did
         if self._message is not None:
             if chunk.other is not None:
@@ -226,14 +225,14 @@ class Seam:
             self._has_usage = self._has_usage or chunk.usage is not None
             return
         self._finished = self._finished or chunk.finish is not None
-        if self.why is not None:
+        if self.why is not None or chunk.opens:
             return
         before = self._parts[-1].tokens if self._parts else self.usage.before
         counted = None if chunk.usage is None else count(chunk.usage, "completion_tokens")
         tokens = before + bool(chunk.text) if counted is None else self.usage.before + counted
         self._ids.extend(chunk.ids or ())
         self._letters += len(chunk.text)
-        self._parts.append(_Part(chunk.text, tokens, len(self._ids), not self._may_change(chunk)))
+        self._parts.append(_Part(chunk.text, tokens, len(self._ids)))
         if chunk.finish is not None:
             self._finished_at = len(self._parts)
         if len(self._parts) > MOST_PARTS:
@@ -247,7 +246,7 @@ class Seam:
 
     def _merge_parts(self, number: int) -> None:
         last = self._parts[number - 1]
-        whole = _Part("".join(part.text for part in self._parts[:number]), last.tokens, last.ids, last.shows_tokens)
+        whole = _Part("".join(part.text for part in self._parts[:number]), last.tokens, last.ids)
         self._parts[:number] = [whole]
         self._finished_at = max(0, self._finished_at - number + 1)
 
@@ -289,9 +288,9 @@ class Seam:
             return False
         if self._finished and kept >= self._finished_at:
             return False
-        if self._with_ids and (not last.text or self._stops or not self._gives_ids(kept)):
+        if not last.text:  # a token of a letter that is not complete, or one held back
             return False
-        if last.shows_tokens and not last.text:
+        if self._with_ids and (self._stops or not self._gives_ids(kept)):
             return False
         return at <= letters and not (self._chat and at and sent[at - 1].isspace())
 
@@ -322,7 +321,7 @@ class Seam:
         """From now on, events belong to an answer to `body`."""
         sent = self._sent
         repeated = self._parts[rest.parts :]
-        while not self._ahead and repeated and not repeated[-1].text and repeated[-1].shows_tokens:
+        while not self._ahead and repeated and not repeated[-1].text:
             repeated.pop()
             self._silent += 1
         del self._parts[rest.parts :]

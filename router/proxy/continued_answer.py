@@ -150,7 +150,7 @@ class ContinuedAnswer:
         that they have counted may have no text yet; messages are not counted at all. Then the text is tokenized."""
         text = seam.text_of(rest)
         if rest.lag == 0 or not text:
-            return rest.tokens if text else 0
+            return rest.tokens
         asked = {"model": self.request.model, "prompt": text, "add_special_tokens": False}
         counted = (await self.read_prompt(TextRequest.of(Api.COMPLETIONS, asked))).prompt_tokens
         if counted is None:

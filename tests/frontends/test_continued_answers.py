@@ -23,12 +23,14 @@ from tests.router.proxy.test_proxy import status
 pytestmark = pytest.mark.anyio
 
 SAY = '[[say The worker  that holds it answers:\n\nümlaut, "quotes" and more.]] Who holds it?'
+SAY_PLAINLY = "[[say The worker that holds it answers, and quotes more.]]"
+"""Without letters of two tokens: half of one may come in an event with others, and its logprob can't be taken back."""
 USAGE = {"stream_options": {"include_usage": True}}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, **USAGE}),
     "logprobs": (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, "logprobs": True},
+        {"messages": [{"role": "user", "content": SAY_PLAINLY}], "max_tokens": 99, "logprobs": True},
     ),
     "text": ("/v1/completions", {"prompt": SAY, "max_tokens": 99, **USAGE}),
     "text to its limit": ("/v1/completions", {"prompt": SAY, "max_tokens": 12, **USAGE}),
