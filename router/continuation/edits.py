@@ -13,7 +13,7 @@ _IDENTITY = ("id", "created", "model")
 _IDENTITY_VALUES = {name: re.compile(rb'("%s"\s*:\s*)(%s|-?\d+|null)' % (name.encode(), _TEXT)) for name in _IDENTITY}
 _CHOICES = re.compile(rb'"choices"\s*:')
 _OBJECT = rb"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
-_USAGE = re.compile(rb'(,?\s*)"usage"(\s*:\s*)(' + _OBJECT + rb")(\s*,)?")
+_USAGE = re.compile(rb'"usage"\s*:\s*(' + _OBJECT + rb")")
 _TOKEN_IDS = re.compile(rb'("(?:prompt_)?token_ids"\s*:\s*)\[[\d,\s]*\]')
 _PROMPT_TOKEN_IDS = re.compile(rb'("prompt_token_ids"\s*:\s*)\[[\d,\s]*\]')
 _OFFSETS = re.compile(rb'("text_offset"\s*:\s*\[)([\d,\s]*)\]')
@@ -39,12 +39,13 @@ def with_identity(raw: bytes, identity: Mapping[str, bytes]) -> bytes:
 
 def without_usage(raw: bytes) -> bytes:
     """The event without its usage."""
-
-    def cut(found: re.Match[bytes]) -> bytes:
-        before, after = found[1].strip(), (found[4] or b"").strip()
-        return b"," if before and after else b""
-
-    return _USAGE.sub(cut, raw, count=1)
+    found = _USAGE.search(raw)
+    if found is None:
+        return raw
+    before, after = raw[: found.start()], raw[found.end() :]
+    if (trimmed := before.rstrip()).endswith(b","):
+        return trimmed[:-1] + after
+    return before + after.lstrip().removeprefix(b",").lstrip()
 
 
 def with_usage(raw: bytes, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> bytes:
@@ -52,9 +53,9 @@ def with_usage(raw: bytes, change: Callable[[dict[str, Any]], Mapping[str, Any]]
     found = _USAGE.search(raw)
     if found is None:
         return raw
-    spaced = b": " in found[3]
-    usage = json.dumps(change(json.loads(found[3])), separators=(", ", ": ") if spaced else (",", ":"))
-    return raw[: found.start(3)] + usage.encode() + raw[found.end(3) :]
+    spaced = b": " in found[1]
+    usage = json.dumps(change(json.loads(found[1])), separators=(", ", ": ") if spaced else (",", ":"))
+    return raw[: found.start(1)] + usage.encode() + raw[found.end(1) :]
 
 
 def without_token_ids(raw: bytes) -> bytes:

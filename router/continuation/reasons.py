@@ -2,6 +2,7 @@
 
 from enum import StrEnum
 
+from kvatlas.errors import KvatlasError
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 
@@ -34,6 +35,14 @@ class Why(StrEnum):
     SAME_TOKEN = "same_token"  # noqa: S105 - a second engine died at the same token
     REFUSED = "refused"  # no engine took the request for the rest
     NO_WORKER = "no_worker"  # none left, or no try left
+
+
+class CannotContinue(KvatlasError):
+    """The answer can't go on elsewhere."""
+
+    def __init__(self, why: Why) -> None:
+        super().__init__(f"the answer can't go on elsewhere: {why.value}")
+        self.why = why
 
 
 CONTINUED_APIS = (Api.CHAT, Api.COMPLETIONS, Api.MESSAGES)

@@ -51,6 +51,14 @@ def stops_of(text: TextRequest) -> tuple[str, ...]:
     return tuple(one for one in listed if isinstance(one, str) and one)
 
 
+def begun_stop(sent: str, stops: Sequence[str]) -> int:
+    """Letters at the end that may begin a stop string."""
+    longest = max((len(stop) - 1 for stop in stops), default=0)
+    return next(
+        (n for n in range(min(longest, len(sent)), 0, -1) if any(stop.startswith(sent[-n:]) for stop in stops)), 0
+    )
+
+
 def body_of_rest(text: TextRequest, sent: str, ids: Sequence[int], tokens: int) -> dict[str, Any]:
     """The body that asks for the rest. `sent`, `ids`, `tokens`: the answer so far. Raises CannotTokenize for a conversation of
     another API whose chat is not known."""

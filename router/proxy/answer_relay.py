@@ -164,7 +164,8 @@ class AnswerRelay:
         if not answer.events:
             return OpenedAnswer(answer)
         hides = self._hides_usage(request, continued)
-        stream = EventStream(hide_usage=hides, hold=True, whole=continued.seam is not None)
+        goes_on = continued.seam is not None
+        stream = EventStream(hide_usage=hides, hold=True, whole=goes_on, counts=goes_on)
         chunks = answer.chunks()
         async for chunk in chunks:
             passed = self._read(answer, stream, chunk)

@@ -15,8 +15,7 @@ from functools import partial
 from kvatlas.errors import Unreachable
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
-from kvatlas_router.continuation.reasons import ContinueMode, Why
-from kvatlas_router.continuation.seam import CannotContinue
+from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import PrefillFailed, as_failure
 from kvatlas_router.outliers.avoidance import EnginesRest

@@ -106,7 +106,7 @@ async def test_stop_strings_end_an_answer_across_its_seam(store: Store, valkey_u
             for stop in ([text[8:12], "never"], "never", [text[10:12]]):  # "never": the answer ends at its limit
                 undisturbed = await ask(client, path, body, max_tokens=14, stop=stop, **_USAGE)
                 assert (b'"finish_reason":"stop"' in undisturbed) == (stop != "never")
-                for after in range(3, events(undisturbed), 2):
+                for after in range(3, events(undisturbed), 3):
                     fate.after = [after]
                     found = await ask(client, path, body, max_tokens=14, stop=stop, **_USAGE)
                     assert found == undisturbed, (path, stop, after, await not_continued(client))

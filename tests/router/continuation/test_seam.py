@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas_router.continuation.reasons import ContinueMode, Why, why_not
+from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
-from kvatlas_router.continuation.seam import DONE, CannotContinue, Seam
+from kvatlas_router.continuation.seam import DONE, Seam
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 PROMPT_TOKENS = 7
