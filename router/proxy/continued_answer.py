@@ -129,7 +129,6 @@ class ContinuedAnswer:
         except (InvalidValue, UnknownModel, Unreachable):
             await self.end(Why.NO_WORKER)
         else:
-            self.counters.resumed += 1
             _log.info("a stream goes on elsewhere after %d tokens: %s", tokens, error)
             return found
         return None
@@ -152,6 +151,8 @@ class ContinuedAnswer:
         if rest.lag == 0 or not text:
             return rest.tokens
         asked = {"model": self.request.model, "prompt": text, "add_special_tokens": False}
+        if self.request.text is not None and (salt := self.request.text.cache_salt) is not None:
+            asked["cache_salt"] = salt  # it may name the tenant, whose engines alone may read the text
         counted = (await self.read_prompt(TextRequest.of(Api.COMPLETIONS, asked))).prompt_tokens
         if counted is None:
             return rest.tokens

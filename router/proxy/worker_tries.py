@@ -157,13 +157,14 @@ class WorkerTries:
                         self._outliers.record_good(pool_id, one)
                     await self._blame_doubted(attempts, worker_id)
                     self._counters.answered += not attempts.begun
+                    self._counters.continued.resumed += attempts.begun
                     attempts.begun = True
                     describe_answer(request.span, answer.status, worker_id)
                     await self._relay.pass_on(request, choice, header, opened, continued)
                     while unjudged:
                         self._outliers.record_complete(pool_id, unjudged.pop())
             except EngineFailed as error:
-                await choice.done(status=error.status)
+                await _end_booking(choice, error.status)
                 if self._record_failed(pool_id, worker_id, error):
                     unjudged.discard(worker_id)
                     return await self._go_on(attempts, worker_id, error)
@@ -171,7 +172,7 @@ class WorkerTries:
             except CannotContinue as error:
                 await self._end_broken(attempts, error.why)
             except (EngineRefused, EngineUnreachable, EngineLost, PrefillFailed) as error:
-                await choice.done(status=LOST_STATUS if isinstance(error, EngineLost) else 0)
+                await _end_booking(choice, LOST_STATUS if isinstance(error, EngineLost) else 0)
                 if isinstance(error, EngineLost) and opened is not None:
                     unjudged.discard(worker_id)
                     self._outliers.record_bad(pool_id, worker_id, str(error))
@@ -324,6 +325,14 @@ class WorkerTries:
             yield choice
         finally:
             await self._admission.end(prompt, choice)
+
+
+async def _end_booking(choice: Booked, status: int) -> None:
+    """End a failed try's booking. The request goes on without the store."""
+    try:
+        await choice.done(status=status)
+    except Unreachable as error:
+        _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
 
 
 def _workers_of(choice: Booked) -> set[str]:
