@@ -223,13 +223,13 @@ class IndexFile:
         execute("PRAGMA synchronous = NORMAL")
         execute("PRAGMA wal_autocheckpoint = 0")  # `_follow_log` does it
         [self._page_bytes] = execute("PRAGMA page_size").fetchone()
-        if not tables:
-            with self._transaction():
-                for statements in _SAY.values():
-                    execute(statements.create)
-                execute(f"PRAGMA application_id = {APPLICATION_ID}")
         if version != VERSION:
-            execute(f"PRAGMA user_version = {VERSION}")
+            with self._transaction():
+                if not tables:
+                    for statements in _SAY.values():
+                        execute(statements.create)
+                    execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                execute(f"PRAGMA user_version = {VERSION}")
 
     def _layout(self, partitions: int | None, shards: int | None) -> tuple[int, int]:
         wanted = partitions or DEFAULT_PARTITIONS, shards or DEFAULT_SHARDS
