@@ -79,6 +79,8 @@ class RedisReservations:
         self._store = store
         self._index = index
         self._log = RateLimitedLog(log)
+        self._odd: tuple[Mapping[str, int], bytes] = {}, _pack_odd({})
+        """The last ask's odd workers, and their packed form: they are the same for all prompts."""
 
     @property
     def look_up(self) -> bool:
@@ -118,12 +120,15 @@ class RedisReservations:
 
     def _pack_ask(self, ask: Ask) -> bytes:
         if ask.lookup is None:
-            return _pack_ask(ask, 0)
+            return _pack_ask(ask, _pack(0))
         assert self._index is not None
         shards = self._index.shard_keys
         if len(shards) != 1:  # since `look_up` was read
             raise LookupImpossible(f"the index has {len(shards)} shards; expected 1")
-        return _pack_ask(ask, _lookup_fields(ask.lookup, shards[0]))
+        odd = ask.lookup.odd
+        if self._odd[0] is not odd:
+            self._odd = odd, _pack_odd(odd)
+        return _pack_ask(ask, _pack_lookup(ask.lookup, shards[0], self._odd[1]))
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         return (await self._end(pool_id, [(id, None)]))[0]
@@ -237,8 +242,18 @@ def _pack(value: Any) -> bytes:
     return packed
 
 
-def _pack_ask(ask: Ask, lookup: Any) -> bytes:
-    """An ask in the form of `functions/_evaluation.lua`. `lookup`: in the form of `functions/_lookup.lua`."""
+def _pack_fields(*values: Any) -> bytes:
+    """The fields of a list of up to 15, without its head: several of these, joined behind one head, are one list."""
+    return _pack(values)[1:]
+
+
+def _head(fields: int) -> bytes:
+    """The head of a list of up to 15 fields (msgpack's fixarray)."""
+    return bytes([0x90 | fields])
+
+
+def _pack_ask(ask: Ask, lookup: bytes) -> bytes:
+    """An ask in the form of `functions/_evaluation.lua`. `lookup`: packed, in the form of `functions/_lookup.lua`."""
     chains = [(cut.step_tokens, cut.hashes) for cut in ask.chains]
     numbers: dict[int, int] = {}
     kinds: list[Any] = []
@@ -258,41 +273,39 @@ def _pack_ask(ask: Ask, lookup: Any) -> bytes:
     layout, skipped = ask.pair_layout, list(ask.skipped)
     if skipped and ask.offers:  # workers with their own offer count as well
         skipped = list(set(skipped).difference(offer.worker_id for offer in ask.offers))
-    return _pack(
-        (
-            ask.again_factor,
-            chains,
-            kinds,
-            offers,
-            0 if ask.limits is None else _limit_fields(ask.limits, ask.look_alikes),
-            0 if layout is None else (layout.prefills, layout.decodes, layout.groups, layout.transfers_us),
-            look_alikes,
-            skipped,
-            ask.least_members,
-            ask.ring,
-            lookup,
-            *_fetch_fields(ask),
-        )
+    before = _pack_fields(
+        ask.again_factor,
+        chains,
+        kinds,
+        offers,
+        0 if ask.limits is None else _limit_fields(ask.limits, ask.look_alikes),
+        0 if layout is None else (layout.prefills, layout.decodes, layout.groups, layout.transfers_us),
+        look_alikes,
+        skipped,
+        ask.least_members,
+        ask.ring,
     )
+    return b"".join((_head(13), before, lookup, _pack_fields(*_fetch_fields(ask))))
 
 
-def _lookup_fields(lookup: Lookup, keys: ShardKeys) -> tuple[Any, ...]:
-    """A lookup in the form of `functions/_lookup.lua`."""
+def _pack_lookup(lookup: Lookup, keys: ShardKeys, odd: bytes) -> bytes:
+    """A lookup in the form of `functions/_lookup.lua`; `odd`: its odd workers, packed."""
     chains = lookup.distinct_chains
     numbers = {id(one): number for number, one in enumerate(chains, 1)}
-    reuse = [
-        (numbers.get(id(one), 0), most, lost, int(loses_first), share, unit)
-        for one, (most, lost, loses_first, share, unit) in zip(lookup.chains, lookup.reuse, strict=True)
-    ]
+    reuse: list[float] = []
+    for one, (most, lost, loses_first, share, unit) in zip(lookup.chains, lookup.reuse, strict=True):
+        reuse += (numbers.get(id(one), 0), most, lost, int(loses_first), share, unit)
     scope_id = lookup.scope.scope_id
-    return (
+    before = _pack_fields(
         *(keys.blocks(scope_id), keys.active, keys.workers, keys.held, scope_id),
         [(one.tokens, one.hashes) for one in chains],
-        list(chain.from_iterable(reuse)),
-        list(chain.from_iterable((worker_id, row + 1) for worker_id, row in lookup.odd.items())),
-        lookup.home or "",
-        lookup.home_us,
+        reuse,
     )
+    return b"".join((_head(10), before, odd, _pack_fields(lookup.home or "", lookup.home_us)))
+
+
+def _pack_odd(odd: Mapping[str, int]) -> bytes:
+    return _pack(list(chain.from_iterable((worker_id, row + 1) for worker_id, row in odd.items())))
 
 
 def _fetch_fields(ask: Ask) -> tuple[list[str], list[tuple[Any, ...]]]:

@@ -24,9 +24,6 @@ from router_client.pricing.quotes import KindQuote, Quote
 from router_client.pricing.surcharges import away_from_session
 from router_client.prompt import Prompt
 
-ODD_BYTES = 5
-"""What an odd worker takes in an ask besides its id, which has one byte a character."""
-
 
 @dataclass(frozen=True, slots=True)
 class LookupQuotes:
@@ -135,8 +132,7 @@ def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
     blocks = sum(prompt.input_tokens // (shape.block_size * shape.granularity) for shape in pool.block_shapes)
     if blocks > MOST_LOOKED_UP:
         return "the prompt is too long for one call"
-    rows, odd = pool.kind_rows.rows, pool.kind_rows.odd
-    too_many = len(rows) > MOST_LIKENESSES or sum(map(len, odd)) + ODD_BYTES * len(odd) > MOST_ODD_BYTES
+    too_many = len(pool.kind_rows.rows) > MOST_LIKENESSES or pool.kind_rows.odd_bytes > MOST_ODD_BYTES
     return "there are too many kinds of workers" if too_many else ""
 
 
