@@ -236,9 +236,12 @@ def _check_lookup(ask: Ask, error: ResponseError) -> None:
         raise LookupImpossible(str(error)) from error
 
 
+_packer = msgpack.Packer(use_bin_type=False)
+"""In msgpack's older form, where text and bytes are one type: the store's Lua reads byte strings only in that."""
+
+
 def _pack(value: Any) -> bytes:
-    # the store's Lua reads byte strings only in msgpack's older form, where text and bytes are one type
-    packed: bytes = msgpack.packb(value, use_bin_type=False)
+    packed: bytes = _packer.pack(value)
     return packed
 
 
