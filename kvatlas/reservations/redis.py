@@ -403,8 +403,10 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
         ask, offer = self._ask, self._offers[number]
         fields = _WORKER.unpack_from(self._records[number])
         # the store refuses damaged records, but does not look at all of them for each choice
-        sampled_us, _, queued, running, waiting, kv, more_queued, more_running, more_kv, _, slots, kv_limit = (
-            int(field) if isfinite(field) else 0 for field in fields
+        if not isfinite(sum(fields)):
+            fields = tuple(field if isfinite(field) else 0 for field in fields)
+        sampled_us, _, queued, running, waiting, kv, more_queued, more_running, more_kv, _, slots, kv_limit = map(
+            int, fields
         )
         limit, first_member = UNKNOWN_LIMIT, len(ask.offers)
         if ask.limits is not None:
@@ -417,6 +419,38 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
         load = WorkerLoad(reported, Load(more_running, more_queued, 0, more_kv))
         prediction = self._best.get(offer.worker_id)
         return evaluate_offer(ask, offer, limit, load, self._mean, prediction, self._in_flight, self._now_us)[1]
+
+
+class _MemberOffers(Sequence[Offer]):
+    """The offers to look-alikes that were looked up, each made when it is read: a router reads one of them.
+
+    `rows`: the numbers of their rows of look-alikes, from 1.
+    """
+
+    def __init__(self, ask: Ask, rows: Sequence[int], worker_ids: Sequence[str], held_tokens: Sequence[int]) -> None:
+        self._ask = ask
+        self._rows = rows
+        self._worker_ids = worker_ids
+        self._held_tokens = held_tokens
+
+    @overload
+    def __getitem__(self, index: int) -> Offer: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Offer]: ...
+    def __getitem__(self, index: int | slice) -> Offer | list[Offer]:
+        numbers = range(len(self))[index]
+        return self._offer(numbers) if isinstance(numbers, int) else [self._offer(number) for number in numbers]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _offer(self, number: int) -> Offer:
+        return offer_holding(self._ask, self._rows[number] - 1, self._worker_ids[number], self._held_tokens[number])
 
 
 def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
@@ -436,15 +470,17 @@ def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
     mean_load = Load(running, queued, waiting, kv_tokens)
     names, rows, member_records, depths = (members[at::4] for at in range(4))
     offers, groups, held_tokens = ask.offers, [ask.look_alikes[row - 1] for row in rows], []
+    worker_ids = [name.decode() for name in names]
     if ask.lookup is not None:
-        chains = [ask.lookup.chains[row - 1] for row in rows]
-        held_tokens = [int(depth) * one.tokens if one else 0 for depth, one in zip(depths, chains, strict=True)]
-        of_members = zip(rows, names, held_tokens, strict=True)
-        offers = [offer_holding(ask, row - 1, name.decode(), tokens) for row, name, tokens in of_members]
-        records = member_records
+        chains = ask.lookup.chains
+        for depth, row in zip(depths, rows, strict=True):
+            one = chains[row - 1]
+            held_tokens.append(int(depth) * one.tokens if one else 0)
+        offers, records = _MemberOffers(ask, rows, worker_ids, held_tokens), member_records
     elif members:
-        more = [each.offer._replace(worker_id=name.decode()) for name, each in zip(names, groups, strict=True)]
+        more = [each.offer._replace(worker_id=id) for id, each in zip(worker_ids, groups, strict=True)]
         offers, records = [*offers, *more], [*records, *member_records]
     by_offer = _OfferEvaluations(ask, offers, records, groups, now_us, mean_load, in_flight, best)
     source_id = source.decode() or None
-    return Evaluation(chosen - 1, offers, by_offer, prefill - 1 if prefill else None, held_tokens, source_id)
+    looked_up = worker_ids if ask.lookup is not None else ()
+    return Evaluation(chosen - 1, offers, by_offer, prefill - 1 if prefill else None, held_tokens, looked_up, source_id)

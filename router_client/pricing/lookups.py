@@ -50,10 +50,13 @@ class LookupQuotes:
 
         Workers that this reading of the pool does not have yet are left out; None: the chosen worker is one of them.
         """
-        known, offers = self.pool.candidate_of, evaluation.offers
-        kept = [i for i, offer in enumerate(offers) if (it := known.get(offer.worker_id)) and it.kind in self.kinds]
-        quotes = _MemberQuotes(self, [(known[offers[i].worker_id], evaluation.held_tokens[i]) for i in kept])
-        return quotes, *keep_offers(evaluation, kept)
+        known, kept, members = self.pool.candidate_of, [], []
+        for number, worker_id in enumerate(evaluation.worker_ids):
+            candidate = known.get(worker_id)
+            if candidate is not None and candidate.kind in self.kinds:
+                kept.append(number)
+                members.append((candidate, evaluation.held_tokens[number]))
+        return _MemberQuotes(self, members), *keep_offers(evaluation, kept)
 
     def quote(self, candidate: Candidate, held_tokens: int) -> Quote:
         """A worker's quote, surcharges included."""
