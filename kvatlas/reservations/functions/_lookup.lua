@@ -3,8 +3,8 @@
 -- What a look-alike costs without load falls with the blocks that it holds, and load only adds to it. So one that was not
 -- weighed costs at least what its row costs for the most blocks that any of them holds, plus the least load not read.
 -- Look-alikes are weighed in this order, until none of the rest can cost less than the best so far:
--- 1. the deepest holders, one depth after the other, as long as few have the same depth; then all other holders that may be
---    the cheapest, unless they are very many;
+-- 1. the deepest holders, in growing steps from the end of the prompt, as long as a step finds few; then all other holders
+--    that may be the cheapest, unless they are very many;
 -- 2. those with a prediction, an overdue sample, or a session;
 -- 3. the others by their load, as in _look_alikes.lua. Each is looked up in the index only at the depth that it would need.
 -- Each step has a limit. If one of the rest may still be the cheapest then, the client has to look them up.
@@ -17,7 +17,7 @@
 -- The rows of look-alikes are about workers that hold nothing. Several rows may have one likeness: the first is for all its
 -- workers that are not odd.
 
-local MOST_RUNS = 16 -- depths that are read one after the other
+local MOST_STEPS_BACK, MOST_IN_STEP = 20, 24 -- steps from the deepest holders on, and holders found by one; more are a crowd
 local MOST_HOLDERS, MOST_PROBED = 320, 256 -- look-alikes weighed because they hold blocks, and looked up in the order of loads
 local READS_A_PROBE = 8 -- so many that are read in that order and can't be the cheapest count as one that is looked up
 local NOT_IN_HBM, TOO_MANY = -2, -3 -- answers instead of a choice
@@ -181,8 +181,8 @@ local function may_win(state, row, worker, packed, depth)
   return least_us <= state.least + NEARLY_US or not is_finite(least_us)
 end
 
--- Weighs holders of a chain; depth: the blocks that they hold, nil: not known, at least `least`.
-local function weigh_holders(state, chain, holders, depth, least)
+-- Weighs holders of a chain, which hold at least so many blocks, and no more than chain.most.
+local function weigh_holders(state, chain, holders, least)
   local workers, holder_of = {}, {}
   state.holders_left = state.holders_left - #holders
   for i, worker in ipairs(holders[1] and read_index('HMGET', state.ask.lookup.active, unpack(holders)) or {}) do
@@ -195,11 +195,12 @@ local function weigh_holders(state, chain, holders, depth, least)
     local row = state.opened[row_for(state, worker, packed)]
     if row and row.chain == chain then
       state.seen[worker] = true
-      if may_win(state, row, worker, packed, depth or chain.most) then
-        weigh_at(state, row, worker, packed, depth or depth_of(chain, holder_of[worker], least) or 0)
+      if may_win(state, row, worker, packed, chain.most) then
+        weigh_at(state, row, worker, packed, depth_of(chain, holder_of[worker], least) or 0)
       end
     end
   end
+  chain.most = least - 1
 end
 
 -- Returns from how many blocks on a worker that was not weighed may be the cheapest because of them.
@@ -213,15 +214,21 @@ local function blocks_that_matter(state, chain, families)
   return math.max(1, least)
 end
 
--- Weighs the holders of a chain, the deepest first.
+-- Weighs the holders of a chain, the deepest first: those of the last blocks, each time of twice as many.
 local function weigh_deepest(state, chain, families)
-  while any_may_be_cheaper(state, families, chain) do
-    local holders = state.runs_left > 0 and state.holders_left >= MOST_IN_RUN and next_holders(chain)
-    if not holders then
-      break
+  local step = 1
+  while chain.most > 0 and state.steps_left > 0 and any_may_be_cheaper(state, families, chain) do
+    local least = math.max(1, chain.most - step + 1)
+    local holders = next_holders(chain, least, math.min(MOST_IN_STEP, state.holders_left))
+    state.steps_left = state.steps_left - 1
+    if holders then
+      weigh_holders(state, chain, holders, least)
+      step = step * 2
+    elseif step == 1 then
+      break -- a crowd
+    else
+      step = math.floor((step + 2) / 4)
     end
-    state.runs_left = state.runs_left - 1
-    weigh_holders(state, chain, holders, chain.place)
   end
   for _, family in ipairs(chain.most > 0 and families or {}) do
     if may_be_cheaper(state, family, -NEARLY_US, chain) and state.probes_left > 0 then
@@ -230,10 +237,9 @@ local function weigh_deepest(state, chain, families)
   end
   if chain.most > 0 and any_may_be_cheaper(state, families, chain) then
     local least = blocks_that_matter(state, chain, families)
-    local holders = other_holders(chain, least, state.holders_left)
+    local holders = next_holders(chain, least, state.holders_left)
     if holders then
-      weigh_holders(state, chain, holders, nil, least)
-      chain.most = least - 1
+      weigh_holders(state, chain, holders, least)
     end
   end
 end
@@ -269,7 +275,7 @@ end
 local function look_up(state)
   local lookup = state.ask.lookup
   state.chains, state.opened, state.row_at, state.depths, state.seen = {}, {}, {}, {}, {}
-  state.runs_left, state.holders_left, state.probes_left, state.family_of = MOST_RUNS, MOST_HOLDERS, MOST_PROBED, {}
+  state.steps_left, state.holders_left, state.probes_left, state.family_of = MOST_STEPS_BACK, MOST_HOLDERS, MOST_PROBED, {}
   for number, chain in ipairs(lookup.chains) do
     state.chains[number] = open_chain(lookup.blocks, chain[1], chain[2])
   end
