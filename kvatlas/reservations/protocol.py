@@ -210,9 +210,9 @@ class Evaluation:
     """The cheapest of `offers`, and the parts of each offer's cost, in the same order.
 
     `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair layout,
-    `chosen` computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `held_tokens` has
-    for each offer what its worker holds. `source`: the worker from which the one that computes the prompt fetches: of those
-    that its offer names, the one whose booked transfers end first.
+    `chosen` computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `worker_ids` has the
+    workers of the offers, and `held_tokens` what they hold. `source`: the worker from which the one that computes the prompt
+    fetches: of those that its offer names, the one whose booked transfers end first.
     """
 
     chosen: int
@@ -220,6 +220,7 @@ class Evaluation:
     by_offer: Sequence[OfferEvaluation]
     prefill: int | None = None
     held_tokens: Sequence[int] = ()
+    worker_ids: Sequence[str] = ()
     source: str | None = None
 
     @property
@@ -230,7 +231,7 @@ class Evaluation:
     @property
     def worker_id(self) -> str:
         """The chosen worker."""
-        return self.offers[self.chosen].worker_id
+        return self.worker_ids[self.chosen] if self.worker_ids else self.offers[self.chosen].worker_id
 
 
 class Outcome(StrEnum):

@@ -16,7 +16,7 @@ POOL_LIBRARY = FunctionLibrary(
     Path(__file__).parent / "functions",
     (
         *("_clock", "_layout", "_orders", "_pool", "_register", "_pair_choice", "_evaluation", "_look_alikes"),
-        *("_held_blocks", "_lookup", "_choice"),
+        *("_held_blocks", "_lookup_rows", "_lookup", "_choice"),
     ),
 )
 

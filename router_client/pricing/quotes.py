@@ -99,6 +99,8 @@ class KindQuote:
 
     def price_prefix(self, held: HeldPrefix) -> PrefixPrice:
         """The price on a worker that holds this prefix."""
+        if not held.tokens:
+            return PrefixPrice(0, self.base_us, self.work_us)
         if not held.in_hbm:
             usable = self.usable_tokens(held)
             return PrefixPrice(usable, *self.price_pieces(self.pieces(held.runs, 0, usable)))

@@ -230,7 +230,7 @@ end
 
 -- Returns after which place of the ask's look-alikes a worker's row begins; nil if it has none.
 local function row_for(state, worker, packed)
-  local group = select(GROUP, struct.unpack(WORKER, packed))
+  local group = group_in(packed)
   local lookup = state.ask.lookup
   local odd = lookup and lookup.odd[worker]
   return odd and state.group_of_row[odd] == group and odd or state.row_of[group]
@@ -267,7 +267,7 @@ local function find_predictions(state)
       local worker, ready_us = match.prediction[P_WORKER], match.prediction[P_READY_US]
       local k = kind_for(state, worker)
       local packed = k and state.packed_of[worker]
-      if packed and select(GENERATION, struct.unpack(WORKER, packed)) == match.prediction[P_GENERATION] then
+      if packed and number_in(packed, GENERATION) == match.prediction[P_GENERATION] then
         matches[#matches + 1] = match
         if kinds[k + CHAIN] == c then
           local tokens = math.max(0, math.min(match.steps * chain.step_tokens, kinds[k + LIMIT]) - kinds[k + LOST])
@@ -292,7 +292,7 @@ local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decod
   local ask, limits = state.ask, state.ask.limits
   state.rows[i], state.at[i], state.workers[i], state.records[i] = rows, at, worker, packed
   local kinds, k = ask.kinds, rows[at + KIND] * KIND_FIELDS
-  local sampled, _, queued, running, waiting, reported_kv, more, more_running, more_kv = struct.unpack(WORKER, packed)
+  local sampled, _, queued, running, waiting, reported_kv, more, more_running, more_kv = struct.unpack(LOADS, packed)
   if not is_finite(sampled + queued + running + waiting + reported_kv + more + more_running + more_kv) then
     damaged('load')
   end

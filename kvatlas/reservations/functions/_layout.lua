@@ -54,7 +54,7 @@ local PREDICTION_FORM = {
   'string', 'number', 'number', 'number', 'number', 'number', 'number', 'string', 'number', 'number',
 }
 local OUTCOME = { finished = 'finished', failed = 'failed', broken = 'broken', called_off = 'called_off' } -- of a reservation
-local WORKER = '>ddddddddddddddd'
+local WORKER, LOADS = '>ddddddddddddddd', '>ddddddddd' -- all numbers of a worker, and those that say how busy it is
 local ID_BYTES, HASH_BYTES = 16, 8
 local CHUNK = 3500 -- unpack fails from 8,000 values up
 local CLOCK_SLACK_US = 1000000
@@ -113,6 +113,15 @@ end
 
 local function next_number(keys)
   return redis.call('HINCRBY', keys[GROUPS], 'next', 1)
+end
+
+-- Returns one number of a packed worker.
+local function number_in(packed, field)
+  return (struct.unpack('>d', packed, field * 8 - 7))
+end
+
+local function group_in(packed)
+  return number_in(packed, GROUP)
 end
 
 -- Raises that a worker's packed record is damaged if it is too short.
