@@ -106,11 +106,16 @@ class Place:
 
 
 class MustWait(KvatlasError):
-    """The request was not booked: it has a place in its pool's queue, and gets its turn later."""
+    """The request was not booked: it has a place in its pool's queue, and gets its turn later.
 
-    def __init__(self, place: Place) -> None:
+    `request`: as it waits, if known; `alone`: in the queue of one router, since it decides without the store.
+    """
+
+    def __init__(self, place: Place, request: WaitingRequest | None = None) -> None:
         super().__init__(f"waits for its turn behind about {place.ahead} requests")
         self.place = place
+        self.request = request
+        self.alone = False
 
 
 class QueueIsFull(KvatlasError):

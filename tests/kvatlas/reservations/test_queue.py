@@ -93,7 +93,7 @@ class Line:
 
     async def serve(self, last: int) -> list[int]:
         """Free the slot of one request after another, until nothing waits. Returns their numbers in the order served."""
-        served = []
+        served: list[int] = []
         while True:
             await self.release(last)
             routers = {router for router, _, _ in self.requests.values()}
