@@ -454,7 +454,7 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
 
 
 def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
-    """Unpack the answer of `functions/_choice.lua` or `functions/book.lua`; None for a booking that was called off. Raises
+    """Unpack the answer of `functions/_choice.lua` or `functions/book.lua`; None for a booking that was cancelled. Raises
     LookAlikesUnknown, MustWait and QueueIsFull."""
     chosen, *rest = msgpack.unpackb(answer, raw=True)
     if not chosen:

@@ -10,7 +10,7 @@
 --      6 ask, see _evaluation.lua
 --      7 with a pair layout: id of the reservation on the worker that computes the prompt alone; may be empty
 --      8 if the request may wait: its row, see _queue.lua
--- returns cmsgpack, see evaluate in _choice.lua. Nothing is reserved if it returns { 0 }, since the booking was called off
+-- returns cmsgpack, see evaluate in _choice.lua. Nothing is reserved if it returns { 0 }, since the booking was cancelled
 -- before; { -1 }, since there are too few look-alikes; { -4, 1 if there is no room, 2 if others come first, about how many
 -- requests come first, how many wait, their prompts' tokens }; { -5, how many wait, their tokens }, since it may not wait
 
@@ -61,7 +61,7 @@ local function predict(keys, id, worker, record, chain, first, ready_us, believe
   end
 end
 
--- Ends what was booked under this id before, in case the same booking is sent again. Returns false if it was called off.
+-- Ends what was booked under this id before, in case the same booking is sent again. Returns false if it was cancelled.
 local function start(keys, id, now)
   local before = get_reservation(keys, id)
   if before then
