@@ -21,7 +21,7 @@ from kvatlas.request import (
     RequestShape,
     Slo,
 )
-from kvatlas.reservations.waiting import WaitingRequest
+from kvatlas.reservations.waiting_request import WaitingRequest
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, MAX_OUTPUT_TOKENS
 from router_client.chain_cache import ChainCache
 from router_client.decision.selector import Selector

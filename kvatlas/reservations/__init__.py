@@ -21,7 +21,7 @@ from kvatlas.reservations.protocol import (
     StepChain,
     WorkerReport,
 )
-from kvatlas.reservations.waiting import MustWait, QueueIsFull, QueueLimits, Turns, WaitingRequest
+from kvatlas.reservations.waiting_request import MustWait, QueueIsFull, QueueLimits, Turns, WaitingRequest
 
 if TYPE_CHECKING:
     from kvatlas.reservations.redis import RedisReservations

@@ -29,7 +29,7 @@ from kvatlas.reservations.protocol import (
     WorkerReport,
 )
 from kvatlas.reservations.room_and_slo import NO_ROOM
-from kvatlas.reservations.waiting import MustWait, Turns, WaitingRequest, WaitReason
+from kvatlas.reservations.waiting_request import MustWait, Turns, WaitingRequest, WaitReason
 
 if TYPE_CHECKING:
     from kvatlas.index.protocol import ResidencyIndex

@@ -2,7 +2,8 @@
 
 1. **Priority**: lower first.
 2. **Tenants**: the one that got least. A tenant's counter grows with the service that its requests take, divided by its weight
-   (`kvatlas.reservations.waiting.units`). One that begins to wait starts where the others are, so idling saves nothing up.
+   (`kvatlas.reservations.waiting_request.units`). One that begins to wait starts where the others are: idling saves nothing
+   up.
 3. **Within a tenant**: requests of programs that already run come before the first ones of new programs; then those whose
    deadline is nearest; then those that arrived first.
 
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvatlas.reservations.waiting import (
+from kvatlas.reservations.waiting_request import (
     ALL_WORKERS,
     Place,
     QueueIsFull,
@@ -36,7 +37,7 @@ PROGRAM_US = 300_000_000
 """A program runs as long as its last request was booked at most this long ago."""
 FORGET_US = 60_000_000
 """Counters are forgotten when no request has waited for this long."""
-MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 16, 512, 64
+MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 8, 512, 64
 """Requests of a lane that may be tried at once, lanes, lines after which new tenants share one, and lines that are counted
 for a place."""
 SHARED = "0" * 16

@@ -26,7 +26,7 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.reservations.likeness import likeness_of
 from kvatlas.reservations.lookup import Lookup
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, limit_of
-from kvatlas.reservations.waiting import Turns, WaitingRequest
+from kvatlas.reservations.waiting_request import Turns, WaitingRequest
 
 STEP_BLOCKS = 8
 MAX_STEPS = 1_024

@@ -33,7 +33,7 @@ from kvatlas.reservations.protocol import (
 )
 from kvatlas.reservations.redis_calls import call_pool, call_pool_ro
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits
-from kvatlas.reservations.waiting import (
+from kvatlas.reservations.waiting_request import (
     MustWait,
     Place,
     QueueIsFull,
@@ -56,7 +56,7 @@ IDS_A_CALL = 500
 MOST_SLICES = 10_000
 _NOT_IN_HBM, _TOO_MANY, _MUST_WAIT, _QUEUE_IS_FULL = -2, -3, -4, -5
 _WAIT_REASONS = {1: WaitReason.FULL, 2: WaitReason.TURN}
-WAITING_A_CALL, LEFT_A_CALL = 16, 128
+WAITING_A_CALL, LEFT_A_CALL = 16, 16
 """Limits of waiting requests that one call adds, and removes."""
 _INDEX = "INDEX "
 _TOO_LARGE = ("ask of ", "arguments of ")
@@ -137,14 +137,15 @@ class RedisReservations:
         while True:
             args = [router_id, b"".join(gone[:LEFT_A_CALL]), _pack(rows[:WAITING_A_CALL])]
             packed = await call_pool(self._store, "queue", pool_id, args)
-            own, requests, tokens, refused_ids, flat = msgpack.unpackb(packed, raw=True)
+            own, requests, tokens, refused_ids, lanes, flat = msgpack.unpackb(packed, raw=True)
             refused.update(refused_ids)
             del gone[:LEFT_A_CALL], rows[:WAITING_A_CALL]
             if not gone and not rows:
                 break
+        workers = dict(zip(lanes[::2], lanes[1::2], strict=True))
         turns = {
-            id: frozenset(worker.decode() for worker in blocked)
-            for id, blocked in zip(flat[::2], flat[1::2], strict=True)
+            id: frozenset(worker.decode() for lane in ahead for worker in workers[lane])
+            for id, ahead in zip(flat[::2], flat[1::2], strict=True)
         }
         return Turns(own, requests, tokens, frozenset(refused), turns)
 

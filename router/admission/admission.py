@@ -12,7 +12,7 @@ from typing import Protocol
 from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.reservations import MustWait, QueueLimits, WaitingRequest
 from kvatlas.reservations.room_and_slo import NO_ROOM
-from kvatlas.reservations.waiting import Place, WaitReason
+from kvatlas.reservations.waiting_request import Place, WaitReason
 from kvatlas_router.admission.queue import AdmissionQueue, Wait
 from kvatlas_router.disaggregation.pair_booker import Booked, PairBooker
 from kvatlas_router.outliers.avoidance import Avoidance, EnginesRest

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from kvatlas.errors import KvatlasError
 from kvatlas.reservations import MustWait, QueueIsFull, QueueLimits, Turns, WaitingRequest
 from kvatlas.reservations.protocol import ID_BYTES
-from kvatlas.reservations.waiting import Place
+from kvatlas.reservations.waiting_request import Place
 from router_client.errors import NoWorkers
 
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from kvatlas.addresses import AddressList
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.tenants import PART_MARK
 from kvatlas.identity import MAX_NAME_BYTES
-from kvatlas.reservations.waiting import LEAST_WEIGHT, MOST_WEIGHT
+from kvatlas.reservations.waiting_request import LEAST_WEIGHT, MOST_WEIGHT
 from kvatlas.validation import MAX_TENANTS, Positive, Text, describe_expected, describe_mistake
 from kvatlas_router.tenancy.caller import Caller, Limits
 

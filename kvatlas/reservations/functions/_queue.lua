@@ -18,9 +18,9 @@
 --   since it arrived, us that it may wait, lane, { workers... } (0: all), most requests, most tokens }
 
 local LEASE_US, PROGRAM_US, FORGET_US = 1000000, 300000000, 60000000
-local MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 16, 512, 64
+local MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 8, 512, 64
 local UNCACHED_UNITS, CACHED_UNITS, OUTPUT_UNITS = 10, 1, 20
-local MOST_LANE_WORKERS, MOST_RANK, MOST_REMOVED = 128, 4294967294, 64
+local MOST_LANE_WORKERS, MOST_RANK, MOST_REMOVED = 64, 4294967294, 16
 local ALL_WORKERS, SHARED = '0000000000000000', '0000000000000000'
 local E_ROUTER, E_LINE, E_PLACE, E_TOKENS, E_UNITS, E_WEIGHT, E_TENANT = 1, 2, 3, 4, 5, 6, 7
 local ENTRY_FORM = { 'string', 'string', 'string', 'number', 'number', 'number', 'string' }
@@ -241,7 +241,7 @@ end
 
 -- Begins to look at the queue. One call looks at each lane's window once.
 local function look_at_queue(keys, now)
-  return { keys = keys, now = now, alive = {}, windows = {}, left = MOST_REMOVED }
+  return { keys = keys, now = now, alive = {}, windows = {}, workers = {}, left = MOST_REMOVED }
 end
 
 local function is_alive(look, router)
@@ -277,11 +277,19 @@ end
 
 -- Gives a request its place in the order of all lanes.
 local function put_in_order(one, rank, counter)
-  one.counter, one.rank = counter, rank
-  one.key = rank .. padded(counter) .. one.entry[E_PLACE] .. string.gsub(one.id, '.', function(byte)
-    return string.format('%02x', string.byte(byte))
-  end)
+  one.counter, one.rank, one.key = counter, rank, rank .. padded(counter) .. one.entry[E_PLACE]
   return one
+end
+
+local function hex(id)
+  return (string.gsub(id, '.', function(byte)
+    return string.format('%02x', string.byte(byte))
+  end))
+end
+
+-- Does a request come before another one? Strings are compared by the server's locale, so ids are compared as digits.
+local function comes_before(one, other)
+  return one.key < other.key or (one.key == other.key and hex(one.id) < hex(other.id))
 end
 
 -- Returns the first requests of a lane in their order, as many as its window has.
@@ -305,7 +313,7 @@ local function window_of(look, lane)
   while #first < most and heads[1] do
     local least = 1
     for i = 2, #heads do
-      if heads[i].key < heads[least].key then
+      if comes_before(heads[i], heads[least]) then
         least = i
       end
     end
@@ -321,66 +329,75 @@ local function window_of(look, lane)
   return first
 end
 
--- Returns the workers of a lane; nil for all.
-local function workers_of_lane(keys, lane)
-  local packed = redis.call('HGET', keys[QUEUE], 'l' .. lane)
-  return packed and packed ~= '' and cmsgpack.unpack(packed) or nil
+-- Returns the workers of a lane; false for all.
+local function workers_of_lane(look, lane)
+  if look.workers[lane] == nil then
+    local packed = redis.call('HGET', look.keys[QUEUE], 'l' .. lane)
+    look.workers[lane] = packed and packed ~= '' and cmsgpack.unpack(packed) or false
+  end
+  return look.workers[lane]
 end
 
--- Returns the set of workers that a request must leave to lanes whose first request comes before it, and their list; nil if it
--- has to wait for them. `mine`: the workers of its own lane; nil for all.
-local function blocked_by(heads, key, mine)
-  local set, list = {}, {}
-  for _, head in ipairs(heads) do
-    if head.key < key then
-      if not head.workers then
-        return nil
-      end
-      for _, worker in ipairs(head.workers) do
-        if not set[worker] then
-          set[worker], list[#list + 1] = true, worker
-        end
+-- Returns the first requests of all lanes, each with its lane, in their order.
+local function heads_of(look)
+  if not look.heads then
+    look.heads = {}
+    for _, lane in ipairs(lanes_of(look.keys)) do
+      local head = window_of(look, lane)[1]
+      if head then
+        head.lane = lane
+        look.heads[#look.heads + 1] = head
       end
     end
+    table.sort(look.heads, comes_before)
   end
-  for _, worker in ipairs(mine or {}) do
-    if not set[worker] then
-      return set, list
-    end
-  end
-  if not mine then
-    return set, list
-  end
+  return look.heads
 end
 
--- Returns the requests of a lane that may be tried now: { { id, entry, blocked = set, list = the same as a list }... }
+-- Returns the requests of a lane that may be tried now: { { id, entry, ahead = lanes to which it leaves their workers }... }
 local function turns_of(look, lane)
-  local keys, heads, turns, window = look.keys, {}, {}, window_of(look, lane)
-  for _, other in ipairs(lanes_of(keys)) do
-    local head = other ~= lane and window_of(look, other)[1]
-    if head then
-      heads[#heads + 1] = { key = head.key, workers = workers_of_lane(keys, other) }
+  local heads, mine, turns, taken, ahead, at = heads_of(look), workers_of_lane(look, lane), {}, {}, {}, 1
+  for _, one in ipairs(window_of(look, lane)) do
+    while heads[at] and comes_before(heads[at], one) do
+      local other = heads[at].lane
+      at = at + 1
+      if other ~= lane then
+        local workers, left = workers_of_lane(look, other), not mine
+        if not workers then
+          return turns
+        end
+        for _, worker in ipairs(workers) do
+          taken[worker] = true
+        end
+        for _, worker in ipairs(mine or {}) do
+          left = left or not taken[worker]
+        end
+        if not left then
+          return turns
+        end
+        ahead[#ahead + 1] = other
+      end
     end
-  end
-  local mine = workers_of_lane(keys, lane)
-  for _, one in ipairs(window) do
-    local set, list = blocked_by(heads, one.key, mine)
-    if set then
-      turns[#turns + 1] = { id = one.id, entry = one.entry, blocked = set, list = list }
-    end
+    turns[#turns + 1] = { id = one.id, entry = one.entry, ahead = { unpack(ahead) } }
   end
   return turns
 end
 
 -- Returns the set of workers that a request must leave to others if it is tried now; nil if it is not its turn.
 local function blocked_for(keys, id, now)
-  local entry = get_entry(keys, id)
+  local entry, look = get_entry(keys, id), look_at_queue(keys, now)
   if not entry then
     return nil
   end
-  for _, turn in ipairs(turns_of(look_at_queue(keys, now), string.sub(entry[E_LINE], 1, LANE_END))) do
+  for _, turn in ipairs(turns_of(look, string.sub(entry[E_LINE], 1, LANE_END))) do
     if turn.id == id then
-      return turn.blocked
+      local blocked = {}
+      for _, lane in ipairs(turn.ahead) do
+        for _, worker in ipairs(workers_of_lane(look, lane)) do
+          blocked[worker] = true
+        end
+      end
+      return blocked
     end
   end
 end

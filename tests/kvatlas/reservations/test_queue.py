@@ -26,7 +26,7 @@ from kvatlas.reservations.pool_queue import PROGRAM_US
 from kvatlas.reservations.protocol import PairLayout
 from kvatlas.reservations.redis_calls import call_pool, pool_keys
 from kvatlas.reservations.room_and_slo import Limit, Limits
-from kvatlas.reservations.waiting import Place, WaitReason
+from kvatlas.reservations.waiting_request import Place, WaitReason
 from kvatlas.store.connection import Store
 from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_US, Clock, ask, id_of, offer
 
@@ -365,7 +365,7 @@ async def test_rows_out_of_bounds_are_refused(store: Store) -> None:
         (5, 1e300),
         (5, "a"),
         (9, 5),
-        (10, ["w"] * 129),
+        (10, ["w"] * 65),
         (11, -1),
     ):
         row = [*good[:at], value, *good[at + 1 :]]

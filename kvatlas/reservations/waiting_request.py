@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvatlas.errors import KvatlasError
 
-MOST_LANE_WORKERS = 128
+MOST_LANE_WORKERS = 64
 """A request that may go to more workers, but not to all of them, waits as if it could go to all."""
 MOST_PRIORITY = (1 << 31) - 1
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1_000.0
