@@ -38,7 +38,7 @@ PROGRAM_US = 300_000_000
 FORGET_US = 60_000_000
 """Counters are forgotten when no request has waited for this long."""
 MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 8, 512, 64
-"""Requests of a lane that may be tried at once, lanes, lines after which new tenants share one, and lines that are counted
+"""Requests of all lanes that may be tried at once, lanes, lines after which new tenants share one, and lines that are counted
 for a place."""
 SHARED = "0" * 16
 """The tenant of lines above MOST_LINES."""
@@ -258,7 +258,8 @@ class PoolQueue:
 
     def _window(self, lane: str) -> list[tuple[_Key, bytes]]:
         """The first requests of a lane, in their order."""
-        state, most = self._state, self._state.lanes[lane].window
+        state = self._state
+        most = max(1, min(state.lanes[lane].window, MOST_WINDOW // len(state.lanes)))
         heads: list[tuple[_Key, _Line, int]] = []
 
         def add(line: _Line, number: int, counter: int) -> None:

@@ -298,7 +298,9 @@ local function window_of(look, lane)
     return look.windows[lane]
   end
   local keys, heads, first = look.keys, {}, {}
-  local most = math.min(MOST_WINDOW, math.max(1, queue_number(keys, 'k' .. lane)))
+  look.lanes = look.lanes or lanes_of(keys)
+  local most = math.min(queue_number(keys, 'k' .. lane), math.floor(MOST_WINDOW / math.max(1, #look.lanes)))
+  most = math.max(1, most)
   local members = redis.call('ZRANGEBYLEX', keys[LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, most)
   for _, member in ipairs(members) do
     local rank, counter, tenant = string.sub(member, 18, 25), tonumber(string.sub(member, 26, 41)), string.sub(member, 42)
