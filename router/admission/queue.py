@@ -104,7 +104,8 @@ class _Ticket:
         if not self.wait:
             self.wait.reason, self.wait.place, self.wait.alone = error.place.reason.value, error.place, error.alone
         if not self.entered and error.request is not None:
-            self.request = replace(self.request, workers=error.request.workers)
+            known = error.request
+            self.request = replace(self.request, workers=known.workers, output_tokens=known.output_tokens)
         self.entered = True
 
 

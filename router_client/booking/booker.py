@@ -1,6 +1,7 @@
 """Evaluates and books asks: in the store together with all other routers, or alone if it does not answer."""
 
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import replace
 from secrets import token_bytes
 from time import perf_counter
 from typing import Any, TypeVar
@@ -224,6 +225,8 @@ class Booker:
         prefill_id = None if ask.pair_layout is None else token_bytes(ID_BYTES)
         id = token_bytes(ID_BYTES)
         waiting = prompt.waiting if waits else None
+        if waiting is not None:  # the answer's expected length was not known before
+            waiting = replace(waiting, output_tokens=prompt.output_tokens)
         return Booking(id, self._leases.router_id, prompt.input_tokens, ask, lease_us, longest_us, prefill_id, waiting)
 
     def _report_to_own(self, pool_id: str) -> None:

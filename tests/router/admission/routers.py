@@ -1,10 +1,12 @@
 """Routers that share reservations, whose requests run on workers for a while."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from kvatlas.cost import Load
+from kvatlas.errors import Unreachable
 from kvatlas.reservations import (
     Booking,
     LoadReport,
@@ -21,6 +23,7 @@ from router_client.errors import NoWorkers
 from tests.kvatlas.reservations.asks import POOL, ask, id_of, offer
 
 LEASE_US, LONGEST_US = 30_000_000, 600_000_000
+PATIENT = QueueSettings(requests=500, tokens=10_000_000, wait_s=60)
 
 
 @dataclass
@@ -40,7 +43,8 @@ class Pool:
 
     async def keep_reporting(self) -> None:
         while True:
-            await self.report()
+            with suppress(Unreachable):
+                await self.report()
             await asyncio.sleep(1)
 
 
@@ -62,7 +66,7 @@ class Router:
         """The number of a booking, in turn. Raises QueueFull."""
         request = WaitingRequest(b"", tenant, QueueLimits(0, 0), 1_000, **fields)  # type: ignore[arg-type]
 
-        async def book(as_it_waits: WaitingRequest, blocked: frozenset[str]) -> int:
+        async def book(as_it_waits: WaitingRequest, blocked: frozenset[str]) -> int | None:
             workers = [worker for worker in self.pool.workers if worker not in blocked]
             if not workers:
                 raise NoWorkers("all are blocked")
@@ -71,7 +75,10 @@ class Router:
             self.pool.booked += 1
             number = self.pool.booked
             booking = Booking(id_of(number), self.name, 1_000, asked, LEASE_US, LONGEST_US, waiting=as_it_waits)
-            assert await self.pool.reservations.book(POOL, booking) is not None
+            try:
+                assert await self.pool.reservations.book(POOL, booking) is not None
+            except Unreachable:  # tried again in its turn
+                return None
             self.pool.served.append((tenant, self.name))
             return number
 
@@ -87,3 +94,17 @@ class Router:
         number = await self.admit(tenant, weight=weight)
         await asyncio.sleep(self.pool.runs_s)
         await self.end(number)
+
+
+@asynccontextmanager
+async def routers_of(pool: Pool, number: int, settings: QueueSettings = PATIENT) -> AsyncIterator[list[Router]]:
+    """Routers before a pool whose workers report."""
+    routers = [Router(pool, f"r{n}", settings) for n in range(number)]
+    await pool.report()
+    reporting = asyncio.create_task(pool.keep_reporting())
+    try:
+        yield routers
+    finally:
+        reporting.cancel()
+        for router in routers:
+            await router.queue.close()

@@ -1,9 +1,6 @@
 """The queue in front of full engines: one order for all routers, its bounds, and who leaves it."""
 
-import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 
 import anyio
@@ -15,27 +12,11 @@ from kvatlas.store.connection import Store
 from kvatlas_router.admission.queue import QueueFull, QueueSettings, Wait
 from tests.eventually import until
 from tests.kvatlas.reservations.asks import POOL
-from tests.router.admission.routers import Pool, Router
+from tests.router.admission.routers import Pool, Router, routers_of
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.test_proxy import status as proxy_status
 
 pytestmark = pytest.mark.anyio
-
-PATIENT = QueueSettings(requests=500, tokens=10_000_000, wait_s=60)
-
-
-@asynccontextmanager
-async def routers_of(pool: Pool, number: int, settings: QueueSettings = PATIENT) -> AsyncIterator[list[Router]]:
-    """Routers before a pool whose workers report."""
-    routers = [Router(pool, f"r{n}", settings) for n in range(number)]
-    await pool.report()
-    reporting = asyncio.create_task(pool.keep_reporting())
-    try:
-        yield routers
-    finally:
-        reporting.cancel()
-        for router in routers:
-            await router.queue.close()
 
 
 def waiting(routers: list[Router], requests: int) -> bool:
