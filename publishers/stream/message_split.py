@@ -51,7 +51,7 @@ def scope_bytes(use: ScopeUse) -> int:
     """Upper bound of the bytes a scope's entry in the scopes map takes on the wire."""
     scope = use.scope
     names = (scope.model_id, scope.tokenizer_id, scope.adapter_id or "", scope.tenant_id, scope.chain)
-    return 10 + 1 + sum(3 + len(name.encode()) for name in names) + 9 + 9
+    return 10 + 1 + sum(3 + len(name.encode()) for name in names) + 9 + 9 + 1 + 6 * len(use.tier_bytes)
 
 
 def split_into_messages(

@@ -37,7 +37,9 @@ class _Copy:
 
     def is_equal(self, other: "_Copy") -> bool:
         """True if every reader pays the same for both."""
-        return self.prefix == other.prefix and self.source.locality_domain == other.source.locality_domain
+        mine, others = self.source, other.source
+        same_bytes = (mine.block_bytes, mine.tier_block_bytes) == (others.block_bytes, others.tier_block_bytes)
+        return self.prefix == other.prefix and mine.locality_domain == others.locality_domain and same_bytes
 
 
 class CopySources:
@@ -101,7 +103,7 @@ class CopySources:
             return None
         near = source.locality_domain == reader.locality_domain
         rate = _read_rate(source)
-        transfers = for_kind.pieces(prefix.runs, quote.usable_tokens, reach, own=False, same_domain=near, rate=rate)
+        transfers = for_kind.pieces(prefix.runs, quote.usable_tokens, reach, source=source, same_domain=near, rate=rate)
         own = for_kind.pieces(quote.held.runs, 0, quote.usable_tokens)
         base_us, work_us = for_kind.price_pieces([*own, *transfers])
         read = quote._replace(

@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from kvatlas.blocks.hashing import thin
 from kvatlas.blocks.tiers import Tier
 from kvatlas.reservations import Evaluation, Lookup, LookupChain, OfferEvaluation, Reuse
-from kvatlas.reservations.lookup import MOST_LOOKED_UP, MOST_ODD_BYTES
+from kvatlas.reservations.lookup import MOST_LOOKED_UP, MOST_LOOKED_UP_CHAINS, MOST_ODD_BYTES
 from kvatlas.reservations.protocol import MOST_LIKENESSES
 from router_client.pricing.candidates import BlockShape, Candidate
 from router_client.pricing.look_alikes import LEAST_CANDIDATES, keep_offers
@@ -132,6 +132,8 @@ def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
         return "what workers read from elsewhere depends on what all of them hold"
     if pool.kind_rows.have_marks:
         return "marks are looked up apart"
+    if len(pool.block_shapes) > MOST_LOOKED_UP_CHAINS:
+        return "the workers' blocks have too many shapes for one call"
     blocks = sum(prompt.input_tokens // (shape.block_size * shape.granularity) for shape in pool.block_shapes)
     if blocks > MOST_LOOKED_UP:
         return "the prompt is too long for one call"

@@ -320,7 +320,8 @@ def _build_candidates(
             endpoint.lookahead_tokens,
             meeting_form(endpoint),
         )
-        alike = (size, rule, engine, endpoint.block_bytes, endpoint.events, cache_blocks, profile.alike(id))
+        block_bytes = endpoint.block_bytes, *sorted(endpoint.tier_block_bytes.items())
+        alike = (size, rule, engine, block_bytes, endpoint.events, cache_blocks, profile.alike(id))
         kind = kinds.setdefault(alike, len(kinds))
         candidates.append(Candidate(id, kind, endpoint, size, rule, blocks, limit, likeness_of(record)))
     return tuple(candidates)

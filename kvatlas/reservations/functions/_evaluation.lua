@@ -24,6 +24,7 @@ local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, INTERFERENCE, KIND_FIE
 local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3, 4, 5, 6, 6
 local MOST_ASK, MOST_OFFERS, MOST_SKIPPED = 131072, 192, 256 -- bytes of an ask, its offers, and workers that get none
 local MOST_CHAINS, MOST_STEPS = 16, 2048 -- chains of an ask, and steps in all of them
+local MOST_LOOKED_UP_CHAINS = 4 -- as in kvatlas/reservations/lookup.py
 local MOST_LIKENESSES = 32 -- of an ask
 local MOST_SOURCES = 16 -- of an offer
 local MOST_MATCHED, LONG = 64, 4096 -- predictions that one ask looks at; one counts once more for each LONG bytes of hashes
@@ -42,8 +43,8 @@ end
 local function unpack_lookup(lookup)
   local blocks, active, workers, held, scope_id, chains, reuse, odd, home, home_us = unpack(lookup)
   local rows = {}
-  if #chains > MOST_CHAINS then
-    error({ err = string.format('ERR ask of %d chains at most', MOST_CHAINS) })
+  if #chains > MOST_LOOKED_UP_CHAINS then
+    error({ err = string.format('ERR ask of %d chains to look up at most', MOST_LOOKED_UP_CHAINS) })
   end
   for i = 1, #odd, 2 do
     rows[odd[i]] = (odd[i + 1] - 1) * OFFER_FIELDS

@@ -22,6 +22,32 @@ PROXY_APART = counter(
     "proxy.apart", "{try}", "Tries with a prefill worker of their own: sent, and failed by that worker"
 )
 PROXY_FETCHING = counter("proxy.fetching", "{try}", "Tries whose engine was sent to fetch KV from another one")
+PROXY_RESUMED = counter(
+    "proxy.continued", "{stream}", "Streams that another worker went on with after their engine died"
+)
+PROXY_NOT_CONTINUED = counter(
+    "proxy.not_continued", "{stream}", "Streams that ended with their engine's error, by why no other worker went on"
+)
+_NOT_CONTINUED = (
+    "api",
+    "sampled",
+    "choices",
+    "beams",
+    "echo",
+    "guided",
+    "audio",
+    "penalties",
+    "template",
+    "object",
+    "reasoning",
+    "tool_call",
+    "long",
+    "unreadable",
+    "diverged",
+    "same_token",
+    "refused",
+    "no_worker",
+)
 PROXY_BUDGET = counter("proxy.retries.budget", "{try}", "Further tries, by whether the retry budget allowed them")
 PROXY_QUEUED = counter("proxy.queued", "{request}", "Requests for which every engine was full, by outcome")
 
@@ -40,6 +66,8 @@ PROXY = {
     **by(PROXY_RETRIES, "reason", refused="refused", unreachable="unreachable"),
     **by(PROXY_APART, "event", apart="sent", apart_failed="failed"),
     **single(PROXY_FETCHING, "fetching"),
+    **single(PROXY_RESUMED, "continued.resumed"),
+    **by(PROXY_NOT_CONTINUED, "reason", **{f"continued.{why}": why for why in _NOT_CONTINUED}),
     **by(PROXY_BUDGET, "outcome", retried="allowed", retries_denied="denied"),
     **single(PROXY_WAIT, "overhead"),
     **single(GENAI_TTFT, "ttft"),

@@ -39,7 +39,7 @@ from kvatlas.reservations import (
     WorkerReport,
 )
 from kvatlas.reservations.evaluation import worth_us
-from kvatlas.reservations.lookup import TooManyAlike
+from kvatlas.reservations.lookup import MOST_LOOKED_UP_CHAINS, TooManyAlike
 from kvatlas.reservations.protocol import MOST_LIKENESSES
 from kvatlas.reservations.room_and_slo import Limit, Limits
 from kvatlas.store.connection import Store
@@ -344,8 +344,8 @@ async def test_a_lookup_that_the_store_can_not_do_fails_no_store(store: Store, c
         ),
     )
     odd = replace(asked, lookup=replace(asked.lookup, odd={f"{n:064}": 0 for n in range(2_000)}))
-    chains = [LookupChain(16, n.to_bytes(8, "big")) for n in range(17)]
-    many = replace(asked, lookup=replace(asked.lookup, chains=chains, reuse=[*asked.lookup.reuse] * 17))
+    chains = [LookupChain(16, n.to_bytes(8, "big")) for n in range(MOST_LOOKED_UP_CHAINS + 1)]
+    many = replace(asked, lookup=replace(asked.lookup, chains=chains, reuse=[*asked.lookup.reuse] * len(chains)))
     for too_much in (kinds, odd, many):
         with pytest.raises(LookupImpossible):
             await reservations.evaluate(POOL, too_much)

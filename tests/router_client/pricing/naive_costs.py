@@ -199,12 +199,15 @@ def fetched(source: EngineEndpoint, held: Sequence[Tier]) -> Sequence[Tier]:
 
 
 def cut(tiers: Sequence[Tier], holder: EngineEndpoint, reader: EngineEndpoint) -> list[Part]:
-    """Tokens in runs of one tier; the size of a block is as its reader's record says."""
+    """Tokens in runs of one tier; the size of a block is as its holder's record says, or else its reader's."""
     own, near = holder.id == reader.id, holder.locality_domain == reader.locality_domain
     runs = [(tier, len(list(run))) for tier, run in groupby(tiers)]
     told = holder.read_setup_us, holder.read_us_per_mib
     rate = None if told == (None, None) else (told[0] or 0, told[1] or 0)
-    return [Part(n, ceil(n * reader.block_bytes / (reader.block_size or 1)), tier, own, near, rate) for tier, n in runs]
+    sizes = {tier: holder.tier_block_bytes.get(tier.label, holder.block_bytes) for tier, _ in runs}
+    others = {tier: reader.tier_block_bytes.get(tier.label, reader.block_bytes) for tier, _ in runs}
+    size = reader.block_size or 1
+    return [Part(n, ceil(n * (sizes[tier] or others[tier]) / size), tier, own, near, rate) for tier, n in runs]
 
 
 def engine(parts: Sequence[Part], input_tokens: int, output_tokens: int, busy: Busy) -> int:

@@ -75,6 +75,8 @@ def fleets(draw: st.DrawFn) -> tuple[dict[str, FleetRecord], dict[str, HeldPrefi
             transfer_groups=draw(st.sampled_from([(), ("g",), ("g", "h"), ("h",)])),
             **{**PEER, **draw(st.sampled_from([{}, {}, {"kv_tiers": ("cpu_dram",)}, {"kv_connector": None}]))},
             block_size=size,
+            block_bytes=draw(st.sampled_from([1 << 20, 3 << 20])),
+            tier_block_bytes=draw(st.sampled_from([{}, {}, {"cpu_dram": 3_000}, {"local_ssd": 5 << 20}])),
             load=draw(
                 st.none()
                 | st.fixed_dictionaries(
