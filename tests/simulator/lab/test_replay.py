@@ -8,7 +8,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.lab.comparison import Point, Study, compare
 from kvatlas_simulator.lab.generated_requests import WORKLOADS, generate
-from kvatlas_simulator.lab.policies.catalogue import DYNAMO, POLICIES
+from kvatlas_simulator.lab.policies.catalogue import DYNAMO_POLICIES, POLICIES
 from kvatlas_simulator.lab.replay import FleetSettings, draw_arrivals, replay
 from kvatlas_simulator.lab.requests import Workload
 from kvatlas_simulator.lab.summary import Figures, Objective
@@ -27,7 +27,7 @@ def figures(
     return Figures.of(replay(small(requests), policy, fleet, seed, speed=speed), Objective())
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != DYNAMO])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in DYNAMO_POLICIES])
 def test_every_policy_serves_every_request_alike_in_two_runs(policy: str) -> None:
     workload = small(60)
     first, second = (replay(workload, policy, FLEET, 3, speed=4.0) for _ in range(2))
