@@ -26,20 +26,22 @@ from kvatlas_simulator.lab.requests import Workload
 from kvatlas_simulator.lab.summary import Figures, Objective, margin
 from kvatlas_simulator.lab.traces import read_trace
 
-WORKERS = 8
-COST = StepCost(attention_us_per_token_pair=0.0015, overhead_us=1_500.0)
-"""An 8-billion-parameter model: attention costs 4 x 4,096 x 32 FLOP a pair; a step takes the host 1.5 ms."""
-FLEET = FleetSettings(WORKERS, 160_000, cost=COST)
+WORKERS = 4
+COST = StepCost(90.0, 14_000.0, 80.0, 0.027, 55.0, attention_us_per_token_pair=0.0016, overhead_us=1_500.0)
+"""A 70-billion-parameter model with grouped-query attention (80 layers, hidden size 8,192, 16 bit) on four accelerators of 400
+TFLOP/s and 3 TB/s in practice: a prompt token is 140 GFLOP, a pair of attention 4 x 8,192 x 80 FLOP, a step reads 140 GB of
+weights and takes the host 1.5 ms, a KV token is 320 KiB. kvatlas begins with the rates of a smaller model, and learns."""
+FLEET = FleetSettings(WORKERS, 200_000, cost=COST)
 LOADS = (0.3, 0.9, 1.3)
 GOOD_SHARE = 0.9
-SEARCHED = (0.1, 40.0)
+SEARCHED = (0.05, 200.0)
 """Multiples of a workload's own rate among which load 1 is searched."""
-SEARCHES = 7
+SEARCHES = 8
 OUR = "kvatlas"
 CEILING = "oracle"
 RIVALS = (
-    "round-robin", "least-loaded", "session", "prefix-hash", "sglang-router", "inference-extension", "unbounded-extension",
-    "llm-d", "least-prefill-tokens", "prefix-tokens", "lmetric",
+    "round-robin", "least-loaded", "session", "sglang-router", "inference-extension", "llm-d", "least-prefill-tokens",
+    "prefix-tokens", "lmetric",
 )  # fmt: skip
 
 
@@ -52,7 +54,7 @@ class Case:
     fleet: FleetSettings = FLEET
 
 
-_ROLLING = tuple(Outage(n, 0.1 + 0.1 * n, 0.14 + 0.1 * n, 0.17 + 0.1 * n) for n in range(WORKERS))
+_ROLLING = tuple(Outage(n, 0.2 + 0.2 * n, 0.25 + 0.2 * n, 0.3 + 0.2 * n) for n in range(WORKERS))
 _HYBRID = CacheLayout((CacheGroup(AttentionKind.FULL), CacheGroup(AttentionKind.SLIDING_WINDOW, 1_024)))
 CASES = (
     Case("chats", "chat"),
@@ -64,7 +66,7 @@ CASES = (
     Case("200 tenants, heavy tails", "tails"),
     Case("bursts on new prefixes", "bursts"),
     Case("long answers", "thought"),
-    Case("chats with giants", "giants"),
+    Case("chats with giants, 8 workers", "giants", replace(FLEET, workers=8)),
     Case("agents, rolling restart", "agents", replace(FLEET, outages=_ROLLING)),
     Case("agents, a worker is lost", "agents", replace(FLEET, outages=(Outage(0, 0.5, 0.5, 0.9),))),
     Case("agents, hybrid model", "agents", replace(FLEET, layout=_HYBRID)),

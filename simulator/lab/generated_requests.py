@@ -195,12 +195,12 @@ def _bursts(made: Generator) -> None:
 
 
 def _thought(made: Generator) -> None:
-    """Generate short questions after one of 5 system prompts, with answers of 1,000 to 8,000 tokens."""
+    """Generate short questions after one of 5 system prompts, with answers of 500 to 4,000 tokens."""
     prompts = [made.part(500, 2_000) for _ in range(5)]
     while len(made.requests) < made.wanted:
         session, at_s = made.session()
         text = Text((prompts[made.popular(5)],)).then(*made.part(50, 1_000))
-        made.ask(text, made.part(1_000, 8_000), session, at_s, Identity())
+        made.ask(text, made.part(500, 4_000), session, at_s, Identity())
 
 
 def _giants(made: Generator) -> None:
