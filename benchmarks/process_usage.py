@@ -1,4 +1,4 @@
-"""Processor time and memory of a process, from Linux's /proc."""
+"""CPU time and memory of a process, from Linux's /proc."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Processor time of all its threads since its start, and its resident memory."""
+    """CPU time of all its threads since its start, and its resident memory."""
 
     cpu_s: float
     rss_bytes: int

@@ -2,7 +2,7 @@
 workers. `python -m benchmarks.stalls` measures them on Valkey and, with `--binary PROGRAM`, on another server.
 
 A store call delays every other client, so this bounds the wait of a router's choice. Other programs on the machine, and other
-machines on its host, prolong a call's wall-clock time, so the budget is for the processor time of the server's main thread.
+machines on its host, prolong a call's wall-clock time, so the budget is for the CPU time of the server's main thread.
 The longest call by the clock, and the clock's time for calls that only compute, are printed beside it.
 """
 
@@ -39,7 +39,7 @@ SWEEP_BLOCKS, SCRUB_BLOCKS = 2_000, 500
 
 COMPUTING_CALLS = 200
 COMPUTING = "local n = 0 for i = 1, 80000 do n = n + i % 7 end return n"
-"""A call of one or two milliseconds of processor time, and nothing else."""
+"""A call of one or two milliseconds of CPU time, and nothing else."""
 
 Contents = dict[Scope, bytes]
 """Packed hashes by scope."""
@@ -237,9 +237,7 @@ def _longest_calls(store: TimedStore, step: str) -> list[Result]:
     longest, by_clock = store.by_processor, store.by_clock
     computing = f"{by_clock.processor:.1f} ms of it computing, {by_clock.waited:.1f} ms waiting for a processor"
     return [
-        Result(
-            f"processor time of the longest store call, {step}: {longest.command}", longest.processor, "ms", LONGEST_MS
-        ),
+        Result(f"CPU time of the longest store call, {step}: {longest.command}", longest.processor, "ms", LONGEST_MS),
         Result(f"  by the clock: {by_clock.command} ({computing})", by_clock.clock, "ms"),
     ]
 

@@ -1,8 +1,8 @@
 """The longest call to the store during a measurement, and its command: no call may hold the store for long.
 
-It is read from the store's slow log, so it is wall-clock time, in which other programs may have had the processor;
-`TimedStore` measures the call's processor time too. Loading a function library is a separate figure: a server compiles each of
-the three once per version (3 to 4 ms of processor time), when the first process of that version starts, not while requests are
+It comes from the store's slow log, so it is wall-clock time and may include time in which other programs ran;
+`TimedStore` measures the call's CPU time too. Loading a function library is a separate figure: a server compiles each of
+the three once per version (3 to 4 ms of CPU time), when the first process of that version starts, not while requests are
 routed.
 """
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 LONGEST_MS = 5.0
 SHORTEST_US = 3_000
 """Shorter calls are not logged, so that the log holds all others and costs nothing: deleting thousands of its entries makes
-the allocator clean up in the next call, for 5 ms of processor time."""
+the allocator clean up in the next call, for 5 ms of CPU time."""
 KEPT = 4_096
 SLOW_LOG = {"slowlog-log-slower-than": str(SHORTEST_US), "slowlog-max-len": str(KEPT)}
 """Settings of a store whose longest call is read later."""
@@ -79,7 +79,7 @@ class CallTimes(NamedTuple):
 
 
 class TimedStore(Store):
-    """Measures each call by the processor time of the server's main thread, and by the clock (the slow log). One call at a
+    """Measures each call by the CPU time of the server's main thread, and by the clock (the slow log). One call at a
     time; Linux only, since the times are those of /proc."""
 
     NOTED_MS = 1.0
@@ -130,7 +130,7 @@ class TimedStore(Store):
         return max((one["duration"] / 1e3 for one in entries if _name(one["command"]) not in NOT_OURS), default=0.0)
 
     def _read_times(self) -> tuple[float, float]:
-        """Processor time and waiting time of the server's main thread until now, ms."""
+        """CPU time and waiting time of the server's main thread so far, ms."""
         processor, waited, _ = self._times.read_text().split()
         return int(processor) / 1e6, int(waited) / 1e6
 

@@ -1,6 +1,6 @@
 """The cost of traces: `python -m benchmarks.tracing`.
 
-Processor time of a request in `kvatlas router`, in processes that sample no traces, 1 % and all; and of a message of 16 blocks
+CPU time of a request in `kvatlas router`, in processes that sample no traces, 1 % and all; and of a message of 16 blocks
 from outbox to index with traces off, on with none sampled, and all recorded (at 1 %, 99 of 100 cost as much as an unsampled
 one). Turns are short, so that a busy machine affects all of them.
 """
@@ -104,7 +104,7 @@ def traced_by(provider: TracerProvider | None) -> Iterator[None]:
 
 
 async def cpu_us(step: Step) -> dict[str, list[float]]:
-    """Microseconds of processor time of a call, by share and round."""
+    """Microseconds of CPU time of a call, by share and round."""
     found: dict[str, list[float]] = {name: [] for name in SAMPLED}
     providers = {name: provider_of(share) for name, share in SAMPLED.items()}
     for number in range(ROUNDS + 1):
@@ -123,7 +123,7 @@ async def cpu_us(step: Step) -> dict[str, list[float]]:
 
 
 async def router_cpu_us(store: Store) -> dict[str, float]:
-    """Microseconds of processor time of a request, of router processes that differ in their traces only; an engine answers at
+    """Microseconds of CPU time of a request, of router processes that differ in their traces only; an engine answers at
     once."""
     await store.client.flushall()
     await open_redis_index(store, writer=True)
@@ -223,7 +223,7 @@ def switched_off_us() -> float:
 
 
 async def measure() -> list[Result]:
-    """The cost of each share compared with traces switched off, in percent of processor time."""
+    """The cost of each share compared with traces switched off, in percent of CPU time."""
     async with valkey_store() as store:
         routed = await router_cpu_us(store)
         ingest = Ingest(await open_redis_index(store, writer=True))
@@ -248,7 +248,7 @@ async def measure() -> list[Result]:
 def main() -> None:
     began = perf_counter()
     console = Console(width=120)
-    console.print(tabulate(uvloop.run(measure()), "processor time of traces"))
+    console.print(tabulate(uvloop.run(measure()), "CPU time of traces"))
     console.print(f"took {perf_counter() - began:.0f} s")
 
 

@@ -123,9 +123,9 @@ def pool_id(model_id: str, tokenizer_id: str) -> str:
 
 
 def check_worker_id(worker_id: str) -> str:
-    """Return the worker id. Raises InvalidValue unless it is 1 to 64 of `[A-Za-z0-9_-]`, so that it can be a subject token."""
+    """Return the worker id. Raises InvalidValue unless it has the form of a subject token: 1 to 64 of `[A-Za-z0-9_-]`."""
     if not isinstance(worker_id, str) or not _is_worker_id(worker_id):
-        raise InvalidValue(f"worker id {worker_id!r:.80}; expected 1 to 64 of A-Z a-z 0-9 _ -")
+        raise InvalidValue(f"worker id {worker_id!r:.80}; expected 1 to 64 characters from A-Z a-z 0-9 _ -")
     return worker_id
 
 

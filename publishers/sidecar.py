@@ -148,7 +148,7 @@ class EngineSidecar:
         self._publisher_settings = PublisherSettings.of(settings)
         self.worker_id = self._publisher_settings.worker_id
         if settings.endpoint is None:
-            raise SettingsError(f"worker {self.worker_id} has no event socket; expected one, or events off")
+            raise SettingsError(f"worker {self.worker_id} has no event socket; name one, or switch events off")
         self._feed_settings = FeedSettings(
             engine=settings.engine,
             endpoint=endpoint_of_rank(settings.endpoint, rank),

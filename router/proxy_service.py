@@ -56,7 +56,7 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
         level = logging.WARNING if most * 2 < FEW else logging.INFO
         _log.log(
             level,
-            "at most %d connections of clients: this process may open %d file descriptors, and each request needs two; raise "
+            "at most %d client connections: this process may open %d file descriptors, and each request needs two; raise "
             "the limit (ulimit -n, LimitNOFILE=) for more",
             most,
             count_descriptors().most,

@@ -9,7 +9,7 @@ import httpx
 
 @cache
 def trusted() -> SSLContext:
-    """Reading the authorities takes 35 ms of processor time, which a client of its own would take each time."""
+    """Reading the authorities takes 35 ms of CPU time, which a client of its own would take each time."""
     return httpx.create_ssl_context(trust_env=False)
 
 

@@ -1,8 +1,8 @@
-"""Added time and processor time per request: Envoy alone, Envoy with `kvatlas epp`, and `kvatlas router`.
+"""Added time and CPU time per request: Envoy alone, Envoy with `kvatlas epp`, and `kvatlas router`.
 
 First, requests to a simulated engine go through each in turn, one at a time: the time added to asking the engine directly.
 Then, for some seconds, as many as possible go through each to an engine that takes no time (Envoy's own answer): requests per
-second, and each process' processor time per request. Processor time is the most reliable figure.
+second, and each process' CPU time per request. CPU time is the most reliable figure.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ PICKERS = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one way to the engine. `cpu_ms`: processor time per request, by process."""
+    """Figures of one way to the engine. `cpu_ms`: CPU time per request, by process."""
 
     name: str
     added_p50_ms: Mapping[str, float]
@@ -142,7 +142,7 @@ async def _compare(urls: Mapping[str, str], engine_url: str, *, streamed: bool) 
 
 
 async def _throughput(url: str, engine_url: str, processes: Mapping[str, int]) -> tuple[float, Mapping[str, float]]:
-    """Requests per second over CONNECTIONS connections, and processor time per request."""
+    """Requests per second over CONNECTIONS connections, and CPU time per request."""
     payload, headers = _request(streamed=False), _headers(engine_url)
     done = 0
 

@@ -52,14 +52,12 @@ async def measure(store: Store) -> list[Result]:
                 Result(f"{name}, marks: times of no marks, p50", ratio, "x", MOST_TIMES if holders == 16 else None)
             )
             slowest = await _longest_call_ms(store, chain, blocks - 1)
-            results.append(
-                Result(f"{name}, polluted heads: longest call (processor time)", slowest, "ms", LONGEST_CALL_MS)
-            )
+            results.append(Result(f"{name}, polluted heads: longest call (CPU time)", slowest, "ms", LONGEST_CALL_MS))
     return results
 
 
 async def _longest_call_ms(store: Store, chain: bytes, limit: int) -> float:
-    """The store's processor time for the longest call of a lookup."""
+    """The store's CPU time for the longest call of a lookup."""
     k, functions = ShardKeys(0), IndexFunctions(store)
     lookup = [k.blocks(SCOPE.scope_id), k.meta, k.marked, k.marks(SCOPE.scope_id)]
     calls: list[tuple[str, list[str], list[bytes | int | str]]] = []

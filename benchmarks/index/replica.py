@@ -97,7 +97,7 @@ async def measure_overlaps(store: Store, nats_url: str) -> list[Result]:
 
 
 async def measure_choices(store: Store, nats_url: str) -> list[Result]:
-    """Measure choices. Each turn's processor time is this process' own; the store's is separate."""
+    """Measure choices. Each turn's CPU time is this process' own; the store's is separate."""
     workload = RouteWorkload(ROUTE_WORKERS, ROUTE_BLOCKS)
     await workload.write(store)
     results = []
@@ -124,7 +124,7 @@ async def measure_choices(store: Store, nats_url: str) -> list[Result]:
             for name, times in (await _in_turns(calls)).items():
                 what = f"choose and book, {ROUTE_WORKERS} workers, {ROUTE_BLOCKS} blocks, {name}"
                 results += [Result(f"{what}, p{q * 100:g}", quantile(times, q) * 1e6, "us") for q in (0.5, 0.99)]
-                results.append(Result(f"{what}, processor time of the router", cpu[name] / len(times) * 1e6, "us"))
+                results.append(Result(f"{what}, CPU time of the router", cpu[name] / len(times) * 1e6, "us"))
     return results
 
 
@@ -145,7 +145,7 @@ async def measure_copy(store: Store) -> list[Result]:
     what = f"copy of {COPIED_BLOCKS:,} blocks, {COPIED_HOLDERS} holders"
     return [
         Result(f"{what}, time", took_s, "s"),
-        Result(f"{what}, processor time a block", cpu_s / COPIED_BLOCKS * 1e6, "us"),
+        Result(f"{what}, CPU time a block", cpu_s / COPIED_BLOCKS * 1e6, "us"),
         Result(f"{what}, memory a block", grown / COPIED_BLOCKS, "bytes", 160),
         Result(f"{what}, longest wait of another task", longest() * 1e3, "ms"),
     ]
@@ -175,8 +175,8 @@ async def measure_feed(nats_url: str) -> list[Result]:
         await client.close()
         what = f"feed, {hashes} {'block' if hashes == 1 else 'blocks'} a message"
         results += [
-            Result(f"{what}, processor time a message", cpu_s / messages * 1e6, "us"),
-            Result(f"{what}, processor time a block", cpu_s / messages / hashes * 1e6, "us"),
+            Result(f"{what}, CPU time a message", cpu_s / messages * 1e6, "us"),
+            Result(f"{what}, CPU time a block", cpu_s / messages / hashes * 1e6, "us"),
             Result(f"{what}, most", messages / took_s, "messages/s"),
             Result(f"{what}, longest wait of another task", longest() * 1e3, "ms"),
         ]

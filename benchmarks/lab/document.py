@@ -38,14 +38,14 @@ _MARK = re.compile(r"^<!-- chapter: (\w+) -->\n", re.MULTILINE)
 
 
 class Stopwatch:
-    """Elapsed time, and the processor time of this process and of its children that have ended, since it was made."""
+    """Elapsed time, and the CPU time of this process and of its children that have ended, since it was made."""
 
     def __init__(self) -> None:
         self._began_s, self._began_cpu_s = time.monotonic(), _processor_s()
 
     def __str__(self) -> str:
         elapsed_s, cpu_s = time.monotonic() - self._began_s, _processor_s() - self._began_cpu_s
-        return f"{elapsed_s / 60:.1f} minutes, {cpu_s / 60:.1f} of processor time"
+        return f"{elapsed_s / 60:.1f} minutes, {cpu_s / 60:.1f} of CPU time"
 
 
 def _processor_s() -> float:

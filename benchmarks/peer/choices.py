@@ -1,4 +1,4 @@
-"""Choosing and reserving, by number of workers: latency, choices per second, and processor time."""
+"""Choosing and reserving, by number of workers: latency, choices per second, and CPU time."""
 
 import asyncio
 import json
@@ -74,13 +74,13 @@ async def _measure_pool(
             Comparison(f"choose and reserve from {given}, {name}, p99", "ms", pick(lambda turn: turn.p99_ms)),
             Comparison(f"  {CONCURRENCY} at a time", "choices/s", pick(lambda turn: turn.rate)),
             Comparison(
-                "  processor time of the router for each",
+                "  CPU time of the router for each",
                 "ms",
                 pick(lambda turn: turn.router_ms),
                 ROUTER_MS if budgeted else None,
             ),
             Comparison(
-                "  processor time of the store for each",
+                "  CPU time of the store for each",
                 "ms",
                 {Subject.OURS: pick(lambda turn: turn.store_ms)[Subject.OURS]},
                 STORE_MS if budgeted else None,
@@ -92,7 +92,7 @@ async def _measure_pool(
 
 
 async def _take(child: Child, given: str, store: Store) -> _Turn:
-    """Measure latency, then rate. The store's processor time is its total, because the peer does not use the store."""
+    """Measure latency, then rate. The store's CPU time is its total, because the peer does not use the store."""
     await child.start(f"latency {given}")
     (line,) = await child.results()
     latency = json.loads(line)

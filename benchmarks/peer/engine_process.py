@@ -34,7 +34,7 @@ def chain_owner(contents: str, engine: int) -> int | str:
 
 
 def last_chain(owner: int | str, hashes: int, messages: int) -> list[int]:
-    """The token ids of the last chain that is complete after this many messages of an engine."""
+    """The token ids of the last chain that an engine's first so many messages complete."""
     return chain_tokens(owner, messages * hashes // CHAIN - 1)
 
 

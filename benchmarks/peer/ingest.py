@@ -1,4 +1,4 @@
-"""From the engines' sockets into the index, as fast as possible: blocks per second, and processor time per block by process.
+"""From the engines' sockets into the index, as fast as possible: blocks per second, and CPU time per block by process.
 
 16 engines; everything shares this machine's cores, including the engines (their time is not counted).
 """
@@ -52,7 +52,7 @@ async def measure(_: Store, subjects: Sequence[Subject], rounds: int = ROUNDS) -
         whole = {subject: [sum(turn.cpu_us.values()) for turn in of] for subject, of in taken.items()}
         rows += [
             Comparison(name, "blocks/s", {subject: [turn.rate for turn in of] for subject, of in taken.items()}),
-            Comparison("  processor time a block", "us", whole, BUDGET_US if hashes == 16 else None),
+            Comparison("  CPU time a block", "us", whole, BUDGET_US if hashes == 16 else None),
         ]
         for part in PARTS if Subject.OURS in taken else ():
             figures = {Subject.OURS: [turn.cpu_us[part] for turn in taken[Subject.OURS]]}

@@ -1,4 +1,4 @@
-"""Both pipelines from the engines' event sockets to an index that answers, each as the processes that a fleet runs."""
+"""Both pipelines, from the engines' event sockets to an index that can be queried, each as the processes that a fleet runs."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager

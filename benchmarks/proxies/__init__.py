@@ -1,1 +1,1 @@
-"""What a request through `kvatlas router` costs beside other proxies for engines: processor time, in turns, on pinned cores."""
+"""What a request through `kvatlas router` costs beside other proxies for engines: CPU time, in turns, on pinned cores."""

@@ -95,7 +95,7 @@ async def _main(names: Sequence[str]) -> None:
                 found[target.name].append(measured)
                 values = "; ".join(f"{name}: {value:,.0f}" for name, value in measured.items())
                 print(f"turn {turn + 1} of {TURNS}, {target.name}: {values}", flush=True)
-    table = Table("", *names, title=f"processor time; median of {TURNS} turns (range)")
+    table = Table("", *names, title=f"CPU time; median of {TURNS} turns (range)")
     for row in ROWS:
         cells = ([one[row] for one in found[name]] for name in names)
         table.add_row(row, *(f"{median(some):,.0f} ({min(some):,.0f} to {max(some):,.0f})" for some in cells))

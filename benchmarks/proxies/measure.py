@@ -21,7 +21,7 @@ HEADERS = ((b"content-type", b"application/json"), (b"authorization", b"Bearer s
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests answered, and the proxy's processor time for each."""
+    """Requests answered, and the proxy's CPU time for each."""
 
     requests: int
     cpu_us: float
@@ -53,7 +53,7 @@ async def saturate(client: EngineClient, target: Target, body: bytes, seconds: f
 
 
 async def chunk_us(client: EngineClient, target: Target, seconds: float) -> float:
-    """Processor time of one event: the difference of long streams and short ones."""
+    """CPU time of one event: the difference of long streams and short ones."""
     found = []
     for events in (SHORT, LONG):
         body = bodies.small(stream=True, seed=GAP_MS).replace(b'"max_tokens": 16', b'"max_tokens": %d' % events)

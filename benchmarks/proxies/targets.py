@@ -56,7 +56,7 @@ class Target:
     url: str
 
     def cpu_us(self) -> float:
-        """Processor time of its threads so far."""
+        """CPU time of its threads so far."""
         total = 0
         for thread in Path(f"/proc/{self.pid}/task").iterdir():
             with suppress(OSError):  # it may end meanwhile

@@ -1,7 +1,7 @@
 """The overhead that `kvatlas router` adds to a request, compared with calling the engine directly and through a bare reverse
 proxy.
 
-Requests to the three take turns, so that other load on the machine affects each equally. Processor time is the most reliable
+Requests to the three take turns, so that other load on the machine affects each equally. CPU time is the most reliable
 figure.
 """
 
@@ -43,14 +43,14 @@ class _Target:
     cpu_before_ms: float = 0
 
     def cpu_ms(self) -> float:
-        """Processor time of its process so far."""
+        """CPU time of its process so far."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) * 1_000 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What a proxy adds to a request of one kind, and the processor time that it takes for each."""
+    """What a proxy adds to a request of one kind, and the CPU time that it takes for each."""
 
     kind: str
     proxy: str

@@ -39,7 +39,7 @@ SLOW = EngineRates(prefill_us_per_token=80.0, tpot_base_us=14_000.0)
 
 @dataclass(frozen=True, slots=True)
 class ShapeFigures:
-    """One row: milliseconds of a choice, and microseconds of processor time of a choice with its first token and its end, in
+    """One row: milliseconds of a choice, and microseconds of CPU time of a choice with its first token and its end, in
     the batch that took the least."""
 
     workers: int

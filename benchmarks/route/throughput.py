@@ -1,4 +1,4 @@
-"""Choices per second of one and of four router processes, and their processor time."""
+"""Choices per second of one and of four router processes, and their CPU time."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -44,6 +44,6 @@ async def _measure_processes(store: Store, processes: int) -> list[Result]:
         Result(
             f"route, booked and ended, {processes} {'process' if processes == 1 else 'processes'}", rate, "choices/s"
         ),
-        Result("  processor time of the router for each", router_s * 1e3 / finished, "ms"),
-        Result("  processor time of the store for each", store_s * 1e3 / finished, "ms"),
+        Result("  CPU time of the router for each", router_s * 1e3 / finished, "ms"),
+        Result("  CPU time of the store for each", store_s * 1e3 / finished, "ms"),
     ]

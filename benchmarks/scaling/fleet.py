@@ -101,7 +101,7 @@ async def report(workers: int = WORKERS) -> list[Table]:
         await wait_until_complete(workers * BLOCKS)
         table.add_row("a tenth restarted at once, complete after", f"{perf_counter() - began:.1f} s")
         for name, cpu_s in stretch.cpu_s().items():
-            table.add_row(f"  processor time: {name}", f"{cpu_s:.2f} s")
+            table.add_row(f"  CPU time: {name}", f"{cpu_s:.2f} s")
 
         await _add_choices(table, valkey.url, {"store": valkey.pid})
         for name, pid in pids.items():

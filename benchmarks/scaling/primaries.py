@@ -1,8 +1,8 @@
-"""Ingest, overlap and choices on 1, 2 and 3 primaries and with 1, 2 and 4 indexers: processor time per block and per choice.
+"""Ingest, overlap and choices on 1, 2 and 3 primaries and with 1, 2 and 4 indexers: CPU time per block and per choice.
 
 One primary is a standalone server with one shard. Two and three are those of a cluster of three that hold shards: two shards,
 and four, whose slots are dealt to them in turn. All share this machine's cores, so blocks per second mean little; each
-process' processor time shows what scales.
+process' CPU time shows what scales.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Processor time of several processes over a stretch of time."""
+"""CPU time of several processes over a stretch of time."""
 
 from collections.abc import Mapping
 from time import perf_counter
@@ -7,7 +7,7 @@ from benchmarks.process_usage import usage_of
 
 
 class Stretch:
-    """Processor time since it was created. `pids`: process ids by name."""
+    """CPU time since it was created. `pids`: process ids by name."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = dict(pids)

@@ -1,4 +1,4 @@
-"""Many engines for one sidecar: its memory and its processor time per block, with 1, 16 and 64 engines."""
+"""Many engines for one sidecar: its memory and its CPU time per block, with 1, 16 and 64 engines."""
 
 from rich.table import Table
 

@@ -1,5 +1,5 @@
 """The longest calls of functions that a hostile user of the store can make, with the largest arguments that these take, on a
-store with a large fleet: processor time of the server's main thread. `python -m benchmarks.security.hostile_calls`;
+store with a large fleet: CPU time of the server's main thread. `python -m benchmarks.security.hostile_calls`;
 `--binary PROGRAM`: another server.
 
 `tests/attacks/test_function_work.py` counts what the same calls do, and needs no clock.
@@ -163,7 +163,7 @@ def _writing() -> Iterator[Call]:
     outcomes = [word for n in range(64) for word in (n.to_bytes(16, "big"), "failed")]
     yield "kvatlas_pool_ends", "failures", POOL, (MOST_US, *outcomes)
     off = [word for n in range(64) for word in (b"%016d" % n, "called_off")]
-    yield "kvatlas_pool_ends", "called off", POOL, (MOST_US, *off)
+    yield "kvatlas_pool_ends", "cancelled", POOL, (MOST_US, *off)
     rows = [[f"w{n}", 1.0, 0.5, 0.5, [1.0] * 12] for n in range(256)]
     yield "kvatlas_pool_learn", "many workers", POOL, (_pack([1, *rows]), 5)
     yield "kvatlas_pool_learn", "long sums", POOL, (_pack([1, ["w1", 1.0, 0.5, 0.5, [1.0] * 6_000]]), 5)
@@ -274,7 +274,7 @@ def measure(binary: Path | None = None) -> list[Result]:
 
 
 def _time(client: Redis, times: Path, call: HostileCall) -> tuple[float, str]:
-    """The processor time in ms, and how the call was refused."""
+    """The CPU time in ms, and how the call was refused."""
     before, answer = int(times.read_text().split()[0]), ""
     try:
         client.execute_command(*call.words)  # type: ignore[no-untyped-call]

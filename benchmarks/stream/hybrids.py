@@ -1,4 +1,4 @@
-"""Ingest of hybrid engines' events compared with a full-attention model's: processor time per block in the publisher and the
+"""Ingest of hybrid engines' events compared with a full-attention model's: CPU time per block in the publisher and the
 store, and bytes per block in the store.
 
 One simulated engine serves the same conversations with each model; its batches, as bytes, go through decoder, ledger and

@@ -1,4 +1,4 @@
-"""Processor time per block, by number of hashes per message: `python -m benchmarks.stream.message_sizes`.
+"""CPU time per block, by number of hashes per message: `python -m benchmarks.stream.message_sizes`.
 
 The same blocks go from a publisher process through NATS (file storage) and an indexer process to the store, in messages of each
 size; sizes take turns, and each process' time counts from the first message to the last one applied.
@@ -27,7 +27,7 @@ PARTS = ("publisher", "NATS", "indexer", "store")
 
 
 async def measure_turn(store: Store, nats: EmbeddedServer, hashes_a_message: int) -> list[float]:
-    """Processor time of each of PARTS, in microseconds per block."""
+    """CPU time of each of PARTS, in microseconds per block."""
     messages = BLOCKS // hashes_a_message
     index = await prepare_index(store, nats.url)
     async with (

@@ -1,4 +1,4 @@
-"""Deletes function libraries of program versions that no process runs. The owner of partition 0 does it."""
+"""Deletes the function libraries of versions that no process runs any more. Only the owner of partition 0 does so."""
 
 import logging
 from time import monotonic

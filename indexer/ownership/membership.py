@@ -141,5 +141,5 @@ class Membership:
             await self._fleet.end_membership(self.member_id)
         except (KvatlasError, RedisError) as error:
             log.warning(
-                "member %s: leases not released (%s), they expire in %g s", self.member_id, error, LEASE_MS / 1_000
+                "member %s: could not release leases (%s); they expire in %g s", self.member_id, error, LEASE_MS / 1_000
             )

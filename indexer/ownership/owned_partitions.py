@@ -94,7 +94,7 @@ class OwnedPartitions:
             running.reader.restart(why)
 
     def on_start(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever partitions were started."""
+        """Call `listener` whenever partitions are started."""
         self._on_start.append(listener)
 
     def start(self, partitions: Sequence[int]) -> None:

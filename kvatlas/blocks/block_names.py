@@ -65,7 +65,7 @@ def read_block_name(
 
 
 def read_sequence_hash(text: str) -> int:
-    """The number in 16 hex digits. Raises InvalidValue."""
+    """Read a number of 16 hex digits. Raises InvalidValue."""
     if not is_hash_text(text):
         raise InvalidValue(f"sequence hash {text!r:.80}; expected 16 hex digits, as `kvatlas export` prints them")
     return int(text, 16)

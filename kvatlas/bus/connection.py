@@ -79,8 +79,8 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
         failures.append(error)
 
     try:
-        # switch on reconnection only after the first connection: otherwise nats-py would retry silently, forever or 60 times
-        # by default
+        # enable reconnection only after the first connection: otherwise nats-py would retry silently, 60 times by default or
+        # forever
         await client.connect(
             **options,
             name=name,

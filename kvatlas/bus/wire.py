@@ -212,7 +212,7 @@ def _check_event(event: Any, scopes: dict[Any, Any], version: int) -> None:
             if type(first_index) is not int or not 0 <= first_index <= MAX_SEQ:
                 raise WireError(f"event has first index {first_index!r:.40}; expected 0 to {MAX_SEQ}")
             if type(reserved) is not int or reserved:
-                raise WireError(f"event has {reserved!r:.40} in its last field; expected 0, which is reserved")
+                raise WireError(f"event's last field is {reserved!r:.40}; it is reserved and must be 0")
     elif code in (END, CHECKPOINT):
         digest = event[-1]
         words = (WORDS,) if version == VERSION else (WORDS, WORDS + MARK_WORDS)

@@ -59,7 +59,7 @@ class ObservedRequest(BaseModel):
             raise InvalidValue(describe_mistake(where, first)) from error
 
     def rows(self) -> tuple[Row, ...]:
-        """The row's measurements; empty if too much was queued at the engine before it."""
+        """The row's measurements; empty if the engine's queue was too long when the row started."""
         load = Load(self.running_requests, self.queued_tokens, 0, self.kv_tokens)
         plan = Plan("", self.prompt_tokens, self.output_tokens, (), load)
         return rows_of(

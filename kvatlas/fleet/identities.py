@@ -85,7 +85,7 @@ class Identities:
         self._others: str | None = None
         for user, identity in self.by_user.items():
             if not _USER.fullmatch(user):
-                raise InvalidValue(f"publisher {user!r:.80}; expected 1 to 64 of A-Z a-z 0-9 _ -")
+                raise InvalidValue(f"publisher {user!r:.80}; expected 1 to 64 characters from A-Z a-z 0-9 _ -")
             if not identity.names_workers:
                 if self._others is not None:
                     raise InvalidValue(f"publishers {self._others} and {user} both speak for all workers; expected one")

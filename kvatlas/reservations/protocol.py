@@ -320,7 +320,7 @@ class Reservations(Protocol):
         """What `book` would choose now. Books nothing. Raises LookAlikesUnknown and LookupImpossible."""
 
     async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
-        """Reserve the cheapest offer; None if the booking was called off before. Sent again, it replaces the first one.
+        """Reserve the cheapest offer; None if the booking was cancelled before. Sent again, it replaces the first one.
         Raises LookAlikesUnknown and LookupImpossible; then nothing is reserved."""
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:

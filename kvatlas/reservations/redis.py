@@ -404,7 +404,7 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
 
 
 def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
-    """Unpack the answer of `functions/_choice.lua`; None for a booking that was called off. Raises LookAlikesUnknown."""
+    """Unpack the answer of `functions/_choice.lua`; None for a booking that was cancelled. Raises LookAlikesUnknown."""
     chosen, *rest = msgpack.unpackb(answer, raw=True)
     if not chosen:
         return None

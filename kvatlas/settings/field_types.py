@@ -83,7 +83,7 @@ def _check_redis_urls(value: str) -> str:
     for one in split_urls(value):
         parts = urlsplit(_check_redis_url(one))
         if parts.scheme != "unix" and not re.fullmatch(r"/?[0-9]{0,9}", parts.path):
-            raise ValueError("expected a database number or nothing after the port")
+            raise ValueError("expected nothing or a database number after the port")
     return value
 
 
@@ -93,7 +93,7 @@ def _check_worker_id(value: str) -> str:
     try:
         return check_worker_id(value.replace(".", "_"))
     except InvalidValue as error:
-        raise ValueError("expected 1 to 64 of A-Z a-z 0-9 _ - . (a dot becomes _)") from error
+        raise ValueError("expected 1 to 64 characters from A-Z a-z 0-9 _ - . (a dot becomes _)") from error
 
 
 def _check_path(value: str) -> str:

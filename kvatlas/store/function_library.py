@@ -132,7 +132,7 @@ class FunctionLibrary:
                 block.insert(-1, f"{stem} = {{ {', '.join(f'{name} = {name}' for name in exports)} }}")
             blocks += block
             if twice := [name for name in exports if name in owners]:
-                raise ValueError(f"{self.family}: {stem}.lua has names of earlier files: {', '.join(twice)}")
+                raise ValueError(f"{self.family}: {stem}.lua redefines names of earlier files: {', '.join(twice)}")
             owners |= dict.fromkeys(exports, stem)
         return "\n".join([_BOUNDS, *blocks, _MARK % self.family])
 
@@ -176,7 +176,9 @@ class FunctionLibrary:
         try:
             await self._call_or_load(store, store.fcall, f"{self.family}_mark", [mark_key(self.name)], [USED_FOR_S])
         except NoPermissionError as error:
-            log.debug("%s: this user may not mark function library %s as used (%s)", store.name, self.name, error)
+            log.debug(
+                "%s: this user isn't allowed to mark function library %s as used (%s)", store.name, self.name, error
+            )
 
     async def _call_or_load(self, store: Store, call: Callable[..., Awaitable[Any]], function: str, *what: Any) -> Any:
         try:

@@ -174,7 +174,7 @@ class _Pipeline(asyncio.Protocol):
                     if not future.done():  # its caller may have given up
                         future.set_result(answers)
         except (ProtocolError, IndexError) as error:
-            self._fail(RedisConnectionError(f"Not an answer of Redis: {error}"))
+            self._fail(RedisConnectionError(f"Not a Redis reply: {error}"))
         if self._finishing and not calls:
             self.close()
 

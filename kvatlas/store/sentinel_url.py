@@ -38,7 +38,7 @@ class SentinelUrl:
         if parts.scheme not in SENTINEL_SCHEMES or not service or not options.keys() <= known:
             raise ValueError(f"expected {FORM}")
         if database and not database.isdecimal():
-            raise ValueError(f"expected {FORM}, and a database number or nothing after it")
+            raise ValueError(f"expected {FORM}, optionally followed by a database number")
         return cls(
             parts.scheme == "rediss+sentinel",
             tuple(_place(one.strip()) for one in places.split(",")),

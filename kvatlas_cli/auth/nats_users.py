@@ -1,8 +1,8 @@
-"""Users of NATS: each publisher, the indexers, the routers and the auditor (`doctor`, `audit`), with the subjects that each
+"""NATS users: each publisher, the indexers, the routers and the auditor (`doctor`, `audit`), with the subjects that each
 may use.
 
 A router uses NATS only for a local copy of the index (`--replica`), and to ask for engines' block hashes. Every user has its
-own inboxes, so none can read another's answers.
+own inboxes, so no user can read another's replies.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

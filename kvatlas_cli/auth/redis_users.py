@@ -99,7 +99,7 @@ def render_acl_file(passwords: Mapping[str, str], *, with_replicas: bool = False
 
 
 def _commands(*libraries: FunctionLibrary) -> set[str]:
-    """All commands of the functions."""
+    """All commands that the functions call."""
     return {name.lower() for library in libraries for name in _CALL.findall(library.code)}
 
 

@@ -17,7 +17,7 @@ def router(settings: ProxySettings) -> None:
         return
 
     def flags(number: int) -> list[str]:
-        """Flags for each process: the operators' port counts up, because each process shows only its own state."""
+        """Flags for each process. Each gets the next operators' port, because it shows only its own state."""
         port = settings.control_at + number if settings.control_at else 0
         return ["--control-port", str(port), *replica_flags(settings, number)]
 

@@ -97,7 +97,7 @@ def parse_engine(text: str) -> dict[str, str]:
     for pair in pairs:
         key, separator, value = pair.partition("=")
         if not separator or key.strip() not in _FLAG_OF_KEY:
-            raise SettingsError(f"--engine has {pair!r}; expected KEY=VALUE with a key of {', '.join(_FLAG_OF_KEY)}")
+            raise SettingsError(f"--engine has {pair!r}; expected KEY=VALUE, KEY one of {', '.join(_FLAG_OF_KEY)}")
         flags[_FLAG_OF_KEY[key.strip()]] = value.strip()
     try:
         parts = urlsplit(flags["engine_url"])

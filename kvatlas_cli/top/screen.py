@@ -193,7 +193,7 @@ def _around(names: Sequence[str], selected: str, room: int) -> Sequence[str]:
     """As many names as fit, including the selected one."""
     if len(names) <= room:
         return names
-    room -= 1  # for the line with the number of hidden ones
+    room -= 1  # for the line that counts the hidden workers
     at = names.index(selected) if selected in names else 0
     first = max(0, min(at - room // 2, len(names) - room))
     return names[first : first + room]

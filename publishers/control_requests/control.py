@@ -1,4 +1,4 @@
-"""Answers requests on a publisher's control subject, for a snapshot, its status, its digest or single blocks (thin)."""
+"""Answers requests on a publisher's control subject: for a snapshot, its status, its digest or individual blocks."""
 
 from collections.abc import Callable, Mapping
 from time import time_ns

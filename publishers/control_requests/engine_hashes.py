@@ -1,4 +1,4 @@
-"""Answers routers that ask for the engine's own hashes of a prompt's blocks (thin)."""
+"""Answers routers that ask for the engine's own hashes of a prompt's blocks."""
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg

@@ -120,7 +120,7 @@ class EventDrain:
                         if answer.status_code == 200 and (begins := bytes(body.lstrip()[:1])) not in (b"", b"["):
                             raise EngineEventError(f"answer begins with {begins.decode(errors='replace')!r}; {_ARRAY}")
                         if len(body) > MAX_BODY_BYTES:
-                            raise EngineEventError(f"answer of more than {MAX_BODY_BYTES} bytes")
+                            raise EngineEventError(f"response exceeds {MAX_BODY_BYTES} bytes")
             if answer.status_code != 200:
                 raise EngineEventError(
                     f"answer {answer.status_code} {bytes(body[:80]).decode(errors='replace')}".rstrip()

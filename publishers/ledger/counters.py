@@ -20,7 +20,7 @@ class LedgerCounters:
     parents_found: int = 0
     """Left out at first for their unknown parent, and accepted once it was known."""
     unindexable: int = 0
-    """Token ids beyond 32 bits, tokens that are not a full block each, or an adapter or salt that is not valid in a scope."""
+    """Blocks with token ids beyond 32 bits or too few tokens, or with an adapter or salt that a scope can't have."""
     other_block_size: int = 0
     placeholder_unknown: int = 0
     other_chain: int = 0

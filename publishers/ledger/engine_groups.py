@@ -94,8 +94,11 @@ class EngineGroups:
         return min(sizes, default=0)
 
     def told_block_size(self, event: EngineStored, known: int | None) -> int | None:
-        """Tokens of full attention's smallest full blocks according to the event. If groups report no kind, the largest blocks
-        are the full ones. None if the event has nothing new. `known`: the size so far."""
+        """The block size in tokens according to the event: that of full attention's smallest blocks. If groups report no
+        kind, the largest blocks are taken for full attention's. None if the event doesn't change it.
+
+        `known`: the size so far.
+        """
         if event.offloaded or not self.is_full(event.group) or event.block_size < 1:
             return None
         if event.local_hashes is None and not 0 < len(event.token_ids) == event.block_size * len(event.hashes):

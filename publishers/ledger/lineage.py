@@ -301,7 +301,7 @@ class Lineage:
         return stretch
 
     def stretches_named(self, name: EngineHash) -> list[Stretch]:
-        """The stretches with a hash's blocks, in any namespace."""
+        """The stretches that contain blocks with this hash, in any namespace."""
         known = self.known.get(name)
         return [] if known is None else [known, *self._others.get(name, ())]
 

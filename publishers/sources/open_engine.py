@@ -75,7 +75,7 @@ class OpenEngine:
                 if not self._from_stdin:
                     await anyio.sleep_forever()
                 await self._read_lines(_stdin_chunks())
-                log.info("worker %s: standard input ended; publishing what was read, and leaving", self.worker_id)
+                log.info("worker %s: standard input ended; publishing what was read, then exiting", self.worker_id)
                 with anyio.move_on_after(FLUSH_S):
                     await publisher.flush()
             finally:

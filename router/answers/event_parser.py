@@ -66,7 +66,10 @@ class EventParser:
         return events
 
     def end(self) -> Event | None:
-        """The last event if the stream ends without its empty line. The standard drops such an event; real clients read it."""
+        """The last event, if the stream ends without the blank line after it.
+
+        The standard drops such an event; real clients read it.
+        """
         if self._line_begun:
             self._end_line(0)
         return self._dispatch(0) if self._begun else None

@@ -168,7 +168,7 @@ class BookedRequest:
         self._watched.end()
         self._record_unanswered()
         if error is not None and judge(error.status) is Verdict.ELSEWHERE:
-            line = f"an error in its answer: {error.line}"
+            line = f"it returned an error: {error.line}"
             self._parts.outliers.record_bad(self._booked.pool_id, self._booked.choice.worker_id, line)
         try:
             if error is not None:

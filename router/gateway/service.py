@@ -135,7 +135,7 @@ async def _wait_for_fleet(catalogue: Catalogue, pods: PoolPods) -> None:
         try:
             await catalogue.records()
         except Unreachable as error:
-            _log.warning("fleet not read (%s); not ready, trying again in %g s", error, READY_RETRY_S)
+            _log.warning("could not read the fleet (%s); not ready, trying again in %g s", error, READY_RETRY_S)
         else:
             if pods.is_known:
                 return

@@ -294,7 +294,9 @@ class Catalogue:
         except STORE_FAILURES as error:
             if self._read_at is None:
                 raise
-            _log.warning("fleet not read (%s); using the last %d known workers", error, len(self._last.records))
+            _log.warning(
+                "could not read the fleet (%s); using the last %d known workers", error, len(self._last.records)
+            )
         self._read_at = began
 
     def _discard_read(self, read: asyncio.Task[None]) -> None:

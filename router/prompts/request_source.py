@@ -96,7 +96,7 @@ def _address_policy(settings: LookupSettings, credentials_to: tuple[str, ...], n
 def _replica_settings(settings: LookupSettings) -> ReplicaSettings | None:
     if not settings.replica:
         if settings.replica_file is not None:
-            raise SettingsError(f"--replica-file is {settings.replica_file}; expected --replica with it")
+            raise SettingsError(f"--replica-file is {settings.replica_file}; it requires --replica")
         return None
     return ReplicaSettings(settings.nats, max_bytes=settings.replica_memory_mib << 20, file=settings.replica_file)
 

@@ -51,7 +51,7 @@ class EngineFailed(KvatlasError):
     """An answer ended with an error that the engine reported in it. The client got both."""
 
     def __init__(self, error: EngineError) -> None:
-        super().__init__(f"an error in its answer: {error.line}")
+        super().__init__(f"it returned an error: {error.line}")
         self.status = error.status
 
 

@@ -151,7 +151,7 @@ class Clients:
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """Raises InvalidValue, naming the entry and its field, and OSError."""
+        """Raises InvalidValue (which names the entry and its field) or OSError."""
         try:
             found = tomllib.loads(file.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -183,7 +183,9 @@ def _entries(found: Mapping[str, Any], table: str, kind: type[T]) -> dict[str, T
     entries: dict[str, T] = {}
     for name, fields in listed.items():
         if not _NAME.fullmatch(name):
-            raise InvalidValue(f"{table} has {name!r:.80}; expected a name of 1 to 64 of A-Z a-z 0-9 _ . -")
+            raise InvalidValue(
+                f"{table} has {name!r:.80}; expected a name of 1 to 64 characters from A-Z a-z 0-9 _ . -"
+            )
         try:
             entries[name] = kind.model_validate(fields)
         except ValidationError as error:

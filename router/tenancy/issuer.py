@@ -97,6 +97,6 @@ def _claims(token: bytes, key: Any, issuer: Issuer) -> Mapping[str, Any]:
         TypeError,
         ValueError,
         RecursionError,
-    ) as error:  # a key of a kind other than the algorithm's
+    ) as error:  # the key's type doesn't match the algorithm
         raise Unproven(f"the token is invalid: {error!s:.80}") from None
     return claims

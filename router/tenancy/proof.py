@@ -119,7 +119,7 @@ class Proof:
             _log.warning("%s can't be used (%s); keeping the previous clients", self._file, _reason(error))
             return
         self.clients, self._callers, self._tokens = clients, {}, _issued_tokens(clients)
-        _log.info("%s read again: %d clients, %d issuers", self._file, len(clients.clients), len(clients.issuers))
+        _log.info("reloaded %s: %d clients, %d issuers", self._file, len(clients.clients), len(clients.issuers))
 
 
 def _issued_tokens(clients: Clients) -> "IssuedTokens | None":

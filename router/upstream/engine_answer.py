@@ -82,7 +82,7 @@ def error_refusal(url: str, error: EngineError, answer: Answer) -> EngineRefused
     """The refusal for an error inside an answer of status 200, with the status that the error stands for."""
     headers = [(name, value) for name, value in answer.headers if name.lower() not in _OF_BODY]
     whole = WholeAnswer(error.status, [*headers, (b"content-type", b"application/json")], error.body, answer.clock)
-    return EngineRefused(f"{url}: an error in its answer: {error.line}", whole)
+    return EngineRefused(f"{url} returned an error: {error.line}", whole)
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """The HTTP client for every call to an engine: clients' requests, and our own for tokens, models and health.
 
 It connects only to addresses that the policy allows, waits longer while the router itself is busy, and does not blame the
-engine if an idle connection turns out to be closed. A library would take most of the processor time of a small request
+engine if an idle connection turns out to be closed. A library would take most of the CPU time of a small request
 (docs/performance.md); what can't be left out of HTTP/1.1 is here and in `engine_connection.py`.
 """
 

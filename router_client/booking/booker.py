@@ -116,7 +116,7 @@ class Booker:
                 for id in ids:
                     self._leases.report_later(pool_id, id, Outcome.CALLED_OFF)
         if evaluation is None:
-            raise Unreachable(f"reservation {booking.id.hex()} was called off before it was made")
+            raise Unreachable(f"reservation {booking.id.hex()} was cancelled before it was made")
         booked = ids if evaluation.prefill is not None else ids[:1]
         deadline_ms = self._settings.deadline_ms
         return evaluation, tuple(
@@ -144,7 +144,7 @@ class Booker:
         self._report_to_own(pool_id)
         booking = self._new_booking(prompt, ask, leased=False)
         evaluation = self._own.book_now(pool_id, booking)
-        assert evaluation is not None  # a new booking was not called off
+        assert evaluation is not None  # a new booking was not cancelled
         ids = [booking.id]
         if evaluation.prefill is not None and booking.prefill_id is not None:
             ids.append(booking.prefill_id)

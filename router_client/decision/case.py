@@ -12,8 +12,8 @@ from router_client.prompt import Prompt
 class Case:
     """A prompt, the workers that may get it, and the part of it that they hold.
 
-    `why`: one line if the index was not used or the pool's records are old. `followed`: the worker that another policy
-    chose.
+    `why`: the reason, in one line, if the index was not used or the pool's records are stale. `followed`: the worker
+    that another policy chose.
     """
 
     prompt: Prompt

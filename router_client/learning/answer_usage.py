@@ -47,7 +47,7 @@ class AnswerUsage:
         await self.report()
 
     async def report(self) -> bool:
-        """Send everything that waits. False if the store does not answer."""
+        """Send everything pending. Returns False if the store does not respond."""
         self._cut()
         try:
             async with asyncio.timeout(CALL_S):

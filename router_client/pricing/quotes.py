@@ -145,10 +145,11 @@ class KindQuote:
 
 
 class Quote(NamedTuple):
-    """The cost of a request on one candidate without load: `base_us`, of which `work_us` pass before the first token.
+    """The cost of a request on one candidate, ignoring load: `base_us` in total, of which `work_us` before the first token.
 
     The worker would reuse `usable_tokens` of its held prefix, and read `transfers` from the worker or shared store
-    `source`. From another worker that takes `transfer_us`, and `equal_sources` would serve it as well, `source` among them.
+    `source`. Reading from another worker takes `transfer_us`; `equal_sources` are the workers that would serve it equally
+    well, `source` among them.
     """
 
     candidate: Candidate

@@ -57,7 +57,7 @@ class CacheGroup:
             case AttentionKind.CHUNKED_LOCAL:
                 return computed // self.tokens * self.tokens // block_size
             case AttentionKind.MAMBA:
-                return max(0, computed - 1) // block_size  # its state covers everything before
+                return max(0, computed - 1) // block_size  # its state covers everything before it
         return 0
 
 

@@ -69,7 +69,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("workers", "--redis-url", "redis://127.0.0.1:6379/first"),
             2,
-            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/***'; expected a database number or nothing "
+            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/***'; expected nothing or a database number "
             "after the port",
         ),
         (
@@ -113,7 +113,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             (*PUBLISH, "--worker-id", "a/b"),
             2,
-            "kvatlas publish: --worker-id is 'a/b'; expected 1 to 64 of A-Z a-z 0-9 _ - . (a dot becomes _)",
+            "kvatlas publish: --worker-id is 'a/b'; expected 1 to 64 characters from A-Z a-z 0-9 _ - . (a dot becomes _)",
         ),
         (
             (*PUBLISH, "--engine", "vllm", "--source", "-"),
@@ -184,7 +184,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("up", "--engine", "http://127.0.0.1:1,color=red"),
             2,
-            "kvatlas up: --engine has 'color=red'; expected KEY=VALUE with a key of engine, endpoint, replay, worker, "
+            "kvatlas up: --engine has 'color=red'; expected KEY=VALUE, KEY one of engine, endpoint, replay, worker, "
             "model, tokenizer, tenant, advertise, role, bootstrap, connector, kv_port",
         ),
         (
@@ -196,7 +196,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("up", "--engine", "http://127.0.0.1:1,worker=a/b"),
             2,
-            "kvatlas up: --engine's worker is 'a/b'; expected 1 to 64 of A-Z a-z 0-9 _ - . (a dot becomes _)",
+            "kvatlas up: --engine's worker is 'a/b'; expected 1 to 64 characters from A-Z a-z 0-9 _ - . (a dot becomes _)",
         ),
         (
             ("up", "--router-port", "8081"),

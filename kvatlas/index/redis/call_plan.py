@@ -5,7 +5,7 @@ an event is one, and so is an event without hashes. The store records how many s
 in the call that applies them. So each step is applied once, even if another process continues after a crash and cuts
 elsewhere.
 
-Limiting messages to 256 hashes instead, so that none needs to be cut, takes a fifth more processor time for each block: 3.0 us
+Limiting messages to 256 hashes instead, so that none needs to be cut, takes a fifth more CPU time for each block: 3.0 us
 instead of 2.5 with 4,096 hashes (`benchmarks.stream.message_sizes`). And a message of version 1 may have 65,000 hashes.
 """
 

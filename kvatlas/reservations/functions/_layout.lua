@@ -29,7 +29,7 @@
 -- predicted steps; request slots, KV tokens of its cache (0: unknown), number of its group (0: none), is its sample believed
 -- (1 or 0), number of its generation. A worker that was forgotten and comes back begins another generation; reservations and
 -- predictions of an earlier one count for nothing, whether they are already removed or not.
--- reservation: worker ('': the booking was called off before it came), owner, booked us, queued tokens, KV tokens, prefilling
+-- reservation: worker ('': the booking was cancelled before it came), owner, booked us, queued tokens, KV tokens, prefilling
 -- (1 or 0), generation of its worker.
 -- prediction: worker, us at which it is ready, was last used, ends; us for which it is believed once it is ready; number of its
 -- first step; capacity of its worker in steps (0: the worker's events will confirm it); packed hashes of its steps; generation

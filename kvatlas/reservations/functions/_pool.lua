@@ -106,7 +106,7 @@ end
 
 -- Ends a reservation with an OUTCOME. Unless it is `finished`, a prefix that was still being computed is no longer believed;
 -- if it is `broken`, nor is one that was computed. Returns whether it counted: not if its worker's generation is over, or if
--- it was called off.
+-- it was cancelled.
 local function drop_reservation(keys, id, reservation, outcome, now)
   redis.call('HDEL', keys[RESERVATIONS], id)
   redis.call('ZREM', keys[DEADLINES], 'r' .. id)

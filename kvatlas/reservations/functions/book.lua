@@ -8,7 +8,7 @@
 --      5 prompt tokens
 --      6 ask, see _evaluation.lua
 --      7 with a pair layout: id of the reservation on the worker that computes the prompt alone
--- returns cmsgpack, see evaluate in _choice.lua. Nothing is reserved if it returns { 0 }, since the booking was called off
+-- returns cmsgpack, see evaluate in _choice.lua. Nothing is reserved if it returns { 0 }, since the booking was cancelled
 -- before, or { -1 }, since there are too few look-alikes
 
 -- Updates the worker's predictions that a reservation uses. If the worker has no events, they are believed for longer;
@@ -58,7 +58,7 @@ local function predict(keys, id, worker, record, chain, first, ready_us, believe
   end
 end
 
--- Ends what was booked under this id before, in case the same booking is sent again. Returns false if it was called off.
+-- Ends what was booked under this id before, in case the same booking is sent again. Returns false if it was cancelled.
 local function start(keys, id, now)
   local before = get_reservation(keys, id)
   if before then

@@ -2,7 +2,7 @@
 -- more, and the predicted blocks are held from now on. Or the reservation ends; if it already has, nothing changes.
 --
 -- KEYS see _layout.lua
--- ARGV 1 us for which a booking that was called off is refused if it arrives later
+-- ARGV 1 us for which a booking that was cancelled is refused if it arrives later
 --      2... id, outcome (OUTCOME; '': the first token is there)...
 -- returns 1 for each; 0 if there is no such reservation, or its first token was already recorded
 

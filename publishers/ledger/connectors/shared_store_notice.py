@@ -131,7 +131,7 @@ def decode(payload: bytes) -> StoreNotice:
         case [version, block_size, uses_keys, changes] if version == VERSION:
             pass
         case _:
-            raise WireError(f"notice {raw!r:.60}; expected an array of 4 fields, of version {VERSION}")
+            raise WireError(f"notice {raw!r:.60}; expected an array of 4 fields and version {VERSION}")
     if type(block_size) is not int or not 1 <= block_size <= MAX_BLOCK_TOKENS:
         raise WireError(f"notice with block size {block_size!r:.40}; expected 1 to {MAX_BLOCK_TOKENS} tokens")
     if type(uses_keys) is not bool or not isinstance(changes, list):

@@ -140,7 +140,7 @@ class Atlas(LoadBlind):
             )
             evaluation = self._books[router].book_now(POOL, booking)
             if evaluation is None:
-                raise RuntimeError(f"booking {request.number} was called off")
+                raise RuntimeError(f"booking {request.number} was cancelled")
         else:
             evaluation = evaluate_without_bookings(ask, self._pool, quotes)
         results = RankedResults(

@@ -59,7 +59,7 @@ def test_two_shared_files_with_the_same_name_are_refused(tmp_path: Path) -> None
     (tmp_path / "_a.lua").write_text("local ONE = 1\n")
     (tmp_path / "_b.lua").write_text("local ONE = 2\n")
     (tmp_path / "c.lua").write_text("return ONE\n")
-    with pytest.raises(ValueError, match=r"_b\.lua has names of earlier files: ONE"):
+    with pytest.raises(ValueError, match=r"_b\.lua redefines names of earlier files: ONE"):
         _ = FunctionLibrary("kvatlas_test", tmp_path, ("_a", "_b")).code
 
 

@@ -193,7 +193,7 @@ def test_a_publisher_of_all_workers_may_not_speak_for_another_publishers() -> No
     ("text", "line"),
     [
         ("[publishers.a]\nworkers = []\n", "publishers.a.workers is []; expected a non-empty list"),
-        ('[publishers.a]\nworkers = ["a.b"]\n', "worker id 'a.b'; expected 1 to 64 of A-Z a-z 0-9 _ -"),
+        ('[publishers.a]\nworkers = ["a.b"]\n', "worker id 'a.b'; expected 1 to 64 characters from A-Z a-z 0-9 _ -"),
         ('[publishers.a]\nworkers = ["w"]\nhosts = []\n', "publishers.a.hosts is []; there is no such field"),
         ('[publishers.a]\nworkers = ["w"]\naddresses = ["a b"]\n', "address 'a b'; expected a network"),
         ('[publishers.a]\nworkers = ["w"]\n[publishers.b]\nworkers = ["w"]\n', "worker w belongs to a and to b"),

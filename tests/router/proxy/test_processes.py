@@ -102,7 +102,7 @@ async def test_without_descriptors_for_more_it_is_not_ready_and_refuses_and_blam
         )
         flags = ["--port", str(port), "--http-address-connections", "1000"]
         process = await stack.enter_async_context(router(valkey_url, *flags, descriptors=160))
-        await line_with("at most 60 connections of clients: this process may open 160", process.stderr)
+        await line_with("at most 60 client connections: this process may open 160", process.stderr)
         await line_with("router at", process.stderr)
         client = await stack.enter_async_context(
             http_client(

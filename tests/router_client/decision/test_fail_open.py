@@ -184,7 +184,7 @@ async def test_a_store_that_hangs_delays_no_choice(server: ValkeyProcess) -> Non
                 key = f"kva:{{pool:{SCOPE.pool_id}}}:booked.2"
                 return int(await reader.client.zcard(key)) == 0
 
-            await until(nothing_booked, what="bookings made in spite of the time-out are called off")
+            await until(nothing_booked, what="bookings made in spite of the time-out are cancelled")
 
 
 async def test_without_a_store_the_hash_of_the_prefix_decides(server: ValkeyProcess) -> None:

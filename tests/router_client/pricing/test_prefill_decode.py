@@ -357,7 +357,7 @@ async def test_a_store_that_hangs_delays_no_pair() -> None:
                 async def nothing_booked() -> bool:
                     return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked.2")) == 0
 
-                await until(nothing_booked, what="bookings made in spite of the time-out are called off")
+                await until(nothing_booked, what="bookings made in spite of the time-out are cancelled")
 
 
 async def test_without_reservations_a_pair_is_chosen_by_reported_load() -> None:
