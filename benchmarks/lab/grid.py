@@ -33,12 +33,18 @@ TFLOP/s and 3 TB/s in practice: a prompt token is 140 GFLOP, a pair of attention
 weights and takes the host 1.5 ms, a KV token is 320 KiB. kvatlas begins with the rates of a smaller model, and learns."""
 FLEET = FleetSettings(WORKERS, 200_000, cost=COST)
 LOADS = (0.3, 0.9, 1.3)
+BUSY_LOADS = LOADS[1:]
 GOOD_SHARE = 0.9
 SEARCHED = (0.05, 200.0)
 """Multiples of a workload's own rate among which load 1 is searched."""
 SEARCHES = 8
 OUR = "kvatlas"
 CEILING = "oracle"
+TERMS = (
+    "kvatlas-again", "kvatlas-no-interference", "kvatlas-no-prefixes-in-flight", "kvatlas-no-reservations",
+    "kvatlas-no-learned-rates", "kvatlas-true-rates", "kvatlas-true-loads", "kvatlas-3-replicas",
+)  # fmt: skip
+"""kvatlas without one of its parts, with one more, or with true values for its estimates."""
 RIVALS = (
     "round-robin", "least-loaded", "session", "sglang-router", "inference-extension", "llm-d", "least-prefill-tokens",
     "prefix-tokens", "lmetric",
@@ -116,7 +122,14 @@ def cases_of(traces: Iterable[str]) -> tuple[Case, ...]:
 
 
 def run_grid(
-    cases: Sequence[Case], policies: Sequence[str], seeds: int, requests: int, python: str, jobs: int, kept: Path | None
+    cases: Sequence[Case],
+    policies: Sequence[str],
+    loads: Sequence[float],
+    seeds: int,
+    requests: int,
+    python: str,
+    jobs: int,
+    kept: Path | None,
 ) -> Results:
     """Replay every case. `python`: Dynamo's. `kept`: a file for the figures, so that an interrupted study can go on."""
     known: dict[Run, Figures] = {}
@@ -129,7 +142,7 @@ def run_grid(
         runs = [
             Run(case.name, load, policy, seed, requests, speed)
             for case, speed in zip(cases, speeds, strict=True)
-            for load in LOADS
+            for load in loads
             for policy in policies
             for seed in range(seeds)
         ]
@@ -243,3 +256,17 @@ def _rivals_table(results: Results, places: Sequence[tuple[str, float]]) -> str:
             row.append(f"{count}, {fmean(verdict.gain for verdict in verdicts):+.0%}")
         rows.append(row)
     return to_table(["rival", *(aim.title for aim in AIMS)], rows)
+
+
+def terms_to_markdown(results: Results, command: str, seeds: int, requests: int) -> str:
+    """The chapter on the cost's terms."""
+    places = list(dict.fromkeys((case, load) for case, load, _ in results))
+    return "\n".join(
+        [
+            "## Cost terms",
+            f"kvatlas against itself without one of its parts, or with another one: wins / ties / losses of the default over "
+            f"{len(places)} cases ({', '.join(f'{load:g}' for load in BUSY_LOADS)} x full load), and its mean gain. {requests} "
+            f"requests, {seeds} seeds.",
+            "", "```", command, "```", "", _rivals_table(results, places), "",
+        ]
+    )  # fmt: skip

@@ -65,16 +65,27 @@ class SglangRouter(OpenRequests):
         self._sent = [SentPrefixes(self.TREE_TOKENS // self._block_tokens) for _ in engines]
 
     def choose(self, request: LabRequest, now_us: float) -> int:
-        chain, up = packed_chain(request, self._block_tokens), self.up
-        chosen = min(up, key=self.open.__getitem__)
-        most, least = max(self.open[engine] for engine in up), self.open[chosen]
-        if most - least <= self.BALANCE_ABS or most <= least * self.BALANCE_REL:
-            matched = {engine: self._sent[engine].matched(chain) for engine in up}
-            longest = max(up, key=matched.__getitem__)
-            if matched[longest] * self._block_tokens > self.CACHE_THRESHOLD * request.input_tokens:
-                chosen = longest
-        self._sent[chosen].add(chain)
+        chosen = self.allowed(request)[0]
+        self.record(request, chosen)
         return self.send(chosen)
+
+    def allowed(self, request: LabRequest) -> list[int]:
+        """The engines that the router may choose: several if their matches are equally long."""
+        up = self.up
+        least = min(up, key=self.open.__getitem__)
+        most, fewest = max(self.open[engine] for engine in up), self.open[least]
+        if most - fewest > self.BALANCE_ABS and most > fewest * self.BALANCE_REL:
+            return [least]
+        chain = packed_chain(request, self._block_tokens)
+        matched = {engine: self._sent[engine].matched(chain) for engine in up}
+        longest = max(matched.values())
+        if longest * self._block_tokens <= self.CACHE_THRESHOLD * request.input_tokens:
+            return [least]
+        return [engine for engine in up if matched[engine] == longest]
+
+    def record(self, request: LabRequest, engine: int) -> None:
+        """Record that the prompt is in this engine's tree."""
+        self._sent[engine].add(packed_chain(request, self._block_tokens))
 
 
 class InferenceExtension(OpenRequests):
