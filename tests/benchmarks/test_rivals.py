@@ -7,7 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from kvatlas_simulator.lab.requests import LabRequest
 from tests.eventually import until_sync
 
 ROUTER = Path(".bench-proxies/bin/sglang-router")
-ENGINES, REQUESTS, CHARACTERS_A_TOKEN = 4, 180, 4
+ENGINES, REQUESTS, CHARACTERS_A_TOKEN = 4, 240, 4
 
 
 class Engines:
@@ -71,6 +71,7 @@ class Engines:
         self.release.set()
         for server in self.servers:
             server.shutdown()
+            server.server_close()
 
 
 @contextmanager
@@ -87,27 +88,27 @@ def sglang_router(urls: list[str]) -> Iterator[int]:
 
 
 def complete(port: int, prompt: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=90)
-    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": 1})
-    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-    return connection.getresponse().status
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=90)) as connection:
+        body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": 1})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        return connection.getresponse().status
 
 
 def is_ready(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/workers")
-        listed = json.loads(connection.getresponse().read())["workers"]
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+        try:
+            connection.request("GET", "/workers")
+            listed = json.loads(connection.getresponse().read())["workers"]
+        except OSError:
+            return False
         return len([one for one in listed if one["is_healthy"]]) == ENGINES
-    except OSError:
-        return False
 
 
 def prompts(rng: random.Random) -> Iterator[LabRequest]:
-    """First one new prompt for each engine; then half of them on one prefix, at several depths, and half new."""
+    """First one new prompt for each engine; then most on one prefix, at several depths."""
     hot, fresh = [*range(1_000, 1_010)], iter(range(10_000, 100_000))
     for number in range(REQUESTS):
-        shared = 0 if number < ENGINES or rng.random() < 0.3 else rng.choice([2, 3, 4, 8])
+        shared = 0 if number < ENGINES or rng.random() < 0.2 else rng.choice([2, 3, 4, 8, 9])
         contents = (*hot[:shared], *(next(fresh) for _ in range(10 - shared)))
         yield LabRequest(number, 0.0, 10 * BLOCK_TOKENS, 1, contents, number)
 
