@@ -55,9 +55,8 @@ def _jobs() -> int:
 
 def _write_grid(traces: Sequence[str], watch: Stopwatch, study: str, seeds: int, kept: Path | None) -> None:
     """Write the one table of rivals."""
-    policies, requests = (grid.OUR, *grid.RIVALS, grid.CEILING), GRID_REQUESTS[study]
-    if PYTHON.exists():
-        policies = (*policies, *DYNAMO_POLICIES)
+    requests, dynamo = GRID_REQUESTS[study], DYNAMO_POLICIES if PYTHON.exists() else ()
+    policies = (grid.OUR, *grid.RIVALS, *dynamo, grid.CEILING)
     results = grid.run_grid(grid.cases_of(traces), policies, grid.LOADS, seeds, requests, str(PYTHON), _jobs(), kept)
     command = f'make lab STUDY={study if study == "full" else "grid"} SEEDS={seeds} TRACES="{" ".join(traces)}"'
     write_chapter("grid", grid.to_markdown(results, command, seeds, requests), watch)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,9 @@ class Engines:
         server = Server(("127.0.0.1", 0), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server
+
+    def have_got(self, requests: int) -> bool:
+        return len(self.asked) == requests
 
     def close(self) -> None:
         self.release.set()
@@ -130,7 +134,7 @@ def test_sglangs_router_decides_as_the_labs_model_of_it() -> None:
             until_sync(lambda: is_ready(port), what="a router with all engines")
             for request in prompts(random.Random(3)):
                 pool.submit(complete, port, text_of(request))
-                until_sync(lambda n=request.number: len(engines.asked) == n + 1, what="the request at an engine")
+                until_sync(partial(engines.have_got, request.number + 1), what="the request at an engine")
                 asked = engines.asked[-1]
                 if request.number < ENGINES:
                     order.append(asked)
