@@ -21,9 +21,10 @@ Conclusions: [replay](replay.md).
 
 Requests are replayed against simulated engines in **virtual time**: the figures don't depend on the machine (except in the
 last two chapters), and equal seeds give equal figures. kvatlas runs its real ledger, wire codec, index, cost model,
-reservations and learned rates; a test compares the engines' steps with those of the project's simulator. Step costs are the
-simulator's defaults, roughly an 8-billion-parameter model on one accelerator (`kvatlas/cost/engine.py` derives them). Block
-sizes are the trace's. Seeds shift each session by up to 3 s, or by the tick of the trace's clock; ± is the 95 % interval of
+reservations and learned rates; a test compares the engines' steps with those of the project's simulator. Step costs: in the
+first two chapters those of a 70-billion-parameter model on four accelerators (`benchmarks/lab/grid.py` derives them), in
+the others the simulator's defaults, roughly an 8-billion-parameter model on one. None is measured on a card. Block sizes are
+the trace's. Seeds shift each session by up to 3 s, or by the tick of the trace's clock; ± is the 95 % interval of
 the mean.
 
 `kvatlas replay --help` explains the policies. The oracle sees the true caches, queues and costs when a request arrives, and
