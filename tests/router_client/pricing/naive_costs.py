@@ -63,7 +63,7 @@ def scores(
     input_tokens: int,
     output_tokens: int,
     booked: Mapping[str, Busy] | None = None,
-    interference: float = 0.1,
+    interference: float = 0.4,
 ) -> dict[str, int]:
     """Each candidate's score in microseconds. `held`: the nearest tier of each token that a worker holds of the prompt;
     `booked`: what routers have booked on workers, with its prefill still to come."""
