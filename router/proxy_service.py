@@ -136,6 +136,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         objects = ObjectHolders(parts.fleet, parts.catalogue.records)
         relay = AnswerRelay(engines, parts.progress, counters, parts.addresses, objects, ask_usage=settings.ask_usage)
         admission = build_admission(parts, settings, counters, apart=settings.disaggregate)
+        stack.push_async_callback(admission.close)
         tries = WorkerTries(
             parts.catalogue,
             relay,

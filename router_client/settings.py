@@ -20,7 +20,7 @@ class BookingSettings:
 
     `reservations` False: nothing is booked, and load is only what workers report. `prefixes_in_flight` False: a prompt that
     a worker is computing does not count until its events confirm it. `again_factor`: the cost of computing a prefix that
-    another worker is computing right now, as a multiple of its prefill; it keeps a burst on a new prefix together.
+    another worker is computing right now, as a multiple of its prefill: 1 counts the work that is done twice once more.
     `interference_factor`: the cost of a microsecond of another request's delay, as a multiple of one of this request's own;
     computing a prompt delays each request that its worker is answering. `lease_s`: seconds that a router's reservations
     outlive it; `longest_s`: the longest life of a reservation.
@@ -32,8 +32,8 @@ class BookingSettings:
 
     reservations: bool = True
     prefixes_in_flight: bool = True
-    again_factor: float = 16.0
-    interference_factor: float = 0.1
+    again_factor: float = 1.0
+    interference_factor: float = 0.4
     lease_s: float = 5.0
     longest_s: float = 3_600.0
     confirm_s: float = 5.0

@@ -1,6 +1,8 @@
-"""`python -m benchmarks.lab [--study NAME] [TRACE...]`: replays traces, or generated workloads, and writes docs/results.md.
+"""`python -m benchmarks.lab [--study NAME] [TRACE...]`: compares policies on generated workloads and on these traces, and
+writes docs/results.md.
 
-Without a name, the chapters that take under ten minutes together; `full`: `benchmarks.lab.study`, which takes hours.
+Without a name, the chapters that take under 15 minutes together on two free cores; `full` repeats them with more requests,
+which takes hours.
 """
 
 import argparse
@@ -10,62 +12,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.lab import grid
 from benchmarks.lab.backends import write_backends
-from benchmarks.lab.document import PICTURE, SIZES_PICTURE, Stopwatch, to_markdown, to_table, write_chapter
+from benchmarks.lab.document import SIZES_PICTURE, Stopwatch, to_table, write_chapter
 from benchmarks.lab.live import write_live
-from benchmarks.lab.study import Row, count_points, run_study
-from benchmarks.lab.study import to_markdown as study_to_markdown
 from benchmarks.peer.dynamo.processes import PYTHON
-from kvatlas.blocks.attention_groups import AttentionKind
-from kvatlas_simulator.hybrid_cache.groups import CacheGroup
-from kvatlas_simulator.lab.cache_layout import CacheLayout
 from kvatlas_simulator.lab.comparison import Point, Study, compare
 from kvatlas_simulator.lab.fleet_size import find_fleet_sizes
 from kvatlas_simulator.lab.generated_requests import WORKLOADS, generate
-from kvatlas_simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO
-from kvatlas_simulator.lab.report import (
-    SIZE_COLUMNS,
-    save_picture,
-    save_sizes_picture,
-    size_rows,
-    sizes_title,
-    title_of,
-)
+from kvatlas_simulator.lab.policies.catalogue import DYNAMO_POLICIES
+from kvatlas_simulator.lab.report import SIZE_COLUMNS, save_sizes_picture, size_rows, sizes_title
 from kvatlas_simulator.lab.requests import Workload
 from kvatlas_simulator.lab.traces import read_trace
 
 GENERATED = ("agents", "tenants-bursty")
 MOST_REQUESTS = 1_000
+GRID_REQUESTS = {"short": 300, "full": 1_500}
+GRID_SEEDS = 5
 POINT = Point(workers=8, cache_tokens=500_000, speed=2.0)
 FLAGS = "--workers 8 --cache-tokens 500000 --speed 2"
-SEEDS = 2
-TERMS = (
-    "kvatlas",
-    "kvatlas-no-reservations",
-    "kvatlas-no-prefixes-in-flight",
-    "kvatlas-no-interference",
-    "kvatlas-no-learned-rates",
-    "kvatlas-no-events",
-    "kvatlas-3-replicas",
-    "kvatlas-3-replicas-unshared",
-)
-HYBRID = CacheLayout((CacheGroup(AttentionKind.FULL), CacheGroup(AttentionKind.SLIDING_WINDOW, 1_024)))
-HYBRID_TERMS = ("kvatlas", "kvatlas-no-marks", "oracle")
-HYBRID_SEEDS = 3
-SIGHTS = (
-    "kvatlas",
-    "kvatlas-true-rates",
-    "kvatlas-true-loads",
-    "kvatlas-true-loads-and-rates",
-    "oracle",
-    "weighted-scorers",
-)
-SIGHT_SEEDS = 3
-SIGHT_SPEEDS = (1.0, 2.0)
 SIZED = (
     "round-robin",
     "session",
-    "weighted-scorers",
+    "inference-extension",
     "least-prefill-tokens",
     "prefix-tokens",
     "lmetric",
@@ -73,8 +42,9 @@ SIZED = (
     "oracle",
 )
 SIZED_POINT = Point(workers=48, cache_tokens=500_000, speed=4.0)
+SIZED_SEEDS = 2
 GOOD_SHARE = 0.9
-UNRELIABLE = ("kvatlas", "kvatlas-no-events", "weighted-scorers")
+UNRELIABLE = ("kvatlas", "kvatlas-no-events", "inference-extension")
 DELAYS_MS = (5.0, 500.0, 2_000.0, 10_000.0, 60_000.0)
 LOSSES = (0.0, 0.001, 0.01, 0.1)
 
@@ -83,57 +53,23 @@ def _jobs() -> int:
     return os.cpu_count() or 1
 
 
-def _write_policies(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    policies = (*DEFAULT_POLICIES, DYNAMO) if PYTHON.exists() else DEFAULT_POLICIES
-    pages = ["## Policies"]
-    for number, workload in enumerate(workloads):
-        study = Study(workload, policies, [POINT], SEEDS, dynamo_python=str(PYTHON))
-        cells = compare(study, _jobs())
-        command = f"{_command(workload)} {FLAGS} --seeds {SEEDS} --policies {','.join(policies)}"
-        if number == 0:
-            save_picture(study, cells, PICTURE)
-        pages.append(to_markdown(f"### {workload.name}", command, [title_of(study, POINT)], study, cells))
-    write_chapter("policies", "\n".join(pages), watch)
+def _write_grid(traces: Sequence[str], watch: Stopwatch, study: str, seeds: int, kept: Path | None) -> None:
+    """Write the one table of rivals."""
+    requests, dynamo = GRID_REQUESTS[study], DYNAMO_POLICIES if PYTHON.exists() else ()
+    policies = (grid.OUR, *grid.RIVALS, *dynamo, grid.CEILING)
+    results = grid.run_grid(grid.cases_of(traces), policies, grid.LOADS, seeds, requests, str(PYTHON), _jobs(), kept)
+    command = f'make lab STUDY={study if study == "full" else "grid"} SEEDS={seeds} TRACES="{" ".join(traces)}"'
+    write_chapter("grid", grid.to_markdown(results, command, seeds, requests), watch)
 
 
-def _write_terms(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    pages = [
-        "## Cost terms",
-        "The loss without each term, and with three routers; then without marks, on hybrid engines: full attention and a "
-        "sliding window share each cache.",
-        "",
-    ]
-    for workload in workloads:
-        study = Study(workload, TERMS, [POINT], SEEDS)
-        command = f"{_command(workload)} {FLAGS} --seeds {SEEDS} --policies {','.join(TERMS)}"
-        title = title_of(study, POINT)
-        pages.append(to_markdown(f"### {workload.name}", command, [title], study, compare(study, _jobs())))
-        hybrid = Study(workload, HYBRID_TERMS, [POINT], HYBRID_SEEDS, layout=HYBRID)
-        command = (
-            f"{_command(workload)} {FLAGS} --groups {HYBRID} --seeds {HYBRID_SEEDS} --policies {','.join(HYBRID_TERMS)}"
-        )
-        title = f"### {workload.name}, hybrid"
-        pages.append(to_markdown(title, command, [title_of(hybrid, POINT)], hybrid, compare(hybrid, _jobs())))
-    write_chapter("terms", "\n".join(pages), watch)
-
-
-def _write_gap(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    """Write the chapter on what the oracle knows and kvatlas does not, and its value."""
-    pages = [
-        "## Sources of the gap to the oracle",
-        "kvatlas with its estimates replaced by true values: the engines' step costs as prices (`true-rates`), each engine's "
-        "queue at the moment of the choice, in tokens left to compute (`true-loads`), or both. weighted-scorers for "
-        "comparison: it looks for prefixes first.",
-        "",
-    ]
-    for workload in workloads:
-        points = [POINT._replace(speed=speed) for speed in SIGHT_SPEEDS]
-        study = Study(workload, SIGHTS, points, SIGHT_SEEDS)
-        flags = FLAGS.replace("--speed 2", f"--speed {','.join(f'{speed:g}' for speed in SIGHT_SPEEDS)}")
-        command = f"{_command(workload)} {flags} --seeds {SIGHT_SEEDS} --policies {','.join(SIGHTS)}"
-        titles = [title_of(study, point) for point in points]
-        pages.append(to_markdown(f"### {workload.name}", command, titles, study, compare(study, _jobs())))
-        write_chapter("gap", "\n".join(pages), watch)
+def _write_terms(traces: Sequence[str], watch: Stopwatch, study: str, seeds: int, kept: Path | None) -> None:
+    """Write the chapter on the terms of the cost."""
+    requests = GRID_REQUESTS[study]
+    results = grid.run_grid(
+        grid.cases_of(traces), (grid.OUR, *grid.TERMS), grid.BUSY_LOADS, seeds, requests, str(PYTHON), _jobs(), kept
+    )
+    command = f'make lab STUDY=terms SEEDS={seeds} TRACES="{" ".join(traces)}"'
+    write_chapter("terms", grid.terms_to_markdown(results, command, seeds, requests), watch)
 
 
 def _write_fleet_sizes(workloads: Sequence[Workload], watch: Stopwatch) -> None:
@@ -143,15 +79,14 @@ def _write_fleet_sizes(workloads: Sequence[Workload], watch: Stopwatch) -> None:
         "The fewest workers with which the same share of requests is good, and their hours.",
         "",
     ]
-    policies = (*SIZED, DYNAMO) if PYTHON.exists() else SIZED
+    policies = (*SIZED, *DYNAMO_POLICIES) if PYTHON.exists() else SIZED
     for workload in workloads:
-        study = Study(workload, policies, [SIZED_POINT], SEEDS, dynamo_python=str(PYTHON))
+        study = Study(workload, policies, [SIZED_POINT], SIZED_SEEDS, dynamo_python=str(PYTHON))
         point = (
             f"--workers {SIZED_POINT.workers} --cache-tokens {SIZED_POINT.cache_tokens} --speed {SIZED_POINT.speed:g}"
         )
-        command = (
-            f"{_command(workload)} {point} --seeds {SEEDS} --good-share {GOOD_SHARE} --policies {','.join(policies)}"
-        )
+        point = f"{point} --seeds {SIZED_SEEDS} --good-share {GOOD_SHARE}"
+        command = f"{_command(workload)} {point} --policies {','.join(policies)}"
         sizes = find_fleet_sizes(study, GOOD_SHARE, _jobs())
         if workload is workloads[0]:
             save_sizes_picture(sizes, SIZES_PICTURE)
@@ -191,58 +126,37 @@ def _write_events(workloads: Sequence[Workload], watch: Stopwatch) -> None:
     write_chapter("events", "\n".join(pages), watch)
 
 
-def _write_study(workloads: Sequence[Workload], watch: Stopwatch, seeds: int) -> None:
-    command = f'make lab STUDY=full SEEDS={seeds} TRACES="{" ".join(workload.name for workload in workloads)}"'
-    python = str(PYTHON) if PYTHON.exists() else None
-
-    def write(rows: Sequence[Row]) -> None:
-        print(f"{len(rows)} points in {watch}", file=sys.stderr, flush=True)
-        write_chapter("study", study_to_markdown(rows, command, seeds, count_points(len(workloads))), watch)
-
-    run_study(workloads, seeds, python, write)
-
-
 def _command(workload: Workload) -> str:
     return f"kvatlas replay {workload.name} --requests {len(workload.requests)}"
 
 
-def _load(name: str, requests: int | None) -> Workload:
-    workload = generate(name, 0, requests) if name in WORKLOADS and requests else read_trace(Path(name))
+def _load(name: str, requests: int) -> Workload:
+    workload = generate(name, 0, requests) if name in WORKLOADS else read_trace(Path(name))
     return replace(workload, requests=workload.requests[:requests])
 
 
-CHAPTERS = {
-    "policies": _write_policies,
-    "sizes": _write_fleet_sizes,
-    "terms": _write_terms,
-    "events": _write_events,
-    "backends": write_backends,
-}
-"""Chapters of the short study, under ten minutes together on two free cores."""
-SINGLE = {"gap": _write_gap, "live": write_live}
-"""Chapters that are written only on request."""
+ON_GRID = {"grid": _write_grid, "terms": _write_terms}
+CHAPTERS = {"sizes": _write_fleet_sizes, "events": _write_events, "backends": write_backends, "live": write_live}
+SHORT = ("grid", "events", "backends")
+"""Chapters of the short study."""
 
 
 def main(words: Sequence[str]) -> None:
     """Run the studies. `words`: the command line."""
     parser = argparse.ArgumentParser("benchmarks.lab", description=__doc__)
-    parser.add_argument("--study", choices=("short", "full", *SINGLE, *CHAPTERS), default="short")
-    parser.add_argument("--seeds", type=int, default=1, help="of the full study")
+    parser.add_argument("--study", choices=("short", "full", *ON_GRID, *CHAPTERS), default="short")
+    parser.add_argument("--seeds", type=int, default=GRID_SEEDS, help="of the grid")
+    parser.add_argument("--kept", type=Path, help="a file for the grid's figures, so that an interrupted study goes on")
     parser.add_argument("traces", nargs="*")
     given = parser.parse_args(words)
-    if given.study == "full":
-        if not given.traces:
-            parser.error('the full study needs traces: make lab STUDY=full TRACES="FILE ..."')
-        _write_study([_load(name, None) for name in given.traces], Stopwatch(), given.seeds)
-        return
-    workloads = [_load(name, MOST_REQUESTS) for name in given.traces or GENERATED]
-    if given.study in SINGLE:
-        SINGLE[given.study](workloads, Stopwatch())
-        return
-    for name, write in CHAPTERS.items():
-        if given.study in ("short", name):
-            print(name, file=sys.stderr, flush=True)
-            write(workloads, Stopwatch())
+    study = "full" if given.study == "full" else "short"
+    chosen = {"short": SHORT, "full": (*ON_GRID, *CHAPTERS)}.get(given.study, (given.study,))
+    for name in chosen:
+        print(name, file=sys.stderr, flush=True)
+        if name in ON_GRID:
+            ON_GRID[name](given.traces, Stopwatch(), study, given.seeds, given.kept)
+        else:
+            CHAPTERS[name]([_load(one, MOST_REQUESTS) for one in given.traces or GENERATED], Stopwatch())
 
 
 if __name__ == "__main__":

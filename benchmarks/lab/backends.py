@@ -37,8 +37,8 @@ from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import connected_store
 from kvatlas_simulator.cache.kv_events import KVEvent
 from kvatlas_simulator.lab.event_path import EventPath
-from kvatlas_simulator.lab.policies.atlas import worker_name
 from kvatlas_simulator.lab.policies.dynamo.events import encode_batch, encode_event, mark_hash, mark_tokens, stored
+from kvatlas_simulator.lab.policies.engine_names import worker_name
 from kvatlas_simulator.lab.replay import FleetSettings, replay
 from kvatlas_simulator.lab.requests import LabRequest, Workload
 

@@ -9,30 +9,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvatlas.version import own_version
-from kvatlas_simulator.lab.comparison import Cell, Study
-from kvatlas_simulator.lab.report import COLUMNS, rows_of
 
 RESULTS = Path("docs/results.md")
-PICTURE = Path("docs/results.png")
 SIZES_PICTURE = Path("docs/worker-hours.png")
-CHAPTERS = ("policies", "sizes", "study", "gap", "terms", "events", "live", "backends")
+CHAPTERS = ("grid", "terms", "sizes", "events", "live", "backends")
 """The chapters, in order."""
 
-HEAD = f"""# Routing policies compared
+HEAD = """# Routing policies compared
 Written by `make lab` and `make lab STUDY=...`; don't edit. Each chapter ends with its version, machine and run time.
 Conclusions: [replay](replay.md).
 
 Requests are replayed against simulated engines in **virtual time**: the figures don't depend on the machine (except in the
 last two chapters), and equal seeds give equal figures. kvatlas runs its real ledger, wire codec, index, cost model,
-reservations and learned rates; a test compares the engines' steps with those of the project's simulator. Step costs are the
-simulator's defaults, roughly an 8-billion-parameter model on one accelerator (`kvatlas/cost/engine.py` derives them). Block
-sizes are the trace's. Seeds shift each session by up to 3 s, or by the tick of the trace's clock; ± is the 95 % interval of
+reservations and learned rates; a test compares the engines' steps with those of the project's simulator. Step costs: in the
+first two chapters those of a 70-billion-parameter model on four accelerators (`benchmarks/lab/grid.py` derives them), in
+the others the simulator's defaults, roughly an 8-billion-parameter model on one. None is measured on a card. Block sizes are
+the trace's. Seeds shift each session by up to 3 s, or by the tick of the trace's clock; ± is the 95 % interval of
 the mean.
 
 `kvatlas replay --help` explains the policies. The oracle sees the true caches, queues and costs when a request arrives, and
 sends it to the engine that would answer it soonest. It can't see later requests, so it is no bound for the whole workload.
-
-![by policy]({PICTURE.name})
 """
 _MARK = re.compile(r"^<!-- chapter: (\w+) -->\n", re.MULTILINE)
 
@@ -64,14 +60,6 @@ def write_chapter(name: str, text: str, watch: Stopwatch, path: Path = RESULTS) 
     chapters[name] = f"{text.rstrip()}\n\nkvatlas {own_version()}; {machine}; {watch}.\n\n"
     marked = (f"<!-- chapter: {one} -->\n{chapters[one]}" for one in CHAPTERS if one in chapters)
     path.write_text(f"{HEAD}\n{''.join(marked)}".rstrip() + "\n")
-
-
-def to_markdown(purpose: str, command: str, titles: Sequence[str], study: Study, cells: Sequence[Cell]) -> str:
-    """A study as a command, and a table for each point."""
-    lines = [purpose, "", "```", command, "```"]
-    for point, title in zip(study.points, titles, strict=True):
-        lines += ["", title, "", to_table(COLUMNS, rows_of([cell for cell in cells if cell.point == point]))]
-    return "\n".join([*lines, ""])
 
 
 def to_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -195,8 +195,8 @@ def learned_rates_of(estimate: Estimate, configured: EngineRates) -> LearnedRate
 
 
 def rates_of_unknown(pool: Evidence, configured: EngineRates) -> EngineRates:
-    """Rates of a worker without evidence: those learned for the pool, or the configured ones if they are slower. If it
-    looked more expensive than known workers, it would never get a request and never become known."""
+    """Rates of a pool's workers while none of them is known: those learned for the pool, or the configured ones if those are
+    faster."""
     learned = learned_rates_of(estimate_of(pool, configured), configured).rates
     return replace(
         configured,
@@ -210,23 +210,37 @@ def rates_of_unknown(pool: Evidence, configured: EngineRates) -> EngineRates:
 
 def with_learned_rates(profile: EngineProfile, learned: Mapping[str, LearnedRates], pool: Evidence) -> EngineProfile:
     """The profile with these workers' learned rates, which come from the evidence of `pool`. Workers that are equally fast
-    (see SAME_SPEED) at prefill, or at decoding, get the same rates for it."""
-    prefill = _representatives({id: one.rates.prefill_us(*TYPICAL_PREFILL) for id, one in learned.items()})
-    decode = _representatives({id: one.rates.tpot_us(*TYPICAL_DECODE) for id, one in learned.items()})
-    by_worker: dict[str, EngineRates] = {}
+    (see SAME_SPEED) at prefill, or at decoding, get the same rates for it.
+
+    A worker without evidence counts as fast as the fastest known one. If it looked slower, it might never get a request, and
+    never become known; if it looked faster, it would get all requests until the first of them has ended.
+    """
+    prefill_us = {id: one.rates.prefill_us(*TYPICAL_PREFILL) for id, one in learned.items()}
+    decode_us = {id: one.rates.tpot_us(*TYPICAL_DECODE) for id, one in learned.items()}
+    prefill, decode = _representatives(prefill_us), _representatives(decode_us)
     shared: dict[EngineRates, EngineRates] = {}  # equal rates are one object: workers are alike if they share it
-    for id, one in learned.items():
-        computing, decoding = learned[prefill[id]].rates, learned[decode[id]].rates
-        rates = replace(
-            one.rates,
-            prefill_us_per_token=computing.prefill_us_per_token,
-            attention_us_per_token_pair=computing.attention_us_per_token_pair,
-            tpot_base_us=decoding.tpot_base_us,
-            tpot_us_per_running=decoding.tpot_us_per_running,
-            tpot_us_per_kv_token=decoding.tpot_us_per_kv_token,
+
+    def combined(rates: EngineRates, computing: str, decoding: str) -> EngineRates:
+        """The rates, with those of the two workers' representatives for prefill and for decoding."""
+        computed, decoded = learned[prefill[computing]].rates, learned[decode[decoding]].rates
+        found = replace(
+            rates,
+            prefill_us_per_token=computed.prefill_us_per_token,
+            attention_us_per_token_pair=computed.attention_us_per_token_pair,
+            tpot_base_us=decoded.tpot_base_us,
+            tpot_us_per_running=decoded.tpot_us_per_running,
+            tpot_us_per_kv_token=decoded.tpot_us_per_kv_token,
         )
-        by_worker[id] = shared.setdefault(rates, rates)
+        return shared.setdefault(found, found)
+
+    by_worker = {id: combined(one.rates, id, id) for id, one in learned.items()}
     unknown = rates_of_unknown(pool, profile.rates)
+    if learned:
+        fastest = (
+            min(prefill_us, key=lambda id: (prefill_us[id], id)),
+            min(decode_us, key=lambda id: (decode_us[id], id)),
+        )
+        unknown = combined(profile.rates, *fastest)
     return replace(profile, rates=unknown, by_worker={**profile.by_worker, **by_worker})
 
 

@@ -1,7 +1,7 @@
 """Reservations in the store: every router of a pool books in the same place, in one call each."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, compress
 from math import isfinite
 from struct import Struct
@@ -33,6 +33,15 @@ from kvatlas.reservations.protocol import (
 )
 from kvatlas.reservations.redis_calls import call_pool, call_pool_ro
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits
+from kvatlas.reservations.waiting_request import (
+    MustWait,
+    Place,
+    QueueIsFull,
+    Turns,
+    WaitingRequest,
+    WaitReason,
+    digest,
+)
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
 
@@ -45,7 +54,10 @@ ENDS_A_CALL = 32
 two."""
 IDS_A_CALL = 500
 MOST_SLICES = 10_000
-_NOT_IN_HBM, _TOO_MANY = -2, -3
+_NOT_IN_HBM, _TOO_MANY, _MUST_WAIT, _QUEUE_IS_FULL = -2, -3, -4, -5
+_WAIT_REASONS = {1: WaitReason.FULL, 2: WaitReason.TURN}
+WAITING_A_CALL, LEFT_A_CALL = 16, 16
+"""Limits of waiting requests that one call adds, and removes."""
 _INDEX = "INDEX "
 _TOO_LARGE = ("ask of ", "arguments of ")
 _DAMAGED = "DAMAGED "
@@ -109,7 +121,8 @@ class RedisReservations:
             booking.longest_us,
             booking.input_tokens,
             self._pack_ask(booking.ask),
-            *(() if booking.prefill_id is None else (booking.prefill_id,)),
+            booking.prefill_id or b"",
+            *(() if booking.waiting is None else (_pack(_waiting_row(booking.waiting)),)),
         ]
         try:
             answer = await call_pool(self._store, "book", pool_id, args)
@@ -117,6 +130,26 @@ class RedisReservations:
             _check_lookup(booking.ask, error)
             raise
         return _unpack_evaluation(booking.ask, answer)
+
+    async def turns(
+        self, pool_id: str, router_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
+    ) -> Turns:
+        gone, rows = list(left), [_waiting_row(one) for one in waiting]
+        refused: set[bytes] = set()
+        while True:
+            args = [router_id, b"".join(gone[:LEFT_A_CALL]), _pack(rows[:WAITING_A_CALL])]
+            packed = await call_pool(self._store, "queue", pool_id, args)
+            own, requests, tokens, refused_ids, lanes, flat = msgpack.unpackb(packed, raw=True)
+            refused.update(refused_ids)
+            del gone[:LEFT_A_CALL], rows[:WAITING_A_CALL]
+            if not gone and not rows:
+                break
+        workers = dict(zip(lanes[::2], lanes[1::2], strict=True))
+        turns = {
+            id: frozenset(worker.decode() for lane in ahead for worker in workers[lane])
+            for id, ahead in zip(flat[::2], flat[1::2], strict=True)
+        }
+        return Turns(own, requests, tokens, frozenset(refused), turns)
 
     def _pack_ask(self, ask: Ask) -> bytes:
         if ask.lookup is None:
@@ -311,6 +344,24 @@ def _pack_odd(odd: Mapping[str, int]) -> bytes:
     return _pack(list(chain.from_iterable((worker_id, row + 1) for worker_id, row in odd.items())))
 
 
+def _waiting_row(request: WaitingRequest) -> tuple[Any, ...]:
+    """A request in the form of `functions/_queue.lua`."""
+    return (
+        request.id,
+        digest(request.tenant),
+        request.weight_milli,
+        request.rank,
+        digest(request.program) if request.program else "",
+        request.input_tokens,
+        request.output_tokens,
+        max(0, request.age_us),
+        max(0, request.left_us),
+        request.lane,
+        0 if request.workers is None else sorted(request.workers),
+        *request.limits,
+    )
+
+
 def _fetch_fields(ask: Ask) -> tuple[list[str], list[tuple[Any, ...]]]:
     """All sources, each once, and what offers, then look-alikes, would fetch: number of the row (from 1), us, numbers of its
     sources."""
@@ -454,10 +505,15 @@ class _MemberOffers(Sequence[Offer]):
 
 
 def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
-    """Unpack the answer of `functions/_choice.lua`; None for a booking that was cancelled. Raises LookAlikesUnknown."""
+    """Unpack the answer of `functions/_choice.lua` or `functions/book.lua`; None for a booking that was cancelled. Raises
+    LookAlikesUnknown, MustWait and QueueIsFull."""
     chosen, *rest = msgpack.unpackb(answer, raw=True)
     if not chosen:
         return None
+    if chosen == _MUST_WAIT:
+        raise MustWait(Place(_WAIT_REASONS[rest[0]], *rest[1:]))
+    if chosen == _QUEUE_IS_FULL:
+        raise QueueIsFull(*rest)
     if chosen == _NOT_IN_HBM:
         raise NotInHbm("the cheapest worker holds blocks in other tiers")
     if chosen == _TOO_MANY:

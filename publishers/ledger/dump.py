@@ -39,8 +39,9 @@ from kvatlas_publishers.ledger.lineage import Lineage, Place
 from kvatlas_publishers.ledger.residency import Residency
 
 VERSION = 7
-NOT_SAVED_EARLIER: tuple[Any, ...] = ("", (False, ()), ())
-"""`untold keys`, `reports` and `bytes by tier` of a ledger saved without them."""
+NOT_SAVED_EARLIER: tuple[Any, ...] = ("", (False, ()), None)
+"""`untold keys`, `reports` and `bytes by tier` of a ledger saved without them. Its bytes were those of any tier, so they are
+not taken over: the engine's next events give them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +285,7 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
         saved = SavedLedger(
             block_size=block_size,
             namespaces=[
-                (adapter, salt, packed, _integers(parents), chain, block_bytes)
+                (adapter, salt, packed, _integers(parents), chain, 0 if tier_bytes is None else block_bytes)
                 for adapter, salt, packed, parents, chain, block_bytes in namespaces
             ],
             names=names,

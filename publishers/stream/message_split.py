@@ -19,7 +19,7 @@ _STORED_BYTES = 1 + 1 + 10 + 1 + 5 + 10 + 9 + 1
 _REMOVED_BYTES = 1 + 1 + 10 + 1 + 5
 _MARKED_BYTES = 1 + 1 + 10 + 5 + 5
 _OTHER_BYTES = 1 + 1 + 9 + 3 + (WORDS + MARK_WORDS) * 9
-_LARGEST_SCOPE_BYTES = 10 + 1 + 4 * (3 + MAX_NAME_BYTES) + 9 + 9
+_LARGEST_SCOPE_BYTES = 10 + 1 + 5 * (3 + MAX_NAME_BYTES) + 9 + 9 + 1 + 6 * 4
 
 SMALLEST_MESSAGE_BYTES = 4096
 """A limit that every event fits, if split between its hashes, even with the longest names."""

@@ -80,6 +80,11 @@ class Exchange:
         """Number of running requests that wait for a worker with room."""
         return self._admission.waiting
 
+    @property
+    def pool_waiting(self) -> int:
+        """The same for all routers of the pools in which some wait here."""
+        return self._admission.pool_waiting
+
     async def run(self, request: ClientRequest) -> None:
         """Answer one request. If the client disconnects, all its work is cancelled, on the engine too."""
         self._counters.requests += 1

@@ -318,6 +318,8 @@ class WorkerTries:
                 request.trusted_header,
                 tenant_id=request.caller.tenant_id,
                 priority=request.priority,
+                weight=request.caller.weight,
+                wait=request.wait,
             )
         else:
             choice = await self._admission.book(prompt, request.text, attempts.tried, apart=attempts.apart)

@@ -128,6 +128,7 @@ class EngineCore:
             decode_sequences=batch.decode_sequences,
             decode_kv_tokens=batch.decode_kv_tokens,
             swapped_in=batch.swapped_in_blocks,
+            prefill_pairs=batch.prefill_pairs,
         )
         return Step(batch, now_us, now_us + duration_us)
 

@@ -82,6 +82,8 @@ class Batch:
 
     sequences: list[EngineSequence] = field(default_factory=list)
     prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
+    """Pairs of a prompt token that is computed and a token before it."""
     decode_sequences: int = 0
     swapped_in_blocks: int = 0
     preempted: int = 0
@@ -90,12 +92,14 @@ class Batch:
     def decode_kv_tokens(self) -> int:
         return sum(sequence.computed for sequence in self.sequences if not sequence.prefilling)
 
-    def add(self, sequence: EngineSequence, count: int) -> None:
-        """Compute the sequence's next `count` tokens."""
+    def add(self, sequence: EngineSequence, count: int, received: int = 0) -> None:
+        """Compute the sequence's next `count` tokens, except the first `received`, whose KV came from elsewhere."""
+        new = count - received
         sequence.computed += count
         self.sequences.append(sequence)
         if sequence.prefilling:
-            self.prefill_tokens += count
+            self.prefill_tokens += new
+            self.prefill_pairs += new * (sequence.computed - new / 2)
         else:
             self.decode_sequences += 1
 
@@ -235,8 +239,7 @@ class Scheduler:
                 self.hit_tokens += match.hit_tokens
             sequence.computed = match.hit_tokens
             self._running.append(sequence)
-            batch.add(sequence, count)
-            batch.prefill_tokens -= received
+            batch.add(sequence, count, received)
             budget -= count - received
 
     def _preempt(self, sequence: EngineSequence) -> None:

@@ -14,11 +14,25 @@ class StepCost:
     decode_us_per_kv_token: float = 0.02
     """The time to read the KV of one token of a decoding sequence."""
     swap_in_us_per_block: float = 55.0
+    attention_us_per_token_pair: float = 0.0
+    """For each pair of a prompt token that is computed and a token before it: attention grows with the square."""
+    overhead_us: float = 0.0
+    """Once for each step, whatever it computes: scheduling and kernel launches."""
 
-    def step_us(self, *, prefill_tokens: int, decode_sequences: int, decode_kv_tokens: int, swapped_in: int) -> float:
+    def step_us(
+        self,
+        *,
+        prefill_tokens: int,
+        decode_sequences: int,
+        decode_kv_tokens: int,
+        swapped_in: int,
+        prefill_pairs: float = 0.0,
+    ) -> float:
         """Duration of one step in microseconds."""
         return (
-            prefill_tokens * self.prefill_us_per_token
+            self.overhead_us
+            + prefill_tokens * self.prefill_us_per_token
+            + prefill_pairs * self.attention_us_per_token_pair
             + (self.decode_step_us if decode_sequences else 0.0)
             + decode_sequences * self.decode_us_per_sequence
             + decode_kv_tokens * self.decode_us_per_kv_token

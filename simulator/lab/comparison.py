@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvatlas.errors import InvalidValue
 from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.lab.cache_layout import CacheLayout
-from kvatlas_simulator.lab.policies.catalogue import DYNAMO, LIVE_POLICIES, POLICIES
+from kvatlas_simulator.lab.policies.catalogue import DYNAMO_POLICIES, LIVE_POLICIES, POLICIES
 from kvatlas_simulator.lab.policies.dynamo.policy import check_installed
 from kvatlas_simulator.lab.replay import FleetSettings, replay
 from kvatlas_simulator.lab.requests import Workload
@@ -107,7 +107,7 @@ def run_in_processes(
     """The results of a module's function, in the order of the tasks. It may call `replay_once`; `on_progress` gets the
     number of requests replayed so far. Raises what the function does, and InvalidValue for Dynamo if it is not
     installed."""
-    if DYNAMO in study.policies:
+    if any(name in DYNAMO_POLICIES for name in study.policies):
         check_installed(study.dynamo_python)
     context = get_context("spawn")
     replayed = context.Value("q")

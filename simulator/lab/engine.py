@@ -94,6 +94,8 @@ class VirtualEngine:
         self.cache = cache
         self.block_tokens = block_tokens
         self.ends_us = math.inf
+        self.up = True
+        """Routers may send requests to it."""
         self.prefilled_tokens = self.preemptions = self.busy_us = 0
         self.waiting: deque[EngineRequest] = deque()
         self.running: list[EngineRequest] = []
@@ -113,6 +115,7 @@ class VirtualEngine:
         """Number of steps in the current batch; 0: idle."""
         self._prefill: list[EngineRequest] = []
         self._prefill_tokens = self._swapped_in = 0
+        self._prefill_pairs = 0.0
 
     # ---------------------------------------------------------------- what routers may see
 
@@ -204,6 +207,18 @@ class VirtualEngine:
         self._begin(ended_us)
         return Advance(ended_us, first_tokens, finished, events)
 
+    def stop(self) -> list[EngineRequest]:
+        """End at once: everything that it holds is lost. Returns its open requests; the cache's events are due."""
+        lost = [*self.running, *self.waiting]
+        for sequence in self.running:
+            self.cache.free(sequence.sequence_id)
+        self.running, self.waiting = [], deque()
+        self._changes, self._finishes, self._prefill = [], [], []
+        self._decoders = self._kv_tokens = self._steps = 0
+        self.ends_us = math.inf
+        self.cache.reset(include_cpu=True)
+        return lost
+
     def _cut(self, now_us: float) -> None:
         """Finish only the step that runs now, because a request arrived."""
         low, high = 1, self._steps
@@ -224,6 +239,7 @@ class VirtualEngine:
             decode_sequences=count,
             decode_kv_tokens=self._kv_tokens + count if count else 0,
             swapped_in=0,
+            prefill_pairs=self._prefill_pairs,
         )
         swap_us = self._swapped_in * cost.swap_in_us_per_block
         return steps * one + swap_us + cost.decode_us_per_kv_token * count * (steps * (steps - 1) // 2)
@@ -232,7 +248,7 @@ class VirtualEngine:
 
     def _begin(self, now_us: float) -> None:
         """Choose what to compute next, and allocate its blocks."""
-        self._prefill, self._prefill_tokens, self._swapped_in = [], 0, 0
+        self._prefill, self._prefill_tokens, self._swapped_in, self._prefill_pairs = [], 0, 0, 0.0
         if not self.running and not self.waiting:
             self._steps, self.ends_us = 0, math.inf
             return
@@ -315,10 +331,12 @@ class VirtualEngine:
 
     def _add_prefill(self, sequence: EngineRequest, count: int, received: int = 0) -> None:
         """Add tokens to the step's prefill. `received` of them need not be computed."""
+        new = count - received
         sequence.computed += count
         self._prefill.append(sequence)
-        self._prefill_tokens += count - received
-        self.prefilled_tokens += count - received
+        self._prefill_tokens += new
+        self._prefill_pairs += new * (sequence.computed - new / 2)
+        self.prefilled_tokens += new
 
     def _write(self, sequence: EngineRequest, computed: int, until: int) -> bool:
         """Write tokens to the cache; preempt the youngest running sequence while blocks are lacking. False if this one was

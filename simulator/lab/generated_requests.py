@@ -1,4 +1,5 @@
-"""Generated workloads: chats, agents, retrieval, and several tenants with adapters. Equal seeds give equal requests.
+"""Generated workloads: chats, agents, retrieval, tenants with adapters, bursts, long thought, giants. Equal seeds give equal
+requests.
 
 All arrivals are fixed in advance: a turn follows the previous one as if that had been answered at a usual speed. So every
 policy gets the same requests at the same times.
@@ -92,6 +93,10 @@ class Generator:
         )
         return whole, at_s + answer[1] * ANSWER_S_PER_TOKEN
 
+    def heavy_tailed(self, least: int, most: int) -> tuple[int, int]:
+        """A unique part whose length has a heavy tail: Pareto with exponent 1.1, cut at `most`."""
+        return next(self.parts), min(most, round(least * self.rng.paretovariate(1.1)))
+
     def popular(self, things: int, skew: float = 1.0) -> int:
         """The number of one of these things, the first ones being the most popular (Zipf)."""
         return self.rng.choices(range(things), [1 / (rank + 1) ** skew for rank in range(things)])[0]
@@ -115,11 +120,18 @@ def _chat(made: Generator) -> None:
         _converse(made, Text((prompts[made.popular(20)],)), Identity())
 
 
-def _converse(made: Generator, text: Text, identity: Identity) -> None:
+def _converse(made: Generator, text: Text, identity: Identity, pause_s: float = 15) -> None:
     session, at_s = made.session()
     for _ in range(made.rng.randint(1, 10)):
         text, at_s = made.ask(text.then(*made.part(20, 600)), made.part(30, 500), session, at_s, identity)
-        at_s += made.rng.expovariate(1 / 15)
+        at_s += made.rng.expovariate(1 / pause_s)
+
+
+def _idle(made: Generator) -> None:
+    """Generate conversations whose users come back after minutes."""
+    prompts = [made.part(500, 4_000) for _ in range(20)]
+    while len(made.requests) < made.wanted:
+        _converse(made, Text((prompts[made.popular(20)],)), Identity(), pause_s=180)
 
 
 def _agents(made: Generator) -> None:
@@ -161,7 +173,59 @@ def _tenants(made: Generator) -> None:
         _converse(made, Text((prompts[tenant][made.popular(5)],)), Identity(adapter, name))
 
 
-_KINDS: Mapping[str, Callable[[Generator], None]] = {"chat": _chat, "agents": _agents, "rag": _rag, "tenants": _tenants}
+def _tails(made: Generator) -> None:
+    """Generate requests of 200 tenants, a few of which send most; prompts and answers have heavy tails."""
+    prompts = [made.heavy_tailed(400, 20_000) for _ in range(200)]
+    while len(made.requests) < made.wanted:
+        tenant = made.popular(200, 1.2)
+        session, at_s = made.session()
+        text = Text((prompts[tenant],)).then(*made.heavy_tailed(50, 20_000))
+        made.ask(text, made.heavy_tailed(20, 2_000), session, at_s, Identity(None, f"tenant-{tenant}"))
+
+
+def _bursts(made: Generator) -> None:
+    """Generate bursts: 20 to 60 questions within half a second on a prefix that nobody has sent before."""
+    while len(made.requests) < made.wanted:
+        _, begins_s = made.session()
+        shared = Text((made.part(3_000, 10_000),))
+        for _ in range(made.rng.randint(20, 60)):
+            session, _ = made.session()
+            at_s = begins_s + made.rng.uniform(0, 0.5)
+            made.ask(shared.then(*made.part(20, 300)), made.part(30, 300), session, at_s, Identity())
+
+
+def _thought(made: Generator) -> None:
+    """Generate short questions after one of 5 system prompts, with answers of 500 to 4,000 tokens."""
+    prompts = [made.part(500, 2_000) for _ in range(5)]
+    while len(made.requests) < made.wanted:
+        session, at_s = made.session()
+        text = Text((prompts[made.popular(5)],)).then(*made.part(50, 1_000))
+        made.ask(text, made.part(500, 4_000), session, at_s, Identity())
+
+
+def _giants(made: Generator) -> None:
+    """Generate chats, and among them prompts of 40,000 to 100,000 tokens that nobody has sent before: one in 40."""
+    prompts = [made.part(500, 4_000) for _ in range(20)]
+    giants = 0
+    while len(made.requests) < made.wanted:
+        _converse(made, Text((prompts[made.popular(20)],)), Identity())
+        if len(made.requests) > 40 * giants:
+            giants += 1
+            session, at_s = made.session()
+            made.ask(Text((made.part(40_000, 100_000),)), made.part(50, 300), session, at_s, Identity())
+
+
+_KINDS: Mapping[str, Callable[[Generator], None]] = {
+    "chat": _chat,
+    "idle": _idle,
+    "agents": _agents,
+    "rag": _rag,
+    "tenants": _tenants,
+    "tails": _tails,
+    "bursts": _bursts,
+    "thought": _thought,
+    "giants": _giants,
+}
 WORKLOADS = tuple(
     name if arrivals is Arrivals.POISSON else f"{name}-{arrivals}" for name in _KINDS for arrivals in Arrivals
 )

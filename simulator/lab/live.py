@@ -29,7 +29,8 @@ from kvatlas_simulator.lab.cache_layout import CacheLayout
 from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.engine_metrics import EngineMetrics
 from kvatlas_simulator.lab.event_path import to_engine_event
-from kvatlas_simulator.lab.policies.atlas import AtlasSettings, worker_name
+from kvatlas_simulator.lab.policies.atlas import AtlasSettings
+from kvatlas_simulator.lab.policies.engine_names import worker_name
 from kvatlas_simulator.lab.replay import START_US, FleetSettings, Outcome, Served, build_engines, draw_arrivals
 from kvatlas_simulator.lab.requests import MODEL, LabRequest, Workload
 from router_client.client import RouterClient
@@ -101,6 +102,8 @@ def scaled_cost(cost: StepCost, scale: float) -> StepCost:
         cost.decode_us_per_sequence / scale,
         cost.decode_us_per_kv_token / scale,
         cost.swap_in_us_per_block / scale,
+        cost.attention_us_per_token_pair / scale,
+        cost.overhead_us / scale,
     )
 
 

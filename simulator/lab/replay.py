@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
@@ -15,8 +16,8 @@ from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.lab.cache_layout import CacheLayout
 from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.event_path import EventPath
-from kvatlas_simulator.lab.policies.atlas import worker_name
 from kvatlas_simulator.lab.policies.catalogue import POLICIES, Fleet
+from kvatlas_simulator.lab.policies.engine_names import worker_name
 from kvatlas_simulator.lab.requests import LabRequest, Workload, written_tokens
 
 REPORT_US = 1e6
@@ -24,6 +25,17 @@ REPORT_US = 1e6
 SHIFT_US = 3e6
 START_US = 1e6
 """Earliest virtual time of the first arrival: a load sampled at 0 would count as never sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """An engine takes no new requests from `begins` on, ends at `stops`, and is back with an empty cache at `ends`. Requests
+    that are open when it stops are sent again. Times are shares of the time in which requests arrive."""
+
+    engine: int
+    begins: float
+    stops: float
+    ends: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,7 @@ class FleetSettings:
     """Microseconds that a source takes to send one token's KV. It serves one reader after another."""
     event_delay_us: float = 5_000.0
     event_loss: float = 0.0
+    outages: Sequence[Outage] = ()
     dynamo_python: str = sys.executable
 
 
@@ -152,7 +165,7 @@ class _Replay:
         self._arrivals = draw_arrivals(workload, seed, speed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self._engines = build_engines(settings, size, equal_seeds=kind.own_index)
+        self._engines = build_engines(settings, size, equal_seeds=kind.own_index and kind.equal_seeds)
         index = MemoryIndex()
         self._paths = [
             EventPath(
@@ -183,6 +196,14 @@ class _Replay:
             self._policy.close()
 
     def _run(self, on_progress: Callable[[int], None] | None) -> Outcome:
+        first_us, last_us = self._arrivals[0][0], self._arrivals[-1][0]
+        for outage in self._settings.outages:
+            begins_us, stops_us, ends_us = (
+                first_us + share * (last_us - first_us) for share in (outage.begins, outage.stops, outage.ends)
+            )
+            self._at(begins_us, partial(self._set_up, outage.engine, False, begins_us))
+            self._at(stops_us, partial(self._stop, outage.engine, stops_us))
+            self._at(ends_us, partial(self._set_up, outage.engine, True, ends_us))
         for number, (when_us, request) in enumerate(self._arrivals):
             self._run_until(when_us)
             if on_progress is not None and number % 64 == 0:
@@ -210,10 +231,27 @@ class _Replay:
             _, _, action = heappop(self._events)
             action()
 
+    def _set_up(self, number: int, up: bool, now_us: float) -> None:
+        self._engines[number].up = up
+        self._policy.record_loads(self._engines, now_us)
+
+    def _stop(self, number: int, now_us: float) -> None:
+        """End an engine, and send its open requests again."""
+        engine = self._engines[number]
+        lost = engine.stop()
+        self._publish(number, engine.cache.take_events(), now_us)
+        for sequence in lost:
+            self._policy.record_loss(sequence, number, now_us)
+        for sequence in lost:
+            self._send(sequence.request, now_us)
+
     def _arrive(self, request: LabRequest, now_us: float) -> None:
+        self._arrived[request.number] = now_us
+        self._send(request, now_us)
+
+    def _send(self, request: LabRequest, now_us: float) -> None:
         number = self._policy.choose(request, now_us)
         engine = self._engines[number]
-        self._arrived[request.number] = now_us
         fetch = self._policy.fetch_of(request)
         if fetch is None:
             self._submit(EngineRequest(request), number, now_us)
@@ -241,12 +279,7 @@ class _Replay:
         if engine.ends_us != ends_us:
             return  # a request arrived meanwhile and cut the step short
         done = engine.advance()
-        if done.events and self._on_events is not None:
-            self._on_events(number, done.events, done.ended_us)
-        if done.events and self._paths:
-            self._paths[number].publish(done.events, done.ended_us)
-        elif done.events and self._kind.own_index:
-            self._deliver(number, done.events, done.ended_us)
+        self._publish(number, done.events, done.ended_us)
         for sequence in done.first_tokens:
             self._policy.record_first_token(sequence, number)
         for sequence in done.finished:
@@ -254,6 +287,14 @@ class _Replay:
             self._finish(sequence)
         if engine.ends_us < math.inf:
             self._wake(number)
+
+    def _publish(self, number: int, events: Sequence[KVEvent], now_us: float) -> None:
+        if events and self._on_events is not None:
+            self._on_events(number, events, now_us)
+        if events and self._paths:
+            self._paths[number].publish(events, now_us)
+        elif events and self._kind.own_index:
+            self._deliver(number, events, now_us)
 
     def _deliver(self, number: int, events: Sequence[KVEvent], now_us: float) -> None:
         """Pass an engine's events to a policy with its own index, unless they are lost."""

@@ -15,7 +15,7 @@ from kvatlas_simulator.hybrid_cache.groups import parse_groups
 from kvatlas_simulator.lab.cache_layout import CacheLayout
 from kvatlas_simulator.lab.comparison import Point
 from kvatlas_simulator.lab.miss_ratio import SIZES
-from kvatlas_simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO, LIVE_POLICIES, POLICIES
+from kvatlas_simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO_POLICIES, LIVE_POLICIES, POLICIES
 from kvatlas_simulator.lab.summary import Objective
 
 _RATES = StepCost()
@@ -146,7 +146,7 @@ class ReplaySettings(ProcessSettings):
         """The chosen policies' names; `all` is expanded."""
         if self.policies != ("all",):
             return self.policies
-        return tuple(name for name in POLICIES if name != DYNAMO or self.dynamo_python is not None)
+        return tuple(name for name in POLICIES if name not in DYNAMO_POLICIES or self.dynamo_python is not None)
 
     @property
     def points(self) -> list[Point]:

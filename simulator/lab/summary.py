@@ -23,17 +23,20 @@ class Objective:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of one replay. `hit_rate`: share of the prompt tokens found cached. `goodput_per_s`: requests per second that
-    meet the objective. `worker_hours`: workers times hours from the first arrival to the last answer. `imbalance`: prompt
-    tokens computed by the fullest engine, as a multiple of the mean. `busy`: share of the time that engines computed."""
+    meet the objective; `good`: their share. `answer_mean_ms`: from a request to its last token. `worker_hours`: workers times
+    hours from the first arrival to the last answer. `imbalance`: prompt tokens computed by the fullest engine, as a multiple
+    of the mean. `busy`: share of the time that engines computed."""
 
     hit_rate: float
     ttft_mean_ms: float
     ttft_p50_ms: float
     ttft_p90_ms: float
     ttft_p99_ms: float
+    tpot_mean_ms: float
     tpot_p50_ms: float
     tpot_p90_ms: float
     tpot_p99_ms: float
+    answer_mean_ms: float
     goodput_per_s: float
     good: float
     worker_hours: float
@@ -45,8 +48,9 @@ class Figures:
     snapshots: float
 
     @classmethod
-    def of(cls, outcome: Outcome, objective: Objective) -> "Figures":
-        served = outcome.served
+    def of(cls, outcome: Outcome, objective: Objective, *, skipped: int = 0) -> "Figures":
+        """`skipped`: first requests whose figures don't count, because they find empty caches."""
+        served = outcome.served[skipped:]
         ttfts = sorted(one.ttft_us / 1e3 for one in served)
         tpots = sorted(one.tpot_us / 1e3 for one in served if one.output_tokens > 1) or [0.0]
         good = sum(one.ttft_us <= objective.ttft_ms * 1e3 and one.tpot_us <= objective.tpot_ms * 1e3 for one in served)
@@ -57,9 +61,11 @@ class Figures:
             percentile(ttfts, 0.5),
             percentile(ttfts, 0.9),
             percentile(ttfts, 0.99),
+            fmean(tpots),
             percentile(tpots, 0.5),
             percentile(tpots, 0.9),
             percentile(tpots, 0.99),
+            fmean(one.ttft_us + one.tpot_us * (one.output_tokens - 1) for one in served) / 1e3,
             good / outcome.span_us * 1e6,
             good / len(served),
             engines * outcome.span_us / 3.6e9,
@@ -86,7 +92,7 @@ class Summary:
         def each(reduce: Callable[[list[float]], float]) -> Figures:
             return Figures(**{name: reduce([getattr(one, name) for one in figures]) for name in asdict(figures[0])})
 
-        return cls(policy, len(figures), each(fmean), each(_margin))
+        return cls(policy, len(figures), each(fmean), each(margin))
 
     def to_jsonable(self) -> dict[str, Any]:
         return {"policy": self.policy, "seeds": self.seeds, "mean": asdict(self.mean), "margin_95": asdict(self.margin)}
@@ -97,7 +103,8 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
-def _margin(values: list[float]) -> float:
+def margin(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of the mean; 0 for one value."""
     if len(values) < 2:
         return 0.0
     return _T_95[min(len(values) - 1, len(_T_95)) - 1] * stdev(values) / sqrt(len(values))

@@ -81,15 +81,24 @@ def _may_repeat(packed_hashes: bytes) -> bool:
 
 @dataclass(slots=True)
 class _WorkerMessages:
-    """`entries`: the last entry of each scope; `sizes`: what all of them say."""
+    """`entries`: the newest incarnation's last entry of each scope; `sizes`: what all of its entries say."""
 
     partition: int
+    incarnation: int = 0
     entries: dict[bytes, list[Any]] = field(default_factory=dict)
     sizes: dict[bytes, BlockSizes] = field(default_factory=dict)
     groups: list[_Group] = field(default_factory=list)
 
-    def use(self, scope_id: bytes, entry: list[Any]) -> None:
-        """Note another entry of a scope."""
+    def use(self, incarnation: int, scope_id: bytes, entry: list[Any]) -> None:
+        """Note another entry of a scope. A new incarnation lists all sizes again; what an older one says no longer counts."""
+        if incarnation < self.incarnation:
+            return
+        if incarnation > self.incarnation:
+            self.incarnation = incarnation
+            self.entries.clear()
+            self.sizes.clear()
+        elif self.entries.get(scope_id) == entry:
+            return
         self.entries[scope_id] = entry
         known, new = self.sizes.get(scope_id), sizes_of(entry)
         self.sizes[scope_id] = new if known is None else known.updated(new)
@@ -134,9 +143,7 @@ def pack_call(
                         some.append(event[HASHES])
                     else:
                         marked.add(scope_id)
-                    entry = scopes[scope_id]
-                    if worker.entries.get(scope_id) != entry:
-                        worker.use(scope_id, entry)
+                    worker.use(incarnation, scope_id, scopes[scope_id])
             alike = not parents and part is None and len(events) == 1 and events[0][CODE] in (STORED, REMOVED)
             if alike and worker.groups and worker.groups[-1].accepts(incarnation, seq, events[0]):
                 group = worker.groups[-1]

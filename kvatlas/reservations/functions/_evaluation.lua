@@ -28,6 +28,7 @@ local MOST_LOOKED_UP_CHAINS = 4 -- as in kvatlas/reservations/lookup.py
 local MOST_LIKENESSES = 32 -- of an ask
 local MOST_SOURCES = 16 -- of an offer
 local MOST_MATCHED, LONG = 64, 4096 -- predictions that one ask looks at; one counts once more for each LONG bytes of hashes
+local LEVEL_NO_ROOM = 2
 local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
 local function unpack_limits(limits)
@@ -157,11 +158,11 @@ local function check_limits(limits, slots, kv_tokens, decode_us, ttft_us, load_u
   end
   if reported_kv then
     if slots > 0 and running >= slots then
-      level = 2
+      level = LEVEL_NO_ROOM
     end
     -- requests that already wait there will need their KV first
     if kv_tokens > 0 and reported_kv + queued + (limits.input_tokens - cached) > kv_tokens then
-      level = 2
+      level = LEVEL_NO_ROOM
     end
   end
   return missed, level
@@ -372,6 +373,7 @@ local function weigh_offers(state)
   end
   if ask.pair_layout then
     state.prefill, state.chosen = choose_pair(ask.pair_layout, scores, levels)
+    state.lowest = math.max(levels[state.chosen], levels[state.prefill] or 0)
   end
   state.count = #state.offered
 end

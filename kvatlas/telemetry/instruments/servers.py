@@ -85,11 +85,15 @@ PROXY_IN_FLIGHT_TOKENS = gauge(
     "proxy.in_flight.tokens", "{token}", "Prompt tokens of the requests that run in this router"
 )
 PROXY_WAITING = gauge("proxy.waiting", "{request}", "Requests that wait in this router for an engine with room")
+PROXY_POOL_WAITING = gauge(
+    "proxy.pool.waiting", "{request}", "Requests of all routers that wait in the pools in which some wait here"
+)
 
 PROXY_LOAD = {
     **single(PROXY_IN_FLIGHT, "in_flight"),
     **single(PROXY_IN_FLIGHT_TOKENS, "in_flight_tokens"),
     **single(PROXY_WAITING, "waiting"),
+    **single(PROXY_POOL_WAITING, "pool_waiting"),
 }
 
 # ---------------------------------------------------------------- gateway: kvatlas_router.gateway.counters.GatewayCounters
@@ -131,8 +135,15 @@ GATEWAY = {
 
 GATEWAY_IN_FLIGHT = gauge("gateway.in_flight", "{request}", "Requests with an endpoint whose end is not known yet")
 GATEWAY_WAITING = gauge("gateway.waiting", "{request}", "Requests that wait in this picker for an engine with room")
+GATEWAY_POOL_WAITING = gauge(
+    "gateway.pool.waiting", "{request}", "Requests of all routers that wait in the pools in which some wait here"
+)
 
-GATEWAY_LOAD = {**single(GATEWAY_IN_FLIGHT, "in_flight"), **single(GATEWAY_WAITING, "waiting")}
+GATEWAY_LOAD = {
+    **single(GATEWAY_IN_FLIGHT, "in_flight"),
+    **single(GATEWAY_WAITING, "waiting"),
+    **single(GATEWAY_POOL_WAITING, "pool_waiting"),
+}
 
 # ---------------------------------------------------------------- outliers: kvatlas_router.outliers.monitor.OutlierCounters
 

@@ -1,7 +1,7 @@
-"""Policies that guess the engines' caches from the requests that they sent there, without events.
+"""Gateways' policies, as their projects ship them: SGLang's router, and the scorers of the inference extension and of llm-d.
 
-Both remember the prefixes that they sent to an engine, dropping the least recently used first, up to the size of that
-engine's cache: the best possible configuration of a gateway.
+All but llm-d's guess the engines' caches from the requests that they sent there. They remember the prefixes sent to an
+engine, and drop the least recently used first.
 """
 
 import random
@@ -9,7 +9,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.index.memory.index import MemoryIndex
 from kvatlas_simulator.lab.engine import VirtualEngine
+from kvatlas_simulator.lab.policies.engine_names import worker_name
 from kvatlas_simulator.lab.policies.protocol import OpenRequests
 from kvatlas_simulator.lab.requests import LabRequest
 
@@ -43,64 +45,121 @@ def packed_chain(request: LabRequest, block_tokens: int) -> list[bytes]:
     return [packed[0] + packed[1][at : at + HASH_BYTES] for at in range(0, len(packed[1]), HASH_BYTES)]
 
 
-class CacheAwareTree(OpenRequests):
-    """SGLang's router (policy `cache_aware`, defaults of its documentation). If open requests differ by more than
-    `balance_abs` and by a factor of more than `balance_rel`: the engine with the fewest. Otherwise the one with the longest
-    match if that is more than `cache_threshold` of the prompt, or else the one that was sent the least.
+class SglangRouter(OpenRequests):
+    """SGLang's router (sglang-router 0.3.2, policy `cache_aware`, its defaults), of which vLLM's router is a fork.
+
+    If open requests differ by more than BALANCE_ABS and by a factor of more than BALANCE_REL: the engine with the fewest.
+    Otherwise one with the longest match if that is more than CACHE_THRESHOLD of the prompt, or else the one with the fewest
+    open requests. The first engine wins among equals. Its trees hold 2^26 characters, here of 4 a token.
+    `tests/benchmarks/test_rivals.py` compares it with the wheel.
     """
 
-    def __init__(
-        self,
-        engines: Sequence[VirtualEngine],
-        *,
-        cache_threshold: float = 0.3,
-        balance_abs: int = 64,
-        balance_rel: float = 1.5,
-    ) -> None:
-        super().__init__(len(engines))
-        self._block_tokens = engines[0].block_tokens
-        self._sent = [SentPrefixes(engine.cache.num_blocks) for engine in engines]
-        self._cache_threshold = cache_threshold
-        self._balance = balance_abs, balance_rel
-
-    def choose(self, request: LabRequest, now_us: float) -> int:
-        chain, numbers = packed_chain(request, self._block_tokens), range(len(self.open))
-        most, least = max(self.open), min(self.open)
-        if most - least > self._balance[0] and most > least * self._balance[1]:
-            chosen = self.open.index(least)
-        else:
-            matched = [sent.matched(chain) for sent in self._sent]
-            chosen = max(numbers, key=matched.__getitem__)
-            if matched[chosen] * self._block_tokens <= self._cache_threshold * request.input_tokens:
-                chosen = min(numbers, key=lambda i: len(self._sent[i]))
-        self._sent[chosen].add(chain)
-        return self.send(chosen)
-
-
-class WeightedScorers(OpenRequests):
-    """The Gateway API inference extension's endpoint picker with its default scorers: 3 x the matched part of the prompt, 2
-    x the shortness of the queue, 2 x the free part of the cache. It reads engines' metrics every 50 ms; here it sees
-    current values, which favours it.
-    """
+    CACHE_THRESHOLD = 0.3
+    BALANCE_ABS = 64
+    BALANCE_REL = 1.5
+    TREE_TOKENS = (1 << 26) // 4
 
     def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random) -> None:
-        super().__init__(len(engines))
-        self._engines = engines
-        self._rng = rng
+        super().__init__(engines, rng)
+        self._block_tokens = engines[0].block_tokens
+        self._sent = [SentPrefixes(self.TREE_TOKENS // self._block_tokens) for _ in engines]
+
+    def choose(self, request: LabRequest, now_us: float) -> int:
+        chosen = self.allowed(request)[0]
+        self.record(request, chosen)
+        return self.send(chosen)
+
+    def allowed(self, request: LabRequest) -> list[int]:
+        """The engines that the router may choose: several if their matches are equally long."""
+        up = self.up
+        least = min(up, key=self.open.__getitem__)
+        most, fewest = max(self.open[engine] for engine in up), self.open[least]
+        if most - fewest > self.BALANCE_ABS and most > fewest * self.BALANCE_REL:
+            return [least]
+        chain = packed_chain(request, self._block_tokens)
+        matched = {engine: self._sent[engine].matched(chain) for engine in up}
+        longest = max(matched.values())
+        if longest * self._block_tokens <= self.CACHE_THRESHOLD * request.input_tokens:
+            return [least]
+        return [engine for engine in up if matched[engine] == longest]
+
+    def record(self, request: LabRequest, engine: int) -> None:
+        """Record that the prompt is in this engine's tree."""
+        self._sent[engine].add(packed_chain(request, self._block_tokens))
+
+
+class InferenceExtension(OpenRequests):
+    """The endpoint picker of the Gateway API inference extension with its default scorers: 3 x the matched part of the
+    prompt, 2 x the shortness of the queue, 2 x the free part of the cache.
+
+    It matches at most 256 blocks of 64 characters (16 tokens), and remembers as many blocks as an engine reports (`autoTune`).
+    It reads engines' metrics every 50 ms; here it sees current values, which favours it. `MOST_TOKENS` 0: no such bound.
+    Source: kubernetes-sigs/gateway-api-inference-extension, prefix plugin (`DefaultMaxPrefixBlocks`).
+    """
+
+    WEIGHTS = (3.0, 2.0, 2.0)
+    MOST_TOKENS = 256 * 16
+
+    def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random) -> None:
+        super().__init__(engines, rng)
         self._block_tokens = engines[0].block_tokens
         self._sent = [SentPrefixes(engine.cache.num_blocks) for engine in engines]
 
     def choose(self, request: LabRequest, now_us: float) -> int:
-        chain = packed_chain(request, self._block_tokens)
-        queues = [len(engine.waiting) for engine in self._engines]
+        up, engines = self.up, self.engines
+        queues = [len(engines[number].waiting) for number in up]
         longest, span = max(queues), max(queues) - min(queues)
-        scores = [
-            3 * (sent.matched(chain) / len(chain) if chain else 0.0)
-            + 2 * ((longest - queue) / span if span else 1.0)
-            + 2 * (1 - engine.kv_tokens / engine.capacity_tokens)
-            for engine, queue, sent in zip(self._engines, queues, self._sent, strict=True)
-        ]
-        best = max(scores)
-        chosen = self._rng.choice([i for i, score in enumerate(scores) if score == best])
-        self._sent[chosen].add(chain)
+        prefixes = self._prefix_scores(request, up)
+        by_prefix, by_queue, by_cache = self.WEIGHTS
+        chosen = self.least(
+            (
+                number,
+                -by_prefix * prefix
+                - by_queue * ((longest - queue) / span if span else 1.0)
+                - by_cache * (1 - engines[number].kv_tokens / engines[number].capacity_tokens),
+            )
+            for number, queue, prefix in zip(up, queues, prefixes, strict=True)
+        )
+        self._remember(request, chosen)
         return self.send(chosen)
+
+    def _prefix_scores(self, request: LabRequest, up: Sequence[int]) -> list[float]:
+        chain = self._chain(request)
+        return [self._sent[number].matched(chain) / len(chain) if chain else 0.0 for number in up]
+
+    def _remember(self, request: LabRequest, chosen: int) -> None:
+        self._sent[chosen].add(self._chain(request))
+
+    def _chain(self, request: LabRequest) -> list[bytes]:
+        chain = packed_chain(request, self._block_tokens)
+        return chain[: max(1, self.MOST_TOKENS // self._block_tokens)] if self.MOST_TOKENS else chain
+
+
+class UnboundedExtension(InferenceExtension):
+    """The same, matching whole prompts: better than it is shipped."""
+
+    MOST_TOKENS = 0
+
+
+class LlmD(InferenceExtension):
+    """llm-d's scheduler with its configuration for precise prefixes: 2 x what the engines' events say, from 0 for the
+    fewest blocks held by any holder to 1 for the most, 1 x the shortness of the queue, 1 x the free part of the cache.
+
+    Source: llm-d-inference-scheduler, deploy/config/epp-precise-prefix-cache-config.yaml and pkg/plugins/scorer.
+    """
+
+    WEIGHTS = (2.0, 1.0, 1.0)
+
+    def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random, index: MemoryIndex) -> None:
+        super().__init__(engines, rng)
+        self._index = index
+
+    def _prefix_scores(self, request: LabRequest, up: Sequence[int]) -> list[float]:
+        chain = request.prompt_chain(self._block_tokens)
+        depths = self._index.overlap_now(request.identity.scope, chain).depths() if chain else {}
+        held = {number: depth for number in up if (depth := depths.get(worker_name(number), 0))}
+        fewest, span = min(held.values(), default=0), max(held.values(), default=0) - min(held.values(), default=0)
+        return [((held[number] - fewest) / span if span else 1.0) if number in held else 0.0 for number in up]
+
+    def _remember(self, request: LabRequest, chosen: int) -> None:
+        """Events do that."""

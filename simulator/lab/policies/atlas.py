@@ -24,6 +24,7 @@ from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.engine_metrics import EngineMetrics, read_true_load
 from kvatlas_simulator.lab.event_path import finish
+from kvatlas_simulator.lab.policies.engine_names import worker_name
 from kvatlas_simulator.lab.policies.protocol import LabFetch, LoadBlind
 from kvatlas_simulator.lab.requests import MODEL, LabRequest
 from router_client.booking.booker import evaluate_without_bookings
@@ -47,10 +48,6 @@ _PEER: Mapping[str, Any] = {
     "kv_tiers": (Tier.HBM.label, Tier.CPU_DRAM.label),
     "base_url": "http://10.0.0.1",
 }
-
-
-def worker_name(engine: int) -> str:
-    return f"w{engine:03}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +203,13 @@ class Atlas(LoadBlind):
             )
         )
 
+    def record_loss(self, sequence: EngineRequest, engine: int, now_us: float) -> None:
+        self._clock.now_us = round(now_us)
+        number = sequence.request.number
+        opened = self._open.pop(number)
+        if self._settings.booking.reservations:
+            self._books[opened.router].release_now(POOL, number.to_bytes(ID_BYTES, "big"), Outcome.BROKEN)
+
     def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
         self._clock.now_us = round(now_us)
         if self._learns:
@@ -250,7 +254,11 @@ class Atlas(LoadBlind):
                 **(_PEER if self._settings.fetches else {}),
             )
             records[id] = FleetRecord(
-                endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE, load=load, incarnation=1
+                endpoint=endpoint,
+                state=EngineState.UP if engine.up else EngineState.DRAINING,
+                liveness=Liveness.ALIVE,
+                load=load,
+                incarnation=1,
             )
         return records
 
@@ -281,7 +289,7 @@ class OverlapOnly(LoadBlind):
     """The engine that holds most of the prompt according to the index, whatever its load; ties by a hash of the prompt."""
 
     def __init__(self, engines: Sequence[VirtualEngine], index: MemoryIndex) -> None:
-        self._names = [worker_name(number) for number in range(len(engines))]
+        self._engines = engines
         self._index = index
         self._block_tokens = engines[0].block_tokens
 
@@ -289,7 +297,5 @@ class OverlapOnly(LoadBlind):
         chain = request.prompt_chain(self._block_tokens)
         depths = self._index.overlap_now(request.identity.scope, chain).depths() if chain else {}
         fingerprint = chain[-8:] or request.number.to_bytes(8, "little")
-        return max(
-            range(len(self._names)),
-            key=lambda i: (depths.get(self._names[i], 0), rendezvous_weight(fingerprint, self._names[i])),
-        )
+        names = {number: worker_name(number) for number, engine in enumerate(self._engines) if engine.up}
+        return max(names, key=lambda i: (depths.get(names[i], 0), rendezvous_weight(fingerprint, names[i])))

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.lab.engine import VirtualEngine
-from kvatlas_simulator.lab.policies.approximate_trees import CacheAwareTree, WeightedScorers
+from kvatlas_simulator.lab.policies.approximate_trees import (
+    InferenceExtension,
+    LlmD,
+    SglangRouter,
+    UnboundedExtension,
+)
 from kvatlas_simulator.lab.policies.atlas import Atlas, AtlasSettings, OverlapOnly
 from kvatlas_simulator.lab.policies.cache_blind import LeastLoaded, PrefixHash, RandomChoice, RoundRobin, SessionSticky
 from kvatlas_simulator.lab.policies.dynamo.policy import PACKAGE, Dynamo
@@ -32,17 +37,19 @@ class Fleet:
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
     """`meaning`: one line for reports. `uses_events`: the engines' events go into the index. With `own_index` they go to
-    the policy instead, by the engines' own hashes, whose seeds are then equal. `atlas`: the settings of a kvatlas
-    policy."""
+    the policy instead, by the engines' own hashes, whose seeds are equal only then, and if `equal_seeds`. `atlas`: the
+    settings of a kvatlas policy."""
 
     meaning: str
     make: Callable[[Fleet], Policy]
     uses_events: bool = False
     own_index: bool = False
+    equal_seeds: bool = True
     atlas: AtlasSettings | None = None
 
 
 DYNAMO = "dynamo"
+DYNAMO_POLICIES = (DYNAMO, "dynamo-load-scale-8", "dynamo-unequal-seeds")
 
 
 def _atlas(meaning: str, settings: AtlasSettings | None = None) -> PolicyKind:
@@ -53,18 +60,26 @@ def _atlas(meaning: str, settings: AtlasSettings | None = None) -> PolicyKind:
 
 
 POLICIES: Mapping[str, PolicyKind] = {
-    "random": PolicyKind("any engine", lambda f: RandomChoice(len(f.engines), f.rng)),
-    "round-robin": PolicyKind("each engine in turn", lambda f: RoundRobin(len(f.engines))),
-    "least-loaded": PolicyKind("fewest open requests", lambda f: LeastLoaded(len(f.engines), f.rng)),
-    "session": PolicyKind("a session keeps its engine", lambda f: SessionSticky(len(f.engines), f.rng)),
+    "random": PolicyKind("any engine", lambda f: RandomChoice(f.engines, f.rng)),
+    "round-robin": PolicyKind("each engine in turn", lambda f: RoundRobin(f.engines, f.rng)),
+    "least-loaded": PolicyKind("fewest open requests", lambda f: LeastLoaded(f.engines, f.rng)),
+    "session": PolicyKind("a session keeps its engine", lambda f: SessionSticky(f.engines, f.rng)),
     "prefix-hash": PolicyKind(
         "consistent hash of the first 2,048 tokens, load at most 1.25 x the mean",
-        lambda f: PrefixHash(len(f.engines), block_tokens=f.engines[0].block_tokens),
+        lambda f: PrefixHash(f.engines, f.rng),
     ),
-    "cache-aware-tree": PolicyKind("approximate tree, as SGLang's router", lambda f: CacheAwareTree(f.engines)),
-    "weighted-scorers": PolicyKind(
-        "approximate prefixes, queue and cache use weighted, as the inference extension",
-        lambda f: WeightedScorers(f.engines, f.rng),
+    "sglang-router": PolicyKind(
+        "approximate tree, as SGLang's and vLLM's routers", lambda f: SglangRouter(f.engines, f.rng)
+    ),
+    "inference-extension": PolicyKind(
+        "approximate prefixes of up to 4,096 tokens, queue and cache use weighted, as the inference extension",
+        lambda f: InferenceExtension(f.engines, f.rng),
+    ),
+    "unbounded-extension": PolicyKind("the same for whole prompts", lambda f: UnboundedExtension(f.engines, f.rng)),
+    "llm-d": PolicyKind(
+        "prefixes by the index, queue and cache use weighted, as llm-d",
+        lambda f: LlmD(f.engines, f.rng, f.index),
+        uses_events=True,
     ),
     "least-prefill-tokens": PolicyKind(
         "fewest outstanding prompt tokens", lambda f: LeastPrefillTokens(f.engines, f.rng)
@@ -95,11 +110,28 @@ POLICIES: Mapping[str, PolicyKind] = {
     "kvatlas-true-rates": _atlas("prices are the engines' costs", AtlasSettings(true_rates=True)),
     "kvatlas-true-loads": _atlas("sees loads and queues at each choice", AtlasSettings(true_loads=True)),
     "kvatlas-true-loads-and-rates": _atlas("both", AtlasSettings(true_loads=True, true_rates=True)),
+    "kvatlas-again": _atlas(
+        "computing a prefix that another engine is computing costs 16 times its prefill more",
+        AtlasSettings(BookingSettings(again_factor=16.0)),
+    ),
     DYNAMO: PolicyKind(
         f"NVIDIA Dynamo's selection service ({PACKAGE}, as it ships; see --dynamo-python)",
         lambda f: Dynamo(f.engines, f.dynamo_python),
         uses_events=True,
         own_index=True,
+    ),
+    "dynamo-load-scale-8": PolicyKind(
+        "the same with DYN_ROUTER_PREFILL_LOAD_SCALE=8",
+        lambda f: Dynamo(f.engines, f.dynamo_python, {"DYN_ROUTER_PREFILL_LOAD_SCALE": "8"}),
+        uses_events=True,
+        own_index=True,
+    ),
+    "dynamo-unequal-seeds": PolicyKind(
+        "the same with a hash seed of each engine's own, against its guide",
+        lambda f: Dynamo(f.engines, f.dynamo_python),
+        uses_events=True,
+        own_index=True,
+        equal_seeds=False,
     ),
     "oracle": PolicyKind("sees caches, queues and costs as they are", lambda f: Oracle(f.engines, f.cost)),
 }
@@ -116,6 +148,6 @@ LIVE_POLICIES = tuple(
 """Policies that can be replayed over real servers."""
 
 DEFAULT_POLICIES = (
-    "round-robin", "least-loaded", "session", "prefix-hash", "cache-aware-tree", "weighted-scorers", "least-prefill-tokens",
-    "prefix-tokens", "lmetric", "kvatlas", "oracle",
+    "round-robin", "least-loaded", "session", "prefix-hash", "sglang-router", "inference-extension", "llm-d",
+    "least-prefill-tokens", "prefix-tokens", "lmetric", "kvatlas", "oracle",
 )  # fmt: skip

@@ -18,8 +18,8 @@ class Oracle(LoadBlind):
         self._cost = cost
 
     def choose(self, request: LabRequest, now_us: float) -> int:
-        scores = [self._score_us(engine, request) for engine in self._engines]
-        return scores.index(min(scores))
+        up = [number for number, engine in enumerate(self._engines) if engine.up]
+        return min(up, key=lambda number: self._score_us(self._engines[number], request))
 
     def _score_us(self, engine: VirtualEngine, request: LabRequest) -> float:
         cost, ahead = self._cost, engine.unprefilled
@@ -29,7 +29,9 @@ class Oracle(LoadBlind):
         running = len(engine.running) + len(engine.waiting)
         kv_tokens = engine.kv_tokens + sum(one.request.input_tokens for one in engine.waiting)
         step_us = cost.decode_us_per_sequence * running + cost.decode_us_per_kv_token * kv_tokens
-        return cost.prefill_us_per_token * (queued + new) + DEFAULT_DECODE_TOKENS * step_us
+        pairs = new * (request.input_tokens - new / 2)
+        prefill_us = cost.prefill_us_per_token * (queued + new) + cost.attention_us_per_token_pair * pairs
+        return prefill_us + DEFAULT_DECODE_TOKENS * step_us
 
     def _held_tokens(
         self, engine: VirtualEngine, request: LabRequest, ahead: Sequence[EngineRequest]

@@ -13,24 +13,25 @@ class LeastPrefillTokens(OpenRequests):
     """The engine with the fewest outstanding prompt tokens; a random one among equals. Assumes that nothing is cached."""
 
     def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random) -> None:
-        super().__init__(len(engines))
-        self._rng = rng
+        super().__init__(engines, rng)
         self._queued = [0] * len(engines)
         self._sent: dict[int, int] = {}
         """Outstanding tokens by request."""
 
     def choose(self, request: LabRequest, now_us: float) -> int:
         new = self._new_tokens(request)
-        costs = [self._cost(engine, tokens) for engine, tokens in enumerate(new)]
-        least = min(costs)
-        chosen = self._rng.choice([engine for engine, cost in enumerate(costs) if cost == least])
+        chosen = self.least((engine, self._cost(engine, new[engine])) for engine in self.up)
         self._queued[chosen] += new[chosen]
         self._sent[request.number] = new[chosen]
         self._remember(request, chosen)
         return self.send(chosen)
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
-        self._queued[engine] -= self._sent.pop(sequence.request.number)
+        self._queued[engine] -= self._sent.pop(sequence.request.number, 0)
+
+    def record_loss(self, sequence: EngineRequest, engine: int, now_us: float) -> None:
+        self.record_first_token(sequence, engine)
+        super().record_loss(sequence, engine, now_us)
 
     def _new_tokens(self, request: LabRequest) -> list[int]:
         """Number of the prompt's tokens that each engine is expected to compute."""

@@ -1,6 +1,7 @@
 """The interface of a policy."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvatlas_simulator.cache.kv_events import KVEvent
@@ -19,7 +20,7 @@ class Policy(Protocol):
     """Chooses for one replay. Times are virtual microseconds and never go back. Equal calls give equal choices."""
 
     def choose(self, request: LabRequest, now_us: float) -> int:
-        """The number of the engine that gets the request."""
+        """The number of the engine that gets the request, one that is up. A request is chosen for again if it is lost."""
 
     def fetch_of(self, request: LabRequest) -> LabFetch | None:
         """The KV that the chosen engine should fetch for this request."""
@@ -30,8 +31,11 @@ class Policy(Protocol):
     def record_finish(self, sequence: EngineRequest, engine: int) -> None:
         """Record the end of a request that was sent to this engine."""
 
+    def record_loss(self, sequence: EngineRequest, engine: int, now_us: float) -> None:
+        """Record that a request ended with its engine."""
+
     def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
-        """Read the engines' reports; called once a second."""
+        """Read the engines' reports; called once a second, and when an engine goes or comes."""
 
     def record_events(self, engine: int, events: Sequence[KVEvent]) -> None:
         """Record the engine's events when they arrive; only for policies with their own index."""
@@ -52,6 +56,9 @@ class LoadBlind:
     def record_finish(self, sequence: EngineRequest, engine: int) -> None:
         """See `Policy`."""
 
+    def record_loss(self, sequence: EngineRequest, engine: int, now_us: float) -> None:
+        """See `Policy`."""
+
     def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
         """See `Policy`."""
 
@@ -65,8 +72,25 @@ class LoadBlind:
 class OpenRequests(LoadBlind):
     """Counts the open requests of each engine, as a gateway knows them."""
 
-    def __init__(self, engines: int) -> None:
-        self.open = [0] * engines
+    def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random) -> None:
+        self.engines = engines
+        self.open = [0] * len(engines)
+        self._rng = rng
+
+    @property
+    def up(self) -> list[int]:
+        """The engines that may get requests."""
+        return [number for number, engine in enumerate(self.engines) if engine.up]
+
+    def least(self, costs: Iterable[tuple[int, float]]) -> int:
+        """The engine with the lowest cost; a random one among equals."""
+        found = list(costs)
+        lowest = min(cost for _, cost in found)
+        return self._rng.choice([engine for engine, cost in found if cost == lowest])
+
+    def least_open(self) -> int:
+        """The engine with the fewest open requests; a random one among equals."""
+        return self.least((engine, self.open[engine]) for engine in self.up)
 
     def send(self, engine: int) -> int:
         """Count a request for this engine, and return its number."""
@@ -74,4 +98,7 @@ class OpenRequests(LoadBlind):
         return engine
 
     def record_finish(self, sequence: EngineRequest, engine: int) -> None:
+        self.open[engine] -= 1
+
+    def record_loss(self, sequence: EngineRequest, engine: int, now_us: float) -> None:
         self.open[engine] -= 1

@@ -303,7 +303,20 @@ def test_the_load_of_a_request_is_the_mean_of_that_at_its_start_and_its_end() ->
     assert mean[Rate.TPOT_KV] == pytest.approx(0.045 * ((1_000 + 9_000) / 2 + 50))
 
 
-def test_learned_rates_price_only_their_worker() -> None:
+def test_a_worker_without_evidence_costs_what_the_fastest_known_one_costs() -> None:
+    """Known workers are slower than configured: a new one does not look better than they do."""
+    slow, slower = (
+        replace(DEFAULT, prefill_us_per_token=times * 40.0, tpot_base_us=times * 7_000.0) for times in (2.0, 3.0)
+    )
+    known = {id: learn(true_request(true, Random(1)) for _ in range(200)) for id, true in (("a", slow), ("b", slower))}
+    learned_ = {id: learned(evidence) for id, evidence in known.items()}
+    found = with_learned_rates(EngineProfile(), learned_, Evidence.sum_of(known.values()))
+    assert found.rates.prefill_us(1_000, 0) == found.by_worker["a"].prefill_us(1_000, 0)
+    assert found.rates.tpot_us(8, 16_000) == found.by_worker["a"].tpot_us(8, 16_000)
+    assert found.by_worker["b"].prefill_us(1_000, 0) > 1.2 * found.rates.prefill_us(1_000, 0)
+
+
+def test_learned_rates_price_their_worker_and_those_of_which_nothing_is_known() -> None:
     other = EngineRates(prefill_us_per_token=1)
     profile = EngineProfile(by_worker={"b": other})
     evidence = learn(iter([GOOD]))
@@ -311,7 +324,7 @@ def test_learned_rates_price_only_their_worker() -> None:
     assert found.by_worker["b"] == other
     for worker_id in ("a", "b", "c"):
         plan = IDLE._replace(worker_id=worker_id)
-        rates = found.by_worker.get(worker_id, DEFAULT)
+        rates = found.by_worker.get(worker_id, found.rates)
         assert found.price(plan).ttft_us == round(rates.prefill_us(1_000, 0))
         assert found.prices(plan).token_us == rates.prefill_us_per_token
 

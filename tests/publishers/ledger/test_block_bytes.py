@@ -1,5 +1,6 @@
 """How many bytes a block has, by scope and tier, whoever says it first: one number for index, heartbeats and prices."""
 
+import msgpack
 import pytest
 
 from kvatlas.blocks.tiers import Tier
@@ -68,6 +69,28 @@ def test_an_offloaded_block_without_token_ids_gives_its_tiers_size_too() -> None
     loaded = Ledger.load(ledger.dump(), LedgerSettings("m", "m"))
     assert [use.sizes for use in loaded.uses.values()] == [(4, 4096, ((Tier.CPU_DRAM, 1024),))]
     assert loaded.sizes == ledger.sizes
+
+
+def test_an_offloaded_block_of_another_size_gives_none() -> None:
+    ledger = of_ledger(4096)
+    ledger.fold(EngineBatch([EngineStored([1], None, [], 16, Tier.CPU_DRAM, block_bytes=16_384)]))
+    assert [use.sizes for use in ledger.uses.values()] == [(4, 4096, ())]
+
+
+def test_a_size_that_was_listed_once_is_listed_even_after_its_scope_was_forgotten() -> None:
+    block_bytes = BlockBytes(LedgerSettings("m", "m", block_bytes=100))
+    block_bytes.tell(SCOPE, Tier.CPU_DRAM, 50)
+    block_bytes.of(SCOPE, 4)
+    block_bytes.forget_scope(SCOPE)
+    block_bytes.tell(SCOPE, Tier.CPU_DRAM, 100)
+    assert block_bytes.of(SCOPE, 4).tier_bytes == ((Tier.CPU_DRAM, 100),)
+
+
+def test_a_ledger_that_was_saved_without_sizes_by_tier_takes_no_size_over() -> None:
+    version, *fields = msgpack.unpackb(of_ledger(4096).dump())
+    assert fields.pop() == [[]]
+    loaded = Ledger.load(msgpack.packb([version, *fields]), LedgerSettings("m", "m", block_bytes=64))
+    assert loaded.sizes.block_bytes == 64
 
 
 @pytest.mark.parametrize("told", [0, 4096])

@@ -214,14 +214,14 @@ def dear_decode(id: str) -> FleetRecord:
 
 
 async def test_the_slo_is_reported_priced_or_filtered(reservations: Reservations) -> None:
-    """`a`: a first token after 904 ms, `b`: after 4 ms, but 1,024 ms more for its answer."""
+    """`a`: a first token after 904 ms, `b`: after 4 ms, but 1,024 ms more for its answer, and 320 ms for those that it delays."""
     records = {**busy(22_500), **pool(dear_decode("b"))}
     asked = prompt(slo=Slo(ttft_ms=500))
     chosen = {}
     for name, limits in {
         "told": LimitSettings(),
         "cheap": LimitSettings(slo=SloMode.PENALTY, slo_factor=0.1),
-        "dear": LimitSettings(slo=SloMode.PENALTY, slo_factor=1.0),
+        "dear": LimitSettings(slo=SloMode.PENALTY, slo_factor=2.0),
         "filter": LimitSettings(slo=SloMode.FILTER),
     }.items():
         client = await router_sharing(reservations, records, limits=limits)
@@ -233,7 +233,7 @@ async def test_the_slo_is_reported_priced_or_filtered(reservations: Reservations
         assert ("slo" in terms) == (name in ("cheap", "dear"))
         assert sum(term.us for term in a.terms) == a.score_us
         if name == "dear":
-            assert terms["slo"].us == pytest.approx(a.cost.ttft_us - 500_000, abs=2)  # type: ignore[operator]
+            assert terms["slo"].us == pytest.approx(2 * (a.cost.ttft_us - 500_000), abs=4)  # type: ignore[operator]
         assert choice.advice is Advice.GO  # b meets it
     assert chosen == {"told": "a", "cheap": "a", "dear": "b", "filter": "b"}
 

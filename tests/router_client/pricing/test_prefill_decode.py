@@ -219,7 +219,7 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
         (mine, displaced), load = plan(id, output), reported_load(id)
         alone = profile.price(mine).ttft_us
         assert alone is not None
-        waits = 0 if records[id].endpoint.role is Role.PREFILL else 0.1 * alone * load.running_decodes
+        waits = 0 if records[id].endpoint.role is Role.PREFILL else 0.4 * alone * load.running_decodes
         return profile.price(mine._replace(load=load)).score_us + displaced + round(waits)
 
     costs = []

@@ -24,6 +24,7 @@ from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.requests import LabRequest
 
 BLOCK = 16
+COST = StepCost(attention_us_per_token_pair=0.5, overhead_us=300.0)
 VOCABULARY = 32_000
 
 
@@ -78,7 +79,7 @@ def run_scheduler(layout: CacheLayout, blocks: int, cpu_blocks: int, limits: Sch
     if layout.is_hybrid:
         retention = Retention(layout.retention_interval)
         cache = HybridCache(layout.groups, num_blocks=blocks, block_size=BLOCK, retention=retention, hasher=hasher)
-    core = EngineCore(cache, limits=limits, cost=StepCost(), vocab_size=VOCABULARY)
+    core = EngineCore(cache, limits=limits, cost=COST, vocab_size=VOCABULARY)
     arrivals = requests_of(seed)
     run = Run({}, 0, 0, 0)
     now_us = 0.0
@@ -102,7 +103,7 @@ def run_scheduler(layout: CacheLayout, blocks: int, cpu_blocks: int, limits: Sch
 
 
 def run_virtual(layout: CacheLayout, blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: int) -> Run:
-    engine = VirtualEngine(layout.scaled(BLOCK).build(blocks, cpu_blocks, 1), BLOCK, limits, StepCost())
+    engine = VirtualEngine(layout.scaled(BLOCK).build(blocks, cpu_blocks, 1), BLOCK, limits, COST)
     ids: dict[int, int] = {}
     arrivals = [(when, lab_request(i, when, one, ids)) for i, (when, one) in enumerate(requests_of(seed))]
     run = Run({}, 0, 0, 0)

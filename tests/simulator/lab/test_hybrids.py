@@ -15,7 +15,8 @@ from kvatlas_simulator.lab.cache_layout import CacheLayout
 from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.event_path import EventPath
 from kvatlas_simulator.lab.generated_requests import BLOCK_TOKENS, generate
-from kvatlas_simulator.lab.policies.atlas import Atlas, AtlasSettings, worker_name
+from kvatlas_simulator.lab.policies.atlas import Atlas, AtlasSettings
+from kvatlas_simulator.lab.policies.engine_names import worker_name
 from kvatlas_simulator.lab.replay import FleetSettings, build_engines, replay
 from kvatlas_simulator.lab.requests import LabRequest, Workload
 from kvatlas_simulator.lab.settings import ReplaySettings

@@ -8,8 +8,8 @@ from kvatlas.errors import InvalidValue
 from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.lab.comparison import Point, Study, compare
 from kvatlas_simulator.lab.generated_requests import WORKLOADS, generate
-from kvatlas_simulator.lab.policies.catalogue import DYNAMO, POLICIES
-from kvatlas_simulator.lab.replay import FleetSettings, draw_arrivals, replay
+from kvatlas_simulator.lab.policies.catalogue import DYNAMO_POLICIES, POLICIES
+from kvatlas_simulator.lab.replay import FleetSettings, Outage, draw_arrivals, replay
 from kvatlas_simulator.lab.requests import Workload
 from kvatlas_simulator.lab.summary import Figures, Objective
 
@@ -27,7 +27,7 @@ def figures(
     return Figures.of(replay(small(requests), policy, fleet, seed, speed=speed), Objective())
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != DYNAMO])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in DYNAMO_POLICIES])
 def test_every_policy_serves_every_request_alike_in_two_runs(policy: str) -> None:
     workload = small(60)
     first, second = (replay(workload, policy, FLEET, 3, speed=4.0) for _ in range(2))
@@ -101,3 +101,12 @@ def test_answers_are_whole_sooner_if_a_choice_counts_whom_it_delays() -> None:
         return sum(one.ttft_us + one.tpot_us * max(0, one.output_tokens - 1) for one in served) / len(served)
 
     assert mean_answer_us("kvatlas") < mean_answer_us("kvatlas-no-interference")
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "session", "sglang-router", "llm-d", "lmetric", "kvatlas", "oracle"])
+def test_requests_of_an_engine_that_ends_are_served_elsewhere(policy: str) -> None:
+    workload = small()
+    outages = (Outage(0, 0.3, 0.3, 0.6), Outage(1, 0.7, 0.8, 1.0))
+    lost, whole = (replay(workload, policy, replace(FLEET, outages=some), 1, speed=8.0) for some in (outages, ()))
+    assert len(lost.served) == len(workload.requests)
+    assert sum(lost.prefilled_tokens) > sum(whole.prefilled_tokens)  # what the engines held is computed again

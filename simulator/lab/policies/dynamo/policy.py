@@ -14,9 +14,10 @@ import json
 import os
 import subprocess
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import zmq
@@ -60,7 +61,10 @@ def check_installed(python: str) -> None:
 class Dynamo(LoadBlind):
     """One selection service, in its own process until `close`. `python`: one that `check_installed` has approved."""
 
-    def __init__(self, engines: Sequence[VirtualEngine], python: str) -> None:
+    def __init__(
+        self, engines: Sequence[VirtualEngine], python: str, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._up = [True] * len(engines)
         self._block_tokens = engines[0].block_tokens
         self._main_group = engines[0].main_group
         self._context = zmq.Context()
@@ -82,7 +86,7 @@ class Dynamo(LoadBlind):
             [python, "-I", str(_PROCESS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "DYN_LOG": "error"},
+            env={**os.environ, "DYN_LOG": "error", **environment},
             text=True,
         )
         self._write({"workers": endpoints, "block_tokens": self._block_tokens})
@@ -129,6 +133,15 @@ class Dynamo(LoadBlind):
 
     def record_finish(self, sequence: EngineRequest, engine: int) -> None:
         self._calls.append(["finished", str(sequence.request.number)])
+
+    def record_loss(self, sequence: EngineRequest, engine: int, now_us: float) -> None:
+        self._calls.append(["finished", str(sequence.request.number)])
+
+    def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
+        for number, engine in enumerate(engines):
+            if engine.up != self._up[number]:
+                self._up[number] = engine.up
+                self._calls.append(["set_up", number, engine.up])
 
     # ---------------------------------------------------------------- events
 

@@ -7,6 +7,7 @@ block_tokens}; the answer is {ready: true}. Each later line is a list of calls, 
   which stands for `block_tokens` tokens. The choice first waits for the events of these engines, until they hold a block of
   `mark`.
 - ["prefilled", id], ["finished", id].
+- ["set_up", engine, up]: an engine takes requests, or none.
 """
 
 import asyncio
@@ -34,6 +35,10 @@ class _Selection:
         token_ids = [content for content in contents for _ in repeat(None, self._block_tokens)][:tokens]
         answer = await self._service.select_and_reserve({**POOL, "token_ids": token_ids, "selection_id": id})
         return int(answer["worker_id"])
+
+    async def set_up(self, number: int, up: bool) -> None:
+        status = "ready" if up else "draining"
+        await self._service.patch_worker(number, {"status": status})
 
     async def prefilled(self, id: str) -> None:
         await self._service.prefill_complete(id)

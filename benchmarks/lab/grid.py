@@ -1,0 +1,272 @@
+"""The one table: kvatlas against every rival, on every workload, from a quiet fleet to an overloaded one.
+
+The load of a workload is relative to what LMetric, the strongest policy without events, bears: at load 1, 90 % of its
+requests are good. Each case is replayed with several seeds. kvatlas wins (or loses) a figure if it is better (worse) than the
+best rival of that case, seed by seed, beyond the 95 % interval of the mean difference; otherwise they tie.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from benchmarks.lab.document import to_table
+from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas_simulator.engine.step_cost import StepCost
+from kvatlas_simulator.hybrid_cache.groups import CacheGroup
+from kvatlas_simulator.lab.cache_layout import CacheLayout
+from kvatlas_simulator.lab.generated_requests import WORKLOADS, generate
+from kvatlas_simulator.lab.replay import FleetSettings, Outage, replay
+from kvatlas_simulator.lab.requests import Workload
+from kvatlas_simulator.lab.summary import Figures, Objective, margin
+from kvatlas_simulator.lab.traces import read_trace
+
+WORKERS = 4
+COST = StepCost(90.0, 14_000.0, 80.0, 0.027, 55.0, attention_us_per_token_pair=0.0016, overhead_us=1_500.0)
+"""A 70-billion-parameter model with grouped-query attention (80 layers, hidden size 8,192, 16 bit) on four accelerators of 400
+TFLOP/s and 3 TB/s in practice: a prompt token is 140 GFLOP, a pair of attention 4 x 8,192 x 80 FLOP, a step reads 140 GB of
+weights and takes the host 1.5 ms, a KV token is 320 KiB. kvatlas begins with the rates of a smaller model, and learns."""
+FLEET = FleetSettings(WORKERS, 200_000, cost=COST)
+LOADS = (0.3, 0.9, 1.3)
+BUSY_LOADS = LOADS[1:]
+GOOD_SHARE = 0.9
+SEARCHED = (0.05, 200.0)
+"""Multiples of a workload's own rate among which load 1 is searched."""
+SEARCHES = 8
+OUR = "kvatlas"
+CEILING = "oracle"
+TERMS = (
+    "kvatlas-again", "kvatlas-no-interference", "kvatlas-no-prefixes-in-flight", "kvatlas-no-reservations",
+    "kvatlas-no-learned-rates", "kvatlas-true-rates", "kvatlas-true-loads", "kvatlas-3-replicas",
+)  # fmt: skip
+"""kvatlas without one of its parts, with one more, or with true values for its estimates."""
+RIVALS = (
+    "round-robin", "least-loaded", "session", "sglang-router", "inference-extension", "llm-d", "least-prefill-tokens",
+    "prefix-tokens", "lmetric",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload on a fleet. `workload`: a generated one, or a trace's file."""
+
+    name: str
+    workload: str
+    fleet: FleetSettings = FLEET
+
+
+_ROLLING = tuple(Outage(n, 0.2 + 0.2 * n, 0.25 + 0.2 * n, 0.3 + 0.2 * n) for n in range(WORKERS))
+_HYBRID = CacheLayout((CacheGroup(AttentionKind.FULL), CacheGroup(AttentionKind.SLIDING_WINDOW, 1_024)))
+CASES = (
+    Case("chats", "chat"),
+    Case("chats, users away for minutes", "idle"),
+    Case("agents with tools", "agents"),
+    Case("agents, bursty", "agents-bursty"),
+    Case("questions on documents", "rag"),
+    Case("tenants with adapters", "tenants"),
+    Case("200 tenants, heavy tails", "tails"),
+    Case("bursts on new prefixes", "bursts"),
+    Case("long answers", "thought"),
+    Case("chats with giants, 8 workers", "giants", replace(FLEET, workers=8)),
+    Case("agents, rolling restart", "agents", replace(FLEET, outages=_ROLLING)),
+    Case("agents, a worker is lost", "agents", replace(FLEET, outages=(Outage(0, 0.5, 0.5, 0.9),))),
+    Case("agents, hybrid model", "agents", replace(FLEET, layout=_HYBRID)),
+)
+
+
+class Aim(NamedTuple):
+    """A figure to compare; `sign` 1: less is better."""
+
+    field: str
+    title: str
+    sign: int
+    form: str
+
+
+AIMS = (
+    Aim("ttft_mean_ms", "mean TTFT, ms", 1, ",.0f"),
+    Aim("ttft_p99_ms", "p99 TTFT, ms", 1, ",.0f"),
+    Aim("tpot_mean_ms", "mean TPOT, ms", 1, ",.1f"),
+    Aim("answer_mean_ms", "whole answer, ms", 1, ",.0f"),
+    Aim("good", "good requests", -1, ".1%"),
+    Aim("worker_hours", "worker-hours", 1, ".3f"),
+)
+
+
+class Run(NamedTuple):
+    """One replay: `requests` of a case's workload, at this load, where `speed` is load 1."""
+
+    case: str
+    load: float
+    policy: str
+    seed: int
+    requests: int
+    speed: float
+
+
+Results = Mapping[tuple[str, float, str], Sequence[Figures]]
+"""By case, load and policy: the figures of each seed."""
+
+
+def cases_of(traces: Iterable[str]) -> tuple[Case, ...]:
+    """The generated cases, and one for each trace: its engines have larger caches, for its longer prompts."""
+    return (
+        *CASES,
+        *(Case(Path(one).name.partition("_")[0], one, replace(FLEET, cache_tokens=500_000)) for one in traces),
+    )
+
+
+def run_grid(
+    cases: Sequence[Case],
+    policies: Sequence[str],
+    loads: Sequence[float],
+    seeds: int,
+    requests: int,
+    python: str,
+    jobs: int,
+    kept: Path | None,
+) -> Results:
+    """Replay every case. `python`: Dynamo's. `kept`: a file for the figures, so that an interrupted study can go on."""
+    known: dict[Run, Figures] = {}
+    if kept is not None and kept.exists():
+        for line in kept.read_text().splitlines():
+            run, figures = json.loads(line)
+            known[Run(*run)] = Figures(**figures)
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        speeds = list(pool.map(partial(_full_speed, requests=requests), cases))
+        runs = [
+            Run(case.name, load, policy, seed, requests, speed)
+            for case, speed in zip(cases, speeds, strict=True)
+            for load in loads
+            for policy in policies
+            for seed in range(seeds)
+        ]
+        missing = [run for run in runs if run not in known]
+        by_name = {case.name: case for case in cases}
+        fleets = [
+            replace(by_name[run.case], fleet=replace(by_name[run.case].fleet, dynamo_python=python)) for run in missing
+        ]
+        for run, figures in zip(missing, pool.map(_replay, fleets, missing, chunksize=4), strict=True):
+            known[run] = figures
+            if kept is not None:
+                with kept.open("a") as file:
+                    file.write(json.dumps([run, asdict(figures)]) + "\n")
+    found: dict[tuple[str, float, str], list[Figures]] = {}
+    for run in runs:
+        found.setdefault((run.case, run.load, run.policy), []).append(known[run])
+    return found
+
+
+def _full_speed(case: Case, requests: int) -> float:
+    """The speed at which LMetric still serves 90 % of the requests well, by bisection of its logarithm."""
+    low, high = SEARCHED
+    for _ in range(SEARCHES):
+        middle = (low * high) ** 0.5
+        figures = _replay(case, Run(case.name, 1.0, "lmetric", 0, requests, middle))
+        low, high = (middle, high) if figures.good >= GOOD_SHARE else (low, middle)
+    return low
+
+
+def _replay(case: Case, run: Run) -> Figures:
+    outcome = replay(_load(case.workload, run.requests), run.policy, case.fleet, run.seed, speed=run.load * run.speed)
+    return Figures.of(outcome, Objective(), skipped=run.requests // 4)
+
+
+@cache
+def _load(name: str, requests: int) -> Workload:
+    workload = generate(name, 0, requests) if name in WORKLOADS else read_trace(Path(name))
+    return replace(workload, requests=workload.requests[:requests])
+
+
+class Verdict(NamedTuple):
+    """kvatlas against one rival in one figure: the `gain` as a share of the rival's value, and whether it is certain."""
+
+    rival: str
+    gain: float
+    certain: bool
+
+    @property
+    def word(self) -> str:
+        return "tie" if not self.certain else "win" if self.gain > 0 else "loss"
+
+
+def compare_with(results: Results, case: str, load: float, rival: str, aim: Aim, our: str = OUR) -> Verdict:
+    """Compare seed by seed."""
+    ours, theirs = ([float(getattr(one, aim.field)) for one in results[case, load, name]] for name in (our, rival))
+    gains = [aim.sign * (their - mine) for mine, their in zip(ours, theirs, strict=True)]
+    mean, base = fmean(gains), abs(fmean(theirs))
+    return Verdict(rival, mean / base if base else 0.0, abs(mean) > margin(gains))
+
+
+def best_rival(results: Results, case: str, load: float, aim: Aim) -> str:
+    """The rival with the best mean."""
+    rivals = [
+        name for a_case, a_load, name in results if (a_case, a_load) == (case, load) and name not in (OUR, CEILING)
+    ]
+    rivals = [name for name in rivals if not name.startswith("kvatlas")]
+    return min(rivals, key=lambda name: aim.sign * fmean(getattr(one, aim.field) for one in results[case, load, name]))
+
+
+def to_markdown(results: Results, command: str, seeds: int, requests: int) -> str:
+    """The chapter: the table against the best rival of each case, then wins and losses against each rival."""
+    places = list(dict.fromkeys((case, load) for case, load, _ in results))
+    shown: Callable[[tuple[str, float], Aim], str] = partial(_cell, results)
+    table = to_table(
+        ["workload", "load", *(aim.title for aim in AIMS)],
+        [[case, f"{load:g}", *(shown((case, load), aim) for aim in AIMS)] for case, load in places],
+    )
+    return "\n".join(
+        [
+            "## Every policy on every workload",
+            f"{WORKERS} engines with attention's quadratic term, step overhead and preemption; {requests} requests, of which "
+            f"the first quarter only warms the caches; {seeds} seeds. At load 1, 90 % of the requests are good under `lmetric` "
+            "(first token within 2 s, 100 ms for each later one). Each cell: kvatlas; whether it wins, ties or loses against "
+            "the best rival in this figure, by how much, and which that is. A win or a loss is beyond the 95 % interval of the "
+            "difference, seed by seed. Everything else is a tie.",
+            "", "```", command, "```", "", table, "",
+            "**Against each rival**: wins / ties / losses over the rows above, and kvatlas' mean gain.",
+            "", _rivals_table(results, places), "",
+        ]
+    )  # fmt: skip
+
+
+def _cell(results: Results, place: tuple[str, float], aim: Aim) -> str:
+    mine = fmean(getattr(one, aim.field) for one in results[*place, OUR])
+    verdict = compare_with(results, *place, best_rival(results, *place, aim), aim)
+    word = f"**{verdict.word}**" if verdict.word == "loss" else verdict.word
+    return f"{mine:{aim.form}}: {word} {verdict.gain:+.0%}, {verdict.rival}"
+
+
+def _rivals_table(results: Results, places: Sequence[tuple[str, float]]) -> str:
+    names = [name for name in dict.fromkeys(name for _, _, name in results) if name != OUR]
+    rows = []
+    for name in names:
+        row = [name]
+        for aim in AIMS:
+            verdicts = [
+                compare_with(results, case, load, name, aim) for case, load in places if (case, load, name) in results
+            ]
+            words = [verdict.word for verdict in verdicts]
+            count = " / ".join(str(words.count(word)) for word in ("win", "tie", "loss"))
+            row.append(f"{count}, {fmean(verdict.gain for verdict in verdicts):+.0%}")
+        rows.append(row)
+    return to_table(["rival", *(aim.title for aim in AIMS)], rows)
+
+
+def terms_to_markdown(results: Results, command: str, seeds: int, requests: int) -> str:
+    """The chapter on the cost's terms."""
+    places = list(dict.fromkeys((case, load) for case, load, _ in results))
+    return "\n".join(
+        [
+            "## Cost terms",
+            f"kvatlas against itself without one of its parts, or with another one: wins / ties / losses of the default over "
+            f"{len(places)} cases ({', '.join(f'{load:g}' for load in BUSY_LOADS)} x full load), and its mean gain. {requests} "
+            f"requests, {seeds} seeds.",
+            "", "```", command, "```", "", _rivals_table(results, places), "",
+        ]
+    )  # fmt: skip
