@@ -27,6 +27,7 @@ class IndexerCounters:
     poison_wrong_subject: int = 0
     poison_wrong_partition: int = 0
     poison_identity: int = 0
+    poison_fleet: int = 0
     dead_letters_dropped: int = 0
     # outcomes of messages in the index
     applied: int = 0

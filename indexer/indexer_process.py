@@ -63,6 +63,7 @@ class Replica:
         self._client, self._calls = client, calls
         self._index = index
         self._publishers = publishers
+        self._fleet_id = fleet_id
         self._stream = stream
         self._doubt = DoubtJudge()
         identities = self._identities or Identities({})
@@ -199,6 +200,7 @@ class Replica:
             counters=self.counters,
             identities=self._identities,
             publishers=self._publishers,
+            fleet_id=self._fleet_id,
         )
 
     def _on_applied(self, applied: ApplyResult, traces: Mapping[str, str]) -> None:

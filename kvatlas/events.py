@@ -3,17 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvatlas.blocks.block_sizes import BlockSizes, TierBytes
 from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import Scope
 
 
 @dataclass(frozen=True, slots=True)
 class ScopeUse:
-    """A scope as one worker uses it: tokens per block, and bytes of KV cache per block (0: unknown)."""
+    """A scope as one worker uses it, with the sizes of its blocks: see `BlockSizes`."""
 
     scope: Scope
     block_size: int
     block_bytes: int = 0
+    tier_bytes: TierBytes = ()
+
+    @property
+    def sizes(self) -> BlockSizes:
+        """The sizes alone."""
+        return BlockSizes(self.block_size, self.block_bytes, self.tier_bytes)
 
 
 @dataclass(frozen=True, slots=True)

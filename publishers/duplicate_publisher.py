@@ -41,7 +41,9 @@ class DuplicatePublisherWatch:
         *,
         on_incarnation_due: Callable[[], None],
         silent_s: float = SILENT_S,
+        fleet_id: str | None = None,
     ) -> None:
+        """`fleet_id`: the publisher's fleet. Another fleet's publisher is ignored, as the indexers ignore it."""
         self._client = client
         self._worker_id = worker_id
         self._changelog = changelog
@@ -49,6 +51,7 @@ class DuplicatePublisherWatch:
         self._log = log_limited
         self._on_incarnation_due = on_incarnation_due
         self._silent_s = silent_s
+        self._fleet_id = fleet_id
         self._heard_s = 0.0
         self._wakeup = Wakeup()
         self._log = RateLimitedLog(log, f"worker {worker_id}: ")
@@ -87,6 +90,10 @@ class DuplicatePublisherWatch:
             )
             return
         if heartbeat.yielded:
+            return
+        if (other := heartbeat.fleet_id) is not None and self._fleet_id not in (None, other):
+            line = f"a publisher of fleet {other} publishes it here too and is ignored; this one is of fleet {self._fleet_id}"
+            self._log.report("fleet", f"{line}; give each fleet a NATS (or an account) of its own")
             return
         own = self._changelog.outbox.incarnation
         if not self._changelog.record_heartbeat(heartbeat.incarnation):

@@ -74,7 +74,7 @@ class EngineView:
         if load is None or load.cpu_used_bytes:
             return load
         blocks = self._ledger.digest.count(Tier.CPU_DRAM) * self._settings.granularity
-        block_bytes = self._ledger.block_bytes_of.of_worker(self._ledger.block_size, Tier.CPU_DRAM)
+        block_bytes = self._ledger.sizes.bytes_in(Tier.CPU_DRAM)
         return load.model_copy(update={"cpu_used_bytes": blocks * block_bytes}) if blocks else load
 
     @property

@@ -19,6 +19,7 @@ from typing import Any, Self
 import anyio
 from nats.aio.client import Client
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
@@ -141,7 +142,7 @@ class Publisher(BlockRecorder):
                 on_adapter_moved=self.forget_adapter,
                 on_new_weights=self._on_new_weights,
                 on_block_bytes=self.ledger.set_told_block_bytes,
-                block_bytes=lambda: self.ledger.block_bytes,
+                sizes=lambda: self.ledger.sizes,
                 on_hybrid=self._on_hybrid,
                 on_version=self._look_at_version,
                 feed_alive=feed_alive or (lambda: False),
@@ -164,6 +165,7 @@ class Publisher(BlockRecorder):
                 self.changelog.outbox,
                 events_subject(self.worker_id, self.settings.partitions),
                 self.counters,
+                fleet_id=self.settings.fleet_id,
                 on_progress=self._on_progress,
                 on_too_large=self._on_too_large,
             )
@@ -180,7 +182,7 @@ class Publisher(BlockRecorder):
             self._heartbeats = HeartbeatSender(
                 self._client,
                 lambda: self.settings.endpoint(
-                    self.engine.block_size, self.ledger.block_bytes, self.ledger.reuse, self.ledger.chain
+                    self.engine.block_size, self.ledger.sizes, self.ledger.reuse, self.ledger.chain
                 ),
                 self.changelog.outbox,
                 state=lambda: self.engine.state,
@@ -217,6 +219,7 @@ class Publisher(BlockRecorder):
                 self.counters,
                 self._log,
                 on_incarnation_due=self._incarnation_wakeup.wake,
+                fleet_id=self.settings.fleet_id,
             )
             incarnations = IncarnationStarter(
                 self._client,
@@ -360,10 +363,10 @@ class Publisher(BlockRecorder):
         self._tell_upper_bound(known[0].upper_bound)
         self._fold_loop.publish(events)
 
-    def _told_of_blocks(self) -> tuple[ReuseOfGroups, int | None, int, str | None]:
+    def _told_of_blocks(self) -> tuple[ReuseOfGroups, int | None, BlockSizes, str | None]:
         """The facts in heartbeats about the worker's blocks."""
         ledger = self.ledger
-        return ledger.reuse, self.engine.block_size, ledger.block_bytes, ledger.chain
+        return ledger.reuse, self.engine.block_size, ledger.sizes, ledger.chain
 
     def _look_at_version(self) -> None:
         version = self.engine.poller.version if self.engine.poller is not None else ""

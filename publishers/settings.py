@@ -4,6 +4,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.tiers import Tier
 from kvatlas.engine_access import NO_KEY, EngineAccess
 from kvatlas.fleet.fleet_identity import FleetId
@@ -180,9 +181,9 @@ class PublisherSettings(BaseModel):
         return () if self.kv_connector is None else tuple(tier.label for tier in self.kv_tiers or FETCHED_TIERS)
 
     def endpoint(
-        self, block_size: int | None, block_bytes: int, reuse: ReuseOfGroups, chain: str | None = None
+        self, block_size: int | None, sizes: BlockSizes, reuse: ReuseOfGroups, chain: str | None = None
     ) -> EngineEndpoint:
-        """The facts about the worker that routers need; `block_size`, `block_bytes`, `reuse` and `chain` are the ledger's."""
+        """The facts about the worker that routers need; `sizes`, `reuse` and `chain` are the ledger's."""
         return EngineEndpoint(
             id=self.worker_id,
             kind=self.engine,
@@ -201,7 +202,8 @@ class PublisherSettings(BaseModel):
             kv_tiers=self._fetchable_tiers,
             dp_rank=self.dp_rank,
             block_size=block_size,
-            block_bytes=block_bytes,
+            block_bytes=sizes.block_bytes,
+            tier_block_bytes={tier.label: size for tier, size in sizes.tier_bytes},
             granularity=self.granularity,
             eagle=reuse.eagle,
             groups=reuse.groups,

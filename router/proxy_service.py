@@ -19,6 +19,7 @@ from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
 from kvatlas_router.client_borders import open_borders
+from kvatlas_router.continuation.reasons import ContinueMode
 from kvatlas_router.disaggregation.pair_booker import PairBooker
 from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.held_bookings import HeldBookings
@@ -135,7 +136,16 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         objects = ObjectHolders(parts.fleet, parts.catalogue.records)
         relay = AnswerRelay(engines, parts.progress, counters, parts.addresses, objects, ask_usage=settings.ask_usage)
         admission = build_admission(parts, settings, counters, apart=settings.disaggregate)
-        tries = WorkerTries(parts.catalogue, relay, parts.outliers, counters, admission, settings.max_attempts)
+        stack.push_async_callback(admission.close)
+        tries = WorkerTries(
+            parts.catalogue,
+            relay,
+            parts.outliers,
+            counters,
+            admission,
+            settings.max_attempts,
+            ContinueMode(settings.continue_answers),
+        )
         exchange = Exchange(
             parts.reader,
             parts.catalogue,

@@ -23,7 +23,14 @@ from kvatlas.index.redis.answering_index import open_answering_index
 from kvatlas.predictions.answer_usage import add_answer_use
 from kvatlas.predictions.store import write_answer_report
 from kvatlas.request import RequestHints, RequestShape
-from kvatlas.reservations import MemoryReservations, Outcome, RedisReservations, Reservations
+from kvatlas.reservations import (
+    MemoryReservations,
+    Outcome,
+    RedisReservations,
+    Reservations,
+    Turns,
+    WaitingRequest,
+)
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.store.deadline import LateCalls
@@ -297,6 +304,13 @@ class RouterClient:
             await choice.done(status=0)
             raise
         await choice.done()
+
+    async def turns(
+        self, pool_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
+    ) -> tuple[Turns, bool]:
+        """Which of this router's waiting requests may be tried now, and whether the store said so; see `Reservations.turns`.
+        If the store does not answer, or is far away, this router orders its own requests."""
+        return await self._decider.turns(pool_id, left, waiting)
 
     async def reserve_pd(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> PairChoice:
         """The pair that `route_pd` would choose, reserved until `pair.done()`; see `reserve`. Raises NoWorkers."""

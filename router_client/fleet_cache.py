@@ -83,10 +83,8 @@ class FleetCache:
 
     async def read_pool(self, pool_id: str) -> Pool:
         """The pool, at most `max_age_ms` old. Raises Unreachable."""
-        kept = self._kept.get(pool_id)
-        if kept is not None and self._clock() - kept[0] < self._max_age_s:
-            return kept[1]
-        return await asyncio.shield(self._start_read(pool_id))
+        fresh = self._fresh(pool_id)
+        return fresh if fresh is not None else await asyncio.shield(self._start_read(pool_id))
 
     def read_behind(self, pool_id: str) -> Pool | None:
         """The pool, at most BEHIND_S old, without waiting; if older than `max_age_ms`, it is refreshed in the background. None
@@ -110,6 +108,8 @@ class FleetCache:
 
         A pool that was never read is waited for, because nothing can be decided without it; raises Unreachable if that fails.
         """
+        if (fresh := self._fresh(pool_id)) is not None:
+            return fresh, ""
         known = self.last_known(pool_id)
         if known is None:
             return await self.read_pool(pool_id), ""
@@ -135,6 +135,11 @@ class FleetCache:
         for read in reads:
             read.cancel()
         await asyncio.gather(*reads, return_exceptions=True)
+
+    def _fresh(self, pool_id: str) -> Pool | None:
+        """The pool, if its reading is not too old."""
+        kept = self._kept.get(pool_id)
+        return kept[1] if kept is not None and self._clock() - kept[0] < self._max_age_s else None
 
     def _start_read(self, pool_id: str) -> "asyncio.Task[Pool]":
         """Start a read unless one is running."""

@@ -21,6 +21,7 @@ from kvatlas.request import (
     RequestShape,
     Slo,
 )
+from kvatlas.reservations.waiting_request import WaitingRequest
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, MAX_OUTPUT_TOKENS
 from router_client.chain_cache import ChainCache
 from router_client.decision.selector import Selector
@@ -64,7 +65,8 @@ class Prompt:
     `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
     like, within these limits. `fetch_by`: connectors of engines to which its sender passes `Choice.fetch` on; a worker with one
     of them may be priced as one that fetches KV from another. `strategy` None: as the router's settings say. `notes`: parts of
-    the request that were ignored, one line each. `program`: the program that sent it, for its tenant's bill.
+    the request that were ignored, one line each. `program`: the program that sent it, for its tenant's bill. `waiting`:
+    how it waits while no worker has room; None: it is booked anyway. `wait_s`: how long it may wait, if it says so.
     """
 
     scope: Scope
@@ -88,6 +90,8 @@ class Prompt:
     fetch_by: frozenset[KvConnector] = frozenset()
     program: str = ""
     byte_ends: tuple[int, ...] = ()
+    waiting: WaitingRequest | None = field(default=None, compare=False, repr=False)
+    wait_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:

@@ -49,7 +49,12 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
         hasher = settings.hasher(secrets.randbits(64))
         cache, resident_blocks = _build_cache(settings, hasher)
         core = EngineCore(
-            cache, model=settings.model, limits=settings.limits, cost=settings.cost, vocab_size=settings.vocab_size
+            cache,
+            model=settings.model,
+            limits=settings.limits,
+            cost=settings.cost,
+            vocab_size=settings.vocab_size,
+            answers_text=settings.answers_text,
         )
         engine = EngineLoop(core, sink, speed_up=settings.speed_up)
         api = EngineApi(
@@ -59,7 +64,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             vocab_size=settings.vocab_size,
             resident_blocks=resident_blocks,
             keep_alive_s=settings.sse_keep_alive_interval,
-            faults=AnswerFaults(settings.answer_fault, settings.answer_fault_share),
+            faults=AnswerFaults(settings.answer_fault, settings.answer_fault_share, settings.answer_fault_event),
             transfers=KvTransfers(engine, settings.disaggregation, settings.transfer_us_per_token, settings.speed_up),
             fetches=KvFetches(engine, settings.kv_connector, hasher, settings.transfer_us_per_token, settings.speed_up),
             connector_config=connector_config(settings.kv_connector, listener.url),

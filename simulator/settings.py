@@ -29,9 +29,9 @@ class EngineSettings(ProcessSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "model port endpoint block_size num_gpu_blocks",
-        "HTTP server": "host adapters vocab_size enable_scale_out disaggregation kv_connector kv_gib_per_s health_waits "
-        "sse_keep_alive_interval",
-        "Faults": "answer_fault answer_fault_share",
+        "HTTP server": "host adapters vocab_size answers_text enable_scale_out disaggregation kv_connector kv_gib_per_s "
+        "health_waits sse_keep_alive_interval",
+        "Faults": "answer_fault answer_fault_share answer_fault_event",
         "KV events": "replay_endpoint bind topic events buffer_steps self_describing_offload report_hits",
         "KV cache": "num_cpu_blocks eviction groups retention_interval seed",
         "Scheduler": "max_num_seqs max_num_batched_tokens queue_limit",
@@ -41,6 +41,12 @@ class EngineSettings(ProcessSettings):
     model: Name = Field(default="mock-model", description="Model that it serves.")
     adapters: CommaList = Field(default=(), description="LoRA adapters that it serves, separated by commas.")
     vocab_size: int = Field(default=128_256, ge=512, le=2**32, description="Vocabulary size; token ids are below it.")
+
+    answers_text: bool = Field(
+        default=False,
+        description="Answer with text that depends only on the text before it: another such engine, given the prompt and a "
+        "part of the answer, goes on with the same text.",
+    )
 
     host: Name = Field(default="127.0.0.1", description="Address of its HTTP server.")
     port: Port = Field(default=8000, description="Port of its HTTP server; 0: any free port.")
@@ -120,9 +126,11 @@ class EngineSettings(ProcessSettings):
 
     answer_fault: AnswerFault = Field(
         default=AnswerFault.NONE,
-        description="Broken answers with status 200: an error, an error after the first part, or a cut connection.",
+        description="Broken answers with status 200: an error; or, after a part of a stream, an error, a cut connection, no "
+        "further byte while nothing computes (hang), or the engine's process killed.",
     )
     answer_fault_share: float = Field(default=1.0, ge=0, le=1, description="Share of the answers that have the fault.")
+    answer_fault_event: Count = Field(default=1, description="Events of a stream before its fault.")
 
     @field_validator("adapters")
     @classmethod

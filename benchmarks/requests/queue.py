@@ -6,6 +6,7 @@ gets, in order of arrival. The engines report how many of their request slots ar
 
 import re
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from random import Random
 
@@ -82,11 +83,15 @@ def capacity_per_s() -> float:
 
 
 async def measure() -> list[Run]:
-    """Off, then on."""
-    return [await _run("engines' queues", []), await _run("router's queue", ON)]
+    """Off, on, and on with three routers, which share the queue."""
+    return [
+        await _run("engines' queues", []),
+        await _run("one router's queue", ON),
+        await _run("three routers' queue", ON, routers=3),
+    ]
 
 
-async def _run(name: str, flags: Sequence[str]) -> Run:
+async def _run(name: str, flags: Sequence[str], routers: int = 1) -> Run:
     random = Random(5)
     per_s = OVERLOAD * capacity_per_s()
     engine = {"max_num_seqs": SLOTS, "decode_step_us": STEP_US, "events": False}
@@ -126,12 +131,15 @@ async def _run(name: str, flags: Sequence[str]) -> Run:
             "--no-learn",
             "--no-access-log",
         ]
-        async with (
-            repeating(report, REPORT_S),
-            server_process("kvatlas_cli.main", [*arguments, *flags], r"router at (\S+?);?\s") as router,
-        ):
+        async with repeating(report, REPORT_S), AsyncExitStack() as stack:
+            started = [
+                await stack.enter_async_context(
+                    server_process("kvatlas_cli.main", [*arguments, *flags], r"router at (\S+?);?\s")
+                )
+                for _ in range(routers)
+            ]
             requests = [_request(random) for _ in range(round(per_s * SECONDS))]
-            seen = await send([router.announced], MODEL, requests, per_s, random)
+            seen = await send([router.announced for router in started], MODEL, requests, per_s, random)
     return Run(name, seen[round(per_s * WARM_UP_S) :], per_s)
 
 

@@ -23,6 +23,7 @@ from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.store import answers_key
+from kvatlas.reservations.lookup import MOST_LOOKED_UP_CHAINS
 from kvatlas.reservations.protocol import MOST_LIKENESSES, MOST_OFFERS
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 
@@ -199,9 +200,9 @@ def _asks() -> dict[str, bytes]:
 
     def looked_up(number: int, hashes: int, most: int = 10**9) -> bytes:
         cut = [[1, CHAIN_HASHES[n * 8 : (n + hashes) * 8]] for n in range(number)]
-        rows = range(min(number, MOST_LIKENESSES))
+        rows = range(MOST_LIKENESSES if number > 1 else 1)
         alike = [word for n in rows for word in (_likeness(2 * n + 1), 0, 0, 0, 1.0e12, 1.0e12)]
-        reuse = [word for n in rows for word in (n + 1, most, 0, 0, 1, 1)]
+        reuse = [word for n in rows for word in (n % number + 1, most, 0, 0, 1, 1)]
         return ask(alike=alike, lookup=[BLOCKS, ACTIVE, WORKERS, HELD, b"", cut, reuse, [], "", 0])
 
     def offers(number: int, name: str = "w") -> list[Any]:
@@ -225,9 +226,9 @@ def _asks() -> dict[str, bytes]:
         "too many likenesses": ask(alike=[_likeness(0), 0, 0, 0, 1.0, 1.0] * 256),
         "many workers left out": ask(offers(1), skipped=[f"w{n}" for n in range(256)]),
         "a lookup of a long chain": looked_up(1, 8_192),
-        "a lookup of many chains": looked_up(16, 900),
-        "a lookup of many chains that save nothing": looked_up(16, 900, 0),
-        "a lookup of too many chains": looked_up(1_000, 1),
+        "a lookup of many chains": looked_up(MOST_LOOKED_UP_CHAINS, 2_000),
+        "a lookup of many chains that save nothing": looked_up(MOST_LOOKED_UP_CHAINS, 2_000, 0),
+        "a lookup of too many chains": looked_up(MOST_LOOKED_UP_CHAINS + 1, 1),
         "many kinds": ask(offers(1), kinds=1_500),
         "many sources of one offer": ask(
             offers(1), sources=[f"w{n}" for n in range(5_000)], fetches=[[1, 5, *range(1, 5_001)]]

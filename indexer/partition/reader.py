@@ -5,7 +5,7 @@ starts from the stored position. The fence drops messages that come twice as dup
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 from time import monotonic
@@ -63,9 +63,10 @@ class PartitionReader:
         counters: IndexerCounters,
         identities: Identities | None = None,
         publishers: Sequence[int] = (),
+        fleet_id: str | None = None,
     ) -> None:
         """`identities`: what each worker's publisher may speak for; None: everything. `publishers`: other partition counts
-        that publishers may use."""
+        that publishers may use. `fleet_id`: see `Admission`."""
         self.partition = partition
         self._client = client
         self._stream = stream
@@ -73,7 +74,7 @@ class PartitionReader:
         self._applier = applier
         self._dead_letters = dead_letters
         self._counters = counters
-        self._admission = Admission(partition, index.partitions, identities, publishers)
+        self._admission = Admission(partition, index.partitions, identities, publishers, fleet_id)
         self._filters = partition_events(partition, index.partitions, publishers)
         self._consumer: PullConsumer | None = None
         """None between two consumers."""
@@ -158,9 +159,9 @@ class PartitionReader:
                 self._consumer = None
                 self._applier.detach(consumer.queue)
 
-    def _admit(self, subject: str, payload: bytes) -> RawMessage | None:
+    def _admit(self, subject: str, payload: bytes, headers: Mapping[str, str] | None) -> RawMessage | None:
         try:
-            return self._admission.admit(subject, payload)
+            return self._admission.admit(subject, payload, headers)
         except PoisonMessage as poison:
             self._dead_letters.put(self.partition, subject, payload, poison)
             return None

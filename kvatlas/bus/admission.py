@@ -1,11 +1,11 @@
 """Admits messages of the stream that may be applied: well-formed ones that arrive on their own worker's subject."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from time import time_ns
 from typing import Any
 
-from kvatlas.bus.subjects import partition_of, worker_of
+from kvatlas.bus.subjects import FLEET, partition_of, worker_of
 from kvatlas.bus.wire import (
     BLOCK_SIZE,
     INCARNATION,
@@ -37,6 +37,7 @@ class PoisonReason(StrEnum):
     WRONG_SUBJECT = "wrong_subject"
     WRONG_PARTITION = "wrong_partition"
     IDENTITY = "identity"
+    FLEET = "fleet"
 
 
 class PoisonMessage(KvatlasError):
@@ -60,23 +61,29 @@ class Admission:
         partitions: int,
         identities: Identities | None = None,
         publishers: Sequence[int] = (),
+        fleet_id: str | None = None,
     ) -> None:
         """`identities`: which scopes each worker's publisher may speak for; None: all. `publishers`: other partition counts
-        that publishers may use. With any, messages of other partitions' workers arrive too."""
+        that publishers may use. With any, messages of other partitions' workers arrive too. `fleet_id`: the fleet of the
+        index; None: unknown, so messages of all fleets are admitted."""
         self.partition = partition
         self._partitions = partitions
         self._publishers = publishers
         self._others: set[str] = set()
         """Subjects of other partitions' workers."""
         self._identities = identities
+        self._fleet_id = fleet_id
         self._allowed: set[tuple[str, bytes]] = set()
         self._worker_of_subject: dict[str, str] = {}
         self._scopes: dict[bytes, list[object]] = {}
 
-    def admit(self, subject: str, payload: bytes) -> RawMessage | None:
+    def admit(self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None) -> RawMessage | None:
         """Return the checked message, or None if another partition takes it. Raises PoisonMessage."""
         if self._publishers and self.partition is not None and self._is_of_another(subject):
             return None
+        if headers and self._fleet_id is not None and headers.get(FLEET, self._fleet_id) != self._fleet_id:
+            line = f"its publisher is of fleet {headers[FLEET]:.12}, this is fleet {self._fleet_id}"
+            raise PoisonMessage(PoisonReason.FLEET, f"{line}; give each fleet a NATS (or an account) of its own")
         try:
             raw = decode_raw(payload)
         except WireError as error:

@@ -7,7 +7,7 @@ position. The fence drops messages that arrive twice.
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import monotonic
 from typing import Protocol
@@ -68,7 +68,7 @@ class PullConsumer:
         *,
         partition: int,
         client: Client,
-        admit: Callable[[str, bytes], RawMessage | None],
+        admit: Callable[[str, bytes, Mapping[str, str] | None], RawMessage | None],
         on_queued: Callable[[], None],
         counters: ReadCounters,
     ) -> None:
@@ -132,7 +132,7 @@ class PullConsumer:
         data = msg.data
         self._counters.messages_read += 1
         queue = self.queue
-        message = self._admit(msg.subject, data)
+        message = self._admit(msg.subject, data, msg.headers)
         headers = msg.headers if msg.headers and "traceparent" in msg.headers else None
         was_empty = not queue
         queue.add(message, len(data), msg.reply, headers)

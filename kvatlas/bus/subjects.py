@@ -20,6 +20,8 @@ DEAD_STREAM = "KVATLAS_DEAD"
 ALL_DEAD = "kvatlas.dead.*.*"
 DEAD_REASON, DEAD_WHY, DEAD_SUBJECT = "Kvatlas-Reason", "Kvatlas-Why", "Kvatlas-Subject"
 """Headers of a dead message: why it was refused, in a word and in a line, and its original subject."""
+FLEET = "Kvatlas-Fleet"
+"""Header of an event message: the fleet of its publisher, if the publisher was given one."""
 
 
 def partition_of(worker_id: str, partitions: int) -> int:

@@ -15,7 +15,8 @@ Version 2 adds these, for workers whose residency does not show where a prompt c
                                                     [10, scope id, hashes, bits]    heads (8 big-endian bytes of bits each)
 
 Version 3 adds the chain as a seventh scope field, for scopes whose keys belong to another chain
-(`kvatlas.identity.Scope.chain`).
+(`kvatlas.identity.Scope.chain`). Version 4 adds an eighth, for workers whose blocks take other bytes in some tiers:
+`{tier: bytes per block}`. `block_bytes` holds in all others (`kvatlas.blocks.block_sizes`).
 
 Messages that need none of these stay at version 1, so an indexer that knows only version 1 keeps serving all other workers.
 A message causes bounded work: besides its hashes it has at most one begin, one end and one cleared.
@@ -25,6 +26,7 @@ from typing import Any
 
 import msgpack
 
+from kvatlas.blocks.block_sizes import BlockSizes, in_order
 from kvatlas.blocks.digest import MARK_WORDS, WORDS
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
@@ -50,8 +52,8 @@ from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 
 MESSAGE_VERSION, WORKER_ID, INCARNATION, SEQ, TS_US, SCOPES, EVENTS = range(7)
 """Indexes of a message's fields."""
-BLOCK_SIZE, BLOCK_BYTES, CHAIN = 4, 5, 6
-"""Indexes of a scope entry's fields after the four names. The chain is present only if it is not our own."""
+BLOCK_SIZE, BLOCK_BYTES, CHAIN, TIER_BYTES = 4, 5, 6, 7
+"""Indexes of a scope entry's fields after the four names. The last two are present only if they are needed."""
 CODE, SCOPE_ID, TIER, HASHES, PARENT, FIRST_INDEX, RESERVED = range(7)
 """Indexes of an event's fields; a removed event ends with its hashes."""
 CHUNKS, END_DIGEST = 1, 2
@@ -66,6 +68,7 @@ MARK_HASHES, HEAD_BITS = 2, 3
 VERSION = 1
 VERSION_WITH_MARKS = 2
 VERSION_WITH_CHAINS = 3
+VERSION_WITH_TIER_BYTES = 4
 MAX_DROPPED = 255
 MAX_MESSAGE_BYTES = 512 * 1024
 MAX_SNAPSHOT_MESSAGE_BYTES = 64 * 1024
@@ -75,7 +78,7 @@ MAX_SEQ = (1 << 53) - 1
 
 STORED, REMOVED, CLEARED, BEGIN, CHUNK, END, CHECKPOINT, MARKED, UNMARKED, HEADS = range(1, 11)
 """Event codes."""
-LAST_CODE = {VERSION: CHECKPOINT, VERSION_WITH_MARKS: HEADS, VERSION_WITH_CHAINS: HEADS}
+LAST_CODE = {VERSION: CHECKPOINT, VERSION_WITH_MARKS: HEADS, VERSION_WITH_CHAINS: HEADS, VERSION_WITH_TIER_BYTES: HEADS}
 
 _WITH_HASHES = frozenset((STORED, CHUNK, REMOVED))
 _AT_MOST_ONE = (CLEARED, BEGIN, END)
@@ -97,7 +100,8 @@ def encode(message: Message) -> bytes:
             use.scope.tenant_id,
             use.block_size,
             use.block_bytes,
-            *([] if use.scope.chain == OWN_CHAIN else [use.scope.chain]),
+            *([] if use.scope.chain == OWN_CHAIN and not use.tier_bytes else [use.scope.chain]),
+            *([{int(tier): size for tier, size in use.tier_bytes}] if use.tier_bytes else []),
         ]
         for scope_id, use in message.scopes.items()
     }
@@ -105,6 +109,8 @@ def encode(message: Message) -> bytes:
     version = VERSION_WITH_MARKS if any(map(_needs_marks, message.events)) else VERSION
     if any(len(entry) > CHAIN for entry in scopes.values()):
         version = VERSION_WITH_CHAINS
+    if any(use.tier_bytes for use in message.scopes.values()):
+        version = VERSION_WITH_TIER_BYTES
     return msgpack.packb([version, message.worker_id, message.incarnation, message.seq, message.ts_us, scopes, events])
 
 
@@ -120,7 +126,9 @@ def decode_raw(payload: bytes) -> RawMessage:
     if not isinstance(raw, list) or not raw:
         raise WireError(f"message is {type(raw).__name__}; expected an array")
     if type(raw[MESSAGE_VERSION]) is not int or raw[MESSAGE_VERSION] not in LAST_CODE:
-        raise WireError(f"message version {raw[MESSAGE_VERSION]!r:.40}; expected {VERSION} to {VERSION_WITH_CHAINS}")
+        raise WireError(
+            f"message version {raw[MESSAGE_VERSION]!r:.40}; expected {VERSION} to {VERSION_WITH_TIER_BYTES}"
+        )
     if len(raw) != 7:
         raise WireError(f"message has {len(raw)} fields; expected 7")
     version, worker_id, incarnation, seq, ts_us, scopes, events = raw
@@ -167,19 +175,25 @@ def to_raw(message: Message) -> RawMessage:
 
 def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
     """One entry of the scopes map. Raises WireError unless it is well formed and its fields hash to the id."""
-    _check_entry(entry, VERSION_WITH_CHAINS)
+    _check_entry(entry, VERSION_WITH_TIER_BYTES)
     try:
-        scope = Scope(*entry[:BLOCK_SIZE], *entry[CHAIN:])
+        scope = Scope(*entry[:BLOCK_SIZE], *entry[CHAIN:TIER_BYTES])
     except InvalidValue as error:
         raise WireError(str(error)) from error
     if scope.scope_id != scope_id:
         raise WireError(f"scope id {scope_id!r:.40} does not match its scope ({scope.log_name})")
-    return ScopeUse(scope, entry[BLOCK_SIZE], entry[BLOCK_BYTES])
+    return ScopeUse(scope, *sizes_of(entry))
+
+
+def sizes_of(entry: list[Any]) -> BlockSizes:
+    """The block sizes in a checked scope entry."""
+    tier_bytes = in_order(entry[TIER_BYTES].items()) if len(entry) > TIER_BYTES else ()
+    return BlockSizes(entry[BLOCK_SIZE], entry[BLOCK_BYTES], tier_bytes)
 
 
 def _check_entry(entry: Any, version: int) -> None:
     """Check an entry's form and its numbers, types included: 16.0 equals 16 but packs differently."""
-    most = CHAIN + (version == VERSION_WITH_CHAINS)
+    most = CHAIN + max(0, version - VERSION_WITH_MARKS)
     if type(entry) is not list or not CHAIN <= len(entry) <= most:
         raise WireError(f"scope entry is {entry!r:.80}; expected four names, block size, block bytes")
     block_size, block_bytes = entry[BLOCK_SIZE], entry[BLOCK_BYTES]
@@ -187,6 +201,15 @@ def _check_entry(entry: Any, version: int) -> None:
         raise WireError(f"scope entry has block size {block_size!r:.40}; expected 1 to {MAX_BLOCK_TOKENS} tokens")
     if type(block_bytes) is not int or not 0 <= block_bytes <= MAX_BLOCK_BYTES:
         raise WireError(f"scope entry has block bytes {block_bytes!r:.40}; expected 0 to {MAX_BLOCK_BYTES}")
+    if len(entry) > TIER_BYTES:
+        tier_bytes = entry[TIER_BYTES]
+        if type(tier_bytes) is not dict or len(tier_bytes) >= _TIERS:
+            raise WireError(f"scope entry has bytes by tier {tier_bytes!r:.80}; expected a map of fewer than {_TIERS}")
+        for tier, size in tier_bytes.items():
+            if type(tier) is not int or not 0 < tier < _TIERS:
+                raise WireError(f"scope entry has bytes of tier {tier!r:.40}; expected 1 to {_TIERS - 1}")
+            if type(size) is not int or not 0 < size <= MAX_BLOCK_BYTES:
+                raise WireError(f"scope entry has bytes {size!r:.40} in tier {tier}; expected 1 to {MAX_BLOCK_BYTES}")
 
 
 def _check_event(event: Any, scopes: dict[Any, Any], version: int) -> None:

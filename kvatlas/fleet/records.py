@@ -123,8 +123,9 @@ class EngineEndpoint(WireRecord):
     `groups`: number of the model's KV cache groups; `alignment_tokens`: hits are multiples of this (0: of blocks).
     `lookahead_tokens`: number of tokens after a block that its hash covers (`kvatlas.blocks.hashing`). `marks`: marks, not
     residency, show where a prompt can be resumed. `upper_bound`: why published residency is only an upper bound of what the
-    engine reuses; empty if it is exact. `events` False: the engine publishes no KV events, so what it holds can only be
-    predicted from the requests it gets. `chain`: the chain of its blocks' keys (`kvatlas.identity.Scope.chain`).
+    engine reuses; empty if it is exact. `block_bytes`: bytes of KV cache per block, 0 if unknown; `tier_block_bytes`: the same
+    for tiers (labels) where it is another number. `events` False: the engine publishes no KV events, so what it holds can only
+    be predicted from the requests it gets. `chain`: the chain of its blocks' keys (`kvatlas.identity.Scope.chain`).
     `salt_is_tenant`: its blocks belong to the tenants named by requests' cache salts, besides `tenant_id`; None: not reported
     by older publishers. `kv_connector`: how its engine fetches KV from others (None: it can't, or that is unknown). Others
     with this connector fetch from it at `kv_port` of its host (None: they can't), from its `kv_tiers` (labels of tiers;
@@ -146,6 +147,7 @@ class EngineEndpoint(WireRecord):
     bootstrap_port: BootstrapPort | None = None
     block_size: BlockTokens | None = None
     block_bytes: BlockBytes = 0
+    tier_block_bytes: dict[Text, Annotated[BlockBytes, Field(ge=1)]] = Field(default_factory=dict, max_length=MAX_ITEMS)
     granularity: Granularity = 1
     eagle: bool = False
     groups: Count = 1
@@ -162,6 +164,10 @@ class EngineEndpoint(WireRecord):
     kv_connector: KvConnector | None = None
     kv_port: BootstrapPort | None = None
     kv_tiers: tuple[Text, ...] = Field(default=(), max_length=MAX_ITEMS)
+
+    def bytes_in(self, tier: str) -> int:
+        """Bytes of KV cache per block in a tier (its label); 0: unknown."""
+        return self.tier_block_bytes.get(tier, self.block_bytes)
 
     @property
     def is_store(self) -> bool:

@@ -6,6 +6,7 @@ The index has only one way in: a direct write is an ordinary message, and the fe
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
@@ -56,6 +57,10 @@ class DirectWrites(ABC):
         pinned: bool = False,
     ) -> None:
         before = parent.to_bytes(HASH_BYTES, "little") if parent is not None else None
+        if (
+            tier is not Tier.HBM and use.block_bytes
+        ):  # the size of blocks in this tier, not of those in the device's memory
+            use = replace(use, block_bytes=0, tier_bytes=((tier, use.block_bytes),))
         for first in range(0, len(hashes), _HASHES_A_MESSAGE * HASH_BYTES):
             part = hashes[first : first + _HASHES_A_MESSAGE * HASH_BYTES]
             event = Stored(use.scope.scope_id, tier, part, before, first_index + first // HASH_BYTES)

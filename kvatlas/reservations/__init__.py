@@ -21,6 +21,7 @@ from kvatlas.reservations.protocol import (
     StepChain,
     WorkerReport,
 )
+from kvatlas.reservations.waiting_request import MustWait, QueueIsFull, QueueLimits, Turns, WaitingRequest
 
 if TYPE_CHECKING:
     from kvatlas.reservations.redis import RedisReservations
@@ -37,16 +38,21 @@ __all__ = [
     "LookupChain",
     "LookupImpossible",
     "MemoryReservations",
+    "MustWait",
     "NotInHbm",
     "Offer",
     "OfferEvaluation",
     "OfferKind",
     "Outcome",
     "PairLayout",
+    "QueueIsFull",
+    "QueueLimits",
     "RedisReservations",
     "Reservations",
     "Reuse",
     "StepChain",
+    "Turns",
+    "WaitingRequest",
     "WorkerReport",
 ]
 

@@ -147,7 +147,8 @@ def evaluate(
     else:
         prefill, chosen = None, min(range(len(scores)), key=lambda i: (scores[i], candidates.rings[i]))
     source = next_source(offers[chosen if prefill is None else prefill].fetching, {}, now_us)
-    return Evaluation(chosen, offers, by_offer, prefill, candidates.held_tokens, source)
+    looked_up = [] if ask.lookup is None else [offer.worker_id for offer in offers]
+    return Evaluation(chosen, offers, by_offer, prefill, candidates.held_tokens, looked_up, source)
 
 
 def usable_tokens(kind: OfferKind, predicted_tokens: int) -> int:

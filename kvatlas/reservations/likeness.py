@@ -40,6 +40,7 @@ def likeness_of(record: FleetRecord) -> bytes:
         *endpoint.stores,  # without stores, the same bytes as in versions that don't know them
         *([record.tenants] if record.tenants else []),  # likewise
         *([endpoint.kv_connector.value] if endpoint.kv_connector else []),
+        *([tuple(sorted(endpoint.tier_block_bytes.items()))] if endpoint.tier_block_bytes else []),
     )
 
 

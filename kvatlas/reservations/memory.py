@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
@@ -28,6 +28,8 @@ from kvatlas.reservations.protocol import (
     StepChain,
     WorkerReport,
 )
+from kvatlas.reservations.room_and_slo import NO_ROOM
+from kvatlas.reservations.waiting_request import MustWait, Turns, WaitingRequest, WaitReason
 
 if TYPE_CHECKING:
     from kvatlas.index.protocol import ResidencyIndex
@@ -62,6 +64,11 @@ class MemoryReservations:
 
     async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
         return self.book_now(pool_id, booking, await self._look_up(booking.ask))
+
+    async def turns(
+        self, pool_id: str, router_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
+    ) -> Turns:
+        return self.turns_now(pool_id, router_id, left, waiting)
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         pool, now = self._pool(pool_id), self._clock_us()
@@ -131,14 +138,27 @@ class MemoryReservations:
                 pool.remove_prediction(id)
         if any(id in pool.called_off for id in ids):
             return None
+        blocked = self._take_turn(pool, booking, now)
         found, matches = self._evaluate(pool, booking.ask, now, held)
+        self._check_room(pool, booking, found, blocked, now)
+        source_known = found.source in pool.workers
         self._reserve(pool, booking.id, booking, found, found.chosen, matches, now)
         if found.prefill is not None and booking.prefill_id is not None:
             self._reserve(pool, booking.prefill_id, booking, found, found.prefill, matches, now)
         fetching = found.offers[found.computing].fetching
-        if fetching is not None and found.source in pool.workers:
+        if fetching is not None and found.source is not None and source_known:
             pool.busy_until_us[found.source] = max(now, pool.busy_until_us.get(found.source, 0)) + fetching.us
+        if booking.waiting is not None:
+            cached = found.by_offer[found.computing].predicted_tokens or found.offers[found.computing].cached_tokens
+            pool.queue.record_booked(booking.waiting, max(0, booking.input_tokens - cached), cached, now)
         return found
+
+    def turns_now(
+        self, pool_id: str, router_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
+    ) -> Turns:
+        """`turns`, without waiting."""
+        pool, now = self._purge(pool_id)
+        return pool.queue.turns(router_id, left, waiting, now)
 
     def release_now(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
         """`release`, without waiting."""
@@ -218,6 +238,30 @@ class MemoryReservations:
                 raise NotInHbm(f"worker {found.worker_id} holds blocks in other tiers")
         source = next_source(found.offers[found.computing].fetching, pool.busy_until_us, now)
         return replace(found, source=source), matches
+
+    def _take_turn(self, pool: MemoryPool, booking: Booking, now: int) -> frozenset[str]:
+        """The workers that a request must leave to others. Raises MustWait, also if it is not its turn, and QueueIsFull."""
+        waiting, queue = booking.waiting, pool.queue
+        if waiting is None or not queue:
+            return frozenset()
+        queue.enter(waiting, booking.router_id, now)
+        if (blocked := queue.blocked_for(waiting.id)) is None:
+            raise MustWait(queue.place_of(waiting.id, WaitReason.TURN))
+        return blocked
+
+    def _check_room(
+        self, pool: MemoryPool, booking: Booking, found: Evaluation, blocked: frozenset[str], now: int
+    ) -> None:
+        """Let a request that may wait do so unless its workers have room. Raises MustWait and QueueIsFull."""
+        waiting, queue = booking.waiting, pool.queue
+        chosen = {found.chosen, found.computing}
+        full = any(found.by_offer[number].over & NO_ROOM for number in chosen)
+        if waiting is None or not (full or any(found.offers[number].worker_id in blocked for number in chosen)):
+            return
+        queue.enter(waiting, booking.router_id, now)
+        if full:
+            queue.narrow(waiting.id)
+        raise MustWait(queue.place_of(waiting.id, WaitReason.FULL if full else WaitReason.TURN))
 
     def _reserve(
         self,
@@ -311,6 +355,7 @@ class MemoryReservations:
         for id in pool.ends.take_due(now):
             self._drop_reservation(pool, id, Outcome.FAILED, now)
         pool.called_off.take_due(now)
+        pool.queue.purge(now)
         for router_id in [router_id for router_id, ends_us in pool.routers.items() if ends_us <= now]:
             self._drop_router(pool, router_id, now)
         return pool, now

@@ -10,6 +10,7 @@ from heapq import heapify, heappop, heappush
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Evidence
+from kvatlas.reservations.pool_queue import PoolQueue
 from kvatlas.reservations.protocol import LoadReport
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 
@@ -123,6 +124,7 @@ class MemoryPool:
         self.routers: dict[str, int] = {}
         self.busy_until_us: dict[str, int] = {}
         """When the fetches that are booked at each source should have ended."""
+        self.queue = PoolQueue()
         self.rates: dict[str, Evidence] = {} if rates is None else rates
         self.ends = Deadlines()
         self.prediction_ends = Deadlines()

@@ -26,6 +26,7 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.reservations.likeness import likeness_of
 from kvatlas.reservations.lookup import Lookup
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, limit_of
+from kvatlas.reservations.waiting_request import Turns, WaitingRequest
 
 STEP_BLOCKS = 8
 MAX_STEPS = 1_024
@@ -165,7 +166,12 @@ class Booking:
 
     The reservation lives as long as the router's lease, which this call renews, and at most `longest_us`. If a pair is
     chosen, `id` is the reservation of the worker that computes the answer, `prefill_id` that of the worker that computes
-    the prompt. Raises InvalidValue for an id of another length, an ask without offers, or a pair layout without a second
+    the prompt.
+
+    With `waiting`, nothing is reserved if no worker has room, or if others come first: the request gets a place in the pool's
+    queue (`kvatlas.reservations.pool_queue`).
+
+    Raises InvalidValue for an id of another length, an ask without offers, or a pair layout without a second
     id.
     """
 
@@ -176,9 +182,11 @@ class Booking:
     lease_us: int
     longest_us: int
     prefill_id: bytes | None = None
+    waiting: WaitingRequest | None = None
 
     def __post_init__(self) -> None:
-        for id in (self.id, self.prefill_id):
+        waiting_id = None if self.waiting is None else self.waiting.id
+        for id in (self.id, self.prefill_id, waiting_id):
             if id is not None and len(id) != ID_BYTES:
                 raise InvalidValue(f"reservation id of {len(id)} bytes; expected {ID_BYTES}")
         if self.ask.pair_layout is not None and self.prefill_id in (None, self.id):
@@ -210,9 +218,9 @@ class Evaluation:
     """The cheapest of `offers`, and the parts of each offer's cost, in the same order.
 
     `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair layout,
-    `chosen` computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `held_tokens` has
-    for each offer what its worker holds. `source`: the worker from which the one that computes the prompt fetches: of those
-    that its offer names, the one whose booked transfers end first.
+    `chosen` computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `worker_ids` has the
+    workers of the offers, and `held_tokens` what they hold. `source`: the worker from which the one that computes the prompt
+    fetches: of those that its offer names, the one whose booked transfers end first.
     """
 
     chosen: int
@@ -220,6 +228,7 @@ class Evaluation:
     by_offer: Sequence[OfferEvaluation]
     prefill: int | None = None
     held_tokens: Sequence[int] = ()
+    worker_ids: Sequence[str] = ()
     source: str | None = None
 
     @property
@@ -230,7 +239,7 @@ class Evaluation:
     @property
     def worker_id(self) -> str:
         """The chosen worker."""
-        return self.offers[self.chosen].worker_id
+        return self.worker_ids[self.chosen] if self.worker_ids else self.offers[self.chosen].worker_id
 
 
 class Outcome(StrEnum):
@@ -321,7 +330,15 @@ class Reservations(Protocol):
 
     async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
         """Reserve the cheapest offer; None if the booking was cancelled before. Sent again, it replaces the first one.
-        Raises LookAlikesUnknown and LookupImpossible; then nothing is reserved."""
+        Raises LookAlikesUnknown and LookupImpossible, and for a request that may wait MustWait and QueueIsFull; then nothing
+        is reserved."""
+
+    async def turns(
+        self, pool_id: str, router_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
+    ) -> Turns:
+        """Which of a router's waiting requests may be tried now. They wait for as long as it asks, at least once in
+        `kvatlas.reservations.pool_queue.LEASE_US`. `left`: requests that wait no longer; `waiting`: some that do, which are
+        added if they are missing."""
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         """Record that the request's first token has arrived. False if the reservation does not exist, or this was recorded

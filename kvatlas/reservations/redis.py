@@ -1,7 +1,7 @@
 """Reservations in the store: every router of a pool books in the same place, in one call each."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, compress
 from math import isfinite
 from struct import Struct
@@ -33,6 +33,15 @@ from kvatlas.reservations.protocol import (
 )
 from kvatlas.reservations.redis_calls import call_pool, call_pool_ro
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits
+from kvatlas.reservations.waiting_request import (
+    MustWait,
+    Place,
+    QueueIsFull,
+    Turns,
+    WaitingRequest,
+    WaitReason,
+    digest,
+)
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
 
@@ -45,7 +54,10 @@ ENDS_A_CALL = 32
 two."""
 IDS_A_CALL = 500
 MOST_SLICES = 10_000
-_NOT_IN_HBM, _TOO_MANY = -2, -3
+_NOT_IN_HBM, _TOO_MANY, _MUST_WAIT, _QUEUE_IS_FULL = -2, -3, -4, -5
+_WAIT_REASONS = {1: WaitReason.FULL, 2: WaitReason.TURN}
+WAITING_A_CALL, LEFT_A_CALL = 16, 16
+"""Limits of waiting requests that one call adds, and removes."""
 _INDEX = "INDEX "
 _TOO_LARGE = ("ask of ", "arguments of ")
 _DAMAGED = "DAMAGED "
@@ -79,6 +91,8 @@ class RedisReservations:
         self._store = store
         self._index = index
         self._log = RateLimitedLog(log)
+        self._odd: tuple[Mapping[str, int], bytes] = {}, _pack_odd({})
+        """The last ask's odd workers, and their packed form: they are the same for all prompts."""
 
     @property
     def look_up(self) -> bool:
@@ -107,7 +121,8 @@ class RedisReservations:
             booking.longest_us,
             booking.input_tokens,
             self._pack_ask(booking.ask),
-            *(() if booking.prefill_id is None else (booking.prefill_id,)),
+            booking.prefill_id or b"",
+            *(() if booking.waiting is None else (_pack(_waiting_row(booking.waiting)),)),
         ]
         try:
             answer = await call_pool(self._store, "book", pool_id, args)
@@ -116,14 +131,37 @@ class RedisReservations:
             raise
         return _unpack_evaluation(booking.ask, answer)
 
+    async def turns(
+        self, pool_id: str, router_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
+    ) -> Turns:
+        gone, rows = list(left), [_waiting_row(one) for one in waiting]
+        refused: set[bytes] = set()
+        while True:
+            args = [router_id, b"".join(gone[:LEFT_A_CALL]), _pack(rows[:WAITING_A_CALL])]
+            packed = await call_pool(self._store, "queue", pool_id, args)
+            own, requests, tokens, refused_ids, lanes, flat = msgpack.unpackb(packed, raw=True)
+            refused.update(refused_ids)
+            del gone[:LEFT_A_CALL], rows[:WAITING_A_CALL]
+            if not gone and not rows:
+                break
+        workers = dict(zip(lanes[::2], lanes[1::2], strict=True))
+        turns = {
+            id: frozenset(worker.decode() for lane in ahead for worker in workers[lane])
+            for id, ahead in zip(flat[::2], flat[1::2], strict=True)
+        }
+        return Turns(own, requests, tokens, frozenset(refused), turns)
+
     def _pack_ask(self, ask: Ask) -> bytes:
         if ask.lookup is None:
-            return _pack_ask(ask, 0)
+            return _pack_ask(ask, _pack(0))
         assert self._index is not None
         shards = self._index.shard_keys
         if len(shards) != 1:  # since `look_up` was read
             raise LookupImpossible(f"the index has {len(shards)} shards; expected 1")
-        return _pack_ask(ask, _lookup_fields(ask.lookup, shards[0]))
+        odd = ask.lookup.odd
+        if self._odd[0] is not odd:
+            self._odd = odd, _pack_odd(odd)
+        return _pack_ask(ask, _pack_lookup(ask.lookup, shards[0], self._odd[1]))
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         return (await self._end(pool_id, [(id, None)]))[0]
@@ -231,14 +269,27 @@ def _check_lookup(ask: Ask, error: ResponseError) -> None:
         raise LookupImpossible(str(error)) from error
 
 
+_packer = msgpack.Packer(use_bin_type=False)
+"""In msgpack's older form, where text and bytes are one type: the store's Lua reads byte strings only in that."""
+
+
 def _pack(value: Any) -> bytes:
-    # the store's Lua reads byte strings only in msgpack's older form, where text and bytes are one type
-    packed: bytes = msgpack.packb(value, use_bin_type=False)
+    packed: bytes = _packer.pack(value)
     return packed
 
 
-def _pack_ask(ask: Ask, lookup: Any) -> bytes:
-    """An ask in the form of `functions/_evaluation.lua`. `lookup`: in the form of `functions/_lookup.lua`."""
+def _pack_fields(*values: Any) -> bytes:
+    """The fields of a list of up to 15, without its head: several of these, joined behind one head, are one list."""
+    return _pack(values)[1:]
+
+
+def _head(fields: int) -> bytes:
+    """The head of a list of up to 15 fields (msgpack's fixarray)."""
+    return bytes([0x90 | fields])
+
+
+def _pack_ask(ask: Ask, lookup: bytes) -> bytes:
+    """An ask in the form of `functions/_evaluation.lua`. `lookup`: packed, in the form of `functions/_lookup.lua`."""
     chains = [(cut.step_tokens, cut.hashes) for cut in ask.chains]
     numbers: dict[int, int] = {}
     kinds: list[Any] = []
@@ -258,40 +309,56 @@ def _pack_ask(ask: Ask, lookup: Any) -> bytes:
     layout, skipped = ask.pair_layout, list(ask.skipped)
     if skipped and ask.offers:  # workers with their own offer count as well
         skipped = list(set(skipped).difference(offer.worker_id for offer in ask.offers))
-    return _pack(
-        (
-            ask.again_factor,
-            chains,
-            kinds,
-            offers,
-            0 if ask.limits is None else _limit_fields(ask.limits, ask.look_alikes),
-            0 if layout is None else (layout.prefills, layout.decodes, layout.groups, layout.transfers_us),
-            look_alikes,
-            skipped,
-            ask.least_members,
-            ask.ring,
-            lookup,
-            *_fetch_fields(ask),
-        )
+    before = _pack_fields(
+        ask.again_factor,
+        chains,
+        kinds,
+        offers,
+        0 if ask.limits is None else _limit_fields(ask.limits, ask.look_alikes),
+        0 if layout is None else (layout.prefills, layout.decodes, layout.groups, layout.transfers_us),
+        look_alikes,
+        skipped,
+        ask.least_members,
+        ask.ring,
     )
+    return b"".join((_head(13), before, lookup, _pack_fields(*_fetch_fields(ask))))
 
 
-def _lookup_fields(lookup: Lookup, keys: ShardKeys) -> tuple[Any, ...]:
-    """A lookup in the form of `functions/_lookup.lua`."""
+def _pack_lookup(lookup: Lookup, keys: ShardKeys, odd: bytes) -> bytes:
+    """A lookup in the form of `functions/_lookup.lua`; `odd`: its odd workers, packed."""
     chains = lookup.distinct_chains
     numbers = {id(one): number for number, one in enumerate(chains, 1)}
-    reuse = [
-        (numbers.get(id(one), 0), most, lost, int(loses_first), share, unit)
-        for one, (most, lost, loses_first, share, unit) in zip(lookup.chains, lookup.reuse, strict=True)
-    ]
+    reuse: list[float] = []
+    for one, (most, lost, loses_first, share, unit) in zip(lookup.chains, lookup.reuse, strict=True):
+        reuse += (numbers.get(id(one), 0), most, lost, int(loses_first), share, unit)
     scope_id = lookup.scope.scope_id
-    return (
+    before = _pack_fields(
         *(keys.blocks(scope_id), keys.active, keys.workers, keys.held, scope_id),
         [(one.tokens, one.hashes) for one in chains],
-        list(chain.from_iterable(reuse)),
-        list(chain.from_iterable((worker_id, row + 1) for worker_id, row in lookup.odd.items())),
-        lookup.home or "",
-        lookup.home_us,
+        reuse,
+    )
+    return b"".join((_head(10), before, odd, _pack_fields(lookup.home or "", lookup.home_us)))
+
+
+def _pack_odd(odd: Mapping[str, int]) -> bytes:
+    return _pack(list(chain.from_iterable((worker_id, row + 1) for worker_id, row in odd.items())))
+
+
+def _waiting_row(request: WaitingRequest) -> tuple[Any, ...]:
+    """A request in the form of `functions/_queue.lua`."""
+    return (
+        request.id,
+        digest(request.tenant),
+        request.weight_milli,
+        request.rank,
+        digest(request.program) if request.program else "",
+        request.input_tokens,
+        request.output_tokens,
+        max(0, request.age_us),
+        max(0, request.left_us),
+        request.lane,
+        0 if request.workers is None else sorted(request.workers),
+        *request.limits,
     )
 
 
@@ -387,8 +454,10 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
         ask, offer = self._ask, self._offers[number]
         fields = _WORKER.unpack_from(self._records[number])
         # the store refuses damaged records, but does not look at all of them for each choice
-        sampled_us, _, queued, running, waiting, kv, more_queued, more_running, more_kv, _, slots, kv_limit = (
-            int(field) if isfinite(field) else 0 for field in fields
+        if not isfinite(sum(fields)):
+            fields = tuple(field if isfinite(field) else 0 for field in fields)
+        sampled_us, _, queued, running, waiting, kv, more_queued, more_running, more_kv, _, slots, kv_limit = map(
+            int, fields
         )
         limit, first_member = UNKNOWN_LIMIT, len(ask.offers)
         if ask.limits is not None:
@@ -403,11 +472,48 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
         return evaluate_offer(ask, offer, limit, load, self._mean, prediction, self._in_flight, self._now_us)[1]
 
 
+class _MemberOffers(Sequence[Offer]):
+    """The offers to look-alikes that were looked up, each made when it is read: a router reads one of them.
+
+    `rows`: the numbers of their rows of look-alikes, from 1.
+    """
+
+    def __init__(self, ask: Ask, rows: Sequence[int], worker_ids: Sequence[str], held_tokens: Sequence[int]) -> None:
+        self._ask = ask
+        self._rows = rows
+        self._worker_ids = worker_ids
+        self._held_tokens = held_tokens
+
+    @overload
+    def __getitem__(self, index: int) -> Offer: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Offer]: ...
+    def __getitem__(self, index: int | slice) -> Offer | list[Offer]:
+        numbers = range(len(self))[index]
+        return self._offer(numbers) if isinstance(numbers, int) else [self._offer(number) for number in numbers]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _offer(self, number: int) -> Offer:
+        return offer_holding(self._ask, self._rows[number] - 1, self._worker_ids[number], self._held_tokens[number])
+
+
 def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
-    """Unpack the answer of `functions/_choice.lua`; None for a booking that was cancelled. Raises LookAlikesUnknown."""
+    """Unpack the answer of `functions/_choice.lua` or `functions/book.lua`; None for a booking that was cancelled. Raises
+    LookAlikesUnknown, MustWait and QueueIsFull."""
     chosen, *rest = msgpack.unpackb(answer, raw=True)
     if not chosen:
         return None
+    if chosen == _MUST_WAIT:
+        raise MustWait(Place(_WAIT_REASONS[rest[0]], *rest[1:]))
+    if chosen == _QUEUE_IS_FULL:
+        raise QueueIsFull(*rest)
     if chosen == _NOT_IN_HBM:
         raise NotInHbm("the cheapest worker holds blocks in other tiers")
     if chosen == _TOO_MANY:
@@ -420,15 +526,17 @@ def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
     mean_load = Load(running, queued, waiting, kv_tokens)
     names, rows, member_records, depths = (members[at::4] for at in range(4))
     offers, groups, held_tokens = ask.offers, [ask.look_alikes[row - 1] for row in rows], []
+    worker_ids = [name.decode() for name in names]
     if ask.lookup is not None:
-        chains = [ask.lookup.chains[row - 1] for row in rows]
-        held_tokens = [int(depth) * one.tokens if one else 0 for depth, one in zip(depths, chains, strict=True)]
-        of_members = zip(rows, names, held_tokens, strict=True)
-        offers = [offer_holding(ask, row - 1, name.decode(), tokens) for row, name, tokens in of_members]
-        records = member_records
+        chains = ask.lookup.chains
+        for depth, row in zip(depths, rows, strict=True):
+            one = chains[row - 1]
+            held_tokens.append(int(depth) * one.tokens if one else 0)
+        offers, records = _MemberOffers(ask, rows, worker_ids, held_tokens), member_records
     elif members:
-        more = [each.offer._replace(worker_id=name.decode()) for name, each in zip(names, groups, strict=True)]
+        more = [each.offer._replace(worker_id=id) for id, each in zip(worker_ids, groups, strict=True)]
         offers, records = [*offers, *more], [*records, *member_records]
     by_offer = _OfferEvaluations(ask, offers, records, groups, now_us, mean_load, in_flight, best)
     source_id = source.decode() or None
-    return Evaluation(chosen - 1, offers, by_offer, prefill - 1 if prefill else None, held_tokens, source_id)
+    looked_up = worker_ids if ask.lookup is not None else ()
+    return Evaluation(chosen - 1, offers, by_offer, prefill - 1 if prefill else None, held_tokens, looked_up, source_id)

@@ -15,8 +15,8 @@ POOL_LIBRARY = FunctionLibrary(
     "kvatlas_pool",
     Path(__file__).parent / "functions",
     (
-        *("_clock", "_layout", "_orders", "_pool", "_register", "_pair_choice", "_evaluation", "_look_alikes"),
-        *("_held_blocks", "_lookup", "_choice"),
+        *("_clock", "_layout", "_orders", "_queue", "_pool", "_register", "_pair_choice", "_evaluation"),
+        *("_look_alikes", "_held_blocks", "_lookup_rows", "_lookup", "_choice"),
     ),
 )
 
@@ -44,6 +44,10 @@ _PARTS = (
             "order_kv",
             "order_mix",
             "sources",
+            "waiting_requests",
+            "queue",
+            "counters",
+            "lines",
         )
     ),
     "rates",

@@ -124,7 +124,7 @@ class ProxySettings(RoutingSettings, ClientSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url host port tokenizer replica",
-        "Engines": "max_attempts disaggregate credentials_to",
+        "Engines": "max_attempts continue_answers disaggregate credentials_to",
         "Clients": "clients_file allow_path request_hints cors_origins held_s held_requests access_log record",
         "Operators": "control_host control_port control_token_file",
         "HTTP server": "processes share_port drain_s grace_s",
@@ -142,6 +142,11 @@ class ProxySettings(RoutingSettings, ClientSettings):
         default=False, description="Let other processes listen on the same port too (SO_REUSEPORT)."
     )
     max_attempts: Positive = Field(default=4, description="Workers to try for one request before giving up.")
+    continue_answers: Literal["off", "deterministic", "all"] = Field(
+        default="off",
+        description="Streams that another worker goes on with if their engine dies in mid-answer: none, those with temperature "
+        "0 or a seed, or all.",
+    )
     disaggregate: bool = Field(
         default=True,
         description="Let a prefill worker (publish --role prefill) compute the prompt where that is cheaper than one worker "

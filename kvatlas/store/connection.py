@@ -60,6 +60,7 @@ class Store:
 
     def __init__(self, client: "redis.Redis | RedisCluster", access: RedisAccess) -> None:
         self.client: Any = client  # redis-py types answers as unions of sync and async
+        self.is_cluster = isinstance(client, RedisCluster)
         self.url = access.url
         self.name = access.name
         self.attributes = access.attributes
@@ -69,10 +70,6 @@ class Store:
         self._replicas: ReadReplicas | None = None
         if access.read_replicas and isinstance(client, RedisCluster):
             self._replicas = ReadReplicas(client, self._connections_to_replica)
-
-    @property
-    def is_cluster(self) -> bool:
-        return isinstance(self.client, RedisCluster)
 
     async def fcall(self, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         """Call a server-side function. Raises Unreachable, or redis' ResponseError for an error that the server returns."""

@@ -54,8 +54,8 @@ class LateCalls:
     async def wait_for(self, call: Coroutine[Any, Any, T], seconds: float) -> T:
         """Return the call's result. Raises TimeoutError if it takes longer, and what the call raises."""
         loop = asyncio.get_running_loop()
-        task, waiter = loop.create_task(self._measure(call)), loop.create_future()
-        task.add_done_callback(lambda _: _end(waiter))
+        waiter = loop.create_future()
+        task = loop.create_task(self._measure(call, waiter))
         timer = loop.call_later(max(0.0, seconds), _end, waiter)
         try:
             await waiter
@@ -82,11 +82,15 @@ class LateCalls:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
 
-    async def _measure(self, call: Coroutine[Any, Any, T]) -> T:
-        began = time.monotonic()
-        answer = await call
-        self.latency.record(time.monotonic() - began)
-        return answer
+    async def _measure(self, call: Coroutine[Any, Any, T], waiter: "asyncio.Future[None]") -> T:
+        """The call's result; `waiter` wakes up once this task is done."""
+        try:
+            began = time.monotonic()
+            answer = await call
+            self.latency.record(time.monotonic() - began)
+            return answer
+        finally:
+            _end(waiter)
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._late.add(task)

@@ -1,6 +1,6 @@
 """A histogram of plain integers for the hot path: adding takes 0.5 us, OpenTelemetry's own 10 us."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from math import ceil, inf, isfinite, log2
 from time import time_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,6 +101,11 @@ class Distribution:
 
 
 def counters_to_jsonable(counters: "DataclassInstance") -> dict[str, Any]:
-    """Plain numbers unchanged, distributions as summaries."""
-    found = {one.name: getattr(counters, one.name) for one in fields(counters)}
-    return {name: value.to_jsonable() if isinstance(value, Distribution) else value for name, value in found.items()}
+    """Plain numbers unchanged, distributions as summaries, counters within as objects."""
+    return {one.name: _to_jsonable(getattr(counters, one.name)) for one in fields(counters)}
+
+
+def _to_jsonable(value: Any) -> Any:
+    if isinstance(value, Distribution):
+        return value.to_jsonable()
+    return counters_to_jsonable(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -101,7 +101,7 @@ def has_metrics(kind: EngineKind) -> bool:
 @dataclass(frozen=True, slots=True)
 class LoadContext:
     """Facts that are not on the metrics page; 0: unknown. `token_bytes`: KV bytes per token, used if `block_bytes` is
-    unknown."""
+    unknown. `host_block_bytes`: bytes per block in the host's memory, if they are others."""
 
     worker_id: str
     kind: EngineKind
@@ -109,6 +109,7 @@ class LoadContext:
     locality_domain: str = ""
     block_size: int | None = None
     block_bytes: int = 0
+    host_block_bytes: int = 0
     token_bytes: int = 0
     total_request_slots: int = 0
     total_tokens: int = 0
@@ -157,7 +158,7 @@ def _read(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
     active_blocks = _active_blocks(samples, names, usage, total_blocks, block_size)
     told_bytes = _told_block_bytes(samples, total_blocks)
     block_bytes = context.block_bytes or context.token_bytes * block_size or told_bytes
-    host_used, host_total = _host_bytes(samples, names, block_size, block_bytes)
+    host_used, host_total = _host_bytes(samples, names, block_size, context.host_block_bytes or block_bytes)
     load = WorkerState(
         id=context.worker_id,
         locality_domain=context.locality_domain,

@@ -10,6 +10,8 @@ from typing import Any
 import anyio
 import httpx
 
+from kvatlas.blocks.block_sizes import BlockSizes
+from kvatlas.blocks.tiers import Tier
 from kvatlas.engine_access import KEY_CURE, NO_KEY, REFUSED, EngineAccess
 from kvatlas.errors import DATA_ERRORS, InvalidValue
 from kvatlas.fleet.records import EngineKind, EngineState, WorkerState
@@ -52,7 +54,7 @@ class EnginePoller:
         on_adapter_moved: Callable[[str], None] = lambda _: None,
         on_new_weights: Callable[[str], None] = lambda _: None,
         on_block_bytes: Callable[[int], None] = lambda _: None,
-        block_bytes: Callable[[], int] = lambda: 0,
+        sizes: Callable[[], BlockSizes] = BlockSizes,
         on_hybrid: Callable[[], None] = lambda: None,
         on_version: Callable[[], None] = lambda: None,
         feed_alive: Callable[[], bool] = lambda: False,
@@ -61,8 +63,8 @@ class EnginePoller:
     ) -> None:
         """`on_change(state)`: the state changed; `on_restart`: the engine's process was replaced;
         `on_adapter_moved(name)`: the adapter is now loaded from another path; `on_new_weights(version)`: the model has new
-        weights; `on_block_bytes(bytes)`: the metrics report a new block size in bytes; `block_bytes`: the known size, 0 if
-        unknown; `on_hybrid`: the metrics show a cache for attention other than full, called once; `on_version`: `version` was
+        weights; `on_block_bytes(bytes)`: the metrics report a new block size in bytes; `sizes`: the known
+        sizes; `on_hybrid`: the metrics show a cache for attention other than full, called once; `on_version`: `version` was
         read. `feed_alive`: True if the engine's event socket is connected."""
         self.served_names: Sequence[str] = ()
         """Names under which the engine serves its model, and the paths it was loaded from, as last listed."""
@@ -79,7 +81,7 @@ class EnginePoller:
         self._on_adapter_moved = on_adapter_moved
         self._on_new_weights = on_new_weights
         self._on_block_bytes = on_block_bytes
-        self._block_bytes = block_bytes
+        self._sizes = sizes
         self._on_hybrid = on_hybrid
         self._on_version = on_version
         self._feed_alive = feed_alive
@@ -227,7 +229,9 @@ class EnginePoller:
             self._kind_known = True
             diagnose_kind(self._diagnoses, self._context.kind, found, f"the metrics page at {self._url}")
         try:
-            context = replace(self._context, block_bytes=self._block_bytes() or self._context.block_bytes)
+            sizes = self._sizes()
+            block_bytes = sizes.block_bytes or self._context.block_bytes
+            context = replace(self._context, block_bytes=block_bytes, host_block_bytes=sizes.bytes_in(Tier.CPU_DRAM))
             metrics = read_metrics(page, context, int(time() * 1_000_000))
         except DATA_ERRORS as error:
             self._counters.load_failures += 1

@@ -2,11 +2,15 @@
 
 The first source with a value counts:
 
-    the engine's events    of the scope and tier, then of the scope's device tier, then of its other tiers
+    the engine's events    of the scope and tier, then of the scope's device tier
     the settings           --block-bytes, or a model's configuration
     the engine's metrics
+    the engine's events    of the scope's other tiers
 """
 
+from collections.abc import Mapping, Set
+
+from kvatlas.blocks.block_sizes import BlockSizes, TierBytes
 from kvatlas.blocks.tiers import Tier
 from kvatlas_publishers.ledger.settings import LedgerSettings
 
@@ -18,6 +22,8 @@ class BlockBytes:
         self._settings = settings
         self._by_scope: dict[bytes, dict[Tier, int]] = {}
         self._latest: dict[Tier, int] = {}
+        self._listed: set[Tier] = set()
+        """Tiers once listed in `BlockSizes.tier_bytes`: they stay in it, because what a message does not list stays."""
         self._metrics = 0
 
     def tell(self, scope_id: bytes, tier: Tier, block_bytes: int) -> bool:
@@ -35,22 +41,26 @@ class BlockBytes:
         """Forget a scope that has no blocks left."""
         self._by_scope.pop(scope_id, None)
 
-    def told(self, scope_id: bytes) -> int:
-        """The scope's size according to events; 0: unknown."""
-        return _first(self._by_scope.get(scope_id, {}), Tier.HBM)
+    def told(self, scope_id: bytes) -> Mapping[Tier, int]:
+        """The scope's sizes according to events, by tier."""
+        return self._by_scope.get(scope_id, {})
 
-    def of(self, scope_id: bytes, block_size: int | None, tier: Tier = Tier.HBM) -> int:
-        """Bytes of a block of the scope in a tier."""
-        return _first(self._by_scope.get(scope_id, {}), tier) or self._untold(block_size)
+    def of(self, scope_id: bytes, block_size: int | None) -> BlockSizes:
+        """The sizes of a scope's blocks of `block_size` tokens."""
+        found = self._sizes(self.told(scope_id), block_size, self._listed)
+        self._listed.update(tier for tier, _ in found.tier_bytes)
+        return found
 
-    def of_worker(self, block_size: int | None, tier: Tier = Tier.HBM) -> int:
-        """Bytes of the worker's blocks in a tier. A model's blocks have the same size in all scopes."""
-        return _first(self._latest, tier) or self._untold(block_size)
+    def of_worker(self, block_size: int | None) -> BlockSizes:
+        """The sizes of the worker's blocks. A model's blocks have the same size in all scopes."""
+        return self._sizes(self._latest, block_size)
 
-    def _untold(self, block_size: int | None) -> int:
-        return self._settings.block_bytes_of(block_size) or self._metrics
-
-
-def _first(by_tier: dict[Tier, int], tier: Tier) -> int:
-    """The tier's size, otherwise the device tier's, otherwise any tier's."""
-    return by_tier.get(tier) or by_tier.get(Tier.HBM) or next(iter(by_tier.values()), 0)
+    def _sizes(self, told: Mapping[Tier, int], block_size: int | None, listed: Set[Tier] = frozenset()) -> BlockSizes:
+        untold = self._settings.block_bytes_of(block_size) or self._metrics or next(iter(told.values()), 0)
+        in_device = told.get(Tier.HBM) or untold
+        tier_bytes: TierBytes = tuple(
+            (tier, told[tier])
+            for tier in sorted(told)
+            if tier is not Tier.HBM and (told[tier] != in_device or tier in listed)
+        )
+        return BlockSizes(block_size or 0, in_device, tier_bytes)

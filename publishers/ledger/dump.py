@@ -1,17 +1,19 @@
 """The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
 
     [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting, variants, groups, lookahead
-     tokens, unproven, small blocks, untold keys, reports]
+     tokens, unproven, small blocks, untold keys, reports, bytes by tier]
 
 `identity`: the settings that sequence hashes depend on; a ledger saved with other settings is refused. `namespaces`: [adapter,
-salt, packed sequence hashes, packed u32 parents (position in the namespace + 1, or 0 at a root), chain, bytes per block].
+salt, packed sequence hashes, packed u32 parents (position in the namespace + 1, or 0 at a root), chain, bytes per block in the
+device tier, from events].
 `owners`: for each name, the position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names,
 counts]. `shared`: [name, [[position of block, [[position of holding, count]]]]]. `awaiting`: [hashes, parent, packed tokens,
 adapter, salt, extra keys, lookahead, local hashes or nil, chain, packed sequence hashes]. `variants`: [hash, the parent's
 hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. `unproven`: see `Residency.unproven`; nil if the
 engine uses keys. `small blocks`: [parts of a block, [[hash, anchor, number]]], see `marks.small_blocks`. `untold keys`: keys of
-blocks that the engine's events omit; `reports`: see `HitReports.dump`; earlier versions saved neither. Usable residency and
-marks are not saved: they are computed from the rest.
+blocks that the engine's events omit; `reports`: see `HitReports.dump`; `bytes by tier`: for each namespace, [tier, bytes per
+block] from events; earlier versions saved none of these three. Usable residency and marks are not saved: they are computed from
+the rest.
 """
 
 import sys
@@ -37,8 +39,9 @@ from kvatlas_publishers.ledger.lineage import Lineage, Place
 from kvatlas_publishers.ledger.residency import Residency
 
 VERSION = 7
-NOT_SAVED_EARLIER: tuple[Any, ...] = ("", (False, ()))
-"""`untold keys` and `reports` of a ledger saved without them."""
+NOT_SAVED_EARLIER: tuple[Any, ...] = ("", (False, ()), None)
+"""`untold keys`, `reports` and `bytes by tier` of a ledger saved without them. Its bytes were those of any tier, so they are
+not taken over: the engine's next events give them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class SavedLedger:
     small_blocks: list[tuple[EngineHash, EngineHash, int]]
     untold_keys: str
     reports: list[Any]
+    tier_bytes: list[list[tuple[Tier, int]]]
 
     def restore(self, lineage: Lineage, residency: Residency, awaiting: AwaitingParent) -> None:
         """Fill the empty parts of a ledger that already knows the groups. Raises InvalidValue, LookupError, TypeError or
@@ -108,10 +112,12 @@ class SavedLedger:
         copies_of = self._plain_copies(residency)
         blocks: list[Stretch] = []
         start = 0
-        for adapter, salt, packed, parents, chain, block_bytes in self.namespaces:
+        for (adapter, salt, packed, parents, chain, block_bytes), tier_bytes in zip(
+            self.namespaces, self.tier_bytes, strict=True
+        ):
             namespace = lineage.namespace(adapter, salt, self.block_size or 1, chain)
-            if block_bytes:
-                lineage.tell_block_bytes(namespace, Tier.HBM, block_bytes)
+            for tier, size in ([(Tier.HBM, block_bytes)] if block_bytes else []) + tier_bytes:
+                lineage.tell_block_bytes(namespace, tier, size)
             branches = {parent for at, parent in enumerate(parents) if parent != at}
             first = 0
             for end in range(1, len(parents) + 1):
@@ -183,6 +189,7 @@ def pack(
 ) -> bytes:
     """Make the dump."""
     namespaces: list[list[Any]] = []
+    tier_bytes: list[list[list[int]]] = []
     position_of: dict[Stretch, int] = {}
     start = 0
     for namespace in lineage.namespaces.values():
@@ -195,7 +202,9 @@ def pack(
             parents.extend(range(len(parents), len(parents) + len(stretch) - 1))
             hashes.append(stretch.hashes)
         start += len(parents)
-        where = [namespace.chain, lineage.block_bytes.told(namespace.scope_id)]
+        told = lineage.block_bytes.told(namespace.scope_id)
+        where = [namespace.chain, told.get(Tier.HBM, 0)]
+        tier_bytes.append([[int(tier), size] for tier, size in told.items() if tier is not Tier.HBM])
         namespaces.append([namespace.adapter, namespace.salt, b"".join(hashes), _little_endian(parents), *where])
     holdings = residency.holdings.by_group.values()
     order: dict[Holding, int] = {holding: i for i, holding in enumerate(holdings)}
@@ -255,6 +264,7 @@ def pack(
                 [small.parts, [[part, *one] for part, tied in small.tied.items() for one in tied.items()]],
                 groups.untold_keys,
                 reports,
+                tier_bytes,
             ]
         )
     )
@@ -269,13 +279,13 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             raise InvalidValue(f"saved ledger of version {version!r:.40}; expected {VERSION}")
         saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = fields
         variants, told, ahead, unproven, (parts, small_blocks), *later = engine
-        untold_keys, reports, *_ = [*later, *NOT_SAVED_EARLIER[len(later) :]]
+        untold_keys, reports, tier_bytes, *_ = [*later, *NOT_SAVED_EARLIER[len(later) :]]
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(
             block_size=block_size,
             namespaces=[
-                (adapter, salt, packed, _integers(parents), chain, block_bytes)
+                (adapter, salt, packed, _integers(parents), chain, 0 if tier_bytes is None else block_bytes)
                 for adapter, salt, packed, parents, chain, block_bytes in namespaces
             ],
             names=names,
@@ -313,6 +323,7 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             small_blocks=[(part, anchor, number) for part, anchor, number in small_blocks],
             untold_keys=untold_keys,
             reports=reports,
+            tier_bytes=[[(Tier(tier), size) for tier, size in one] for one in tier_bytes or [()] * len(namespaces)],
         )
     except InvalidValue:
         raise

@@ -27,6 +27,7 @@ In doubt the ledger under-reports: a count never exceeds the engine's own.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
@@ -126,8 +127,8 @@ class Ledger:
         return self._resolver.block_size
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of KV cache in a block; 0: unknown."""
+    def sizes(self) -> BlockSizes:
+        """Sizes of the engine's blocks, in any scope."""
         return self.block_bytes_of.of_worker(self.block_size)
 
     def set_told_block_bytes(self, block_bytes: int) -> None:

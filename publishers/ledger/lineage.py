@@ -10,7 +10,6 @@ Common operations work on whole plain stretches (`add`, `find_evicted`, `cut`). 
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -97,21 +96,25 @@ class Lineage:
             tenant_id = salt if settings.salt_is_tenant and salt is not None else settings.tenant_id
             scope = Scope(settings.model_id, settings.tokenizer_id, adapter, tenant_id, chain)
             found = Namespace(scope.scope_id, adapter, salt, None if mapped else salt, chain)
-            block_bytes = self.block_bytes.of(scope.scope_id, block_size)
-            self.uses.setdefault(scope.scope_id, ScopeUse(scope, block_size, block_bytes))
+            self.uses.setdefault(scope.scope_id, ScopeUse(scope, *self.block_bytes.of(scope.scope_id, block_size)))
             self._maybe_unused.add(scope.scope_id)
         return found
 
     def tell_block_bytes(self, namespace: Namespace, tier: Tier, block_bytes: int) -> None:
         """Record the block size in bytes that an event gives for the namespace and tier."""
-        if self.block_bytes.tell(namespace.scope_id, tier, block_bytes):
-            self.read_block_bytes()
+        scope_id = namespace.scope_id
+        if self.block_bytes.tell(scope_id, tier, block_bytes) and scope_id in self.uses:
+            self._read_block_bytes(scope_id)
 
     def read_block_bytes(self) -> None:
-        """Update the scopes' block sizes after a change."""
-        for scope_id, use in self.uses.items():
-            if (now := self.block_bytes.of(scope_id, use.block_size)) != use.block_bytes:
-                self.uses[scope_id] = replace(use, block_bytes=now)
+        """Update the block sizes of all scopes, after a change that concerns all."""
+        for scope_id in self.uses:
+            self._read_block_bytes(scope_id)
+
+    def _read_block_bytes(self, scope_id: bytes) -> None:
+        use = self.uses[scope_id]
+        if (now := self.block_bytes.of(scope_id, use.block_size)) != use.sizes:
+            self.uses[scope_id] = ScopeUse(use.scope, *now)
 
     def extend(self, namespace: Namespace, parent: Stretch | None, packed: bytes) -> list[Block]:
         """The blocks of packed sequence hashes that follow `parent`. Creates missing ones."""

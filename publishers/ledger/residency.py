@@ -258,6 +258,8 @@ class Residency:
             if owner is None:
                 continue
             block = owner if placeholder else lineage.find(name, event)
+            if event.block_bytes and placeholder and event.block_size in (0, self._resolver.block_size):
+                lineage.tell_block_bytes(owner.namespace, event.tier, event.block_bytes)
             if block is not owner and name not in shared.by_hash:
                 self._split(name, owner, holding, count)
             if name in shared.by_hash:

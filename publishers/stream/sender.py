@@ -13,6 +13,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import ConnectionClosedError, ConnectionDrainingError, MaxPayloadError, OutboundBufferLimitError
 
 from kvatlas.bus.connection import unsubscribe
+from kvatlas.bus.subjects import FLEET
 from kvatlas.runtime.backoff import Backoff
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas_publishers.counters import PublisherCounters
@@ -50,16 +51,19 @@ class Sender:
         subject: str,
         counters: PublisherCounters,
         *,
+        fleet_id: str | None = None,
         on_progress: Callable[[], None] = lambda: None,
         on_too_large: Callable[[int], bool] = lambda _: False,
         ack_timeout_s: float = ACK_TIMEOUT_S,
     ) -> None:
-        """`on_progress`: called when the outbox becomes empty, and when trouble ends. `on_too_large(seq)`: this message is
-        larger than the stream allows; returns True if smaller ones replace it."""
+        """`fleet_id`: sent with each message; indexers of other fleets refuse it. `on_progress`: called when the outbox becomes
+        empty, and when trouble ends. `on_too_large(seq)`: this message is larger than the stream allows; returns True if
+        smaller ones replace it."""
         self._client = client
         self._outbox = outbox
         self._subject = subject
         self._counters = counters
+        self._fleet = {} if fleet_id is None else {FLEET: fleet_id}
         self._on_progress = on_progress
         self._on_too_large = on_too_large
         self._wakeup = Wakeup()
@@ -147,8 +151,8 @@ class Sender:
             while (outgoing := take()) is not None:
                 seq = outgoing.seq
                 reply = f"{self._inbox}.{outgoing.round}.{outgoing.seq}"
-                headers = dict(outgoing.headers) if outgoing.headers else None
-                await publish(self._subject, outgoing.payload, reply=reply, headers=headers)
+                headers = {**self._fleet, **(outgoing.headers or {})}
+                await publish(self._subject, outgoing.payload, reply=reply, headers=headers or None)
                 counters.sends += 1
                 counters.sent_bytes += len(outgoing.payload)
         except MaxPayloadError:

@@ -1,17 +1,19 @@
-"""Books a worker for a request. Failing workers are avoided; the request waits in turn if all are full, and is refused if all
-would be too late.
+"""Books a worker for a request. Failing workers are avoided; the request waits for its turn if all are full, and is refused if
+all would be too late.
 
 The proxy and the endpoint picker admit requests here.
 """
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvatlas.errors import KvatlasError, Unreachable
+from kvatlas.reservations import MustWait, QueueLimits, WaitingRequest
 from kvatlas.reservations.room_and_slo import NO_ROOM
-from kvatlas_router.admission.queue import AdmissionQueue
+from kvatlas.reservations.waiting_request import Place, WaitReason
+from kvatlas_router.admission.queue import AdmissionQueue, Wait
 from kvatlas_router.disaggregation.pair_booker import Booked, PairBooker
 from kvatlas_router.outliers.avoidance import Avoidance, EnginesRest
 from kvatlas_router.tokens.text_request import TextRequest
@@ -67,6 +69,15 @@ class Admission:
         """Number of requests that wait for a worker with room."""
         return self._queue.waiting()
 
+    @property
+    def pool_waiting(self) -> int:
+        """The same for all routers of the pools in which some wait here."""
+        return self._queue.pool_waiting()
+
+    async def close(self) -> None:
+        """Stop asking for turns."""
+        await self._queue.close()
+
     async def admit(
         self,
         prompt: Prompt,
@@ -75,14 +86,29 @@ class Admission:
         *,
         tenant_id: str | None = None,
         priority: int | None = None,
+        weight: float = 1.0,
+        wait: Wait | None = None,
     ) -> Booked:
         """Book the first worker or pair for a request. `text` None: its prompt is not read. `header`: looks up a header by its
-        lower-case name. `tenant_id`, `priority`: proven values, overriding the headers'.
+        lower-case name. `tenant_id`, `priority`: proven values, overriding the headers'. `weight`: its tenant's share of the
+        queue. `wait`: is filled if it waits.
 
         Raises NoWorkers, EnginesRest, Unreachable, QueueFull and RequestShed.
         """
         if self._queue.settings.requests:
-            choice = await self._book_in_turn(prompt, text, header, tenant_id, priority)
+            named = self._settings.tenant_header
+            tenant = tenant_id or (header(named.encode()) if named else None) or prompt.scope.tenant_id
+            waiting = WaitingRequest(
+                b"",
+                tenant,
+                QueueLimits(0, 0),
+                prompt.input_tokens,
+                prompt.output_tokens,
+                self._priority(header) if priority is None else priority,
+                weight,
+                prompt.session_id or "",
+            )
+            choice = await self._book_in_turn(prompt, text, waiting, Wait() if wait is None else wait)
         else:
             choice = await self.book(prompt, text)
         if self._settings.shed and choice.advice is Advice.SHED:
@@ -110,38 +136,20 @@ class Admission:
         self._queue.record_end(prompt.scope.pool_id)
 
     async def _book_in_turn(
-        self,
-        prompt: Prompt,
-        text: TextRequest | None,
-        header: Callable[[bytes], str | None],
-        tenant_id: str | None,
-        priority: int | None,
+        self, prompt: Prompt, text: TextRequest | None, waiting: WaitingRequest, wait: Wait
     ) -> Booked:
-        waited = False
-
-        async def book() -> Booked | None:
-            nonlocal waited
+        async def book(as_it_waits: WaitingRequest, blocked: frozenset[str]) -> Booked | None:
             try:
-                choice = await self.book(prompt, text)
+                choice = await self.book(replace(prompt, waiting=as_it_waits), text, blocked)
             except EnginesRest:
-                waited = True
                 return None
-            if not choice.over & NO_ROOM:
-                return choice
-            waited = True
-            await choice.done(status=0)
-            return None
+            if choice.over & NO_ROOM:  # the choice was made without reservations
+                await choice.done(status=0)
+                raise MustWait(Place(WaitReason.FULL, 0, self._queue.waiting(), 0))
+            return choice
 
-        named = self._settings.tenant_header
-        tenant = tenant_id or (header(named.encode()) if named else None)
-        choice: Booked = await self._queue.admit(
-            prompt.scope.pool_id,
-            book,
-            priority=self._priority(header) if priority is None else priority,
-            tenant=tenant or prompt.scope.tenant_id,
-            tokens=prompt.input_tokens,
-        )
-        self._counters.queued += waited
+        choice: Booked = await self._queue.admit(prompt.scope.pool_id, waiting, book, wait, prompt.wait_s)
+        self._counters.queued += bool(wait)
         return choice
 
     def _priority(self, header: Callable[[bytes], str | None]) -> int:

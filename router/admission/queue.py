@@ -1,24 +1,35 @@
-"""Requests that wait in the router while every worker of their pool is over its limits.
+"""Requests of this router that wait while every worker of their pool is over its limits.
 
-A request that waits here rather than in an engine goes to the first worker with room, and the router sets the order: by
-priority, then fairly between tenants.
+A request that waits here rather than in an engine goes to the first worker with room. The order is the pool's, the same for all
+routers (`kvatlas.reservations.pool_queue`): the store decides whose turn it is, and this router asks for the turns of its own
+requests. If the store does not answer, the router keeps the same order among its own.
 """
 
 import asyncio
-import heapq
+import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import TypeVar
+from secrets import token_bytes
+from typing import Protocol, TypeVar
 
 from kvatlas.errors import KvatlasError
+from kvatlas.reservations import MustWait, QueueIsFull, QueueLimits, Turns, WaitingRequest
+from kvatlas.reservations.protocol import ID_BYTES
+from kvatlas.reservations.waiting_request import Place
+from router_client.errors import NoWorkers
 
 T = TypeVar("T")
 
 LOOK_S = 0.1
-"""Interval at which the first in line checks for room freed by other routers' requests or shown by engines' reports."""
+"""Interval at which a router asks for its turns. Room is freed by other routers' requests too, or shown by engines' reports."""
+LEAST_LOOK_S = 0.01
+"""The shortest such interval, if requests of this router end."""
+MISSING_LOOKS = 3
+"""A store that has lost some of this router's requests for so many looks gets them again; one that has lost all, at once."""
+
+_log = logging.getLogger("kvatlas_router.admission")
 
 
 class QueueFull(KvatlasError):
@@ -39,131 +50,228 @@ class QueueSettings:
     wait_s: float = 30.0
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Ticket:
-    """A place in line: by lower `priority`, then the tenant with the least service, then the order of arrival."""
+class TurnSource(Protocol):
+    """Where turns come from: `RouterClient`."""
 
-    priority: int
-    start: float
-    number: int
-    tenant: str = field(compare=False)
-    tokens: int = field(compare=False)
+    async def turns(
+        self, pool_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
+    ) -> tuple[Turns, bool]: ...
 
 
-class FairQueue:
-    """Start-time fair queueing within each priority. A tenant's tickets start one after another, each delayed by its
-    predecessor's tokens; a new tenant starts at the current service time. Each priority has its own time, since serving one
-    priority says nothing about the progress of the others. Pure."""
+Book = Callable[[WaitingRequest, frozenset[str]], Awaitable[T | None]]
+"""Books a worker for a request that may wait, but none of these. None: all workers rest. Raises MustWait and QueueIsFull."""
 
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._heap: list[Ticket] = []
-        self._gone: set[int] = set()
-        self._ends: dict[tuple[int, str], float] = {}
-        self._now: dict[int, float] = {}
-        self._numbers = count()
 
-    def __len__(self) -> int:
-        return len(self._heap) - len(self._gone)
+@dataclass(slots=True)
+class Wait:
+    """One request's wait, as its client may see it. `waited_s`: until its booking or its end; `reason`: `full`, `turn`, or
+    `rest` if every engine asked for a pause; `alone`: in the order of this router, not of the pool."""
 
-    def push(self, priority: int, tenant: str, tokens: int) -> Ticket:
-        """Take a new place in line."""
-        start = max(self._now.get(priority, 0.0), self._ends.get((priority, tenant), 0.0))
-        ticket = Ticket(priority, start, next(self._numbers), tenant, tokens)
-        self._ends[priority, tenant] = start + max(1, tokens)
-        self.tokens += tokens
-        heapq.heappush(self._heap, ticket)
-        return ticket
+    reason: str = ""
+    place: Place | None = None
+    waited_s: float = 0.0
+    alone: bool = False
 
-    def first(self) -> Ticket | None:
-        """The ticket whose turn it is."""
-        while self._heap and self._heap[0].number in self._gone:
-            self._gone.discard(heapq.heappop(self._heap).number)
-        return self._heap[0] if self._heap else None
+    def __bool__(self) -> bool:
+        return bool(self.reason)
 
-    def remove(self, ticket: Ticket, *, served: bool) -> None:
-        """Remove a ticket from the line."""
-        self._gone.add(ticket.number)
-        self.tokens -= ticket.tokens
-        if served:
-            self._now[ticket.priority] = max(self._now.get(ticket.priority, 0.0), ticket.start)
-        if self.first() is None:
-            self._ends.clear()
-            self._now.clear()
+    def __str__(self) -> str:
+        """As a structured field (RFC 9651): `full;ahead=3;waiting=12;waited-ms=850;by=pool`."""
+        place = "" if self.place is None else f";ahead={self.place.ahead};waiting={self.place.requests}"
+        return f"{self.reason}{place};waited-ms={self.waited_s * 1e3:.0f};by={'router' if self.alone else 'pool'}"
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A request that waits. `turn` is set when it may be tried, leaving `blocked` to others, or when it was `refused`."""
+
+    request: WaitingRequest
+    arrived_s: float
+    until_s: float
+    wait: Wait
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    blocked: frozenset[str] = frozenset()
+    refused: bool = False
+    entered: bool = False
+
+    def row(self, now_s: float) -> WaitingRequest:
+        """The request as it waits now."""
+        age_us, left_us = round((now_s - self.arrived_s) * 1e6), round((self.until_s - now_s) * 1e6)
+        return replace(self.request, age_us=max(0, age_us), left_us=max(0, left_us))
+
+    def record(self, error: MustWait) -> None:
+        """Record the place that the request got."""
+        if not self.wait:
+            self.wait.reason, self.wait.place, self.wait.alone = error.place.reason.value, error.place, error.alone
+        if not self.entered and error.request is not None:
+            known = error.request
+            self.request = replace(self.request, workers=known.workers, output_tokens=known.output_tokens)
+        self.entered = True
 
 
 @dataclass(slots=True)
 class _Line:
-    """One pool's line. `moved` is set when its first ticket changes, or when there may be room."""
+    """This router's part of one pool's queue. `moved` is set when there may be room. `seen`: the queue's last state."""
 
-    queue: FairQueue = field(default_factory=FairQueue)
+    tickets: dict[bytes, _Ticket] = field(default_factory=dict)
+    left: set[bytes] = field(default_factory=set)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
+    asking: asyncio.Task[None] | None = None
+    seen: Turns | None = None
+    missed: int = 0
     served_at: float | None = None
     gap_s: float = 1.0
     """Smoothed time between two served requests."""
 
 
 class AdmissionQueue:
-    """The lines of one router. Each router has its own, so R routers have R times the limit together."""
+    """This router's part of each pool's queue."""
 
-    def __init__(self, settings: QueueSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: QueueSettings, source: TurnSource, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.settings = settings
+        self._source = source
         self._clock = clock
         self._lines: dict[str, _Line] = {}
 
     def waiting(self) -> int:
-        """Number of waiting requests in all pools."""
-        return sum(len(line.queue) for line in list(self._lines.values()))  # metrics are read on another thread
+        """Number of this router's waiting requests in all pools."""
+        return sum(len(line.tickets) for line in list(self._lines.values()))  # metrics are read on another thread
+
+    def pool_waiting(self) -> int:
+        """Number of waiting requests of all routers in the pools in which some of this router wait."""
+        lines = [line for line in list(self._lines.values()) if line.tickets]
+        return sum(max(len(line.tickets), line.seen.requests if line.seen else 0) for line in lines)
 
     async def admit(
-        self, pool_id: str, book: Callable[[], Awaitable[T | None]], *, priority: int, tenant: str, tokens: int
+        self, pool_id: str, request: WaitingRequest, book: Book[T], wait: Wait, wait_s: float | None = None
     ) -> T:
-        """Wait for this request's turn, until `book` returns a booking (None: every worker is full).
+        """A booking, in turn. `request`: without an id. `wait`: is filled if it waits. `wait_s`: how long it may wait, if
+        shorter than the settings say.
 
         Raises QueueFull, and what `book` raises.
         """
-        line = self._lines.setdefault(pool_id, _Line())
-        if line.queue.first() is None and (booked := await book()) is not None:
-            return booked
-        most = self.settings
-        if len(line.queue) >= most.requests or (len(line.queue) and line.queue.tokens + tokens > most.tokens):
-            raise QueueFull(
-                f"every worker is full, and {len(line.queue)} requests of {line.queue.tokens} tokens wait already",
-                self._retry_after_s(line),
-            )
-        ticket = line.queue.push(priority, tenant, tokens)
-        served = False
+        line, now = self._lines.setdefault(pool_id, _Line()), self._clock()
+        longest_s = min(self.settings.wait_s, wait_s or self.settings.wait_s)
+        limits = QueueLimits(self.settings.requests, self.settings.tokens)
+        ticket = _Ticket(replace(request, id=token_bytes(ID_BYTES), limits=limits), now, now + longest_s, wait)
+        booked: T | None = None
         try:
-            async with asyncio.timeout(most.wait_s):
-                while True:
-                    if line.queue.first() is ticket and (booked := await book()) is not None:
-                        served = True
-                        return booked
-                    await self._wait_for_move(line)
-        except TimeoutError as error:
-            line_text = f"every worker was full for {most.wait_s:g} s, the longest that a request may wait"
-            raise QueueFull(line_text, self._retry_after_s(line)) from error
+            if (booked := await self._try(line, ticket, book)) is None:
+                booked = await self._wait(pool_id, line, ticket, book)
+            return booked
         finally:
-            line.queue.remove(ticket, served=served)
-            if served:
-                self._record_served(line)
-            self._move(line)
+            if booked is None or wait:  # the store may still have it
+                self._leave(pool_id, line, ticket, served=booked is not None)
 
     def record_end(self, pool_id: str) -> None:
         """Record that a request of this router ended, so there may be room."""
-        if (line := self._lines.get(pool_id)) is not None and len(line.queue):
-            self._move(line)
+        if (line := self._lines.get(pool_id)) is not None and line.tickets:
+            line.moved.set()
 
-    def _move(self, line: _Line) -> None:
-        line.moved.set()
-        line.moved = asyncio.Event()
+    async def close(self) -> None:
+        """Stop asking. What still waits in the store gives way when its time is over."""
+        tasks = [line.asking for line in self._lines.values() if line.asking is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _wait_for_move(self, line: _Line) -> None:
+    # ------------------------------------------------------------ one request
+
+    async def _try(self, line: _Line, ticket: _Ticket, book: Book[T]) -> T | None:
+        """Try to book; None if the request has to wait. Raises QueueFull, and what `book` raises."""
         try:
-            async with asyncio.timeout(LOOK_S):
-                await line.moved.wait()
-        except TimeoutError:
-            return
+            booked = await book(ticket.row(self._clock()), ticket.blocked)
+        except MustWait as error:
+            ticket.record(error)
+            return None
+        except QueueIsFull as error:
+            raise QueueFull(str(error), self._retry_after_s(line)) from error
+        except NoWorkers:
+            if not ticket.blocked:
+                raise
+            return None
+        if booked is None and not ticket.wait:
+            ticket.wait.reason = "rest"
+        return booked
+
+    async def _wait(self, pool_id: str, line: _Line, ticket: _Ticket, book: Book[T]) -> T:
+        line.tickets[ticket.request.id] = ticket
+        self._ask_for_turns(pool_id, line)
+        try:
+            async with asyncio.timeout(max(0.0, ticket.until_s - self._clock())):
+                while True:
+                    await ticket.turn.wait()
+                    if ticket.refused:
+                        seen = line.seen or Turns(0, 0, 0)
+                        raise QueueFull(str(QueueIsFull(seen.requests, seen.tokens)), self._retry_after_s(line))
+                    if (booked := await self._try(line, ticket, book)) is not None:
+                        return booked
+                    ticket.turn.clear()
+        except TimeoutError as error:
+            longest_s = ticket.until_s - ticket.arrived_s
+            text = f"every worker was full for {longest_s:g} s, the longest that a request may wait"
+            raise QueueFull(text, self._retry_after_s(line)) from error
+        finally:
+            ticket.wait.waited_s = self._clock() - ticket.arrived_s
+
+    def _leave(self, pool_id: str, line: _Line, ticket: _Ticket, *, served: bool) -> None:
+        line.tickets.pop(ticket.request.id, None)
+        line.left.add(ticket.request.id)
+        if served:
+            self._record_served(line)
+        line.moved.set()
+        self._ask_for_turns(pool_id, line)
+
+    # ------------------------------------------------------------ turns
+
+    def _ask_for_turns(self, pool_id: str, line: _Line) -> None:
+        if line.asking is None or line.asking.done():
+            line.asking = asyncio.create_task(self._keep_asking(pool_id, line), name="kvatlas turns")
+
+    async def _keep_asking(self, pool_id: str, line: _Line) -> None:
+        """Ask for turns until no request of this router waits."""
+        while line.tickets or line.left:
+            line.moved.clear()
+            try:
+                await self._ask(pool_id, line)
+            except KvatlasError as error:
+                _log.warning("pool %s: turns of waiting requests not read (%s); trying again", pool_id, error)
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await asyncio.sleep(LEAST_LOOK_S)
+                    await line.moved.wait()
+            except TimeoutError:
+                pass
+
+    async def _ask(self, pool_id: str, line: _Line) -> None:
+        again = line.missed >= MISSING_LOOKS
+        left, now = list(line.left), self._clock()
+        rows = [ticket.row(now) for ticket in line.tickets.values() if again or not ticket.entered]
+        expected = len(line.tickets)
+        turns, shared = await self._source.turns(pool_id, left, rows)
+        line.left.difference_update(left)
+        line.seen = turns if shared else None
+        for row in rows:
+            if (ticket := line.tickets.get(row.id)) is not None:
+                ticket.entered = True
+        if turns.own == expected or again:
+            line.missed = 0
+        else:
+            line.missed += MISSING_LOOKS if not turns.own else 1
+        for id in turns.refused:
+            if (ticket := line.tickets.get(id)) is not None:
+                ticket.refused = True
+                ticket.turn.set()
+        for id, blocked in turns.turns.items():
+            if (ticket := line.tickets.get(id)) is not None:
+                ticket.blocked = blocked
+                ticket.turn.set()
+            else:
+                line.left.add(id)
+
+    # ------------------------------------------------------------ how fast it moves
 
     def _record_served(self, line: _Line) -> None:
         now = self._clock()
@@ -172,5 +280,5 @@ class AdmissionQueue:
         line.served_at = now
 
     def _retry_after_s(self, line: _Line) -> int:
-        """Approximate seconds until all waiting requests are served."""
-        return max(1, min(60, ceil(len(line.queue) * line.gap_s)))
+        """Approximate seconds until this router's waiting requests are served."""
+        return max(1, min(60, ceil(len(line.tickets) * line.gap_s)))

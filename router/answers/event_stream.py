@@ -61,8 +61,10 @@ class EventStream:
     not yet its end.
     """
 
-    def __init__(self, *, hide_usage: bool, hold: bool = False, whole: bool = False) -> None:
-        """`whole`: pass on only whole events, up to MOST_WHOLE_BYTES."""
+    def __init__(self, *, hide_usage: bool, hold: bool = False, whole: bool = False, counts: bool = False) -> None:
+        """`whole`: pass on only whole events, up to MOST_WHOLE_BYTES. `counts`: each event may have the usage so far, and one
+        without a choice the last one."""
+        self._counts = counts
         self.usage: Usage | None = None
         self.error: EngineError | None = None
         self.response_id: str | None = None
@@ -113,7 +115,7 @@ class EventStream:
             or piece.count(b"\n") != 2
             or b"\r" in piece
             or any(mark in piece for mark in _MARKS)
-            or (b'"usage"' in piece and not any(null in piece for null in _NULL))
+            or (b'"usage"' in piece and not self._may_count(piece))
             or self._parser.in_event
             or self._parser.ended_in_cr
             or self._pending
@@ -123,6 +125,10 @@ class EventStream:
         self.parts += _CONTENT.search(piece) is not None
         self._last = self._out
         return True
+
+    def _may_count(self, piece: bytes) -> bool:
+        """True if the usage says nothing that a later one does not."""
+        return any(null in piece for null in _NULL) or (self._counts and _A_CHOICE.search(piece) is not None)
 
     def end(self) -> bytes:
         """The remaining bytes at the end of the stream: held events, and a last event without its empty line."""

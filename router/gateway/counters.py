@@ -53,3 +53,4 @@ class GatewayGauges:
 
     in_flight: int
     waiting: int
+    pool_waiting: int

@@ -16,7 +16,7 @@ from kvatlas.fleet.records import FleetRecord, KvConnector
 from kvatlas.identity import Scope
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.admission.admission import Admission, RequestShed
-from kvatlas_router.admission.queue import QueueFull
+from kvatlas_router.admission.queue import QueueFull, Wait
 from kvatlas_router.disaggregation.kv_sources import fetch_fields, fetch_of, let_fetch
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
@@ -34,7 +34,7 @@ from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.answer_usage import usage_fields
 from kvatlas_router.proxy.client_request import ErrorKind
 from kvatlas_router.proxy.engine_call import FORMS, INFERENCE
-from kvatlas_router.proxy.headers import decision_header
+from kvatlas_router.proxy.headers import decision_header, queue_header
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import TextRequest
@@ -220,7 +220,8 @@ class FleetPicker:
         if candidates.workers is not None and not candidates.workers:
             return "none of the allowed endpoints belongs to a worker"
         try:
-            read, booked = await self._book(asked, candidates.workers)
+            wait = Wait()
+            read, booked = await self._book(asked, candidates.workers, wait)
         except RequestShed as error:
             self._counters.shed += 1
             return Refusal(ErrorKind.BUSY, str(error), error.retry_after_s)
@@ -251,27 +252,31 @@ class FleetPicker:
         changed = asked.changed
         if text is not None and fields:
             changed = replace_fields(text.body, asked.call.body, fields)
-        name, value = decision_header(choice, read.prompt, attempt=1)
+        told = [decision_header(choice, read.prompt, attempt=1), *([queue_header(wait)] if wait else [])]
         return BookedRequest(
             booked,
             Destination(endpoints, self._headers(choice), changed),
             text,
             self._booked_parts,
             asked=asked,
-            answer_headers={name.decode(): value.decode()} if self._settings.decisions else {},
+            answer_headers={n.decode(): v.decode() for n, v in told} if self._settings.decisions else {},
             hides_usage=hides_usage,
         )
 
-    async def _book(self, asked: AskedRequest, workers: frozenset[str] | None) -> tuple[_Read, BookedPrompt]:
+    async def _book(
+        self, asked: AskedRequest, workers: frozenset[str] | None, wait: Wait
+    ) -> tuple[_Read, BookedPrompt]:
         """Raises what `Admission.admit` raises."""
         read = await self._read(asked, workers)
         try:
-            return read, await self._admit(read, asked, workers)
+            return read, await self._admit(read, asked, workers, wait)
         except InvalidValue:  # an out-of-range token id, found only on hashing; the engine's error goes to the client
             read = self._guess(asked, workers)
-            return read, await self._admit(read, asked, workers)
+            return read, await self._admit(read, asked, workers, wait)
 
-    async def _admit(self, read: _Read, asked: AskedRequest, workers: frozenset[str] | None) -> BookedPrompt:
+    async def _admit(
+        self, read: _Read, asked: AskedRequest, workers: frozenset[str] | None, wait: Wait
+    ) -> BookedPrompt:
         among = _among(read.prompt.prompt, workers)
         choice = await self._admission.admit(
             among,
@@ -279,6 +284,8 @@ class FleetPicker:
             lambda name: self._settings.trust.header(asked.head, name),
             tenant_id=asked.caller.tenant_id,
             priority=asked.priority,
+            weight=asked.caller.weight,
+            wait=wait,
         )
         return BookedPrompt(among, choice)
 

@@ -76,8 +76,11 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
         parts.client.condition.proves_tenants = bool(settings.tenant_from)
         stack.enter_context(export_metrics("gateway", counters))
         admission = build_admission(parts, settings, counters, apart=bool(settings.prefill_header))
+        stack.push_async_callback(admission.close)
         stack.enter_context(
-            export_metrics("gateway_load", lambda: GatewayGauges(counters.in_flight, admission.waiting))
+            export_metrics(
+                "gateway_load", lambda: GatewayGauges(counters.in_flight, admission.waiting, admission.pool_waiting)
+            )
         )
         choosing = FleetPickerSettings(
             settings.fallbacks,

@@ -35,7 +35,8 @@ SendProbe = Callable[[FleetRecord], Awaitable[Probe]]
 @dataclass(slots=True)
 class ProgressCounters:
     """Plain integers since the router started. `stalls`: how often an engine with work stopped making progress; `returns`: how
-    often one resumed. `probes`: small real requests of ours. `moved`: requests without a byte that left a stalled engine."""
+    often one resumed. `probes`: small real requests of ours. `moved`: requests that left a stalled engine: those without
+    a byte, and streams that go on elsewhere."""
 
     stalls: int = 0
     returns: int = 0
@@ -235,7 +236,7 @@ class ProgressMonitor:
         for watched in list(engine.tries.values()):
             if engine.progress.is_lost(now):
                 watched.give_up()
-            elif not watched.began and alive and watched.sent.may_move(alive) and watched.give_up():
+            elif alive and watched.sent.may_move(alive, watched.began) and watched.give_up():
                 self.counters.moved += 1
 
     def _is_stalled(self, worker_id: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Protocol
 STREAMED, WHOLE = "streamed", "whole"
 
 
-def stays(_: frozenset[str]) -> bool:
+def stays(_: frozenset[str], began: bool) -> bool:
     """A `may_move` for requests that must not move."""
     return False
 
@@ -16,15 +16,15 @@ def stays(_: frozenset[str]) -> bool:
 @dataclass(frozen=True, slots=True)
 class SentTry:
     """`kind`: groups requests with similar times to the first byte. `predicted_s`: that time; None: unknown. `computes`: an
-    answer proves that the engine computes, not just its HTTP server. `may_move`: true if the request may be tried on one of
-    these workers instead; its budget is then charged for that."""
+    answer proves that the engine computes, not just its HTTP server. `may_move`: true if the request, whose answer has
+    begun or not, may be tried on one of these workers instead; its budget is then charged for that."""
 
     worker_id: str
     pool_id: str
     kind: str = STREAMED
     predicted_s: float | None = None
     computes: bool = True
-    may_move: Callable[[frozenset[str]], bool] = stays
+    may_move: Callable[[frozenset[str], bool], bool] = stays
 
 
 class _Monitor(Protocol):

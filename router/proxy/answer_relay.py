@@ -1,5 +1,6 @@
 """One try of a request on one engine: sends the request, and passes the answer on as it arrives."""
 
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,13 +13,15 @@ from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.telemetry import sampled_context
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_stream import EventStream
+from kvatlas_router.continuation.seam import Seam
 from kvatlas_router.disaggregation.kv_sources import fetch_fields
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import send_to_pair
 from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.progress.monitor import ProgressMonitor
 from kvatlas_router.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
-from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
+from kvatlas_router.proxy.client_request import ClientRequest
+from kvatlas_router.proxy.continued_answer import ContinuedAnswer
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.headers import for_engine
 from kvatlas_router.proxy.predicted_try import sent_try
@@ -89,16 +92,24 @@ class AnswerRelay:
 
     @asynccontextmanager
     async def send(
-        self, request: ClientRequest, choice: Booked, may_move: Callable[[frozenset[str]], bool]
+        self,
+        request: ClientRequest,
+        choice: Booked,
+        may_move: Callable[[frozenset[str], bool], bool],
+        continued: ContinuedAnswer,
     ) -> AsyncIterator[Answer]:
         """Send a request to the chosen engine, or to both engines of a pair; see `send_to_engine` and `send_to_pair`.
-        `may_move`: see `SentTry`."""
+        `may_move`: see `SentTry`. `continued`: its answer, or what there is of it."""
         to_engine, text = request.for_engine, request.text
+        if text is not None and continued.api is not None and continued.body is not None:
+            text = replace(text, api=continued.api, body=continued.body)
+            to_engine = replace(to_engine, path=continued.api.value, body=json.dumps(continued.body).encode())
         self._counters.overhead.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         self._counters.sent += 1
         fields: dict[str, Any] = {}
         if text is not None:
-            fields = dict(usage_fields(text)) if self._hides_usage(request) else {}
+            fields = dict(usage_fields(text)) if self._hides_usage(request, continued) else {}
+            fields |= continued.fields
         fetch = fetch_fields(choice, text.body) if text is not None else {}
         self._counters.fetching += bool(fetch)
         if isinstance(choice, PairChoice):
@@ -110,7 +121,7 @@ class AnswerRelay:
             return
         if text is not None:
             body = replace_fields(text.body, to_engine.body, {**fields, **fetch})
-            to_engine = EngineRequest(to_engine.method, to_engine.path, to_engine.query, body)
+            to_engine = replace(to_engine, body=body)
         async with self._send(request, may_move, choice, to_engine) as answer:
             yield answer
 
@@ -118,7 +129,7 @@ class AnswerRelay:
     async def _send(
         self,
         request: ClientRequest,
-        may_move: Callable[[frozenset[str]], bool],
+        may_move: Callable[[frozenset[str], bool], bool],
         choice: Choice,
         to_engine: EngineRequest,
     ) -> AsyncIterator[Answer]:
@@ -131,7 +142,12 @@ class AnswerRelay:
                 yield replace(answer, span=span) if span.is_recording() else answer
 
     async def open(
-        self, request: ClientRequest, choice: Booked, header: tuple[bytes, bytes], answer: Answer
+        self,
+        request: ClientRequest,
+        choice: Booked,
+        header: tuple[bytes, bytes],
+        answer: Answer,
+        continued: ContinuedAnswer,
     ) -> "OpenedAnswer":
         """Read a successful answer up to its first content, or its end. Until then the client gets only bytes that keep the
         connection alive. Raises EngineRefused for an error in place of an answer, and EngineLost if the engine disappears."""
@@ -147,7 +163,9 @@ class AnswerRelay:
             return OpenedAnswer(answer)
         if not answer.events:
             return OpenedAnswer(answer)
-        stream = EventStream(hide_usage=self._hides_usage(request), hold=True)
+        hides = self._hides_usage(request, continued)
+        goes_on = continued.seam is not None
+        stream = EventStream(hide_usage=hides, hold=True, whole=goes_on, counts=goes_on)
         chunks = answer.chunks()
         async for chunk in chunks:
             passed = self._read(answer, stream, chunk)
@@ -169,35 +187,37 @@ class AnswerRelay:
         return OpenedAnswer(answer, stream, chunks, rest)
 
     async def pass_on(
-        self, request: ClientRequest, choice: Booked, header: tuple[bytes, bytes], opened: "OpenedAnswer"
+        self,
+        request: ClientRequest,
+        choice: Booked,
+        header: tuple[bytes, bytes],
+        opened: "OpenedAnswer",
+        continued: ContinuedAnswer,
     ) -> None:
-        """Send a successful answer to the client. Raises EngineLost if the engine disappears mid-answer, and EngineFailed at
-        the end of a stream that reports an engine's error."""
+        """Send a successful answer to the client. Raises EngineLost if the engine disappears mid-answer, EngineFailed at the
+        end of a stream that reports an engine's error, and CannotContinue if its answer does not follow what the client has."""
         answer = opened.answer
         if isinstance(answer, WholeAnswer):
-            await _report(self._finish(request, choice, answer, usage_of_body(answer.body)))
+            await _report(self._finish(request, choice, answer, usage_of_body(answer.body), continued))
             await request.answer_whole(answer, header)
             return
-        await request.begin(answer, header)
+        if continued.body is None:
+            await request.begin(answer, header)
         if opened.stream is not None:
-            usage = await self._pass_events(request, choice, opened, opened.stream)
+            usage = await self._pass_events(request, choice, opened, opened.stream, continued)
         else:
             usage = None
             await _report(choice.first_token())
             async for chunk in answer.chunks():
                 await request.send_part(chunk)
             await request.send({"type": "http.response.body", "body": b""})
-        await _report(self._finish(request, choice, answer, usage))
+        await _report(self._finish(request, choice, answer, usage, continued))
 
-    async def break_off(self, request: ClientRequest, choice: Booked, error: EngineLost) -> None:
-        """Report to the client that the engine disappeared mid-answer."""
-        self._counters.broken += 1
-        _log.warning("worker %s: %s; reporting an error to the client", choice.worker_id, error)
-        await request.break_off(ErrorKind.BAD_GATEWAY, str(error))
-
-    async def _finish(self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None) -> None:
+    async def _finish(
+        self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None, continued: ContinuedAnswer
+    ) -> None:
         self._counters.request_time.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
-        request.count_usage(usage)
+        request.count_usage(continued.whole_usage(usage))
         text = request.text
         if text is None:  # the prompt was not read: nothing to compare or learn
             await choice.done()
@@ -207,18 +227,32 @@ class AnswerRelay:
         await choice.done(answer.status, usage, timings_of(text, answer.clock, usage))
 
     async def _pass_events(
-        self, request: ClientRequest, choice: Booked, opened: "OpenedAnswer", stream: EventStream
+        self,
+        request: ClientRequest,
+        choice: Booked,
+        opened: "OpenedAnswer",
+        stream: EventStream,
+        continued: ContinuedAnswer,
     ) -> Usage | None:
         assert isinstance(opened.answer, StreamedAnswer) and opened.chunks is not None
-        ttft_s = (time.perf_counter_ns() - request.began_ns) / 1e9
-        self._counters.ttft.add(ttft_s, span=sampled_context())
-        describe_first_token(opened.answer.span, ttft_s)
+        if continued.body is None:
+            ttft_s = (time.perf_counter_ns() - request.began_ns) / 1e9
+            self._counters.ttft.add(ttft_s, span=sampled_context())
+            describe_first_token(opened.answer.span, ttft_s)
         if stream.error is None:
             await _report(choice.first_token())
-        await self._send_events(request, opened.answer, stream, opened.passed)
+        seam = continued.seam
+        await self._send_events(request, opened.answer, stream, opened.passed, seam)
         async for chunk in opened.chunks:
-            await self._send_events(request, opened.answer, stream, self._read(opened.answer, stream, chunk))
-        await request.send({"type": "http.response.body", "body": stream.end()})
+            await self._send_events(request, opened.answer, stream, self._read(opened.answer, stream, chunk), seam)
+        rest = stream.end()
+        if seam is not None:
+            rest = seam.end(rest)
+            if seam.error is not None:
+                raise EngineFailed(seam.error)
+            if seam.why is None and not seam.ended:
+                raise EngineLost("the stream ended before the answer")
+        await request.send({"type": "http.response.body", "body": rest})
         if stream.error is not None:
             raise EngineFailed(stream.error)
         return stream.usage
@@ -230,19 +264,23 @@ class AnswerRelay:
         return passed
 
     async def _send_events(
-        self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, passed: bytes
+        self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, passed: bytes, seam: Seam | None
     ) -> None:
         request.sent_events, request.in_event = stream.events, stream.in_event
-        if stream.done:
+        if seam is not None:
+            passed = seam.feed(passed)
+            request.sent_events = seam.events
+        if stream.done and (seam is None or seam.error is None):
             request.complete = True  # clients disconnect as soon as they have the final event
         if passed:
             began_ns = time.perf_counter_ns()
             await request.send_part(passed)
             answer.clock.hold(time.perf_counter_ns() - began_ns)
 
-    def _hides_usage(self, request: ClientRequest) -> bool:
+    def _hides_usage(self, request: ClientRequest, continued: ContinuedAnswer) -> bool:
         text = request.text
-        return text is not None and self._ask_usage and text.streamed and not text.wants_usage
+        asks = self._ask_usage or continued.seam is not None
+        return text is not None and asks and text.streamed and not text.wants_usage
 
 
 async def _report(call: Awaitable[None]) -> None:

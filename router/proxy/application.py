@@ -183,6 +183,7 @@ class ProxyApplication:
                 "draining": self.draining,
                 "in_flight": self.exchange.in_flight,
                 "waiting": self.exchange.waiting,
+                "pool_waiting": self.exchange.pool_waiting,
                 "held": len(self.held),
                 "ejected": ejected,
                 "stalled": {id: round(seconds, 3) for id, seconds in progress.stalled().items()},

@@ -12,11 +12,12 @@ from urllib.parse import unquote
 from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.types import Message, Receive, Send
 
+from kvatlas_router.admission.queue import Wait
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_parser import can_be_read
 from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.proxy.error_events import error_event
-from kvatlas_router.proxy.headers import RawHeaders, for_client
+from kvatlas_router.proxy.headers import RawHeaders, for_client, queue_header
 from kvatlas_router.proxy.request_trace import describe_answer
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.limits import Permit
@@ -59,7 +60,7 @@ class ClientRequest:
     `decision`: the last try's decision header. `priority`: its own priority in the queue; None: it gives none.
     `prompt_tokens`: its prompt's tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
     that it names or makes. `permit`: its client's, if clients must prove who they are. `shows_decision`: to the client, in a
-    header. `failure`: why the router could not answer.
+    header. `failure`: why the router could not answer. `wait`: its wait in the pool's queue, if any.
     """
 
     text: TextRequest | None
@@ -86,6 +87,7 @@ class ClientRequest:
     permit: Permit | None = None
     shows_decision: bool = True
     failure: str = ""
+    wait: Wait = field(default_factory=Wait)
 
     def __post_init__(self) -> None:
         sent = self.for_engine
@@ -144,7 +146,7 @@ class ClientRequest:
         describe_answer(self.span, kind.status, None)
         if self.status is None:
             line = self._told(kind, line)
-            await send_error(self.send, kind, line, param=param, retry_after_s=retry_after_s)
+            await send_error(self.send, kind, line, param=param, retry_after_s=retry_after_s, added=self._shown())
         else:
             await self.break_off(kind, line)
 
@@ -161,8 +163,11 @@ class ClientRequest:
         if event is not None and not self.in_event:
             await self.send({"type": "http.response.body", "body": event})
 
-    def _shown(self, header: tuple[bytes, bytes]) -> RawHeaders:
-        return (header,) if self.shows_decision else ()
+    def _shown(self, *headers: tuple[bytes, bytes]) -> RawHeaders:
+        """Headers that explain the choice, if the client may see them; with that of the queue if the request waited."""
+        if not self.shows_decision:
+            return ()
+        return (*headers, queue_header(self.wait)) if self.wait else headers
 
     def _told(self, kind: ErrorKind, line: str) -> str:
         """The line as shown to the client: tenants must not see names and addresses of workers."""

@@ -3,6 +3,37 @@
 from dataclasses import dataclass, field
 
 from kvatlas.telemetry.distribution import Distribution
+from kvatlas_router.continuation.reasons import Why
+
+
+@dataclass(slots=True)
+class ContinuationCounters:
+    """Plain integers since the router started: streams whose engine died in mid-answer. `resumed`: another worker went on (each
+    time). The others ended with an error, by `Why`."""
+
+    resumed: int = 0
+    api: int = 0
+    sampled: int = 0
+    choices: int = 0
+    beams: int = 0
+    echo: int = 0
+    guided: int = 0
+    audio: int = 0
+    penalties: int = 0
+    template: int = 0
+    object: int = 0
+    reasoning: int = 0
+    tool_call: int = 0
+    long: int = 0
+    unreadable: int = 0
+    diverged: int = 0
+    same_token: int = 0
+    refused: int = 0
+    no_worker: int = 0
+
+    def count(self, why: Why) -> None:
+        """Count an answer that could not go on."""
+        setattr(self, why.value, getattr(self, why.value) + 1)
 
 
 @dataclass(slots=True)
@@ -19,6 +50,7 @@ class ProxyCounters:
     those that it failed. `fetching`: tries whose engine should fetch KV from another one. `sent`: tries sent; `overhead`:
     seconds from a request's arrival until it is sent. `held`, `held_done`, `held_expired`: see
     `kvatlas_router.held_bookings.HeldCounters`; `done_elsewhere`: ends reported here for bookings of other routers.
+    `continued`: streams whose engine died.
     """
 
     requests: int = 0
@@ -47,3 +79,4 @@ class ProxyCounters:
     held_done: int = 0
     held_expired: int = 0
     done_elsewhere: int = 0
+    continued: ContinuationCounters = field(default_factory=ContinuationCounters)

@@ -23,6 +23,7 @@ from kvatlas_router.proxy.request_trace import request_span
 from kvatlas_router.proxy.worker_tries import WorkerTries
 from kvatlas_router.tenancy.limits import OverLimit
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
+from kvatlas_router.tokens.text_request import TextRequest
 from router_client.decision.request_hints import RequestHintHeaders
 
 _log = logging.getLogger("kvatlas_router.proxy")
@@ -78,6 +79,11 @@ class Exchange:
     def waiting(self) -> int:
         """Number of running requests that wait for a worker with room."""
         return self._admission.waiting
+
+    @property
+    def pool_waiting(self) -> int:
+        """The same for all routers of the pools in which some wait here."""
+        return self._admission.pool_waiting
 
     async def run(self, request: ClientRequest) -> None:
         """Answer one request. If the client disconnects, all its work is cancelled, on the engine too."""
@@ -154,11 +160,17 @@ class Exchange:
             except OverLimit as error:
                 await request.refuse(ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s)
                 return
-            read = let_fetch(self._reader.with_session(read, request.header), request.text)
             if hints is not None:
                 request.priority = hints.priority if request.priority is None else request.priority
-                read = replace(read, prompt=hints.apply(read.prompt))
-            await self._tries.run(request, read)
+
+            def complete(read: RequestPrompt, text: TextRequest | None) -> RequestPrompt:
+                read = let_fetch(self._reader.with_session(read, request.header), text)
+                return read if hints is None else replace(read, prompt=hints.apply(read.prompt))
+
+            async def read_prompt(text: TextRequest) -> RequestPrompt:
+                return complete(await self._reader.read(text, request.id, request.caller), text)
+
+            await self._tries.run(request, complete(read, request.text), read_prompt)
 
     def _heeds_hints(self, request: ClientRequest) -> bool:
         return self._settings.request_hints and (request.caller.is_front or not request.caller.is_proven)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvatlas_router.admission.queue import Wait
 from kvatlas_router.disaggregation.kv_sources import fetch_of
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
@@ -13,6 +14,7 @@ from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 from router_client.results import fell_open_for_want_of
 
 DECISION_HEADER = "X-KVAtlas-Decision"
+QUEUE_HEADER = "X-KVAtlas-Queue"
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
@@ -44,7 +46,13 @@ _JSON = b"application/json"
 _JSON_TYPE = re.compile(rb"\s*application/(?:[\w.-]+\+)?json\s*", re.IGNORECASE)
 _CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _CREDENTIALS = {b"authorization", b"cookie", b"x-api-key", b"api-key"}
-_ANSWER_OWN = {*_OWN, b"content-length", b"date", b"server", DECISION_HEADER.lower().encode()}
+_ANSWER_OWN = {
+    *_OWN,
+    b"content-length",
+    b"date",
+    b"server",
+    *(name.lower().encode() for name in (DECISION_HEADER, QUEUE_HEADER)),
+}
 
 
 def for_engine(
@@ -107,6 +115,11 @@ def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tup
     if choice.advice is not Advice.GO:
         parts.append(f"advice={choice.advice}")
     return DECISION_HEADER.lower().encode(), ";".join(parts).encode()
+
+
+def queue_header(wait: Wait) -> tuple[bytes, bytes]:
+    """A request's wait in the pool's queue as one header; see `Wait`."""
+    return QUEUE_HEADER.lower().encode(), str(wait).encode()
 
 
 def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:

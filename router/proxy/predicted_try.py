@@ -12,7 +12,7 @@ _BY_THE_SERVER = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_toke
 
 
 def sent_try(
-    choice: Choice, path: str, text: TextRequest | None, may_move: Callable[[frozenset[str]], bool] = stays
+    choice: Choice, path: str, text: TextRequest | None, may_move: Callable[[frozenset[str], bool], bool] = stays
 ) -> SentTry:
     """The try with its predicted time to the first byte: a stream's comes with the first token, any other answer's with the
     last. Times of other calls are not predicted but learned by path."""

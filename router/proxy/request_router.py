@@ -143,7 +143,9 @@ def build_admission(
     """Build the admission as the settings say. `apart`: prefill and decode may be on two workers."""
     pairs = PairBooker(parts.client, parts.catalogue.records, apart=apart)
     avoidance = Avoidance(parts.outliers, parts.catalogue.workers_of, parts.progress.stalled_in)
-    queue = AdmissionQueue(QueueSettings(settings.queue_requests, settings.queue_tokens, settings.queue_wait_s))
+    queue = AdmissionQueue(
+        QueueSettings(settings.queue_requests, settings.queue_tokens, settings.queue_wait_s), parts.client
+    )
     headers = settings.tenant_header.lower(), settings.priority_header.lower()
     return Admission(pairs, avoidance, queue, counters, AdmissionSettings(settings.shed, *headers))
 

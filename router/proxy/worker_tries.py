@@ -15,6 +15,7 @@ from functools import partial
 from kvatlas.errors import Unreachable
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
+from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import PrefillFailed, as_failure
 from kvatlas_router.outliers.avoidance import EnginesRest
@@ -22,6 +23,7 @@ from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, OpenedAnswer
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
+from kvatlas_router.proxy.continued_answer import ContinuedAnswer, ReadPrompt
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.headers import decision_header
 from kvatlas_router.proxy.request_trace import describe_answer, describe_try
@@ -46,10 +48,13 @@ class _Attempts:
 
     `refused`: the last unsuccessful answer, with its header. `doubted`: a worker whose refusal may be the request's own fault,
     and its status. `free`: the last try reached no engine, so the next needs no budget. `paid`: the budget has already allowed
-    the next try. `apart`: two workers may compute prompt and answer.
+    the next try. `apart`: two workers may compute prompt and answer. `read`: the prompt of the next try. `begun`: the client
+    has a part of an answer.
     """
 
     request: ClientRequest
+    read: RequestPrompt
+    answer: ContinuedAnswer
     pool_id: str
     number: int = 0
     tried: frozenset[str] = frozenset()
@@ -59,6 +64,7 @@ class _Attempts:
     free: bool = False
     paid: bool = False
     apart: bool = True
+    begun: bool = False
 
 
 class WorkerTries:
@@ -72,7 +78,10 @@ class WorkerTries:
         counters: ProxyCounters,
         admission: Admission,
         most_attempts: int = 4,
+        continues: ContinueMode = ContinueMode.OFF,
     ) -> None:
+        """`continues`: whose streams go on elsewhere if their engine dies."""
+        self._continues = continues
         self._catalogue = catalogue
         self._relay = relay
         self._outliers = outliers
@@ -80,9 +89,13 @@ class WorkerTries:
         self._admission = admission
         self._most_attempts = most_attempts
 
-    async def run(self, request: ClientRequest, read: RequestPrompt) -> None:
-        """Try workers until one answers, or none is left to try. The client gets an answer in any case."""
-        attempts = _Attempts(request, read.prompt.scope.pool_id)
+    async def run(self, request: ClientRequest, read: RequestPrompt, read_prompt: ReadPrompt) -> None:
+        """Try workers until one answers, or none is left to try. The client gets an answer in any case. `read_prompt`: reads
+        what is asked for the rest of an answer."""
+        answer = ContinuedAnswer.of(
+            request, self._continues, self._counters.continued, read_prompt, self._catalogue.kind_of
+        )
+        attempts = _Attempts(request, read, answer, read.prompt.scope.pool_id)
         budget = self._outliers.retry_budget(attempts.pool_id)
         budget.record_request()
         while attempts.number < self._most_attempts:
@@ -93,34 +106,37 @@ class WorkerTries:
             attempts.number += 1
             attempts.paid = False
             try:
-                if await self._try(read, attempts):
+                if await self._try(attempts):
                     return
             except (RequestShed, QueueFull, EnginesRest) as error:
-                if attempts.refused is not None:
+                if attempts.refused is not None or attempts.begun:
                     break
                 await self._hold_off(request, error)
                 return
             except (NoWorkers, Unreachable) as error:
                 attempts.line = attempts.line or str(error)
-                if not attempts.free or attempts.number == self._most_attempts:
+                if not attempts.free or attempts.begun or attempts.number == self._most_attempts:
                     break
                 await asyncio.sleep(AGAIN_S)
                 attempts.tried = frozenset()
+        if attempts.begun:
+            await self._end_broken(attempts, Why.NO_WORKER)
+            return
         if attempts.refused is not None:
-            answer, header = attempts.refused
-            if judge(answer.status) is Verdict.ELSEWHERE:
+            refusal, header = attempts.refused
+            if judge(refusal.status) is Verdict.ELSEWHERE:
                 self._counters.gave_up += 1
             else:
                 self._counters.refused_by_engine += 1
-            describe_answer(request.span, answer.status, None)
-            await request.answer_whole(answer, header)
+            describe_answer(request.span, refusal.status, None)
+            await request.answer_whole(refusal, header)
             return
         self._counters.gave_up += 1
         await request.refuse(ErrorKind.UNAVAILABLE, attempts.line)
 
-    async def _try(self, read: RequestPrompt, attempts: _Attempts) -> bool:
+    async def _try(self, attempts: _Attempts) -> bool:
         """Make one try. True if the client has its answer. Raises what booking raises."""
-        request, pool_id = attempts.request, attempts.pool_id
+        request, pool_id, read, continued = attempts.request, attempts.pool_id, attempts.read, attempts.answer
         async with self._book(read, attempts) as choice:
             worker_id = choice.worker_id
             attempts.free = False
@@ -131,30 +147,37 @@ class WorkerTries:
                 self._outliers.record_sent(pool_id, one)
             opened: OpenedAnswer | None = None
             try:
-                async with self._relay.send(request, choice, partial(self._may_move, attempts)) as answer:
+                async with self._relay.send(request, choice, partial(self._may_move, attempts), continued) as answer:
                     describe_try(request.span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
                     if isinstance(answer, WholeAnswer) and judge(answer.status) is not Verdict.ANSWERED:
                         raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
-                    opened = await self._relay.open(request, choice, header, answer)
+                    opened = await self._relay.open(request, choice, header, answer, continued)
+                    continued.fit(readable=opened.stream is not None)
                     for one in unjudged:
                         self._outliers.record_good(pool_id, one)
                     await self._blame_doubted(attempts, worker_id)
-                    self._counters.answered += 1
+                    self._counters.answered += not attempts.begun
+                    self._counters.continued.resumed += attempts.begun
+                    attempts.begun = True
                     describe_answer(request.span, answer.status, worker_id)
-                    await self._relay.pass_on(request, choice, header, opened)
+                    await self._relay.pass_on(request, choice, header, opened, continued)
                     while unjudged:
                         self._outliers.record_complete(pool_id, unjudged.pop())
             except EngineFailed as error:
-                await choice.done(status=error.status)
+                await _end_booking(choice, error.status)
                 if self._record_failed(pool_id, worker_id, error):
                     unjudged.discard(worker_id)
+                    return await self._go_on(attempts, worker_id, error)
+                await continued.end(None)
+            except CannotContinue as error:
+                await self._end_broken(attempts, error.why)
             except (EngineRefused, EngineUnreachable, EngineLost, PrefillFailed) as error:
-                await choice.done(status=LOST_STATUS if isinstance(error, EngineLost) else 0)
+                await _end_booking(choice, LOST_STATUS if isinstance(error, EngineLost) else 0)
                 if isinstance(error, EngineLost) and opened is not None:
                     unjudged.discard(worker_id)
                     self._outliers.record_bad(pool_id, worker_id, str(error))
-                    await self._relay.break_off(request, choice, error)
-                    return True
+                    _log.warning("worker %s: %s", worker_id, error)
+                    return await self._go_on(attempts, worker_id, error)
                 by = error.worker_id if isinstance(error, PrefillFailed) else worker_id
                 unjudged.discard(by)
                 return await self._judge_failure(attempts, by, error, header)
@@ -162,6 +185,22 @@ class WorkerTries:
                 for one in unjudged:
                     self._outliers.record_unknown(pool_id, one)
         return True
+
+    async def _go_on(self, attempts: _Attempts, worker_id: str, error: EngineLost | EngineFailed) -> bool:
+        """Handle an answer whose engine died in the middle. False to let another worker go on; True if it has ended."""
+        attempts.tried |= {worker_id}
+        attempts.apart = False
+        rest = await attempts.answer.go_on(attempts.read, error)
+        if rest is not None:
+            attempts.read = rest
+            return False
+        self._counters.broken += attempts.answer.is_broken
+        return True
+
+    async def _end_broken(self, attempts: _Attempts, why: Why) -> None:
+        """End a begun answer with its engine's error, since no worker can go on with it."""
+        self._counters.broken += 1
+        await attempts.answer.end(why)
 
     async def _judge_failure(
         self,
@@ -192,6 +231,9 @@ class WorkerTries:
         attempts.free = not cause.connected
         self._outliers.record_bad(attempts.pool_id, worker_id, str(cause), unreachable=True)
         _log.warning("worker %s: %s; trying another", worker_id, cause)
+        if attempts.begun and cause.connected:  # two engines died of what comes next, perhaps
+            await self._end_broken(attempts, Why.SAME_TOKEN)
+            return True
         return False
 
     def _record_failed(self, pool_id: str, worker_id: str, error: EngineFailed) -> bool:
@@ -199,14 +241,15 @@ class WorkerTries:
         if judge(error.status) is not Verdict.ELSEWHERE:
             self._counters.refused_by_engine += 1
             return False
-        self._counters.broken += 1
         self._outliers.record_bad(pool_id, worker_id, str(error))
         _log.warning("worker %s: %s", worker_id, error)
         return True
 
-    def _may_move(self, attempts: _Attempts, others: frozenset[str]) -> bool:
+    def _may_move(self, attempts: _Attempts, others: frozenset[str], began: bool) -> bool:
         """True if a request that waits at a stalled engine may move to one of these. It keeps waiting if the budget is used
         up."""
+        if began and not attempts.answer.may_go_on:
+            return False
         if attempts.number >= self._most_attempts or not others - attempts.tried:
             return False
         attempts.paid = attempts.paid or self._outliers.retry_budget(attempts.pool_id).take()
@@ -235,6 +278,9 @@ class WorkerTries:
         if verdict is Verdict.DOUBTFUL and attempts.doubted is None:
             attempts.doubted = worker_id, answer.status
             return False
+        if attempts.begun:
+            await self._end_broken(attempts, Why.REFUSED)
+            return True
         self._counters.refused_by_engine += 1
         describe_answer(request.span, answer.status, worker_id)
         await request.answer_whole(answer, header)
@@ -272,6 +318,8 @@ class WorkerTries:
                 request.trusted_header,
                 tenant_id=request.caller.tenant_id,
                 priority=request.priority,
+                weight=request.caller.weight,
+                wait=request.wait,
             )
         else:
             choice = await self._admission.book(prompt, request.text, attempts.tried, apart=attempts.apart)
@@ -279,6 +327,14 @@ class WorkerTries:
             yield choice
         finally:
             await self._admission.end(prompt, choice)
+
+
+async def _end_booking(choice: Booked, status: int) -> None:
+    """End a failed try's booking. The request goes on without the store."""
+    try:
+        await choice.done(status=status)
+    except Unreachable as error:
+        _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
 
 
 def _workers_of(choice: Booked) -> set[str]:

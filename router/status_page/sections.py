@@ -127,6 +127,7 @@ def _facts(parts: RequestRouter, exchange: Exchange) -> Sequence[Fact]:
     facts = [
         Fact("in flight", number_cell(exchange.in_flight)),
         Fact("waiting", number_cell(exchange.waiting, Tone.WARNING if exchange.waiting else Tone.PLAIN)),
+        Fact("waiting, all routers", number_cell(exchange.pool_waiting)),
         Fact("decisions since the start", number_cell(counters.routed)),
         Fact("decision, p99", QUIET_DASH if late_s is None else Cell(milliseconds_text(late_s * 1e6))),
         Fact("prompt tokens not computed", QUIET_DASH if saved is None else Cell(saved)),

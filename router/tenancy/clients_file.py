@@ -6,6 +6,7 @@ certificates = ["spiffe://acme/app"]    # names of a client's certificate: a URI
 tenants = ["acme"]                      # the first one, unless the header names another one of them
 models = ["llama-*"]                    # default: all
 priority = 0                            # in the queue; lower is earlier
+weight = 2.0                            # its share of the queue, relative to other tenants; default: 1
 requests_per_minute = 600               # and tokens_per_minute, requests_in_flight, tokens_in_flight, body_bytes
 decisions = true                        # its answers have the decision header
 
@@ -34,6 +35,7 @@ from kvatlas.addresses import AddressList
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.tenants import PART_MARK
 from kvatlas.identity import MAX_NAME_BYTES
+from kvatlas.reservations.waiting_request import LEAST_WEIGHT, MOST_WEIGHT
 from kvatlas.validation import MAX_TENANTS, Positive, Text, describe_expected, describe_mistake
 from kvatlas_router.tenancy.caller import Caller, Limits
 
@@ -78,6 +80,7 @@ class Allowance(BaseModel):
 
     models: tuple[Text, ...] = ()
     priority: Annotated[int, Field(strict=True, ge=-(1 << 31), lt=1 << 31)] | None = None
+    weight: Annotated[float, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
     decisions: bool = False
     requests_in_flight: Positive | None = None
     tokens_in_flight: Positive | None = None
@@ -94,7 +97,7 @@ class Allowance(BaseModel):
             self.tokens_per_minute,
             self.body_bytes,
         )
-        return Caller(name, tenant_id, self.models, self.priority, limits, is_front, self.decisions)
+        return Caller(name, tenant_id, self.models, self.priority, limits, is_front, self.decisions, self.weight)
 
 
 class Client(Allowance):

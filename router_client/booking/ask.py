@@ -1,9 +1,9 @@
 """Turns quotes into the ask of a booking: each worker's cost without load, and the prompt cut into steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.reservations import STEP_BLOCKS, Ask, LookAlikes, Offer, OfferKind, StepChain
+from kvatlas.reservations import STEP_BLOCKS, Ask, LookAlikes, Lookup, Offer, OfferKind, StepChain
 from kvatlas.reservations.protocol import MOST_STEPS
 from router_client.pricing.candidates import Candidate
 from router_client.pricing.quotes import KindQuote, Quote
@@ -22,9 +22,15 @@ def build_ask(
     settings: RouterSettings,
     usual_block_size: int | None,
     look_alikes: Sequence[tuple[bytes, Quote]] = (),
+    *,
+    skipped: Collection[str] = (),
+    least_members: int = 0,
+    ring: int = 0,
+    lookup: Lookup | None = None,
 ) -> Ask:
     """Offers in the order of `quotes`, and offers to look-alikes with their likeness. `chains`: by block size, as far as
-    hashed; more is hashed as needed. `usual_block_size`: the pool's, for workers that have announced no block yet.
+    hashed; more is hashed as needed. `usual_block_size`: the pool's, for workers that have announced no block yet. The other
+    arguments: see `Ask`.
 
     Raises InvalidValue for an out-of-range token id.
     """
@@ -59,7 +65,18 @@ def build_ask(
         LookAlikes(likeness, offer_of(quote, ""), 0.0 if limits is None else decode_us(prompt, quote))
         for likeness, quote in look_alikes
     ]
-    return Ask(offers, step_chains, booking.again_factor, limits, look_alikes=to_look_alikes)
+    return Ask(
+        offers,
+        step_chains,
+        booking.again_factor,
+        limits,
+        None,
+        to_look_alikes,
+        skipped,
+        least_members,
+        ring,
+        lookup,
+    )
 
 
 def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, settings: BookingSettings) -> OfferKind:

@@ -1,6 +1,7 @@
 """Evaluates and books asks: in the store together with all other routers, or alone if it does not answer."""
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import replace
 from secrets import token_bytes
 from time import perf_counter
 from typing import Any, TypeVar
@@ -14,8 +15,12 @@ from kvatlas.reservations import (
     LookAlikesUnknown,
     LookupImpossible,
     MemoryReservations,
+    MustWait,
     Outcome,
+    QueueIsFull,
     Reservations,
+    Turns,
+    WaitingRequest,
     WorkerReport,
 )
 from kvatlas.reservations.evaluation import Candidates, WorkerLoad, evaluate
@@ -33,6 +38,9 @@ from router_client.prompt import Prompt
 from router_client.settings import RouterSettings
 
 T = TypeVar("T")
+
+TURNS_MS = 250.0
+"""Time to wait for the store's answer about turns: a quarter of the time for which requests wait without asking."""
 
 
 class Booker:
@@ -88,6 +96,9 @@ class Booker:
             self._counters.booking_failures += 1
             self._breaker.record_failure()
             return None, f"reservations: {deadline.describe(error)}"
+        except (MustWait, QueueIsFull):
+            self._breaker.record_success()
+            raise
         self._breaker.record_success()
         return result, ""
 
@@ -97,10 +108,11 @@ class Booker:
         return await self._reservations.evaluate(pool_id, ask)
 
     async def book(self, prompt: Prompt, ask: Ask, deadline: Deadline) -> tuple[Evaluation, tuple[Reservation, ...]]:
-        """Choose and reserve in one call. Raises what the store raises, and TimeoutError; then no booking remains."""
+        """Choose and reserve in one call. Raises what the store raises, TimeoutError, MustWait and QueueIsFull; then no booking
+        remains."""
         pool_id = prompt.scope.pool_id
         await self._report_workers(pool_id)
-        booking = self._new_booking(prompt, ask, leased=self._reservations.fed_by_indexer)
+        booking = self._new_booking(prompt, ask, leased=self._reservations.fed_by_indexer, waits=True)
         ids = [id for id in (booking.id, booking.prefill_id) if id is not None]
         answered = False
         try:
@@ -108,8 +120,12 @@ class Booker:
             evaluation = await deadline.wait_for(self._reservations.book(pool_id, booking))
             answered = True
             self._counters.booking_time.add(perf_counter() - began, span=sampled_context())
-        except (LookAlikesUnknown, LookupImpossible):
+        except (LookAlikesUnknown, LookupImpossible, QueueIsFull):
             answered = True
+            raise
+        except MustWait as error:
+            answered = True
+            error.request = booking.waiting
             raise
         finally:
             if not answered:  # the store may have booked it anyway, or may still do so
@@ -139,16 +155,33 @@ class Booker:
         return self._own.evaluate_now(pool_id, ask)
 
     def book_alone(self, prompt: Prompt, ask: Ask) -> tuple[Evaluation, tuple[Reservation, ...]]:
-        """Reserve what `look_alone` would choose."""
+        """Reserve what `look_alone` would choose. Raises MustWait and QueueIsFull: a router that decides alone keeps the
+        queue for its own requests."""
         pool_id = prompt.scope.pool_id
         self._report_to_own(pool_id)
-        booking = self._new_booking(prompt, ask, leased=False)
-        evaluation = self._own.book_now(pool_id, booking)
+        booking = self._new_booking(prompt, ask, leased=False, waits=True)
+        try:
+            evaluation = self._own.book_now(pool_id, booking)
+        except MustWait as error:
+            error.request, error.alone = booking.waiting, True
+            raise
         assert evaluation is not None  # a new booking was not cancelled
         ids = [booking.id]
         if evaluation.prefill is not None and booking.prefill_id is not None:
             ids.append(booking.prefill_id)
         return evaluation, tuple(Reservation(pool_id, id, self._own, None, None, self._late_calls) for id in ids)
+
+    async def turns(
+        self, pool_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest], *, call_store: bool
+    ) -> tuple[Turns, bool]:
+        """Which of this router's waiting requests may be tried now (`Reservations.turns`), and whether the store said so."""
+        if call_store and self._settings.booking.reservations and self.may_call_store():
+            deadline = Deadline(TURNS_MS, self._late_calls)
+            call = self._reservations.turns(pool_id, self._leases.router_id, left, waiting)
+            turns, _ = await self.try_store(deadline.wait_for(call), deadline)
+            if turns is not None:
+                return turns, True
+        return self._own.turns_now(pool_id, self._leases.router_id, left, waiting), False
 
     # ------------------------------------------------------------ alone at first
 
@@ -185,13 +218,16 @@ class Booker:
 
     # ------------------------------------------------------------ pieces
 
-    def _new_booking(self, prompt: Prompt, ask: Ask, *, leased: bool) -> Booking:
+    def _new_booking(self, prompt: Prompt, ask: Ask, *, leased: bool, waits: bool = False) -> Booking:
         longest_us = round(self._settings.booking.longest_s * 1e6)
         # no lease is needed in this process: a reservation ends with the process at the latest
         lease_us = self._leases.lease_us if leased else longest_us
         prefill_id = None if ask.pair_layout is None else token_bytes(ID_BYTES)
         id = token_bytes(ID_BYTES)
-        return Booking(id, self._leases.router_id, prompt.input_tokens, ask, lease_us, longest_us, prefill_id)
+        waiting = prompt.waiting if waits else None
+        if waiting is not None:  # the answer's expected length was not known before
+            waiting = replace(waiting, output_tokens=prompt.output_tokens)
+        return Booking(id, self._leases.router_id, prompt.input_tokens, ask, lease_us, longest_us, prefill_id, waiting)
 
     def _report_to_own(self, pool_id: str) -> None:
         if reports := self._new_reports(pool_id, self._own):

@@ -11,7 +11,16 @@ from time import monotonic
 
 from kvatlas.errors import Unreachable
 from kvatlas.identity import Scope
-from kvatlas.reservations import Ask, Evaluation, LookAlikesUnknown, LookupImpossible, OfferEvaluation, Outcome
+from kvatlas.reservations import (
+    Ask,
+    Evaluation,
+    LookAlikesUnknown,
+    LookupImpossible,
+    OfferEvaluation,
+    Outcome,
+    Turns,
+    WaitingRequest,
+)
 from kvatlas.store.deadline import CALLS_A_DECISION, READ_SHARE, STORE_FAILURES, Deadline, LateCalls
 from kvatlas.store.distance import StoreDistance
 from router_client.basis import Basis
@@ -129,6 +138,7 @@ class Decider:
         names_all = explain_all or self._policy.names_all(prompt)
         deadline = self._start_deadline()
         pool, why = await self._read_narrowed(prompt, avoid, deadline, call_store=call_store)
+        prompt = self._waiting_among(prompt, pool)
         case: Case | None = None
         if waits and not names_all:
             choice, case = await self._choose_by_lookup(prompt, pool, why, deadline, book=book)
@@ -168,6 +178,7 @@ class Decider:
         """Choose one or two workers, reserved in one call if `book`; see `decide`. No other policy is followed."""
         deadline, call_store = self._start_deadline(), self._booker.may_call_store()
         pool, why = await self._read_narrowed(prompt, avoid, deadline, call_store=call_store)
+        prompt = self._waiting_among(prompt, pool)
         case = await self._look_up(prompt, pool, why, deadline, counts=not avoid)
         pairs = self._policy.quote_pairs(case).shortlist()
         if not pairs.can_serve:
@@ -190,6 +201,12 @@ class Decider:
         if pair.prefill is None:
             return replace(pair, decode=await self._name_blocks(prompt, pair.decode))
         return replace(pair, prefill=await self._name_blocks(prompt, pair.prefill, pair.decode))
+
+    async def turns(
+        self, pool_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
+    ) -> tuple[Turns, bool]:
+        """See `RouterClient.turns`."""
+        return await self._booker.turns(pool_id, left, waiting, call_store=not self.store_is_far)
 
     async def _name_blocks(self, prompt: Prompt, choice: Choice, *others: Choice) -> Choice:
         """The choice with the names of the blocks to fetch. `others` are booked with it: if the caller leaves, all end."""
@@ -220,6 +237,15 @@ class Decider:
         """The pool without workers that may not get the prompt; and why it could not be read again, if so."""
         pool, why = await self._read_pool(prompt.scope.pool_id, deadline, call_store=call_store)
         return self._policy.narrow(pool, prompt, avoid), why
+
+    def _waiting_among(self, prompt: Prompt, pool: Pool) -> Prompt:
+        """The prompt, waiting only for workers of the narrowed pool, if others in its pool are left out."""
+        if prompt.waiting is None:
+            return prompt
+        whole = self._fleet.last_known(prompt.scope.pool_id)
+        if whole is None or pool is whole or pool.sizes == whole.sizes:
+            return prompt
+        return replace(prompt, waiting=prompt.waiting.among(pool.serving))
 
     async def _look_up(self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, counts: bool) -> Case:
         """The case with what the pool's workers hold. `counts`: of several tries one counts."""
@@ -377,5 +403,7 @@ def _record_fetchable(case: Case) -> None:
 
 
 def _narrow_ask(ask: Ask, worker_id: str) -> Ask:
-    """Reduce the ask to one of its workers, even if that worker is over a limit."""
-    return replace(ask, offers=[offer for offer in ask.offers if offer.worker_id == worker_id], limits=None)
+    """Reduce the ask to one of its workers."""
+    kept = [number for number, offer in enumerate(ask.offers) if offer.worker_id == worker_id]
+    limits = ask.limits and replace(ask.limits, of_offers=[ask.limits.of_offers[number] for number in kept])
+    return replace(ask, offers=[ask.offers[number] for number in kept], limits=limits)

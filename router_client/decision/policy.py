@@ -4,10 +4,10 @@ against.
 Pure, and the same on every router with the same settings; only a followed policy may have state.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from kvatlas.reservations import Ask
+from kvatlas.reservations import Ask, Lookup
 from router_client.booking.ask import build_ask
 from router_client.decision.case import Case
 from router_client.decision.shadow_policy import Policy, RoundRobin
@@ -20,6 +20,7 @@ from router_client.pricing.quotes import Quote, rendezvous_weight
 from router_client.pricing.ranking import Criteria
 from router_client.pricing.surcharges import add_session_surcharge, add_surcharges, session_worker
 from router_client.prompt import Prompt, Strategy
+from router_client.prompt_chain import PromptChain
 from router_client.settings import RouterSettings, SloMode
 
 PREFIX_TOKENS = 1_024
@@ -79,9 +80,7 @@ class RoutingPolicy:
 
     def ask_lookup(self, prompt: Prompt, quotes: LookupQuotes) -> Ask:
         """The question with a lookup: which worker is the cheapest, with what it holds, under load?"""
-        chains, usual_size = quotes.empty.chains, quotes.pool.usual_block_size
-        ask = build_ask(prompt, (), chains, self._settings, usual_size, quotes.rows)
-        return replace(_among_members(ask, quotes), lookup=quotes.lookup)
+        return self._ask_members(prompt, (), quotes.empty.chains, quotes.rows, quotes, quotes.lookup)
 
     def quote_pairs(self, case: Case) -> PairQuotes:
         """Quotes of prefill and decode workers."""
@@ -95,9 +94,32 @@ class RoutingPolicy:
 
     def ask_look_alikes(self, case: Case, quotes: LookAlikeQuotes) -> Ask:
         """Build the same ask for named workers and look-alikes."""
-        chains, usual_size = case.lookup.chains, quotes.pool.usual_block_size
-        ask = build_ask(case.prompt, quotes.named, chains, self._settings, usual_size, [*quotes.look_alikes.items()])
-        return _among_members(ask, quotes)
+        rows = [*quotes.look_alikes.items()]
+        return self._ask_members(case.prompt, quotes.named, case.lookup.chains, rows, quotes)
+
+    def _ask_members(
+        self,
+        prompt: Prompt,
+        named: Sequence[Quote],
+        chains: Mapping[int, PromptChain],
+        rows: Sequence[tuple[bytes, Quote]],
+        quotes: LookAlikeQuotes | LookupQuotes,
+        lookup: Lookup | None = None,
+    ) -> Ask:
+        """The ask with what the store needs to choose among look-alikes."""
+        pool = quotes.pool
+        return build_ask(
+            prompt,
+            named,
+            chains,
+            self._settings,
+            pool.usual_block_size,
+            rows,
+            skipped=tuple(pool.skipped),
+            least_members=least_members(pool),
+            ring=quotes.ring,
+            lookup=lookup,
+        )
 
     def criteria(self, prompt: Prompt) -> Criteria:
         """The terms and limits of results, the same as in the ask."""
@@ -145,9 +167,3 @@ class RoutingPolicy:
             session_us=settings.session_us,
             temperature=settings.temperature,
         )
-
-
-def _among_members(ask: Ask, quotes: LookAlikeQuotes | LookupQuotes) -> Ask:
-    """The ask with what the store needs to choose among look-alikes."""
-    skipped, least = tuple(quotes.pool.skipped), least_members(quotes.pool)
-    return replace(ask, skipped=skipped, least_members=least, ring=quotes.ring)

@@ -9,22 +9,26 @@ from kvatlas.errors import InvalidValue
 from router_client.decision.selector import Selector
 from router_client.prompt import Prompt, Strategy
 
-HINT_HEADERS = tuple(f"x-kvatlas-{hint}".encode() for hint in ("strategy", "priority", "session", "allow", "deny"))
+HINT_HEADERS = tuple(
+    f"x-kvatlas-{hint}".encode() for hint in ("strategy", "priority", "session", "allow", "deny", "wait-ms")
+)
 MOST_LETTERS = 8_192
 MOST_PRIORITY = 1 << 31
 
-_STRATEGY, _PRIORITY, _SESSION, _ALLOW, _DENY = HINT_HEADERS
+_STRATEGY, _PRIORITY, _SESSION, _ALLOW, _DENY, _WAIT_MS = HINT_HEADERS
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHintHeaders:
-    """`strategy` None: the router's own. `priority`: lower is earlier; None: without a hint. `allow` None: all workers."""
+    """`strategy` None: the router's own. `priority`: lower is earlier; None: without a hint. `allow` None: all workers.
+    `wait_s`: the longest wait for a worker with room; None: as the router's settings say."""
 
     strategy: Strategy | None = None
     priority: int | None = None
     session_id: str | None = None
     allow: tuple[str, ...] | None = None
     deny: tuple[str, ...] = ()
+    wait_s: float | None = None
 
     @classmethod
     def read(cls, headers: Iterable[tuple[bytes, bytes]]) -> Self:
@@ -39,6 +43,7 @@ class RequestHintHeaders:
             found.get(_SESSION) or None,
             _ids(found.get(_ALLOW, "")) or None,
             _ids(found.get(_DENY, "")),
+            _wait_s(found.get(_WAIT_MS, "")),
         )
 
     def apply(self, prompt: Prompt) -> Prompt:
@@ -46,7 +51,8 @@ class RequestHintHeaders:
         select = prompt.select
         if self.allow is not None or self.deny:
             select = replace(select or Selector(), allow=self.allow, deny=self.deny)
-        return replace(prompt, strategy=self.strategy, session_id=self.session_id or prompt.session_id, select=select)
+        session_id = self.session_id or prompt.session_id
+        return replace(prompt, strategy=self.strategy, session_id=session_id, select=select, wait_s=self.wait_s)
 
 
 def _strategy(value: str) -> Strategy | None:
@@ -69,6 +75,14 @@ def _priority(value: str) -> int | None:
     if abs(priority) > MOST_PRIORITY:
         raise InvalidValue(f"header {_PRIORITY.decode()} is {value!r:.80}; expected a whole number, lower is earlier")
     return priority
+
+
+def _wait_s(value: str) -> float | None:
+    if not value:
+        return None
+    if not (value.isascii() and value.isdigit() and len(value) <= 9 and int(value)):
+        raise InvalidValue(f"header {_WAIT_MS.decode()} is {value!r:.80}; expected whole milliseconds, at least 1")
+    return int(value) / 1_000
 
 
 def _ids(value: str) -> tuple[str, ...]:

@@ -9,6 +9,9 @@ from kvatlas.blocks.reuse import ReuseRule
 from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 
+ODD_BYTES = 5
+"""What an odd worker takes in an ask besides its id."""
+
 
 class BlockShape(NamedTuple):
     """How a worker cuts prompts into blocks. Workers of one shape are looked up with the same hashes."""
@@ -56,13 +59,15 @@ class KindRows:
 
     rows: tuple[tuple[bytes, Candidate], ...] = ()
     odd: Mapping[str, int] = field(default_factory=dict)
+    odd_bytes: int = 0
+    """What the odd workers take in an ask, at most. Ids have one byte a character."""
 
     @classmethod
     def of(cls, groups: "Sequence[Group]") -> "KindRows":
         rows = [(group.likeness, example) for group in groups for example in (group.example, *group.odd_examples)]
         numbers = {(likeness, example.kind): number for number, (likeness, example) in enumerate(rows)}
         odd = {id: numbers[group.likeness, kind] for group in groups for id, kind in group.odd.items()}
-        return cls(tuple(rows), odd)
+        return cls(tuple(rows), odd, sum(map(len, odd)) + ODD_BYTES * len(odd))
 
     @property
     def have_marks(self) -> bool:

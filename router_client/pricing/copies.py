@@ -10,6 +10,7 @@ ones the booking chooses (`kvatlas.reservations.protocol.Fetching`).
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from zlib import crc32
 
 from kvatlas.blocks.tiers import Tier
@@ -31,13 +32,22 @@ class _Copy:
     prefix: HeldPrefix
 
     @property
-    def depth(self) -> tuple[int, int]:
-        """Deeper is better; at equal depth the copy whose farthest tier is nearer."""
-        return self.prefix.copied_tokens, -max(run.tiers[0] for run in self.prefix.runs)
+    def rank(self) -> tuple[int, int, float]:
+        """Higher is better: the deeper copy, then the one whose farthest tier is nearer, then that of fewer bytes."""
+        farthest = max(run.tiers[0] for run in self.prefix.runs)
+        sizes = self.run_bytes
+        read = sum(run.tokens * size for run, size in zip(self.prefix.runs, sizes, strict=True)) if all(sizes) else inf
+        return self.prefix.copied_tokens, -farthest, -read
+
+    @property
+    def run_bytes(self) -> Sequence[int]:
+        """Bytes of KV per block of each run; 0: unknown, so the reader's count."""
+        return [self.source.bytes_in(run.tiers[0].label) for run in self.prefix.runs]
 
     def is_equal(self, other: "_Copy") -> bool:
         """True if every reader pays the same for both."""
-        return self.prefix == other.prefix and self.source.locality_domain == other.source.locality_domain
+        same_domain = self.source.locality_domain == other.source.locality_domain
+        return self.prefix == other.prefix and same_domain and self.run_bytes == other.run_bytes
 
 
 class CopySources:
@@ -75,9 +85,9 @@ class CopySources:
             deepest = self._deepest.setdefault(key, {})
             for domain in (None, copy.source.locality_domain):
                 known = deepest.get(domain)
-                if known is None or copy.depth > known[0].depth:
+                if known is None or copy.rank > known[0].rank:
                     deepest[domain] = [copy]
-                elif copy.depth == known[0].depth:
+                elif copy.rank == known[0].rank:
                     deepest[domain] = [*known, copy] if copy.is_equal(known[0]) else [copy]
 
     def _copies_for(self, reader: EngineEndpoint, own_tokens: int) -> Iterator[Sequence[_Copy]]:
@@ -101,7 +111,7 @@ class CopySources:
             return None
         near = source.locality_domain == reader.locality_domain
         rate = _read_rate(source)
-        transfers = for_kind.pieces(prefix.runs, quote.usable_tokens, reach, own=False, same_domain=near, rate=rate)
+        transfers = for_kind.pieces(prefix.runs, quote.usable_tokens, reach, source=source, same_domain=near, rate=rate)
         own = for_kind.pieces(quote.held.runs, 0, quote.usable_tokens)
         base_us, work_us = for_kind.price_pieces([*own, *transfers])
         read = quote._replace(

@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from kvatlas.blocks.hashing import thin
 from kvatlas.blocks.tiers import Tier
 from kvatlas.reservations import Evaluation, Lookup, LookupChain, OfferEvaluation, Reuse
-from kvatlas.reservations.lookup import MOST_LOOKED_UP, MOST_ODD_BYTES
+from kvatlas.reservations.lookup import MOST_LOOKED_UP, MOST_LOOKED_UP_CHAINS, MOST_ODD_BYTES
 from kvatlas.reservations.protocol import MOST_LIKENESSES
 from router_client.pricing.candidates import BlockShape, Candidate
 from router_client.pricing.look_alikes import LEAST_CANDIDATES, keep_offers
@@ -23,9 +23,6 @@ from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import KindQuote, Quote
 from router_client.pricing.surcharges import away_from_session
 from router_client.prompt import Prompt
-
-ODD_BYTES = 5
-"""What an odd worker takes in an ask besides its id, which has one byte a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +50,13 @@ class LookupQuotes:
 
         Workers that this reading of the pool does not have yet are left out; None: the chosen worker is one of them.
         """
-        known, offers = self.pool.candidate_of, evaluation.offers
-        kept = [i for i, offer in enumerate(offers) if (it := known.get(offer.worker_id)) and it.kind in self.kinds]
-        quotes = _MemberQuotes(self, [(known[offers[i].worker_id], evaluation.held_tokens[i]) for i in kept])
-        return quotes, *keep_offers(evaluation, kept)
+        known, kept, members = self.pool.candidate_of, [], []
+        for number, worker_id in enumerate(evaluation.worker_ids):
+            candidate = known.get(worker_id)
+            if candidate is not None and candidate.kind in self.kinds:
+                kept.append(number)
+                members.append((candidate, evaluation.held_tokens[number]))
+        return _MemberQuotes(self, members), *keep_offers(evaluation, kept)
 
     def quote(self, candidate: Candidate, held_tokens: int) -> Quote:
         """A worker's quote, surcharges included."""
@@ -132,11 +132,12 @@ def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
         return "what workers read from elsewhere depends on what all of them hold"
     if pool.kind_rows.have_marks:
         return "marks are looked up apart"
+    if len(pool.block_shapes) > MOST_LOOKED_UP_CHAINS:
+        return "the workers' blocks have too many shapes for one call"
     blocks = sum(prompt.input_tokens // (shape.block_size * shape.granularity) for shape in pool.block_shapes)
     if blocks > MOST_LOOKED_UP:
         return "the prompt is too long for one call"
-    rows, odd = pool.kind_rows.rows, pool.kind_rows.odd
-    too_many = len(rows) > MOST_LIKENESSES or sum(map(len, odd)) + ODD_BYTES * len(odd) > MOST_ODD_BYTES
+    too_many = len(pool.kind_rows.rows) > MOST_LIKENESSES or pool.kind_rows.odd_bytes > MOST_ODD_BYTES
     return "there are too many kinds of workers" if too_many else ""
 
 

@@ -2,7 +2,7 @@
 request."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -145,6 +145,16 @@ class Pool:
     fetches: FetchKnowledge = field(default_factory=NothingFetched, compare=False, repr=False)
     connectors: frozenset[KvConnector] = frozenset()
     capacity_tokens: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """How many workers may get whole requests, prompts, and answers."""
+        return len(self.candidates), len(self.prefillers), len(self.decoders)
+
+    @property
+    def serving(self) -> Set[str]:
+        """The ids of all workers that may get requests, or parts of them."""
+        return {one.id for some in (self.candidates, self.prefillers, self.decoders) for one in some}
 
     @classmethod
     def of(
@@ -310,7 +320,8 @@ def _build_candidates(
             endpoint.lookahead_tokens,
             meeting_form(endpoint),
         )
-        alike = (size, rule, engine, endpoint.block_bytes, endpoint.events, cache_blocks, profile.alike(id))
+        block_bytes = endpoint.block_bytes, *sorted(endpoint.tier_block_bytes.items())
+        alike = (size, rule, engine, block_bytes, endpoint.events, cache_blocks, profile.alike(id))
         kind = kinds.setdefault(alike, len(kinds))
         candidates.append(Candidate(id, kind, endpoint, size, rule, blocks, limit, likeness_of(record)))
     return tuple(candidates)

@@ -257,7 +257,9 @@ def _decode_quote(quote: Quote, near: bool) -> Quote:
     own = for_kind.pieces(quote.held.runs, 0, usable)
     rest = for_kind.prompt.input_tokens - usable
     transfers = (
-        [Piece(rest, for_kind.kv_bytes(usable, usable + rest), Tier.HBM, own=False, same_domain=near)] if rest else []
+        [Piece(rest, for_kind.kv_bytes(usable, usable + rest, Tier.HBM), Tier.HBM, own=False, same_domain=near)]
+        if rest
+        else []
     )
     base_us, work_us = for_kind.price_pieces([*own, *transfers])
     return quote._replace(

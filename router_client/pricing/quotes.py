@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, ReadRate, TermKind
-from kvatlas.fleet.records import Role
+from kvatlas.fleet.records import EngineEndpoint, Role
 from kvatlas.reservations.evaluation import worth_us
 from kvatlas.reservations.protocol import MOST_OFFERS, Fetching
 from router_client.pricing.candidates import Candidate
@@ -99,6 +99,8 @@ class KindQuote:
 
     def price_prefix(self, held: HeldPrefix) -> PrefixPrice:
         """The price on a worker that holds this prefix."""
+        if not held.tokens:
+            return PrefixPrice(0, self.base_us, self.work_us)
         if not held.in_hbm:
             usable = self.usable_tokens(held)
             return PrefixPrice(usable, *self.price_pieces(self.pieces(held.runs, 0, usable)))
@@ -124,21 +126,24 @@ class KindQuote:
         start: int,
         end: int,
         *,
-        own: bool = True,
+        source: EngineEndpoint | None = None,
         same_domain: bool = True,
         rate: ReadRate | None = None,
     ) -> list[Piece]:
-        """The pieces to read of these runs from token `start` up to token `end`, one for each run."""
+        """The pieces to read of these runs from token `start` up to token `end`, one for each run. `source`: who holds them, if
+        not the worker itself."""
         pieces = []
         for tokens, tier in _clip_runs(runs, start, end):
-            pieces.append(Piece(tokens, self.kv_bytes(start, start + tokens), tier, own, same_domain, rate))
+            kv_bytes = self.kv_bytes(start, start + tokens, tier, source)
+            pieces.append(Piece(tokens, kv_bytes, tier, source is None, same_domain, rate))
             start += tokens
         return pieces
 
-    def kv_bytes(self, first: int, end: int) -> int:
-        """KV bytes of the prompt's tokens `first` up to `end`, rounded up, from the fleet record, or else from the request; 0
-        if unknown."""
-        block_bytes = self.example.endpoint.block_bytes
+    def kv_bytes(self, first: int, end: int, tier: Tier, source: EngineEndpoint | None = None) -> int:
+        """KV bytes of the prompt's tokens `first` up to `end` in a tier, rounded up: from the source's fleet record, otherwise
+        from the worker's, otherwise from the request; 0 if unknown."""
+        reader, label = self.example.endpoint, tier.label
+        block_bytes = (source.bytes_in(label) if source is not None else 0) or reader.bytes_in(label)
         if block_bytes:
             return -(-(end - first) * block_bytes // self.block_tokens)
         return self.prompt.kv_bytes(first, end, self.block_tokens)

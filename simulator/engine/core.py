@@ -8,7 +8,7 @@ from kvatlas_simulator.engine.engine_cache import EngineCache
 from kvatlas_simulator.engine.generation_request import GeneratedToken, GenerationRequest
 from kvatlas_simulator.engine.scheduler import Batch, EngineSequence, Scheduler, SchedulerLimits
 from kvatlas_simulator.engine.step_cost import StepCost
-from kvatlas_simulator.engine.tokenizer import AnswerTokens
+from kvatlas_simulator.engine.tokenizer import AnswerTokens, TextAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,10 @@ class EngineCore:
         limits: SchedulerLimits | None = None,
         cost: StepCost | None = None,
         vocab_size: int = 128_256,
+        answers_text: bool = False,
     ) -> None:
+        """`answers_text`: its answers are `TextAnswer`s."""
+        self._answers_text = answers_text
         self.cache = cache
         self._scheduler = Scheduler(cache, limits or SchedulerLimits())
         self._model = model
@@ -180,4 +183,6 @@ class EngineCore:
 
     def _new_sequence(self, request: GenerationRequest, choice: int) -> EngineSequence:
         name = f"{self._model}\0{request.namespace.adapter or ''}"
+        if self._answers_text:
+            return EngineSequence(request, choice, TextAnswer(name, request.prompt, choice))
         return EngineSequence(request, choice, AnswerTokens(name, request.prompt, choice, self._vocab_size))

@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas_simulator.cache.block_hash import Namespace
 
-FinishReason: TypeAlias = Literal["length"]
-"""Synthetic tokens contain no stop token: every answer has `max_tokens` tokens."""
+FinishReason: TypeAlias = Literal["length", "stop"]
+"""Synthetic tokens contain no stop token: every answer has `max_tokens` tokens, unless a stop string comes first."""
 
 
 class QueueFull(KvatlasError):

@@ -15,7 +15,7 @@ from kvatlas_simulator.cache.pressure import MemoryPressure
 from kvatlas_simulator.cache.sequence_blocks import PrefixMatch
 from kvatlas_simulator.engine.engine_cache import EngineCache
 from kvatlas_simulator.engine.generation_request import GenerationRequest, QueueFull, RequestTooLarge
-from kvatlas_simulator.engine.tokenizer import AnswerTokens
+from kvatlas_simulator.engine.tokenizer import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class EngineSequence:
         "tokens",
     )
 
-    def __init__(self, request: GenerationRequest, choice: int, answer: AnswerTokens) -> None:
+    def __init__(self, request: GenerationRequest, choice: int, answer: Answer) -> None:
         self.request = request
         self.choice = choice
         self.answer = answer

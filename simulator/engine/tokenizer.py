@@ -1,11 +1,12 @@
 """Text for an engine without a model: a byte tokenizer, and synthetic output tokens.
 
 A text's token ids are its UTF-8 bytes, 0 to 255. Generated ids are 256 and above and decode to ` t<id>`, so prompts and
-answers can't be confused.
+answers can't be confused. `TextAnswer` is the exception: its tokens are letters, as in a text.
 """
 
 import struct
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import xxhash
 
@@ -28,6 +29,12 @@ def decode(token_ids: Iterable[int]) -> str:
     return out.decode(errors="replace")
 
 
+class Answer(Protocol):
+    """The tokens of an endless answer, asked for one after another."""
+
+    def __getitem__(self, index: int) -> int: ...
+
+
 class AnswerTokens:
     """The endless answer to one prompt: pseudo-random, and equal on every engine that serves the same model.
 
@@ -41,3 +48,23 @@ class AnswerTokens:
 
     def __getitem__(self, index: int) -> int:
         return BYTE_TOKENS + xxhash.xxh3_64_intdigest(struct.pack("<Q", index), seed=self._seed) % self._range
+
+
+_LETTERS = b'etaoinshrdlucmfwypvbgk,.\n"\\' + 5 * b" "
+
+
+class TextAnswer:
+    """An endless answer in text, whose next letter depends on all text before it: the prompt's and its own. So another engine
+    that gets the prompt and a part of the answer, as token ids or as text, goes on with the same text."""
+
+    def __init__(self, model: str, prompt: Sequence[int], choice: int) -> None:
+        self._text = xxhash.xxh3_64(f"{model}\0{choice}\0".encode())
+        self._text.update(decode(prompt).encode())
+        self._tokens: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        while len(self._tokens) <= index:
+            letter = _LETTERS[self._text.intdigest() % len(_LETTERS)]
+            self._text.update(bytes((letter,)))
+            self._tokens.append(letter)
+        return self._tokens[index]

@@ -14,17 +14,20 @@ CHAT_TEMPLATE = (
 )
 """The Jinja form of `render`, as in a tokenizer's configuration; for messages whose content is text."""
 
+_END = "<|end|>\n"
+
 
 def render(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     reasoning_effort: str | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """The text of a conversation. As in vLLM, the text parts of a message are joined by newlines, and tools have the fields
-    and the order of vLLM's own description."""
+    and the order of vLLM's own description. `continue_final_message`: the last message is not complete."""
     parts = [f"<|effort|>\n{reasoning_effort}<|end|>\n"] if reasoning_effort else []
     parts += [f"<|documents|>\n{_to_json(documents)}<|end|>\n"] if documents else []
     parts += [f"<|tools|>\n{_to_json([_described(tool) for tool in tools])}<|end|>\n"] if tools else []
@@ -32,7 +35,9 @@ def render(
         content = message.get("content") or ""
         text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
         calls = "".join(f"<|call|>{_to_json(_decoded(call))}" for call in message.get("tool_calls") or ())
-        parts.append(f"<|{message['role']}|>\n{text}{calls}<|end|>\n")
+        parts.append(f"<|{message['role']}|>\n{text}{calls}{_END}")
+    if continue_final_message:
+        return "".join(parts).removesuffix(_END)
     if add_generation_prompt:
         parts.append("<|assistant|>\n")
     return "".join(parts)

@@ -2,9 +2,9 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
@@ -21,6 +21,7 @@ from kvatlas_simulator.engine.tokenizer import decode
 from kvatlas_simulator.http.kv_fetch import KvFetches
 from kvatlas_simulator.http.kv_transfer import KvTransfers, Transfer, TransferFailed
 from kvatlas_simulator.http.request_bodies import ChatRequest, CompletionRequest
+from kvatlas_simulator.http.stop_strings import StopStrings
 
 _STOPPING = "the engine is stopping"
 DONE = b"data: [DONE]\n\n"
@@ -102,7 +103,7 @@ class CompletionResponse(Response):
 
     async def _collect(self, tokens: MemoryObjectReceiveStream[GeneratedToken], receive: Receive) -> Response | None:
         """The response with all tokens; None if the client disconnected first."""
-        answer = Answer.of(self._request)
+        answer = Answer.of(self._request, self._body.stops)
         disconnected = False
 
         async def watch_client() -> None:
@@ -121,7 +122,7 @@ class CompletionResponse(Response):
             watch.cancel_scope.cancel()
         if not answer.complete:
             return None if disconnected else error_response(503, _STOPPING)
-        choices = [self._choice(choice, answer.token_ids[choice], "length") for choice in range(self._request.choices)]
+        choices = [self._choice(choice, answer) for choice in range(self._request.choices)]
         if self._body.return_token_ids:
             for each in choices:
                 each["prompt_token_ids"] = list(self._request.prompt)
@@ -136,14 +137,15 @@ class CompletionResponse(Response):
         return await self._transfers.hand_over(self._transfer, request.request_id, len(request.prompt), self._address)
 
     async def _stream(self, tokens: MemoryObjectReceiveStream[GeneratedToken]) -> AsyncIterator[bytes]:
-        answer = Answer.of(self._request)
+        answer = Answer.of(self._request, self._body.stops)
         async for token in self._with_pauses(tokens):
             if token is None:
                 yield b": keep-alive\n\n"
                 continue
             first = not answer.token_ids[token.choice]
             begins = not any(answer.token_ids)
-            answer.add(token)
+            if not answer.add(token):
+                continue
             for event in self._events(token, answer, begins=begins, first=first):
                 yield event
             if answer.complete:
@@ -169,11 +171,13 @@ class CompletionResponse(Response):
         """Events for one token. `begins`: it is the answer's first. `first`: it is its choice's first."""
         if first:
             for opening in self._opening(token.choice):
-                yield server_sent_event(self._response_body([opening], None, self.chunk_object_name))
-        choice = self._choice(token.choice, [token.token_id], token.finish_reason, streamed=True)
-        if self._body.return_token_ids and first:
-            choice["prompt_token_ids"] = list(self._request.prompt)
-        yield server_sent_event(self._response_body([choice], None, self.chunk_object_name))
+                usage = answer.usage(tokens=0) if self._body.counts_usage else None
+                yield server_sent_event(self._response_body([opening], usage, self.chunk_object_name))
+        choice = self._choice(token.choice, answer, streamed=True)
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = list(self._request.prompt) if first else None
+        usage = answer.usage() if self._body.counts_usage else None
+        yield server_sent_event(self._response_body([choice], usage, self.chunk_object_name))
 
     def _end_events(self, answer: "Answer") -> Iterator[bytes]:
         """Events after the last token."""
@@ -194,10 +198,6 @@ class CompletionResponse(Response):
                 return
             yield token
 
-    def first_part(self) -> dict[str, Any]:
-        """The first part of this response's stream."""
-        return self._response_body([self._choice(0, [1], None, streamed=True)], None, self.chunk_object_name)
-
     def _content(self, text: str, *, streamed: bool) -> dict[str, Any]:
         """The field of a choice that holds the text."""
         return {"text": text}
@@ -206,18 +206,17 @@ class CompletionResponse(Response):
         """Chunks for a choice before its first token."""
         return []
 
-    def _choice(
-        self, index: int, token_ids: list[int], finish_reason: str | None, *, streamed: bool = False
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, answer: "Answer", *, streamed: bool = False) -> dict[str, Any]:
+        """A choice of the whole answer, or its last part."""
         choice: dict[str, Any] = {
             "index": index,
-            **self._content(decode(token_ids), streamed=streamed),
+            **self._content(answer.parts[index] if streamed else answer.texts[index], streamed=streamed),
             "logprobs": None,
-            "finish_reason": finish_reason,
-            "stop_reason": None,
+            "finish_reason": answer.finish_reasons[index],
+            "stop_reason": answer.stops[index].matched,
         }
         if self._body.return_token_ids:
-            choice["token_ids"] = token_ids
+            choice["token_ids"] = answer.token_ids[index][-1:] if streamed else answer.token_ids[index]
         return choice
 
     def _response_body(
@@ -254,25 +253,43 @@ class Answer:
     """The tokens that a request has generated so far."""
 
     request: GenerationRequest
-    token_ids: list[list[int]]
+    stops: list[StopStrings]
+    token_ids: list[list[int]] = field(init=False)
+    texts: list[str] = field(init=False)
+    parts: list[str] = field(init=False)
+    """The text of each choice's last token, as far as it may be sent."""
+    finish_reasons: list[str | None] = field(init=False)
     cached_tokens: int = 0
-    finished: int = 0
+
+    def __post_init__(self) -> None:
+        choices = self.request.choices
+        self.token_ids = [[] for _ in range(choices)]
+        self.texts, self.parts, self.finish_reasons = [""] * choices, [""] * choices, [None] * choices
 
     @classmethod
-    def of(cls, request: GenerationRequest) -> "Answer":
-        return cls(request, [[] for _ in range(request.choices)])
+    def of(cls, request: GenerationRequest, stops: Sequence[str] = ()) -> "Answer":
+        return cls(request, [StopStrings(stops) for _ in range(request.choices)])
 
-    def add(self, token: GeneratedToken) -> None:
-        self.token_ids[token.choice].append(token.token_id)
+    def add(self, token: GeneratedToken) -> bool:
+        """Take in a token. False if its choice has ended."""
+        choice, stops = token.choice, self.stops[token.choice]
+        if self.finish_reasons[choice] is not None:
+            return False
+        self.token_ids[choice].append(token.token_id)
+        self.parts[choice] = stops.feed(decode([token.token_id]), last=token.finish_reason is not None)
+        self.texts[choice] += self.parts[choice]
         self.cached_tokens = token.cached_tokens
-        self.finished += token.finish_reason is not None
+        self.finish_reasons[choice] = token.finish_reason if stops.matched is None else "stop"
+        return True
 
     @property
     def complete(self) -> bool:
-        return self.finished == self.request.choices
+        return all(self.finish_reasons)
 
-    def usage(self) -> dict[str, Any]:
-        prompt, completion = len(self.request.prompt), sum(map(len, self.token_ids))
+    def usage(self, *, tokens: int | None = None) -> dict[str, Any]:
+        """`tokens`: of the answer so far; default: all that it has."""
+        prompt = len(self.request.prompt)
+        completion = sum(map(len, self.token_ids)) if tokens is None else tokens
         return {
             "prompt_tokens": prompt,
             "total_tokens": prompt + completion,

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvatlas.errors import InvalidValue
 from kvatlas.validation import describe_expected
@@ -19,6 +19,7 @@ class StreamOptions(BaseModel):
     """OpenAI's `stream_options`."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class _Body(BaseModel, ABC):
@@ -72,6 +73,7 @@ class _Chat(_Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("messages")
@@ -87,10 +89,20 @@ class _Chat(_Body):
                 _check_encodable(text)
         return messages
 
+    @model_validator(mode="after")
+    def _check_generation(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("expected add_generation_prompt false with continue_final_message")
+        return self
+
     @property
     def token_ids(self) -> tuple[int, ...]:
         text = render(
-            self.messages, self.tools, add_generation_prompt=self.add_generation_prompt, **self._template_arguments
+            self.messages,
+            self.tools,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            **self._template_arguments,
         )
         return tuple(encode(text))
 
@@ -104,6 +116,7 @@ class _Chat(_Body):
 class _Generation(_Body):
     max_tokens: int = Field(default=16, ge=1)
     n: int = Field(default=1, ge=1)
+    stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -118,6 +131,16 @@ class _Generation(_Body):
     def include_usage(self) -> bool:
         """True if a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def counts_usage(self) -> bool:
+        """True if each event of a stream has the usage so far."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer; no answer has them."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class CompletionRequest(_Text, _Generation):
@@ -208,6 +231,8 @@ def _check_encodable(text: str) -> str:
 
 def _describe(error: ValidationError) -> str:
     first = error.errors()[0]
+    if not first["loc"]:
+        return describe_expected(first)
     field = str(first["loc"][0])
     if first["type"] == "missing":
         return f"{field} is missing"

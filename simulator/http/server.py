@@ -19,7 +19,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas_router.tokens import Api
 from kvatlas_simulator.cache.block_hash import SeededBlockHasher
 from kvatlas_simulator.engine.loop import EngineLoop
-from kvatlas_simulator.http.answer_faults import AnswerFault, AnswerFaults, faulty_response
+from kvatlas_simulator.http.answer_faults import AnswerFault, AnswerFaults
 from kvatlas_simulator.http.completion_response import error_response
 from kvatlas_simulator.http.kv_fetch import KvFetches
 from kvatlas_simulator.http.kv_transfer import Disaggregation, KvTransfers
@@ -111,9 +111,12 @@ class EngineApi:
         return Response()
 
     async def _hang(self, _: Request) -> Response:
+        self._stop_computing()
+        return Response()
+
+    def _stop_computing(self) -> None:
         self._page = self._metrics.page()  # nothing counts from here on
         self._engine.hang()
-        return Response()
 
     async def _resume(self, _: Request) -> Response:
         self._engine.resume()
@@ -168,7 +171,7 @@ class EngineApi:
             keep_alive_s=self._keep_alive_s,
         )
         if (fault := self._faults.draw()) is not AnswerFault.NONE:
-            return faulty_response(fault, response.first_part(), streamed=body.stream)
+            return self._faults.apply(fault, response, self._stop_computing, streamed=body.stream)
         return response
 
     async def _render(self, api: Api, request: Request) -> Response:

@@ -8,8 +8,10 @@ import pytest
 
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.subjects import alive_subject, control_subject, events_subject, grant_subject
-from kvatlas.fleet.records import EngineState
+from kvatlas.fleet.records import EngineKind, EngineState
 from kvatlas.store.connection import open_store
+from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.settings import PublisherSettings
 from tests.attacks.attacked_fleet import AttackedFleet, AttackedServers, attacked_fleet, attacked_servers
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, BusPublisher, heartbeat
@@ -96,6 +98,26 @@ async def test_false_messages_on_its_own_subject_change_only_its_own_worker(serv
         await until(lambda: fleet.replica.counters.poison >= 5, what="the messages are refused and counted")
         assert refused == []
         await fleet.check()
+
+
+async def test_a_publisher_of_another_fleet_puts_nothing_into_the_index_even_as_the_workers_own_user(
+    servers: AttackedServers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No indexer is there to refuse it when it starts; the next one finds its messages in the stream."""
+    async with attacked_fleet(servers):
+        pass
+    settings = PublisherSettings(
+        worker_id="victim", model_id="model", tokenizer_id="tokenizer", engine=EngineKind.OPEN, fleet_id="00000000000b"
+    )
+    async with Publisher(settings, nats=NatsAccess(servers.nats_url("honest"))) as other:
+        await other.stored(list(range(64)), block_size=16)
+        await other.flush()
+        async with attacked_fleet(servers) as fleet:
+            await until(lambda: fleet.replica.counters.poison_fleet > 0, what="its messages are refused")
+            await fleet.check()
+    assert (
+        "message on kvatlas.events.34.victim not applied (fleet): its publisher is of fleet 00000000000b" in caplog.text
+    )
 
 
 async def test_without_users_anyone_may_speak_for_any_worker(tmp_path_factory: pytest.TempPathFactory) -> None:

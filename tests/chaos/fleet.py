@@ -371,6 +371,7 @@ async def _worker(
         str(http),
         "--speed-up",
         "100000",
+        "--answers-text",
     ]
     arguments += [
         "--endpoint",

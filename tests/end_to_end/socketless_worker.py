@@ -28,7 +28,7 @@ class SocketlessWorker:
 
     @property
     def record(self) -> FleetRecord:
-        endpoint = self.settings.endpoint(self.ledger.block_size, self.ledger.block_bytes, self.ledger.reuse)
+        endpoint = self.settings.endpoint(self.ledger.block_size, self.ledger.sizes, self.ledger.reuse)
         return FleetRecord(endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE)
 
     async def take(self, payload: bytes) -> None:

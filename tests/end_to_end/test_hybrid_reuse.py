@@ -101,7 +101,7 @@ class RecordedEngine:
     @property
     def _endpoint(self) -> EngineEndpoint:
         return self.publisher.settings.endpoint(
-            self.publisher.engine.block_size, self.publisher.ledger.block_bytes, self.publisher.ledger.reuse
+            self.publisher.engine.block_size, self.publisher.ledger.sizes, self.publisher.ledger.reuse
         )
 
     def _has_recorded_all(self) -> bool:

@@ -139,10 +139,10 @@ def test_bytes_of_events_are_what_the_index_and_prices_have() -> None:
     ledger = Ledger(LedgerSettings(model_id="model", tokenizer_id="tokenizer", set_semantics=True))
     tokens = list(range(8))
     ledger.fold(batch_of(open_batch({"block_hashes": ["a"], "token_ids": tokens[:4]}, bytes_per_block=100)))
-    assert ledger.block_bytes == 100  # what heartbeats, and so prices, have
+    assert ledger.sizes.block_bytes == 100  # what heartbeats, and so prices, have
     event = {"block_hashes": ["b"], "parent_block_hash": "a", "token_ids": tokens[4:], "bytes_per_block": 200}
     ledger.fold(batch_of(open_batch(event, bytes_per_block=100)))
-    assert ledger.block_bytes == 200 and ledger.uses[SCOPE.scope_id].block_bytes == 200
+    assert ledger.sizes.block_bytes == 200 and ledger.uses[SCOPE.scope_id].block_bytes == 200
 
 
 def test_events_without_tokens_among_others_with_them_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+from kvatlas.blocks.block_sizes import in_order
 from kvatlas.blocks.digest import MARK_WORDS, WORDS
 from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes
 from kvatlas.blocks.tiers import Tier
@@ -46,12 +47,19 @@ def _once(event: IndexEvent) -> object:
     return type(event) if isinstance(event, (Cleared, SnapshotBegin, SnapshotEnd)) else repr(event)
 
 
+tier_bytes = st.just(()) | st.dictionaries(
+    st.sampled_from(list(Tier)[1:]), st.integers(1, MAX_BLOCK_BYTES), max_size=4
+).map(lambda sizes: in_order(sizes.items()))
+
+
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
     """A message whose events name scopes that it describes."""
     used = draw(st.lists(scopes, min_size=1, max_size=3, unique=True))
     uses = {
-        scope.scope_id: ScopeUse(scope, draw(st.integers(1, MAX_BLOCK_TOKENS)), draw(st.integers(0, MAX_BLOCK_BYTES)))
+        scope.scope_id: ScopeUse(
+            scope, draw(st.integers(1, MAX_BLOCK_TOKENS)), draw(st.integers(0, MAX_BLOCK_BYTES)), draw(tier_bytes)
+        )
         for scope in used
     }
     ids = st.sampled_from(sorted(uses))

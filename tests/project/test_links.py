@@ -42,8 +42,8 @@ FLAG = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 FOREIGN_FLAGS = {
     "--binary", "--decode-context-parallel-size", "--disaggregation-mode", "--enable-cache-report", "--enable-feature",
     "--enable-metrics", "--enable-prompt-tokens-details", "--enable-scale-out", "--help", "--hypothesis-seed",
-    "--kv-cache-memory-bytes", "--kv-event-log-size", "--kv-events-config", "--ours", "--prefill-context-parallel-size",
-    "--reasoning-effort-map", "--wheel-dir",
+    "--kv-cache-memory-bytes", "--kv-event-log-size", "--kv-events-config", "--kv-indexer-endpoint", "--kv-indexer-url",
+    "--ours", "--prefill-context-parallel-size", "--reasoning-effort-map", "--wheel-dir",
 }  # fmt: skip
 """Of engines, tools, benchmarks, and of every command; any other in backticks is one of a command of kvatlas."""
 

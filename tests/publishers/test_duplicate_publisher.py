@@ -58,6 +58,16 @@ def test_a_publisher_that_yielded_begins_nothing_until_it_takes_over_above_the_o
     assert one.outbox.incarnation > other
 
 
+async def test_a_publisher_of_another_fleet_is_no_newer_one(fresh_nats: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        Publisher(SETTINGS.model_copy(update={"fleet_id": "00000000000a"}), nats=fresh_nats) as ours,
+        Publisher(SETTINGS.model_copy(update={"fleet_id": "00000000000b"}), nats=fresh_nats) as theirs,
+    ):
+        lines = [f"a publisher of fleet 00000000000{one} publishes it here too and is ignored" for one in "ab"]
+        await until(lambda: all(line in caplog.text for line in lines), what="both say so")
+        assert not (ours.changelog.yielded or theirs.changelog.yielded)
+
+
 async def test_the_index_follows_the_newer_publisher_and_then_the_older_again(fresh_nats: str) -> None:
     client = await connect_nats(fresh_nats, name="test")
     try:

@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from kvatlas.blocks.residency import Overlap, Residency
 from kvatlas.bus.admission import Admission
 from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.stream import stream_fleet
 from kvatlas.errors import DATA_ERRORS, KvatlasError, NoIndexYet
 from kvatlas.identity import Scope
 from kvatlas.index.local_copy.comparison import ShardComparison
@@ -232,7 +233,8 @@ class IndexReplica:
         self._check_size(copy)
         self._too_large = False
         probe_s = self._settings.max_stale_ms / 1e3 / PROBES_A_BOUND
-        admission = Admission(None, layout.partitions, publishers=layout.publishers)
+        fleet_id = await stream_fleet(client)
+        admission = Admission(None, layout.partitions, publishers=layout.publishers, fleet_id=fleet_id)
         self._feed = feed = StreamFeed(client, copy, admission, position, self.counters, probe_s=probe_s)
         feeding, sweeping = asyncio.create_task(feed.run()), asyncio.create_task(_sweep(copy))
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nats.aio.client import Client
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.bus.partition_batch import Position
 from kvatlas.bus.stream import stream_info
 from kvatlas.bus.subjects import STREAM, partition_events
@@ -90,7 +91,7 @@ async def copy_shard(reader: ShardReader, shard: MemoryShard, check_size: Callab
 
 async def _read_records(
     reader: ShardReader,
-) -> tuple[dict[str, StoredRecord], dict[bytes, dict[bytes, tuple[int, int]]], dict[bytes, int]]:
+) -> tuple[dict[str, StoredRecord], dict[bytes, dict[bytes, BlockSizes]], dict[bytes, int]]:
     """The workers' records, and the scopes and dropped groups of their holders. Reads again until no worker has changed its
     holders meanwhile, because a replaced holder's data may be swept before it is read. Raises Unreachable."""
     records = await reader.records()

@@ -7,7 +7,7 @@ of it. Once that much is applied, the index has everything that was in the strea
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from secrets import token_hex
 from time import monotonic
 
@@ -121,9 +121,9 @@ class StreamFeed:
             errors.append(error)
             consumer.queue.fail(str(error))
 
-    def _admit(self, subject: str, payload: bytes) -> RawMessage | None:
+    def _admit(self, subject: str, payload: bytes, headers: Mapping[str, str] | None) -> RawMessage | None:
         try:
-            return self._admission.admit(subject, payload)
+            return self._admission.admit(subject, payload, headers)
         except PoisonMessage:
             self._counters.refused += 1
             return None

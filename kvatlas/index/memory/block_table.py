@@ -9,6 +9,7 @@ from struct import iter_unpack
 from time import monotonic
 from typing import NamedTuple
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import HOLDER_ENTRY_BYTES, ShardRuns
@@ -35,13 +36,12 @@ from kvatlas.index.run_guesses import RunGuesses
 
 @dataclass(slots=True)
 class Holder:
-    """One incarnation's blocks. `touched` maps each scope used to (block size, block bytes);
-    `blocks_in` counts blocks by scope and tier. `moments`: block-seconds by which it held less than now, since it became
-    active."""
+    """One incarnation's blocks. `touched`: the scopes that it used, and the sizes of its blocks there. `blocks_in` counts
+    blocks by scope and tier. `moments`: block-seconds by which it held less than now, since it became active."""
 
     worker_id: str
     digest: Digest = field(default_factory=Digest)
-    touched: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    touched: dict[bytes, BlockSizes] = field(default_factory=dict)
     blocks_in: Counter[tuple[bytes, Tier]] = field(default_factory=Counter)
     active_since_s: float | None = None
     retired_s: float | None = None
@@ -61,13 +61,14 @@ class Holder:
 
     def byte_seconds(self, place: tuple[bytes, Tier], now_s: float) -> float:
         """See `kvatlas.index.usage`."""
-        _, block_bytes = self.touched.get(place[0], (0, 0))
+        scope_id, tier = place
+        block_bytes = self.touched.get(scope_id, BlockSizes()).bytes_in(tier)
         return (self.blocks_in[place] * self.span_s(now_s) - self.moments.get(place, 0.0)) * block_bytes
 
-    def touch(self, scope_id: bytes, block_size: int, block_bytes: int) -> None:
-        """Note that the holder uses this scope, with this block size. A known size stays if the new one is unknown."""
-        if block_bytes or scope_id not in self.touched:
-            self.touched[scope_id] = (block_size, block_bytes)
+    def touch(self, scope_id: bytes, sizes: BlockSizes) -> None:
+        """Note that the holder uses this scope, with blocks of these sizes."""
+        known = self.touched.get(scope_id)
+        self.touched[scope_id] = sizes if known is None else known.updated(sizes)
 
 
 @dataclass(slots=True)
@@ -123,7 +124,7 @@ class BlockTable:
         self.holders[holder] = Holder(worker_id)
         return holder
 
-    def adopt(self, holder: int, worker_id: str, touched: Mapping[bytes, tuple[int, int]], *, active: bool) -> None:
+    def adopt(self, holder: int, worker_id: str, touched: Mapping[bytes, BlockSizes], *, active: bool) -> None:
         """Take over a holder of another index, with its number. `touched`: see `Holder`."""
         self.holders[holder] = Holder(worker_id, touched=dict(touched))
         self.last_number = max(self.last_number, holder)
@@ -344,7 +345,7 @@ class BlockTable:
                 for number, flags in entries_of(value):
                     holder = int.from_bytes(number, "big")
                     if holder in counted:
-                        self.holders[holder].touched.setdefault(scope_id, (0, 0))
+                        self.holders[holder].touched.setdefault(scope_id, BlockSizes())
                         counted[holder].add(scope_id, key, flags)
                     elif holder not in self.holders:
                         strays += 1

@@ -234,7 +234,7 @@ class MemoryIndex(DirectWrites):
             for holder in map(shard.table.holders.__getitem__, shard.table.active):
                 for (scope_id, tier), blocks in holder.blocks_in.items():
                     if blocks:  # otherwise the scope may be forgotten
-                        found.add(scope_id, tier, blocks, holder.touched[scope_id][1])
+                        found.add(scope_id, tier, blocks, holder.touched[scope_id].bytes_in(tier))
         return found
 
     def _shard_of(self, worker_id: str) -> MemoryShard:
@@ -248,7 +248,7 @@ def _residencies(table: BlockTable, scope: Scope, key: bytes) -> list[Residency]
             int.from_bytes(key, "little"),
             table.active[holder],
             tier,
-            table.holders[holder].touched[scope.scope_id][1],
+            table.holders[holder].touched[scope.scope_id].bytes_in(tier),
             pinned=table.pins.has(holder, scope.scope_id, key, tier),
             resumable=table.marks.is_marked(number_bytes(holder), scope.scope_id, key),
         )

@@ -150,8 +150,7 @@ class MemoryShard:
         else:
             record.chunks += code == wire.CHUNK
             _, scope_id, tier, hashes, parent, _, _ = event
-            use = scopes[scope_id]
-            self.table.holders[holder].touch(scope_id, use[wire.BLOCK_SIZE], use[wire.BLOCK_BYTES])
+            self.table.holders[holder].touch(scope_id, wire.sizes_of(scopes[scope_id]))
             self.table.store(holder, scope_id, Tier(tier), hashes, self.counts)
             self.table.link(scope_id, parent or b"", hashes)
         return True
@@ -164,9 +163,7 @@ class MemoryShard:
         if number not in marks.marked:  # residency alone describes this worker
             return self._close(record)
         scope_id, hashes = event[wire.SCOPE_ID], event[wire.MARK_HASHES]
-        use = scopes[scope_id]
-        holder = self.table.holders[record.changing]
-        holder.touch(scope_id, use[wire.BLOCK_SIZE], use[wire.BLOCK_BYTES])
+        self.table.holders[record.changing].touch(scope_id, wire.sizes_of(scopes[scope_id]))
         if event[wire.CODE] == wire.MARKED:
             marks.mark(number, scope_id, split(hashes))
         elif event[wire.CODE] == wire.UNMARKED:

@@ -2,19 +2,19 @@
 
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from struct import pack
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgpack
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.digest import sums_of
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.bus.wire import BLOCK_BYTES, BLOCK_SIZE, CODE, HASHES, REMOVED, SCOPE_ID, STORED, TIER
+from kvatlas.bus.wire import CODE, HASHES, REMOVED, SCOPE_ID, STORED, TIER, sizes_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.call_plan import HASHES_AT, WITH_HASHES, CallBatch, Part
-from kvatlas.index.redis.records import StoredRecord, pack_incarnation, pairs
+from kvatlas.index.redis.records import StoredRecord, pack_incarnation, pack_sizes, pairs
 
 MAX_JOINT_BLOCKS = 1_024
 """Above this many changed blocks in one scope, the store changes each worker's blocks in separate commands."""
@@ -81,9 +81,32 @@ def _may_repeat(packed_hashes: bytes) -> bool:
 
 @dataclass(slots=True)
 class _WorkerMessages:
+    """`entries`: the newest incarnation's last entry of each scope; `sizes`: what all of its entries say."""
+
     partition: int
-    uses: dict[bytes, bytes]
-    groups: list[_Group]
+    incarnation: int = 0
+    entries: dict[bytes, list[Any]] = field(default_factory=dict)
+    sizes: dict[bytes, BlockSizes] = field(default_factory=dict)
+    groups: list[_Group] = field(default_factory=list)
+
+    def use(self, incarnation: int, scope_id: bytes, entry: list[Any]) -> None:
+        """Note another entry of a scope. A new incarnation lists all sizes again; what an older one says no longer counts."""
+        if incarnation < self.incarnation:
+            return
+        if incarnation > self.incarnation:
+            self.incarnation = incarnation
+            self.entries.clear()
+            self.sizes.clear()
+        elif self.entries.get(scope_id) == entry:
+            return
+        self.entries[scope_id] = entry
+        known, new = self.sizes.get(scope_id), sizes_of(entry)
+        self.sizes[scope_id] = new if known is None else known.updated(new)
+
+    @property
+    def uses(self) -> dict[bytes, bytes]:
+        """The sizes as the store's function reads them."""
+        return {scope_id: pack_sizes(sizes) for scope_id, sizes in self.sizes.items()}
 
 
 def pack_call(
@@ -111,7 +134,7 @@ def pack_call(
             events, part = message.events, message.part
             worker = workers.get(worker_id)
             if worker is None:
-                worker = workers[worker_id] = _WorkerMessages(batch.partition, {}, [])
+                worker = workers[worker_id] = _WorkerMessages(batch.partition)
             for event in events:
                 if event[CODE] in HASHES_AT:
                     scope_id = event[SCOPE_ID]
@@ -120,9 +143,7 @@ def pack_call(
                         some.append(event[HASHES])
                     else:
                         marked.add(scope_id)
-                    entry = scopes[scope_id]
-                    if entry[BLOCK_BYTES] or scope_id not in worker.uses:
-                        worker.uses[scope_id] = pack(">II", entry[BLOCK_SIZE], entry[BLOCK_BYTES])
+                    worker.use(incarnation, scope_id, scopes[scope_id])
             alike = not parents and part is None and len(events) == 1 and events[0][CODE] in (STORED, REMOVED)
             if alike and worker.groups and worker.groups[-1].accepts(incarnation, seq, events[0]):
                 group = worker.groups[-1]

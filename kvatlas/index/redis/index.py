@@ -8,6 +8,7 @@ from math import inf
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import (
     IndexMetrics,
@@ -258,9 +259,9 @@ class RedisIndex(DirectWrites):
             marked = await reader.dropped() if flat else {}
             marks = await reader.marks(scope.scope_id, key) if marked else {}
             for flags, holder, worker_id in zip(flat[0::3], flat[1::3], flat[2::3], strict=True):
-                _, block_bytes = (await reader.touched(holder)).get(scope.scope_id, (0, 0))
+                sizes = (await reader.touched(holder)).get(scope.scope_id, BlockSizes())
                 resumable = has_mark(marks.get(key), holder) if holder in marked else None
-                held = residencies_of(scope, sequence_hash, worker_id.decode(), flags, block_bytes, resumable)
+                held = residencies_of(scope, sequence_hash, worker_id.decode(), flags, sizes, resumable)
                 here += ((holder, one) for one in held)
             found += await pins.mark(here, await pins.holders()) if here else []
         return sorted(found, key=residency_order)
@@ -359,13 +360,13 @@ class RedisIndex(DirectWrites):
         found = ResidentCount()
         for reader in self._readers:
             async for holder in reader.active_holders():
-                sizes = {scope_id: size for scope_id, (_, size) in holder.touched.items()}
-                if len({((await self._registry.scope(one)).model_id, size) for one, size in sizes.items()}) > 1:
+                sizes = holder.touched
+                if len({((await self._registry.scope(one)).model_id, *size[1:]) for one, size in sizes.items()}) > 1:
                     held = await reader.held(holder)
                 else:  # attribute everything to any one scope
                     held = {(one, tier): holder.by_tier[tier] for one in list(sizes)[:1] for tier in Tier}
                 for (scope_id, tier), blocks in held.items():
-                    found.add(scope_id, tier, blocks, sizes[scope_id])
+                    found.add(scope_id, tier, blocks, sizes[scope_id].bytes_in(tier))
         return found.by_model(await self._scopes_of(found))
 
     @property
@@ -378,7 +379,7 @@ class RedisIndex(DirectWrites):
         for reader in self._readers:
             async for holder in reader.active_holders():
                 for (scope_id, tier), blocks in (await reader.held(holder)).items():
-                    found.add(scope_id, tier, blocks, holder.touched[scope_id][1])
+                    found.add(scope_id, tier, blocks, holder.touched[scope_id].bytes_in(tier))
         return found.by_scope(await self._scopes_of(found))
 
     async def usage(self) -> Sequence[ResidentUse]:

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import msgpack
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.digest import WORDS
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.partition_batch import Position
@@ -19,6 +20,9 @@ HOLDER_BYTES = 3
 _log = RateLimitedLog(logging.getLogger("kvatlas.index"))
 
 _TOUCHED = ">8sII"
+_SIZES = ">II"
+_SIZE_LIMIT = 1 << 24
+"""Above every block size: a tier is stored in the byte before it."""
 TOUCHED_BYTES = calcsize(_TOUCHED)
 _REACH = ">3sI"
 
@@ -150,9 +154,23 @@ def unpack_incarnation(packed: bytes) -> int:
     return int.from_bytes(packed, "big")
 
 
-def unpack_touched(packed: bytes | None) -> dict[bytes, tuple[int, int]]:
-    """The scopes that a holder has used: scope id -> (block size, block bytes)."""
-    return {scope_id: (size, block_bytes) for scope_id, size, block_bytes in iter_unpack(_TOUCHED, packed or b"")}
+def unpack_touched(packed: bytes | None) -> dict[bytes, BlockSizes]:
+    """The scopes that a holder has used, and the sizes of its blocks there."""
+    found: dict[bytes, BlockSizes] = {}
+    for scope_id, tier_and_size, block_bytes in iter_unpack(_TOUCHED, packed or b""):
+        tier, size = divmod(tier_and_size, _SIZE_LIMIT)
+        if tier == Tier.HBM:
+            found[scope_id] = found.get(scope_id, BlockSizes())._replace(block_size=size, block_bytes=block_bytes)
+        elif tier < len(Tier):
+            new = BlockSizes(tier_bytes=((Tier(tier), block_bytes),))
+            found[scope_id] = found.get(scope_id, BlockSizes()).updated(new)
+    return found
+
+
+def pack_sizes(sizes: BlockSizes) -> bytes:
+    """What follows the scope id in each of a scope's entries in `touched`, the device tier's first."""
+    by_tier = [(Tier.HBM, sizes.block_bytes), *sizes.tier_bytes]
+    return b"".join(pack(_SIZES, tier * _SIZE_LIMIT + sizes.block_size, block_bytes) for tier, block_bytes in by_tier)
 
 
 def held_field(holder: bytes, scope_id: bytes, tier: Tier) -> bytes:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.residency import Residency
 from kvatlas.blocks.tiers import tiers_of
 from kvatlas.identity import Scope
@@ -24,7 +25,7 @@ class ResidencyReader:
         self._active = active
         self._marked = marked
         self._pinned = pinned
-        self._touched: dict[bytes, dict[bytes, tuple[int, int]]] = {}
+        self._touched: dict[bytes, dict[bytes, BlockSizes]] = {}
 
     @classmethod
     async def open(cls, reader: ShardReader, pins: Pins, worker_id: str | None = None) -> Self:
@@ -52,22 +53,23 @@ class ResidencyReader:
             for holder, flags in entries_of(value):
                 if holder in self._active:
                     resumable = has_mark(marks.get(key), holder) if holder in self._marked else None
-                    _, block_bytes = (await self._touched_by(holder)).get(scope.scope_id, (0, 0))
+                    sizes = (await self._touched_by(holder)).get(scope.scope_id, BlockSizes())
                     number, name = int.from_bytes(key, "little"), self._active[holder]
-                    held = residencies_of(scope, number, name, flags, block_bytes, resumable)
+                    held = residencies_of(scope, number, name, flags, sizes, resumable)
                     found += ((holder, one) for one in held)
         return await self._pins.mark(found, self._pinned)
 
-    async def _touched_by(self, holder: bytes) -> dict[bytes, tuple[int, int]]:
+    async def _touched_by(self, holder: bytes) -> dict[bytes, BlockSizes]:
         if holder not in self._touched:
             self._touched[holder] = await self._reader.touched(holder)
         return self._touched[holder]
 
 
 def residencies_of(
-    scope: Scope, sequence_hash: int, worker_id: str, flags: int, block_bytes: int, resumable: bool | None
+    scope: Scope, sequence_hash: int, worker_id: str, flags: int, sizes: BlockSizes, resumable: bool | None
 ) -> list[Residency]:
     """One residency for each tier in an entry's flags."""
     return [
-        Residency(scope, sequence_hash, worker_id, tier, block_bytes, resumable=resumable) for tier in tiers_of(flags)
+        Residency(scope, sequence_hash, worker_id, tier, sizes.bytes_in(tier), resumable=resumable)
+        for tier in tiers_of(flags)
     ]

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.partition_batch import Position
@@ -34,7 +35,7 @@ class ActiveHolder(NamedTuple):
 
     number: bytes
     by_tier: Sequence[int]
-    touched: Mapping[bytes, tuple[int, int]]
+    touched: Mapping[bytes, BlockSizes]
 
     @property
     def blocks(self) -> int:
@@ -46,7 +47,7 @@ class ActiveHolder(NamedTuple):
         The stored counts add up, except for blocks stored by older versions. Those are attributed to the scope with the
         largest blocks.
         """
-        largest = max(self.touched, key=lambda scope_id: self.touched[scope_id][1], default=b"")
+        largest = max(self.touched, key=lambda scope_id: self.touched[scope_id].block_bytes, default=b"")
         spread: dict[tuple[bytes, Tier], int] = {}
         for tier in Tier:
             known = {place: blocks for place, blocks in counted.items() if place[1] is tier}
@@ -125,11 +126,11 @@ class ShardReader:
             marks.update((key, value) for key, value in zip(some, found, strict=True) if value is not None)
         return marks
 
-    async def touched(self, holder: bytes) -> dict[bytes, tuple[int, int]]:
+    async def touched(self, holder: bytes) -> dict[bytes, BlockSizes]:
         """See `unpack_touched`."""
         return unpack_touched(await self._store.ask(self._store.client.hget(self.keys.touched, holder)))
 
-    async def all_touched(self) -> dict[bytes, dict[bytes, tuple[int, int]]]:
+    async def all_touched(self) -> dict[bytes, dict[bytes, BlockSizes]]:
         """The scopes of every holder; see `unpack_touched`."""
         found = await read_hash(self._store, self.keys.touched)
         return {holder: unpack_touched(packed) for holder, packed in found.items()}

@@ -24,9 +24,11 @@ local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, INTERFERENCE, KIND_FIE
 local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3, 4, 5, 6, 6
 local MOST_ASK, MOST_OFFERS, MOST_SKIPPED = 131072, 192, 256 -- bytes of an ask, its offers, and workers that get none
 local MOST_CHAINS, MOST_STEPS = 16, 2048 -- chains of an ask, and steps in all of them
+local MOST_LOOKED_UP_CHAINS = 4 -- as in kvatlas/reservations/lookup.py
 local MOST_LIKENESSES = 32 -- of an ask
 local MOST_SOURCES = 16 -- of an offer
 local MOST_MATCHED, LONG = 64, 4096 -- predictions that one ask looks at; one counts once more for each LONG bytes of hashes
+local LEVEL_NO_ROOM = 2
 local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
 local function unpack_limits(limits)
@@ -41,8 +43,8 @@ end
 local function unpack_lookup(lookup)
   local blocks, active, workers, held, scope_id, chains, reuse, odd, home, home_us = unpack(lookup)
   local rows = {}
-  if #chains > MOST_CHAINS then
-    error({ err = string.format('ERR ask of %d chains at most', MOST_CHAINS) })
+  if #chains > MOST_LOOKED_UP_CHAINS then
+    error({ err = string.format('ERR ask of %d chains to look up at most', MOST_LOOKED_UP_CHAINS) })
   end
   for i = 1, #odd, 2 do
     rows[odd[i]] = (odd[i + 1] - 1) * OFFER_FIELDS
@@ -156,11 +158,11 @@ local function check_limits(limits, slots, kv_tokens, decode_us, ttft_us, load_u
   end
   if reported_kv then
     if slots > 0 and running >= slots then
-      level = 2
+      level = LEVEL_NO_ROOM
     end
     -- requests that already wait there will need their KV first
     if kv_tokens > 0 and reported_kv + queued + (limits.input_tokens - cached) > kv_tokens then
-      level = 2
+      level = LEVEL_NO_ROOM
     end
   end
   return missed, level
@@ -229,7 +231,7 @@ end
 
 -- Returns after which place of the ask's look-alikes a worker's row begins; nil if it has none.
 local function row_for(state, worker, packed)
-  local group = select(GROUP, struct.unpack(WORKER, packed))
+  local group = group_in(packed)
   local lookup = state.ask.lookup
   local odd = lookup and lookup.odd[worker]
   return odd and state.group_of_row[odd] == group and odd or state.row_of[group]
@@ -266,7 +268,7 @@ local function find_predictions(state)
       local worker, ready_us = match.prediction[P_WORKER], match.prediction[P_READY_US]
       local k = kind_for(state, worker)
       local packed = k and state.packed_of[worker]
-      if packed and select(GENERATION, struct.unpack(WORKER, packed)) == match.prediction[P_GENERATION] then
+      if packed and number_in(packed, GENERATION) == match.prediction[P_GENERATION] then
         matches[#matches + 1] = match
         if kinds[k + CHAIN] == c then
           local tokens = math.max(0, math.min(match.steps * chain.step_tokens, kinds[k + LIMIT]) - kinds[k + LOST])
@@ -291,7 +293,7 @@ local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decod
   local ask, limits = state.ask, state.ask.limits
   state.rows[i], state.at[i], state.workers[i], state.records[i] = rows, at, worker, packed
   local kinds, k = ask.kinds, rows[at + KIND] * KIND_FIELDS
-  local sampled, _, queued, running, waiting, reported_kv, more, more_running, more_kv = struct.unpack(WORKER, packed)
+  local sampled, _, queued, running, waiting, reported_kv, more, more_running, more_kv = struct.unpack(LOADS, packed)
   if not is_finite(sampled + queued + running + waiting + reported_kv + more + more_running + more_kv) then
     damaged('load')
   end
@@ -371,6 +373,7 @@ local function weigh_offers(state)
   end
   if ask.pair_layout then
     state.prefill, state.chosen = choose_pair(ask.pair_layout, scores, levels)
+    state.lowest = math.max(levels[state.chosen], levels[state.prefill] or 0)
   end
   state.count = #state.offered
 end

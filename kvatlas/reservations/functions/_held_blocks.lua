@@ -2,16 +2,13 @@
 -- kvatlas/index/redis/functions/_slot.lua. Its keys are in another slot than the pool's, so this works in a standalone store.
 --
 -- Residency is prefix-closed for active holders: along a chain they only get fewer. Other holders in the same values (retired
--- ones that are being swept, loading ones) come and go, so values of equal length may name others. But if the values of two
--- blocks are equal, so are the active holders of all blocks between them.
+-- ones that are being swept, loading ones) come and go.
 --
--- chain: { hashes = packed, tokens = those that a hash stands for, blocks = key, values = those read, place = the block that
--- was read last, last = its value, most = no active holder that was not returned holds more blocks, met = the holders
--- returned, met_count = how many these are }. Blocks count from 1.
+-- chain: { hashes = packed, tokens = those that a hash stands for, blocks = key, values = those read, most = no active holder
+-- that was not returned holds more blocks, met = the holders returned, met_count = how many these are }. Blocks count from 1.
 
 local ACTIVE_HOLDER, HOLDER_BYTES, ENTRY_BYTES = 3, 3, 4 -- field of an index record, sizes of a number and of an entry
 local FARTHEST_TIER, PROBED_TIERS = 4, 64 -- the last tier other than HBM, blocks between two looks at tiers
-local MOST_IN_RUN = 24 -- more new holders at one depth are a crowd
 
 -- Calls a command that reads the index. Its damage is not the pool's, which must not be dropped for it.
 local function read_index(...)
@@ -47,28 +44,8 @@ local function open_chain(blocks, tokens, hashes)
       high = middle - 1
     end
   end
-  chain.place, chain.most = low, low
+  chain.most = low
   return chain
-end
-
--- Goes back to the last block whose value differs from the one read last.
-local function skip_run(chain)
-  local right, step = chain.place, 1 -- all blocks from `right` on to the last place have its value
-  local left = right - step
-  while left > 0 and value_at(chain, left) == chain.last do
-    step = step * 2
-    right, left = left, left - step
-  end
-  left = math.max(0, left)
-  while right - left > 1 do
-    local middle = math.floor((left + right) / 2)
-    if value_at(chain, middle) == chain.last then
-      right = middle
-    else
-      left = middle
-    end
-  end
-  chain.place, chain.most = left, left
 end
 
 -- Returns the holders of a value that were not returned before.
@@ -83,44 +60,20 @@ local function new_holders(chain, value)
   return found
 end
 
-local function mark_met(chain, holders)
-  for _, holder in ipairs(holders) do
-    chain.met[holder] = true
-  end
-  chain.met_count = chain.met_count + #holders
-end
-
--- Returns the deepest holders that were not returned before, which hold chain.place blocks; nil if they are a crowd, or there
--- are no more.
-local function next_holders(chain)
-  local before = chain.last or ''
-  if chain.last then
-    skip_run(chain)
-  end
-  if chain.place == 0 then
-    return nil
-  end
-  local value = value_at(chain, chain.place)
-  if #value - #before > MOST_IN_RUN * ENTRY_BYTES then
-    return nil
-  end
-  local found = new_holders(chain, value)
-  if #found > MOST_IN_RUN then
-    return nil
-  end
-  mark_met(chain, found)
-  chain.last, chain.most = value, chain.place - 1
-  return found
-end
-
 -- Returns all holders of at least so many blocks that were not returned before; nil if they are more than `most`.
-local function other_holders(chain, blocks, most)
+local function next_holders(chain, blocks, most)
   local value = value_at(chain, blocks)
   if #value / ENTRY_BYTES - chain.met_count > most then
     return nil
   end
   local found = new_holders(chain, value)
-  mark_met(chain, found)
+  if #found > most then
+    return nil
+  end
+  for _, holder in ipairs(found) do
+    chain.met[holder] = true
+  end
+  chain.met_count = chain.met_count + #found
   return found
 end
 

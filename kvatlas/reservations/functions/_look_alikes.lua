@@ -58,7 +58,7 @@ local function weigh_member(state, at, worker, packed, ring_place, own)
   if limits then
     decode_us = limits.of_look_alikes[at / OFFER_FIELDS + 1]
     if not limits.look_alikes_have_room then
-      slots, kv_tokens = select(SLOTS, struct.unpack(WORKER, packed))
+      slots, kv_tokens = number_in(packed, SLOTS), number_in(packed, KV_LIMIT)
     end
   end
   state.count, state.left = state.count + 1, state.left - 1
@@ -171,7 +171,7 @@ local function weigh_next(state, cursor, at, family, most)
     cursor.last = (tonumber(found[i + 1]) - cursor.family) / STEPS_PER_TOKEN
   end
   for i, packed in ipairs(records_of(state.keys, workers)) do
-    if select(GROUP, struct.unpack(WORKER, packed)) ~= math.floor(family / 2) then
+    if group_in(packed) ~= math.floor(family / 2) then
       damaged('order of loads')
     end
     weigh_member(state, at, workers[i], packed, places[i])

@@ -3,8 +3,8 @@
 -- What a look-alike costs without load falls with the blocks that it holds, and load only adds to it. So one that was not
 -- weighed costs at least what its row costs for the most blocks that any of them holds, plus the least load not read.
 -- Look-alikes are weighed in this order, until none of the rest can cost less than the best so far:
--- 1. the deepest holders, one depth after the other, as long as few have the same depth; then all other holders that may be
---    the cheapest, unless they are very many;
+-- 1. the deepest holders, in growing steps from the end of the prompt, as long as a step finds few; then all other holders
+--    that may be the cheapest, unless they are very many;
 -- 2. those with a prediction, an overdue sample, or a session;
 -- 3. the others by their load, as in _look_alikes.lua. Each is looked up in the index only at the depth that it would need.
 -- Each step has a limit. If one of the rest may still be the cheapest then, the client has to look them up.
@@ -17,91 +17,40 @@
 -- The rows of look-alikes are about workers that hold nothing. Several rows may have one likeness: the first is for all its
 -- workers that are not odd.
 
-local REUSE_CHAIN, MOST_TOKENS, LOST_TOKENS, LOSES_FIRST, SHARE, UNIT, REUSE_FIELDS = 1, 2, 3, 4, 5, 6, 6
-local MOST_RUNS = 16 -- depths that are read one after the other
+local MOST_STEPS_BACK, MOST_IN_STEP = 20, 24 -- steps from the deepest holders on, and holders found by one; more are a crowd
 local MOST_HOLDERS, MOST_PROBED = 320, 256 -- look-alikes weighed because they hold blocks, and looked up in the order of loads
 local READS_A_PROBE = 8 -- so many that are read in that order and can't be the cheapest count as one that is looked up
 local NOT_IN_HBM, TOO_MANY = -2, -3 -- answers instead of a choice
-local NEARLY_US = 0.001 -- sums of the same numbers in another order differ by less
 
--- Returns how many of the tokens that a worker holds its engine uses.
-local function reused(reuse, r, tokens)
-  local most, lost = reuse[r + MOST_TOKENS], reuse[r + LOST_TOKENS]
-  local usable = reuse[r + LOSES_FIRST] == 1 and math.min(tokens - lost, most) or math.min(tokens, most) - lost
-  if reuse[r + SHARE] < 1 then
-    usable = math.floor(usable * reuse[r + SHARE])
-  end
-  return math.max(0, usable - usable % reuse[r + UNIT])
-end
-
--- Returns where the reuse of the row after `at` begins, its kind, and its chain (nil: its workers hold no block of the prompt).
-local function terms_of(state, at)
-  local lookup, rows = state.ask.lookup, state.ask.look_alikes
-  local r = at / OFFER_FIELDS * REUSE_FIELDS
-  return r, rows[at + KIND] * KIND_FIELDS, state.chains[lookup.reuse[r + REUSE_CHAIN]]
-end
-
--- Returns the tokens that a worker of a row uses if it holds so many blocks.
-local function cached_at(state, at, depth)
-  local r, _, chain = terms_of(state, at)
-  return chain and reused(state.ask.lookup.reuse, r, depth * chain.tokens) or 0
-end
-
--- Weighs a look-alike that holds so many blocks.
-local function weigh_at(state, at, worker, packed, depth, ring_place)
-  local ask, _, k, chain = state.ask, terms_of(state, at)
-  local rows, cached = ask.look_alikes, cached_at(state, at, depth)
-  local saved, base_us, steps = worth(ask.kinds, k, cached), rows[at + BASE], ask.chains[ask.kinds[k + CHAIN]]
+-- Weighs a look-alike of a row that holds so many blocks.
+local function weigh_at(state, row, worker, packed, depth, ring_place)
+  local ask, cached, base_us, steps = state.ask, cached_at(row, depth), row.base_us, 0
+  local saved = worth(ask.kinds, row.k, cached)
   if worker == ask.lookup.home then
     base_us = base_us - ask.lookup.home_us
   end
-  local row = {
-    worker, rows[at + KIND], steps and chain and math.floor(depth * chain.tokens / steps.step_tokens) or 0, cached,
-    base_us - saved, rows[at + WORK] - saved,
-  }
-  local number = state.count + 1
-  state.row_at[number], state.depths[number] = at, depth
-  weigh_member(state, at, worker, packed, ring_place or place_on_ring(worker), row)
-end
-
--- Returns what a worker of a row costs at least without load if it holds no more blocks, and what it computes at least.
-local function least_of(state, at, depth)
-  local ask, rows, _, k = state.ask, state.ask.look_alikes, terms_of(state, at)
-  local kinds, cached = ask.kinds, cached_at(state, at, depth)
-  local saved = math.max(0, worth(kinds, k, cached)) -- a small hit may cost more than it saves
-  local least_us, again_us = rows[at + BASE] - saved, worth(kinds, k, state.in_flight)
-  if state.in_flight > cached and again_us > saved then
-    least_us = least_us + ask.again_factor * (again_us - saved)
+  if row.step_tokens then
+    steps = math.floor(depth * row.chain.tokens / row.step_tokens)
   end
-  return least_us + ask.again_factor * math.min(0, again_us), rows[at + WORK] - saved
-end
-
--- Returns how many blocks workers of a row hold at most that were not weighed.
-local function most_of(state, at)
-  local _, _, chain = terms_of(state, at)
-  return chain and chain.most or 0
+  local own, number = { worker, row.kind, steps, cached, base_us - saved, row.work_us - saved }, state.count + 1
+  state.row_at[number], state.depths[number] = row.at, depth
+  weigh_member(state, row.at, worker, packed, ring_place or place_on_ring(worker), own)
 end
 
 -- Returns a family with its cursors by load, whose weights are those of its cheapest rows; nil if it is empty.
 local function open_family(state, rows, number)
   local ask, queued_us, running_us, kv_us, waiting_us = state.ask, math.huge, math.huge, math.huge, math.huge
-  local kinds, mean_us = ask.kinds, math.huge
-  for _, at in ipairs(rows) do
-    local _, k = terms_of(state, at)
-    local _, work_us = least_of(state, at, most_of(state, at))
-    local delay_us, waiting = interference(kinds, k, work_us, 1), kinds[k + QUEUED_US] * kinds[k + WAITING_TOKENS]
+  local kinds, delays_us = ask.kinds, {}
+  for i, row in ipairs(rows) do
+    local k = row.k
+    local delay_us, waiting = interference(kinds, k, least_work(row), 1), kinds[k + QUEUED_US] * kinds[k + WAITING_TOKENS]
+    delays_us[i] = delay_us
     queued_us, kv_us = math.min(queued_us, kinds[k + QUEUED_US]), math.min(kv_us, kinds[k + KV_US])
     running_us = math.min(running_us, kinds[k + RUNNING_US] + delay_us)
     waiting_us = math.min(waiting_us, waiting / TOKENS_PER_WAITING)
-    if number % 2 == 0 then -- the family of unknown loads
-      state.mean = state.mean or mean_of(state)
-      local queued, running, waits, kv = unpack(state.mean)
-      mean_us = math.min(mean_us, kinds[k + QUEUED_US] * queued + waiting * waits + kinds[k + KV_US] * kv
-        + (kinds[k + RUNNING_US] + delay_us) * running)
-    end
   end
   local family = {
-    rows = rows, number = number, most = FIRST_READ,
+    rows = rows, number = number, most = FIRST_READ, mean_us = 0,
     cursors = cursors_for(queued_us, running_us, kv_us, waiting_us, number),
   }
   local cursor, low = family.cursors[1], string.format('%d', number * FAMILY)
@@ -111,7 +60,16 @@ local function open_family(state, rows, number)
   if not first[1] then
     return nil
   end
-  family.mean_us = number % 2 == 0 and mean_us or 0
+  if number % 2 == 0 then -- the family of unknown loads
+    state.mean, family.mean_us = state.mean or mean_of(state), math.huge
+    local queued, running, waits, kv = unpack(state.mean)
+    for i, row in ipairs(rows) do
+      local k = row.k
+      local mean_us = kinds[k + QUEUED_US] * (queued + kinds[k + WAITING_TOKENS] * waits) + kinds[k + KV_US] * kv
+        + (kinds[k + RUNNING_US] + delays_us[i]) * running
+      family.mean_us = math.min(family.mean_us, mean_us)
+    end
+  end
   family.load_us = family.mean_us + cursor.weight * (tonumber(first[2]) - cursor.family) / STEPS_PER_TOKEN
   return family
 end
@@ -122,7 +80,7 @@ local function open_families(state)
     local group = state.group_of_row[at]
     if group then
       rows_of[group] = rows_of[group] or {}
-      table.insert(rows_of[group], at)
+      table.insert(rows_of[group], state.opened[at])
     end
   end
   for group, rows in pairs(rows_of) do
@@ -136,12 +94,13 @@ end
 -- Returns true if a worker of a family that was not weighed may be the cheapest. slack_us: equals may differ by so much.
 -- `only`: the chain of the workers that count.
 local function may_be_cheaper(state, family, slack_us, only)
-  for _, at in ipairs(family.ended and {} or family.rows) do
-    local _, _, chain = terms_of(state, at)
-    local counts = not only or chain == only
-    if counts and state.lowest > 0 then
-      return true
-    elseif counts and state.least >= least_of(state, at, most_of(state, at)) + family.load_us + slack_us then
+  if family.ended then
+    return false
+  end
+  local left_us = state.lowest > 0 and math.huge or state.least - family.load_us - slack_us
+  for _, row in ipairs(family.rows) do
+    local chain = row.chain
+    if (not only or chain == only) and left_us >= least_at(row, chain and chain.most or 0) then
       return true
     end
   end
@@ -157,26 +116,6 @@ local function any_may_be_cheaper(state, families, chain)
   return false
 end
 
--- Returns from how many blocks on a worker of a row may be the cheapest if its load costs at least this; nil: it can't be.
-local function blocks_needed(state, at, load_us)
-  local low, high = 1, most_of(state, at)
-  local left_us = state.least - load_us + NEARLY_US
-  if state.lowest > 0 or least_of(state, at, 0) <= left_us then
-    return 0
-  elseif least_of(state, at, high) > left_us then
-    return nil
-  end
-  while low < high do
-    local middle = math.floor((low + high) / 2)
-    if least_of(state, at, middle) > left_us then
-      low = middle + 1
-    else
-      high = middle
-    end
-  end
-  return low
-end
-
 -- Weighs those of an order's next `most` look-alikes that may be the cheapest. Returns whether they were the last ones.
 local function weigh_next_by_load(state, family, cursor, most)
   local found, ended = read_next(state, cursor, most)
@@ -187,12 +126,12 @@ local function weigh_next_by_load(state, family, cursor, most)
     if not state.seen[worker] and not state.kind_of[worker] then -- others have something of their own
       state.seen[worker] = true
       local odd = state.ask.lookup.odd[worker]
-      local at = odd and state.group_of_row[odd] == group and odd or state.row_of[group]
-      local least = blocks_needed(state, at, family.mean_us + cursor.weight * cursor.last)
+      local row = state.opened[odd and state.group_of_row[odd] == group and odd or state.row_of[group]]
+      local least = blocks_needed(state, row, family.mean_us + cursor.weight * cursor.last)
       if least then
-        local one = { at = at, least = least, ring_place = place_of(found[i]) }
+        local one = { row = row, least = least, ring_place = place_of(found[i]) }
         met[#met + 1], workers[#workers + 1] = one, worker
-        if most_of(state, at) > 0 then
+        if most_of(row) > 0 then
           one.asked = #asked + 1
           asked[one.asked] = worker
         end
@@ -202,14 +141,13 @@ local function weigh_next_by_load(state, family, cursor, most)
   state.probes_left = state.probes_left - #met - #found / 2 / READS_A_PROBE
   local holders = holders_of(state.ask.lookup, asked)
   for i, packed in ipairs(records_of(state.keys, workers)) do
-    if select(GROUP, struct.unpack(WORKER, packed)) ~= group then
+    if group_in(packed) ~= group then
       damaged('order of loads')
     end
     local one = met[i]
-    local _, _, chain = terms_of(state, one.at)
-    local depth = one.asked and depth_of(chain, holders[one.asked], one.least) or (not one.asked and 0)
+    local depth = one.asked and depth_of(one.row.chain, holders[one.asked], one.least) or (not one.asked and 0)
     if depth then
-      weigh_at(state, one.at, workers[i], packed, depth, one.ring_place)
+      weigh_at(state, one.row, workers[i], packed, depth, one.ring_place)
       state.family_of[state.count] = family
     end
   end
@@ -231,21 +169,20 @@ local function read_family(state, family)
   return all_equal and state.family_of[state.chosen] == family
 end
 
--- Returns true if a look-alike that holds at most so many blocks may be the cheapest with its own load.
-local function may_win(state, at, worker, packed, depth)
-  local sampled, _, queued, running, waiting, kv, more, more_running, more_kv = struct.unpack(WORKER, packed)
+-- Returns true if a look-alike of a row that holds at most so many blocks may be the cheapest with its own load.
+local function may_win(state, row, worker, packed, depth)
+  local sampled, _, queued, running, waiting, kv, more, more_running, more_kv = struct.unpack(LOADS, packed)
   if sampled <= state.fresh or state.lowest > 0 or state.best[worker] or worker == state.ask.lookup.home then
     return true
   end
-  local kinds, _, k = state.ask.kinds, terms_of(state, at)
-  local load_us = kinds[k + QUEUED_US] * (queued + more + waiting * kinds[k + WAITING_TOKENS])
+  local kinds, k = state.ask.kinds, row.k
+  local least_us = least_at(row, depth) + kinds[k + QUEUED_US] * (queued + more + waiting * kinds[k + WAITING_TOKENS])
     + kinds[k + RUNNING_US] * (running + more_running) + kinds[k + KV_US] * (kv + more_kv)
-  local least_us = least_of(state, at, depth) + load_us
   return least_us <= state.least + NEARLY_US or not is_finite(least_us)
 end
 
--- Weighs holders of a chain; depth: the blocks that they hold, nil: not known, at least `least`.
-local function weigh_holders(state, chain, holders, depth, least)
+-- Weighs holders of a chain, which hold at least so many blocks, and no more than chain.most.
+local function weigh_holders(state, chain, holders, least)
   local workers, holder_of = {}, {}
   state.holders_left = state.holders_left - #holders
   for i, worker in ipairs(holders[1] and read_index('HMGET', state.ask.lookup.active, unpack(holders)) or {}) do
@@ -255,38 +192,43 @@ local function weigh_holders(state, chain, holders, depth, least)
   end
   for i, packed in ipairs(records_of(state.keys, workers)) do
     local worker = workers[i]
-    local at = row_for(state, worker, packed)
-    local _, _, own_chain = terms_of(state, at or 0)
-    if at and own_chain == chain then
+    local row = state.opened[row_for(state, worker, packed)]
+    if row and row.chain == chain then
       state.seen[worker] = true
-      if may_win(state, at, worker, packed, depth or chain.most) then
-        weigh_at(state, at, worker, packed, depth or depth_of(chain, holder_of[worker], least) or 0)
+      if may_win(state, row, worker, packed, chain.most) then
+        weigh_at(state, row, worker, packed, depth_of(chain, holder_of[worker], least) or 0)
       end
     end
   end
+  chain.most = least - 1
 end
 
 -- Returns from how many blocks on a worker that was not weighed may be the cheapest because of them.
 local function blocks_that_matter(state, chain, families)
   local least = chain.most
   for _, family in ipairs(families) do
-    for _, at in ipairs(family.rows) do
-      local _, _, own_chain = terms_of(state, at)
-      least = own_chain == chain and math.min(least, blocks_needed(state, at, family.load_us) or least) or least
+    for _, row in ipairs(family.rows) do
+      least = row.chain == chain and math.min(least, blocks_needed(state, row, family.load_us) or least) or least
     end
   end
   return math.max(1, least)
 end
 
--- Weighs the holders of a chain, the deepest first.
+-- Weighs the holders of a chain, the deepest first: those of the last blocks, each time of twice as many.
 local function weigh_deepest(state, chain, families)
-  while any_may_be_cheaper(state, families, chain) do
-    local holders = state.runs_left > 0 and state.holders_left >= MOST_IN_RUN and next_holders(chain)
-    if not holders then
-      break
+  local step = 1
+  while chain.most > 0 and state.steps_left > 0 and any_may_be_cheaper(state, families, chain) do
+    local least = math.max(1, chain.most - step + 1)
+    local holders = next_holders(chain, least, math.min(MOST_IN_STEP, state.holders_left))
+    state.steps_left = state.steps_left - 1
+    if holders then
+      weigh_holders(state, chain, holders, least)
+      step = step * 2
+    elseif step == 1 then
+      break -- a crowd
+    else
+      step = math.floor((step + 2) / 4)
     end
-    state.runs_left = state.runs_left - 1
-    weigh_holders(state, chain, holders, chain.place)
   end
   for _, family in ipairs(chain.most > 0 and families or {}) do
     if may_be_cheaper(state, family, -NEARLY_US, chain) and state.probes_left > 0 then
@@ -295,10 +237,9 @@ local function weigh_deepest(state, chain, families)
   end
   if chain.most > 0 and any_may_be_cheaper(state, families, chain) then
     local least = blocks_that_matter(state, chain, families)
-    local holders = other_holders(chain, least, state.holders_left)
+    local holders = next_holders(chain, least, state.holders_left)
     if holders then
-      weigh_holders(state, chain, holders, nil, least)
-      chain.most = least - 1
+      weigh_holders(state, chain, holders, least)
     end
   end
 end
@@ -321,9 +262,9 @@ local function weigh_extras(state)
     if not state.seen[worker] then
       state.seen[worker] = true
       local packed = state.packed_of[worker]
-      local at = row_for(state, worker, packed)
-      local _, _, chain = terms_of(state, at)
-      weigh_at(state, at, worker, packed, chain and depth_of(chain, holders_of(state.ask.lookup, { worker })[1], 0) or 0)
+      local row = state.opened[row_for(state, worker, packed)]
+      local depth = row.chain and depth_of(row.chain, holders_of(state.ask.lookup, { worker })[1], 0) or 0
+      weigh_at(state, row, worker, packed, depth)
     end
   end
 end
@@ -333,10 +274,13 @@ end
 -- TOO_MANY if one that was not read may be the cheapest.
 local function look_up(state)
   local lookup = state.ask.lookup
-  state.chains, state.row_at, state.depths, state.seen = {}, {}, {}, {}
-  state.runs_left, state.holders_left, state.probes_left, state.family_of = MOST_RUNS, MOST_HOLDERS, MOST_PROBED, {}
+  state.chains, state.opened, state.row_at, state.depths, state.seen = {}, {}, {}, {}, {}
+  state.steps_left, state.holders_left, state.probes_left, state.family_of = MOST_STEPS_BACK, MOST_HOLDERS, MOST_PROBED, {}
   for number, chain in ipairs(lookup.chains) do
     state.chains[number] = open_chain(lookup.blocks, chain[1], chain[2])
+  end
+  for at in pairs(state.group_of_row) do
+    state.opened[at] = open_row(state, at)
   end
   for worker in pairs(state.named) do
     state.seen[worker] = true
@@ -356,7 +300,7 @@ local function look_up(state)
   end
   local chosen = state.chosen
   if chosen > 0 then
-    local _, _, chain = terms_of(state, state.row_at[chosen])
+    local chain = state.opened[state.row_at[chosen]].chain
     if chain and not is_in_hbm(lookup, chain, state.workers[chosen], state.depths[chosen]) then
       return NOT_IN_HBM
     end

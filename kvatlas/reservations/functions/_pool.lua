@@ -37,10 +37,10 @@ local function expire_without_workers(keys)
   end
 end
 
--- Forgets everything that was booked and reported. Needed when the store's clock went back (it is another server's, or was
--- set): old data would count as fresh until the clock is back where it was.
+-- Forgets everything that was booked, reported, or waits. Needed when the store's clock went back (it is another server's, or
+-- was set): old data would count as fresh until the clock is back where it was.
 local function reset(keys)
-  for i = LOAD, SOURCES do
+  for i = LOAD, LINES do
     redis.call('UNLINK', keys[i])
   end
 end
@@ -246,7 +246,14 @@ local function end_one(keys, member, most, now)
       damaged('deadline')
     end
     return math.max(1, drop_settled(keys, worker, tonumber(then_us), after, most))
-  else
+  elseif kind == 'q' then
+    dropped = drop_waiting_of(keys, name, most, now)
+  elseif kind == 'e' then
+    local entry = get_entry(keys, name)
+    if entry then
+      leave_queue(keys, name, entry, now)
+    end
+  elseif kind ~= 'a' then
     drop_if_there(keys, name, kind, now)
   end
   if dropped < most then

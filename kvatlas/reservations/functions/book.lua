@@ -1,4 +1,5 @@
 -- book: evaluates offers and reserves the cheapest one, or the cheapest pair, in the same call; also renews the router's lease.
+-- A request that may wait gets a place in the pool's queue instead if there is no room for it, or if others come first.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 id (16 bytes)
@@ -7,9 +8,11 @@
 --      4 us after which a reservation ends in any case
 --      5 prompt tokens
 --      6 ask, see _evaluation.lua
---      7 with a pair layout: id of the reservation on the worker that computes the prompt alone
+--      7 with a pair layout: id of the reservation on the worker that computes the prompt alone; may be empty
+--      8 if the request may wait: its row, see _queue.lua
 -- returns cmsgpack, see evaluate in _choice.lua. Nothing is reserved if it returns { 0 }, since the booking was cancelled
--- before, or { -1 }, since there are too few look-alikes
+-- before; { -1 }, since there are too few look-alikes; { -4, 1 if there is no room, 2 if others come first, about how many
+-- requests come first, how many wait, their prompts' tokens }; { -5, how many wait, their tokens }, since it may not wait
 
 -- Updates the worker's predictions that a reservation uses. If the worker has no events, they are believed for longer;
 -- otherwise those that its events confirmed are dropped.
@@ -111,29 +114,76 @@ local function reserve(keys, id, owner, longest_us, input_tokens, state, number,
   put_worker(keys, worker, record)
 end
 
+local MUST_WAIT, QUEUE_IS_FULL, NO_ROOM, NOT_ITS_TURN = -4, -5, 1, 2
+
+-- Reserves what was chosen.
+local function reserve_chosen(keys, args, owner, state, now)
+  local longest_us, input_tokens = integer(args[4], 0), integer(args[5], 0)
+  if state.source and redis.call('HEXISTS', keys[LOAD], state.source) == 1 then -- nothing would remove a forgotten one
+    redis.call('HSET', keys[SOURCES], state.source, string.format('%d', state.fetched_us))
+  end
+  reserve(keys, args[1], owner, longest_us, input_tokens, state, state.chosen, now)
+  if state.prefill > 0 then
+    reserve(keys, args[7], owner, longest_us, input_tokens, state, state.prefill, now)
+  end
+end
+
+-- Gives a request its place in the queue. Returns the answer.
+local function wait_in_queue(keys, row, router, why, now)
+  local entered = enter_queue(keys, row, router, now)
+  if entered and why == NO_ROOM then
+    narrow_window(keys, row.id)
+  end
+  local requests, tokens = queue_sizes(keys)
+  return entered and { MUST_WAIT, why, count_ahead(keys, row.id), requests, tokens } or { QUEUE_IS_FULL, requests, tokens }
+end
+
+-- Chooses and reserves for a request that may wait. Returns the answer.
+local function book_in_turn(keys, args, row, owner, ask, now)
+  local router, blocked = args[2], {}
+  if redis.call('EXISTS', keys[WAITING_REQUESTS]) == 1 then
+    if not enter_queue(keys, row, router, now) then
+      return { QUEUE_IS_FULL, queue_sizes(keys) }
+    end
+    blocked = blocked_for(keys, row.id, now)
+    if not blocked then
+      return wait_in_queue(keys, row, router, NOT_ITS_TURN, now)
+    end
+  end
+  local answer, state = evaluate(keys, ask, now)
+  if state then
+    if state.lowest >= LEVEL_NO_ROOM then
+      return wait_in_queue(keys, row, router, NO_ROOM, now)
+    elseif blocked[state.workers[state.chosen]] or blocked[state.workers[state.prefill]] then
+      return wait_in_queue(keys, row, router, NOT_ITS_TURN, now)
+    end
+    local number = state.prefill > 0 and state.prefill or state.chosen
+    local cached = state.used[number] or state.rows[number][state.at[number] + CACHED]
+    reserve_chosen(keys, args, owner, state, now)
+    record_queue_booked(keys, row, math.max(0, integer(args[5], 0) - cached), cached, now)
+  end
+  return answer
+end
+
 register('kvatlas_pool_book', function(keys, args)
-  local id, router, lease_us, longest_us = args[1], args[2], integer(args[3], 0), integer(args[4], 0)
-  local input_tokens, ask, prefill_id = integer(args[5], 0), unpack_ask(args[6]), args[7]
+  local id, router, lease_us, ask, prefill_id = args[1], args[2], integer(args[3], 0), unpack_ask(args[6]), args[7]
+  local row = args[8] and check_row(cmsgpack.unpack(args[8]))
   local now = now_us()
   local owner = renew_lease(keys, router, lease_us, now)
   purge(keys, now)
   local wanted = start(keys, id, now)
-  if prefill_id then
+  if prefill_id and prefill_id ~= '' then
     wanted = start(keys, prefill_id, now) and wanted
   end
   local answer, state = { 0 }
-  if wanted then
+  if wanted and row then
+    answer = book_in_turn(keys, args, row, owner, ask, now)
+  elseif wanted then
     answer, state = evaluate(keys, ask, now)
     if state then
-      if state.source and redis.call('HEXISTS', keys[LOAD], state.source) == 1 then -- nothing would remove a forgotten one
-        redis.call('HSET', keys[SOURCES], state.source, string.format('%d', state.fetched_us))
-      end
-      reserve(keys, id, owner, longest_us, input_tokens, state, state.chosen, now)
-      if state.prefill > 0 then
-        reserve(keys, prefill_id, owner, longest_us, input_tokens, state, state.prefill, now)
-      end
+      reserve_chosen(keys, args, owner, state, now)
     end
   end
   expire_without_workers(keys)
   return cmsgpack.pack(answer or { -1 })
-end, 7, MOST_ASK)
+end, 8, MOST_ASK)

@@ -49,6 +49,7 @@ INDEXER = {
         poison_wrong_subject="wrong_subject",
         poison_wrong_partition="wrong_partition",
         poison_identity="identity",
+        poison_fleet="fleet",
     ),
     **single(DEAD_LETTERS_DROPPED, "dead_letters_dropped"),
     **single(STORE_ERRORS, "store_errors"),

@@ -22,6 +22,32 @@ PROXY_APART = counter(
     "proxy.apart", "{try}", "Tries with a prefill worker of their own: sent, and failed by that worker"
 )
 PROXY_FETCHING = counter("proxy.fetching", "{try}", "Tries whose engine was sent to fetch KV from another one")
+PROXY_RESUMED = counter(
+    "proxy.continued", "{stream}", "Streams that another worker went on with after their engine died"
+)
+PROXY_NOT_CONTINUED = counter(
+    "proxy.not_continued", "{stream}", "Streams that ended with their engine's error, by why no other worker went on"
+)
+_NOT_CONTINUED = (
+    "api",
+    "sampled",
+    "choices",
+    "beams",
+    "echo",
+    "guided",
+    "audio",
+    "penalties",
+    "template",
+    "object",
+    "reasoning",
+    "tool_call",
+    "long",
+    "unreadable",
+    "diverged",
+    "same_token",
+    "refused",
+    "no_worker",
+)
 PROXY_BUDGET = counter("proxy.retries.budget", "{try}", "Further tries, by whether the retry budget allowed them")
 PROXY_QUEUED = counter("proxy.queued", "{request}", "Requests for which every engine was full, by outcome")
 
@@ -40,6 +66,8 @@ PROXY = {
     **by(PROXY_RETRIES, "reason", refused="refused", unreachable="unreachable"),
     **by(PROXY_APART, "event", apart="sent", apart_failed="failed"),
     **single(PROXY_FETCHING, "fetching"),
+    **single(PROXY_RESUMED, "continued.resumed"),
+    **by(PROXY_NOT_CONTINUED, "reason", **{f"continued.{why}": why for why in _NOT_CONTINUED}),
     **by(PROXY_BUDGET, "outcome", retried="allowed", retries_denied="denied"),
     **single(PROXY_WAIT, "overhead"),
     **single(GENAI_TTFT, "ttft"),
@@ -57,11 +85,15 @@ PROXY_IN_FLIGHT_TOKENS = gauge(
     "proxy.in_flight.tokens", "{token}", "Prompt tokens of the requests that run in this router"
 )
 PROXY_WAITING = gauge("proxy.waiting", "{request}", "Requests that wait in this router for an engine with room")
+PROXY_POOL_WAITING = gauge(
+    "proxy.pool.waiting", "{request}", "Requests of all routers that wait in the pools in which some wait here"
+)
 
 PROXY_LOAD = {
     **single(PROXY_IN_FLIGHT, "in_flight"),
     **single(PROXY_IN_FLIGHT_TOKENS, "in_flight_tokens"),
     **single(PROXY_WAITING, "waiting"),
+    **single(PROXY_POOL_WAITING, "pool_waiting"),
 }
 
 # ---------------------------------------------------------------- gateway: kvatlas_router.gateway.counters.GatewayCounters
@@ -103,8 +135,15 @@ GATEWAY = {
 
 GATEWAY_IN_FLIGHT = gauge("gateway.in_flight", "{request}", "Requests with an endpoint whose end is not known yet")
 GATEWAY_WAITING = gauge("gateway.waiting", "{request}", "Requests that wait in this picker for an engine with room")
+GATEWAY_POOL_WAITING = gauge(
+    "gateway.pool.waiting", "{request}", "Requests of all routers that wait in the pools in which some wait here"
+)
 
-GATEWAY_LOAD = {**single(GATEWAY_IN_FLIGHT, "in_flight"), **single(GATEWAY_WAITING, "waiting")}
+GATEWAY_LOAD = {
+    **single(GATEWAY_IN_FLIGHT, "in_flight"),
+    **single(GATEWAY_WAITING, "waiting"),
+    **single(GATEWAY_POOL_WAITING, "pool_waiting"),
+}
 
 # ---------------------------------------------------------------- outliers: kvatlas_router.outliers.monitor.OutlierCounters
 

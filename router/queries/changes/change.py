@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.external_chain import hash_text
 from kvatlas.blocks.hashing import unpack_hashes
 from kvatlas.blocks.tiers import Tier
@@ -144,12 +145,13 @@ class ChangeReader:
             return []
         missed = [{"kind": "begin", **worker.dropped}] if worker.aside and not worker.shown else []
         worker.shown = True
-        fields = scope_fields(scope, entry[wire.BLOCK_SIZE], entry[wire.BLOCK_BYTES])
+        tier = Tier.HBM if code in _OF_MARKS else Tier(event[wire.TIER])
+        fields = scope_fields(scope, wire.sizes_of(entry), tier)
         if code in _OF_MARKS:
             hashes = hash_texts(event[wire.MARK_HASHES])
             return [*missed, {"kind": _OF_MARKS[code], **worker.dropped, **fields, "hashes": hashes}]
-        tier, hashes = Tier(event[wire.TIER]).label, hash_texts(event[wire.HASHES])
-        return [*missed, {"kind": _OF_BLOCKS[code], **worker.dropped, **fields, "tier": tier, "hashes": hashes}]
+        hashes = hash_texts(event[wire.HASHES])
+        return [*missed, {"kind": _OF_BLOCKS[code], **worker.dropped, **fields, "tier": tier.label, "hashes": hashes}]
 
 
 def hash_texts(packed: bytes) -> list[str]:
@@ -157,16 +159,16 @@ def hash_texts(packed: bytes) -> list[str]:
     return [hash_text(one) for one in unpack_hashes(packed)]
 
 
-def scope_fields(scope: Scope, block_size: int, block_bytes: int) -> dict[str, Any]:
-    """A change's fields that describe its blocks."""
+def scope_fields(scope: Scope, sizes: BlockSizes, tier: Tier) -> dict[str, Any]:
+    """A change's fields that describe its blocks in a tier."""
     return {
         "model_id": scope.model_id,
         "tokenizer_id": scope.tokenizer_id,
         "adapter_id": scope.adapter_id,
         "tenant_id": scope.tenant_id,
         "chain": scope.chain,
-        "block_size": block_size,
-        "block_bytes": block_bytes,
+        "block_size": sizes.block_size,
+        "block_bytes": sizes.bytes_in(tier),
     }
 
 

@@ -6,7 +6,7 @@ one stopped.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from secrets import token_hex
@@ -21,7 +21,7 @@ from kvatlas.bus.connection import connect_nats, reason
 from kvatlas.bus.partition_batch import Position
 from kvatlas.bus.pull_consumer import PullConsumer, open_pull_consumer
 from kvatlas.bus.queue import EVERY_PARTITION
-from kvatlas.bus.stream import stream_info
+from kvatlas.bus.stream import stream_fleet, stream_info
 from kvatlas.bus.subjects import ALL_EVENTS
 from kvatlas.bus.wire import INCARNATION, SEQ, WORKER_ID, RawMessage
 from kvatlas.errors import KvatlasError, NoIndexYet, Unreachable
@@ -102,12 +102,13 @@ class ChangeStreams:
     async def _tail(
         self, client: Client, layout: Layout, shards: Sequence[ShardReader], reader: ChangeReader, after: Position
     ) -> AsyncGenerator[Change | None, None]:
-        wakeup, admission = Wakeup(), Admission(None, layout.partitions, publishers=layout.publishers)
+        wakeup, fleet_id = Wakeup(), await stream_fleet(client)
+        admission = Admission(None, layout.partitions, publishers=layout.publishers, fleet_id=fleet_id)
         name = f"kva-follow-{token_hex(6)}"
 
-        def admit(subject: str, payload: bytes) -> RawMessage | None:
+        def admit(subject: str, payload: bytes, headers: Mapping[str, str] | None) -> RawMessage | None:
             try:
-                return admission.admit(subject, payload)
+                return admission.admit(subject, payload, headers)
             except PoisonMessage:
                 return None
 

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.external_chain import hash_text
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier, tiers_of
@@ -34,11 +35,11 @@ async def read_snapshot(
                 begun = {"worker": worker_id, "incarnation": incarnation, "aside": True, "dropped": now, "hashes": []}
                 yield Change("snapshot", begun)
         for scope_id, scope in scopes.items():
-            sizes: dict[bytes, tuple[int, int]] = {}
+            sizes: dict[bytes, BlockSizes] = {}
             async for blocks in shard.scan(shard.keys.blocks(scope_id)):
                 for (holder, tier), hashes in _by_holder(blocks, places).items():
                     if holder not in sizes:
-                        sizes[holder] = (await shard.touched(holder)).get(scope_id, (0, 0))
+                        sizes[holder] = (await shard.touched(holder)).get(scope_id, BlockSizes())
                     worker_id, incarnation, aside = places[holder]
                     reader.show(worker_id)
                     yield Change(
@@ -48,7 +49,7 @@ async def read_snapshot(
                             "incarnation": incarnation,
                             "aside": aside,
                             "dropped": dropped.get(holder),
-                            **scope_fields(scope, *sizes[holder]),
+                            **scope_fields(scope, sizes[holder], tier),
                             "tier": tier.label,
                             "hashes": hashes,
                         },
@@ -57,7 +58,7 @@ async def read_snapshot(
                 for holder, hashes in _marked_by(marks, places).items():
                     worker_id, incarnation, aside = places[holder]
                     found = {"worker": worker_id, "incarnation": incarnation, "aside": aside}
-                    fields = scope_fields(scope, *sizes.get(holder, (0, 0)))
+                    fields = scope_fields(scope, sizes.get(holder, BlockSizes()), Tier.HBM)
                     yield Change("snapshot", {**found, "dropped": dropped.get(holder), **fields, "marked": hashes})
 
 

@@ -1,4 +1,4 @@
-"""The gRPC server: our own service, and the KV indexer that SGLang's gateway calls. Callers authenticate as over HTTP."""
+"""The gRPC server: our own service, and those that SGLang's two gateways call. Callers authenticate as over HTTP."""
 
 import asyncio
 import json
@@ -25,6 +25,8 @@ from kvatlas_router.queries.grpc_api.kv_indexer_pb2 import (
     MatchExternalKvPrefixRequest,
     MatchExternalKvPrefixResponse,
 )
+from kvatlas_router.queries.grpc_api.radix_index import SERVICE as SMG_SERVICE
+from kvatlas_router.queries.grpc_api.radix_index import RadixIndex
 from kvatlas_router.queries.question import ANY_TENANT, MAX_HASHES, Form, Question
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.proof import Proof
@@ -83,7 +85,8 @@ class GrpcServer:
                 MatchExternalKvPrefixResponse.SerializeToString,
             )
         }
-        services = ((SERVICE, own), (SGLANG_SERVICE, sglang))
+        smg = RadixIndex(api, self._proven_caller).handlers
+        services = ((SERVICE, own), (SGLANG_SERVICE, sglang), (SMG_SERVICE, smg))
         self._server.add_generic_rpc_handlers(
             tuple(grpc.method_handlers_generic_handler(name, methods) for name, methods in services)
         )
@@ -114,11 +117,18 @@ class GrpcServer:
                 with self._api.counters.question():
                     return await answer(request, await self._caller(context), context)
             except tuple(_STATUS) as error:
-                code = next(code for kind, code in _STATUS.items() if isinstance(error, kind))
-                await context.abort(code, str(error))
+                await context.abort(_status_of(error), str(error))
                 raise AssertionError from error  # abort raises
 
         return handle
+
+    async def _proven_caller(self, context: Context) -> Caller:
+        """The caller of a stream, which ends with one line if it proves nothing."""
+        try:
+            return await self._caller(context)
+        except tuple(_STATUS) as error:
+            await context.abort(_status_of(error), str(error))
+            raise AssertionError from error  # abort raises
 
     async def _caller(self, context: Context) -> Caller:
         if self._proof is None:
@@ -179,8 +189,7 @@ class GrpcServer:
         except PositionLost as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
         except KvatlasError as error:
-            code = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), _STATUS[Unreachable])
-            await context.abort(code, str(error))
+            await context.abort(_status_of(error), str(error))
 
     async def _match(
         self, request: MatchExternalKvPrefixRequest, caller: Caller, context: Context
@@ -220,6 +229,10 @@ def read_hashes(fields: Sequence[bytes]) -> list[int]:
     if not 0 < len(numbers) <= MAX_HASHES:
         raise InvalidValue(f"hashes has {len(numbers)} entries; expected 1 to {MAX_HASHES}")
     return [number & MAX_HASH for number in numbers]
+
+
+def _status_of(error: Exception) -> grpc.StatusCode:
+    return next((code for kind, code in _STATUS.items() if isinstance(error, kind)), _STATUS[Unreachable])
 
 
 def _to_bytes(value: str | bytes) -> bytes:

@@ -98,7 +98,7 @@ FAULTS: dict[str, Answer] = {
 }
 STREAMED = frozenset({"dies", "says an error", "says an error late", "dies behind a comment"})
 BREAKS = frozenset({"dies", "says an error late"})
-"""Behind the first content: then no other engine can be tried."""
+"""Behind the first content: then another engine must go on with the answer."""
 WITHOUT_HEALTH = {"busy"}
 """Their status pages wait behind what they compute."""
 
@@ -192,7 +192,9 @@ async def dribble(client: httpx.AsyncClient) -> None:
         writer.close()
 
 
-async def run(store: Store, redis_url: str, fault: str, requests: int = REQUESTS) -> Figures:
+async def run(
+    store: Store, redis_url: str, fault: str, requests: int = REQUESTS, continue_answers: str = "off"
+) -> Figures:
     """With four engines, of which the first has the fault."""
     bad, healthy = FAULTS.get(fault, well), fault not in WITHOUT_HEALTH
     asked: Counter[str] = Counter()
@@ -208,7 +210,10 @@ async def run(store: Store, redis_url: str, fault: str, requests: int = REQUESTS
             engine = await stack.enter_async_context(faulty_engine(answer, healthy=healthy or number > 0))
             await fleet.report(worker_id, engine.url)
         clients = [
-            await stack.enter_async_context(running_proxy(redis_url, learn=False, access_log=False)) for _ in range(2)
+            await stack.enter_async_context(
+                running_proxy(redis_url, learn=False, access_log=False, continue_answers=continue_answers)
+            )
+            for _ in range(2)
         ]
         number = DRIBBLERS if fault in DRIBBLED else 0
         dribblers = [asyncio.create_task(dribble(clients[turn % len(clients)])) for turn in range(number)]

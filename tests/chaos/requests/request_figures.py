@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvatlas.embedded import valkey_server
 from kvatlas.store.connection import open_store
-from tests.chaos.requests.request_faults import FAULTS, REQUESTS, run
+from tests.chaos.requests.request_faults import BREAKS, FAULTS, REQUESTS, run
 from tests.chaos.requests.rolled_routers import ROUTERS, RouterProcess, roll
 
 STREAMS = 200
@@ -28,13 +28,14 @@ async def print_request_figures(folder: Path, log: Callable[[str], None]) -> boo
         log("| the bad engine | lost | broken | longest added latency | tries there: first third | last third |")
         log("|---|---|---|---|---|---|")
         lost = 0
-        for name in FAULTS:
+        for name, continues in [*((name, "off") for name in FAULTS), *((name, "all") for name in sorted(BREAKS))]:
             await store.client.flushall()
-            figures = await run(store, server.url, name)
+            figures = await run(store, server.url, name, continue_answers=continues)
             lost += len(figures.lost)
             added_ms = (figures.longest_s - usual) * 1_000
             shares = f"{figures.share_before:.0%} | {figures.share_after:.0%}"
-            log(f"| {name} | {len(figures.lost)} | {figures.broken} | {added_ms:.0f} ms | {shares} |")
+            named = name if continues == "off" else f"{name}, and others go on"
+            log(f"| {named} | {len(figures.lost)} | {figures.broken} | {added_ms:.0f} ms | {shares} |")
         await store.client.flushall()
         rolled = await roll(store, partial(RouterProcess.start, server.url, folder, stack), streams=STREAMS, gap_s=4.0)
         lost += len(rolled.lost)

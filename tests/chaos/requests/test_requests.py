@@ -38,12 +38,8 @@ async def test_no_request_is_lost_to_one_bad_engine_of_four(
     # the bad worker is ejected once: how often it is tried again depends on how long the requests take
     monkeypatch.setattr("kvatlas_router.outliers.pool_outliers.EJECT_S", MOST_EJECT_S)
     shorten_bounds(monkeypatch, least_s=0.7, unknown_s=60)  # "busy" is no fault
-    figures = await run(store, valkey_url, fault, REQUESTS)
-    assert figures.lost == []
-    if fault in BREAKS:
-        assert figures.answered + figures.broken == REQUESTS and figures.broken <= 12
-    else:
-        assert figures.answered == REQUESTS
+    figures = await run(store, valkey_url, fault, REQUESTS, continue_answers="all" if fault in BREAKS else "off")
+    assert figures.lost == [] and figures.answered == REQUESTS
     if fault not in {
         "lies",
         "busy",

@@ -1,5 +1,5 @@
-"""What a stub answers: a fixed text, or what the prompt's last `[[say TEXT]]` asks for. `[[slow N]]` waits N seconds before
-each token; `[[fail]]` makes the engine fail.
+"""What a stub answers: a fixed text, or what the prompt's last `[[say TEXT]]` asks for; if the prompt ends with a part of it,
+the rest. `[[slow N]]` waits N seconds before each token; `[[fail]]` makes the engine fail.
 
 It runs in the engines' own environments and needs nothing of this project.
 """
@@ -35,9 +35,14 @@ class Scripts:
     def of(self, prompt: list[int]) -> Script:
         text = self._tokenizer.decode(prompt, skip_special_tokens=False)
         said, slow = _SAY.findall(text), _SLOW.findall(text)
-        answer = self._tokenizer.encode(said[-1] if said else ANSWER, add_special_tokens=False).ids
+        answer = self._tokenizer.encode(_rest(said[-1] if said else ANSWER, text), add_special_tokens=False).ids
         return Script(tuple(answer), float(slow[-1]) if slow else 0.0, bool(_FAIL.search(text)))
 
     def id_of(self, text: str) -> int | None:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids[0] if len(ids) == 1 else None
+
+
+def _rest(answer: str, prompt: str) -> str:
+    """The answer without what the prompt ends with."""
+    return next((answer[at:] for at in range(len(answer), 0, -1) if prompt.endswith(answer[:at])), answer)

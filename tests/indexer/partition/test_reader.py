@@ -234,7 +234,7 @@ async def test_poison_is_counted_and_kept_and_stops_nothing(nats_client: Client)
         await worker.publish(b"garbage")
         await worker.publish(b"")
         await other.publish(worker.sent[0])
-        wrong_version = b"\x97\x04" + worker.sent[0][2:]
+        wrong_version = b"\x97\x09" + worker.sent[0][2:]
         await worker.publish(wrong_version)
         await worker.store_more()
         await run.applies_all_of(worker)

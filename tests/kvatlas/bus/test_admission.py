@@ -3,7 +3,7 @@ import pytest
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.admission import Admission, PoisonMessage, PoisonReason
-from kvatlas.bus.subjects import events_subject, partition_of
+from kvatlas.bus.subjects import FLEET, events_subject, partition_of
 from kvatlas.bus.wire import INCARNATION, MAX_MESSAGE_BYTES, MESSAGE_VERSION, SCOPES, TS_US, WORKER_ID, encode
 from kvatlas.events import Message, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
 from kvatlas.identity import Scope
@@ -52,8 +52,19 @@ def test_bytes_that_are_not_a_message_are_malformed(payload: bytes) -> None:
 
 def test_another_version_has_its_own_reason() -> None:
     raw = msgpack.unpackb(GOOD, strict_map_key=False)
-    raw[MESSAGE_VERSION] = 4
+    raw[MESSAGE_VERSION] = 5
     assert reason_of(msgpack.packb(raw)) is PoisonReason.VERSION
+
+
+def test_a_message_of_another_fleet_is_poison_and_one_without_a_fleet_is_not() -> None:
+    admission = Admission(PARTITION, PARTITIONS, fleet_id="00000000000a")
+    for headers in (None, {}, {"traceparent": "x"}, {FLEET: "00000000000a"}):
+        assert admission.admit(SUBJECT, GOOD, headers) is not None
+    line = "fleet 00000000000b, this is fleet 00000000000a; give each fleet a NATS"
+    with pytest.raises(PoisonMessage, match=line) as poison:
+        admission.admit(SUBJECT, GOOD, {FLEET: "00000000000b"})
+    assert poison.value.reason is PoisonReason.FLEET
+    assert Admission(PARTITION, PARTITIONS).admit(SUBJECT, GOOD, {FLEET: "00000000000b"}) is not None
 
 
 def test_ten_megabytes_are_oversized() -> None:

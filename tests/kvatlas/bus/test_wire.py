@@ -22,6 +22,7 @@ from kvatlas.bus.wire import (
     TS_US,
     VERSION,
     VERSION_WITH_MARKS,
+    VERSION_WITH_TIER_BYTES,
     WORKER_ID,
     decode,
     decode_raw,
@@ -66,6 +67,41 @@ def test_the_layout_on_the_wire() -> None:
     removed = Removed(ID, Tier.HBM, pack_hashes([1]))
     sent = msgpack.unpackb(encode(message_of(stored, removed)), strict_map_key=False)
     assert sent == raw([1, ID, 2, pack_hashes([1, 2]), pack_hashes([9]), 4, 0], [2, ID, 0, pack_hashes([1])])
+
+
+def test_other_sizes_in_single_tiers_come_with_the_chain_before_them_and_only_then_in_version_4() -> None:
+    use = ScopeUse(SCOPE, 16, 2 << 20, ((Tier.CPU_DRAM, 1 << 20), (Tier.LOCAL_SSD, 7)))
+    message = Message("w-1", 7, 3, [Removed(ID, Tier.HBM, pack_hashes([1]))], {ID: use}, 1)
+    sent = msgpack.unpackb(encode(message), strict_map_key=False)
+    assert sent[MESSAGE_VERSION] == VERSION_WITH_TIER_BYTES
+    assert sent[SCOPES] == {
+        ID: ["model", "tokenizer", "adapter", "tenant", 16, 2 << 20, "own", {2: 1 << 20, 3: 7}],
+    }
+    assert decode(encode(message)) == message
+    sent[MESSAGE_VERSION] = VERSION_WITH_TIER_BYTES - 1
+    with pytest.raises(WireError, match="expected four names"):
+        decode_raw(msgpack.packb(sent))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        (7, "bytes by tier 7; expected a map of fewer than 5"),
+        ({1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, "expected a map of fewer than 5"),
+        ({0: 1}, "bytes of tier 0; expected 1 to 4"),
+        ({5: 1}, "bytes of tier 5"),
+        ({"cpu": 1}, "bytes of tier 'cpu'"),
+        ({2: 0}, "bytes 0 in tier 2; expected 1 to 4294967295"),
+        ({2: 1 << 32}, "bytes 4294967296 in tier 2"),
+        ({2: 16.0}, r"bytes 16\.0 in tier 2"),
+    ],
+)
+def test_wrong_sizes_of_tiers_are_refused(sizes: Any, text: str) -> None:
+    message = raw(list(STORED))
+    message[MESSAGE_VERSION] = VERSION_WITH_TIER_BYTES
+    message[SCOPES] = {ID: ["model", "tokenizer", "adapter", "tenant", 16, 2 << 20, "own", sizes]}
+    with pytest.raises(WireError, match=text):
+        decode_raw(msgpack.packb(message))
 
 
 def test_a_valid_message_is_decoded() -> None:
@@ -131,7 +167,7 @@ def _drop(index: int) -> Callable[[list[Any]], None]:
 
 HASHES = pack_hashes([1])
 WRONG: dict[str, tuple[Callable[[list[Any]], None], str]] = {
-    "newer version": (_set(MESSAGE_VERSION, to=4), "version 4; expected 1 to 3"),
+    "newer version": (_set(MESSAGE_VERSION, to=5), "version 5; expected 1 to 4"),
     "a list of versions": (_set(MESSAGE_VERSION, to=[1]), "version"),
     "no version": (_set(MESSAGE_VERSION, to="1"), "version '1'"),
     "six fields": (_drop(EVENTS), "6 fields; expected 7"),

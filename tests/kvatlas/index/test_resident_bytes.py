@@ -21,10 +21,12 @@ def head(blocks: int) -> bytes:
     return CHAIN[: blocks * HASH_BYTES]
 
 
-def sized(source: MessageSource, event: Stored, scope: Scope, block_bytes: int) -> RawMessage:
-    """A message whose scope has blocks of this size."""
+def sized(
+    source: MessageSource, event: Stored, scope: Scope, block_bytes: int, *in_tiers: tuple[Tier, int]
+) -> RawMessage:
+    """A message whose scope has blocks of this size, and of others in these tiers."""
     source.seq += 1
-    uses = {scope.scope_id: ScopeUse(scope, 4, block_bytes)}
+    uses = {scope.scope_id: ScopeUse(scope, 4, block_bytes, in_tiers)}
     return to_raw(Message(source.worker_id, source.incarnation, source.seq, [event], uses, 1))
 
 
@@ -54,6 +56,14 @@ async def test_resident_bytes_are_those_of_each_scopes_blocks(index: ResidencyIn
         await index.sweep(shard, 1_000_000)
     rows = [(row.scope, row.tier, row.blocks, row.bytes) for row in await index.resident_blocks()]
     assert rows == [(SCOPE, Tier.HBM, 2, 200), (adapter, Tier.CPU_DRAM, 1, 1_000)]
+
+
+async def test_an_incarnation_in_the_same_call_does_not_keep_the_sizes_of_the_one_before(index: ResidencyIndex) -> None:
+    a = MessageSource("a")
+    messages = [a.begin(1), sized(a, Stored(SCOPE.scope_id, Tier.CPU_DRAM, head(2)), SCOPE, 100, (Tier.CPU_DRAM, 25))]
+    messages += [a.begin(2), sized(a, Stored(SCOPE.scope_id, Tier.CPU_DRAM, head(2)), SCOPE, 100)]
+    await apply_messages(index, *messages)
+    assert [(row.tier, row.blocks, row.bytes) for row in await index.resident_blocks()] == [(Tier.CPU_DRAM, 2, 200)]
 
 
 async def test_the_size_is_told_by_model_and_tier(index: ResidencyIndex) -> None:
@@ -91,3 +101,64 @@ async def test_a_changed_block_size_counts_from_then_on_and_an_unknown_one_chang
     await apply_messages(index, known, unknown_again)
     assert (await index.metrics()).resident_bytes == 900
     assert [r.bytes for r in await index.locate(SCOPE, unpack_hashes(CHAIN)[0])] == [300]
+
+
+async def test_each_tier_has_its_own_size_in_sums_and_in_every_answer(index: ResidencyIndex) -> None:
+    other, plain = Scope("model", "tokenizer", "other"), Scope("model", "tokenizer", "plain")
+    source = MessageSource("w")
+    tiers = [(Tier.CPU_DRAM, 25), (Tier.OBJECT_STORE, 400)]
+    stored = {tier: Stored(SCOPE.scope_id, tier, head(3)) for tier in (Tier.HBM, Tier.CPU_DRAM, Tier.LOCAL_SSD)}
+    await apply_messages(
+        index,
+        source.begin(1),
+        sized(source, Stored(plain.scope_id, Tier.CPU_DRAM, head(2)), plain, 100),
+        *(sized(source, event, SCOPE, 100, *tiers) for event in stored.values()),
+        sized(source, Stored(other.scope_id, Tier.CPU_DRAM, head(1)), other, 100, (Tier.CPU_DRAM, 7)),
+    )
+    expected = {
+        (SCOPE, Tier.HBM): (3, 300),
+        (SCOPE, Tier.CPU_DRAM): (3, 75),
+        (SCOPE, Tier.LOCAL_SSD): (3, 300),
+        (other, Tier.CPU_DRAM): (1, 7),
+        (plain, Tier.CPU_DRAM): (2, 200),
+    }
+    assert {(row.scope, row.tier): (row.blocks, row.bytes) for row in await index.resident_blocks()} == expected
+    assert (await index.metrics()).resident_bytes == sum(size for _, size in expected.values())
+    each = [(one.scope, one.tier, one.bytes) async for one in index.snapshot()]
+    assert sorted(map(str, each)) == sorted(
+        str((*place, size // blocks)) for place, (blocks, size) in expected.items() for _ in range(blocks)
+    )
+    located = await index.locate(SCOPE, unpack_hashes(CHAIN)[0])
+    assert {one.tier: one.bytes for one in located} == {Tier.HBM: 100, Tier.CPU_DRAM: 25, Tier.LOCAL_SSD: 100}
+    used = {(row.scope, row.tier): row.byte_seconds for row in await index.usage()}
+    assert used[SCOPE, Tier.CPU_DRAM] < used[SCOPE, Tier.HBM] / 2
+
+
+async def test_what_a_message_leaves_out_keeps_its_size(index: ResidencyIndex) -> None:
+    async def sizes() -> dict[Tier, int]:
+        return {one.tier: one.bytes for one in await index.locate(SCOPE, unpack_hashes(CHAIN)[0])}
+
+    source, cpu = MessageSource("w"), Tier.CPU_DRAM
+    hbm = Stored(SCOPE.scope_id, Tier.HBM, head(1))
+    await apply_messages(
+        index,
+        source.begin(1),
+        sized(source, hbm, SCOPE, 0),
+        sized(source, Stored(SCOPE.scope_id, cpu, head(1)), SCOPE, 0, (cpu, 25)),
+    )
+    assert await sizes() == {Tier.HBM: 0, cpu: 25}
+    await apply_messages(index, sized(source, hbm, SCOPE, 100))
+    assert await sizes() == {Tier.HBM: 100, cpu: 25}
+    await apply_messages(
+        index, sized(source, hbm, SCOPE, 200, (Tier.LOCAL_SSD, 7)), sized(source, hbm, SCOPE, 0, (cpu, 30))
+    )
+    assert await sizes() == {Tier.HBM: 200, cpu: 30}
+    await apply_messages(index, source.begin(2), sized(source, hbm, SCOPE, 0))
+    assert await sizes() == {Tier.HBM: 0}, "a new incarnation knows nothing of the last one's sizes"
+
+
+async def test_a_block_put_in_another_tier_has_its_own_size_and_changes_no_other(index: ResidencyIndex) -> None:
+    await index.put(ScopeUse(SCOPE, 4, 100), "w", Tier.HBM, head(1))
+    await index.put(ScopeUse(SCOPE, 4, 25), "w", Tier.CPU_DRAM, head(1))
+    located = await index.locate(SCOPE, unpack_hashes(CHAIN)[0])
+    assert {one.tier: one.bytes for one in located} == {Tier.HBM: 100, Tier.CPU_DRAM: 25}

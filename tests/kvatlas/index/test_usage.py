@@ -23,6 +23,7 @@ from kvatlas.store.connection import Store, connected_store
 pytestmark = pytest.mark.anyio
 
 BLOCK_BYTES = 1_000
+IN_TIER = {Tier.HBM: BLOCK_BYTES, Tier.CPU_DRAM: 250}
 SCOPES = [Scope("m", "m", None, "acme"), Scope("m", "m", "a", "acme"), Scope("m", "m", None, "globex")]
 WORKERS = ["v", "w"]
 Place = tuple[Scope, Tier]
@@ -39,7 +40,7 @@ class Naive:
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         for (_, scope, tier), blocks in self.held.items():
-            self.used[scope, tier] += len(blocks) * BLOCK_BYTES * seconds
+            self.used[scope, tier] += len(blocks) * IN_TIER[tier] * seconds
 
 
 STEPS = st.lists(
@@ -60,7 +61,7 @@ async def carry_out(index: ResidencyIndex, naive: Naive, step: tuple[str, str, S
     kind, worker, scope, tier, blocks, _ = step
     hashes = b"".join(n.to_bytes(8, "little") for n in range(1, blocks + 1))
     if kind == "put":
-        await index.put(ScopeUse(scope, 16, BLOCK_BYTES), worker, tier, hashes)
+        await index.put(ScopeUse(scope, 16, IN_TIER[tier]), worker, tier, hashes)
         naive.held[worker, scope, tier] |= set(range(1, blocks + 1))
     elif kind == "remove":
         await index.remove(scope, worker, tier, hashes)

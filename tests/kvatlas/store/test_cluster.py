@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import anyio
 import pytest
@@ -10,10 +11,14 @@ from redis.crc import key_slot
 from kvatlas.embedded import EmbeddedServer
 from kvatlas.errors import Unreachable, UnsuitableStore
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.reservations import RedisReservations
+from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from tests.chaos.clusters.store_cluster import StoreCluster, store_cluster
 from tests.eventually import until
+from tests.kvatlas.reservations.asks import POOL
+from tests.router.admission.routers import Pool, routers_of
 
 pytestmark = [
     pytest.mark.anyio,
@@ -180,3 +185,26 @@ async def test_a_replica_that_does_not_hear_from_its_primary_is_not_read(cluster
             await until(is_read_at_primary, what="the primary is read instead")
         finally:
             await cluster.command(primary, "CONFIG SET", "repl-ping-replica-period", 10)
+
+
+async def test_the_queue_goes_on_after_a_failover(cluster: StoreCluster, store: Store) -> None:
+    pool = Pool(RedisReservations(store), ("a",), runs_s=0.02)
+    async with routers_of(pool, 3) as routers, anyio.create_task_group() as tasks:
+        running = await routers[0].admit("before")
+        for number in range(12):
+            tasks.start_soon(routers[number % 3].run, "flood" if number < 9 else "modest")
+        await until(lambda: sum(router.queue.waiting() for router in routers) == 12, what="they wait")
+        primary = await cluster.primary_of(key_slot(pool_keys(POOL)[0].encode()))
+        assert primary is not None
+        await cluster.fail_over(await cluster.replica_of(primary))
+
+        async def is_ended() -> bool:
+            with suppress(Unreachable):
+                await routers[0].end(running)
+                return True
+            return False
+
+        await until(is_ended, what="the running one ends")
+        await until(lambda: len(pool.served) >= 13, what="all are served")
+    tenants = [tenant for tenant, _ in pool.served[1:]]
+    assert 2 <= tenants[:6].count("modest") <= 3

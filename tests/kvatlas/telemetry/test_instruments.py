@@ -58,7 +58,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("router", RouterCounters()),
         ("rates", LearnedRates(1, EngineRates(), 2.0, 0.1, 0.2)),
         ("proxy", ProxyCounters()),
-        ("gateway_load", GatewayGauges(1, 2)),
+        ("gateway_load", GatewayGauges(1, 2, 3)),
         ("http", HttpCounters()),
         ("tenancy", TenancyCounters()),
         ("process", ProcessGauges(3, 1024, 86_400.0)),

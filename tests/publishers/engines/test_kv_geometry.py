@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.errors import InvalidValue, SettingsError
 from kvatlas.fleet.records import EngineKind
 from kvatlas.settings import PublishSettings
@@ -82,4 +83,7 @@ def test_a_publisher_knows_its_blocks_size_when_it_knows_their_tokens(tmp_path: 
     )
     assert settings.ledger.block_bytes_of(None) == 0
     assert settings.ledger.block_bytes_of(16) == 16 * 131_072
-    assert settings.endpoint(16, settings.ledger.block_bytes_of(16), ReuseOfGroups()).block_bytes == 2 << 20
+    assert (
+        settings.endpoint(16, BlockSizes(16, settings.ledger.block_bytes_of(16)), ReuseOfGroups()).block_bytes
+        == 2 << 20
+    )

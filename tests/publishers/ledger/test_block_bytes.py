@@ -1,5 +1,6 @@
 """How many bytes a block has, by scope and tier, whoever says it first: one number for index, heartbeats and prices."""
 
+import msgpack
 import pytest
 
 from kvatlas.blocks.tiers import Tier
@@ -23,28 +24,73 @@ def test_what_heartbeats_say_is_what_the_index_has_by_whatever_way_the_size_is_k
     from_metrics.set_told_block_bytes(4096)
     for ledger in (from_event, from_flag, from_metrics):
         assert [use.block_bytes for use in ledger.uses.values()] == [4096]
-        endpoint = PublisherSettings(worker_id="w", model_id="m").endpoint(4, ledger.block_bytes, ledger.reuse)
+        endpoint = PublisherSettings(worker_id="w", model_id="m").endpoint(4, ledger.sizes, ledger.reuse)
         assert endpoint.block_bytes == 4096
 
 
 def test_an_event_goes_before_the_settings_and_these_before_the_metrics() -> None:
-    assert of_ledger(4096, block_bytes=32).block_bytes == 4096
+    assert of_ledger(4096, block_bytes=32).sizes.block_bytes == 4096
     ledger = of_ledger(0, block_bytes=32)
     ledger.set_told_block_bytes(7)
-    assert ledger.block_bytes == 32
+    assert ledger.sizes.block_bytes == 32
 
 
 def test_another_tiers_size_is_its_own() -> None:
     block_bytes = BlockBytes(LedgerSettings("m", "m"))
-    assert block_bytes.of(SCOPE, 4) == block_bytes.of_worker(4) == 0
+    assert block_bytes.of(SCOPE, 4) == block_bytes.of_worker(4) == (4, 0, ())
     block_bytes.tell(SCOPE, Tier.CPU_DRAM, 50)
-    assert block_bytes.of(SCOPE, 4) == 50, "better than nothing"
+    assert block_bytes.of(SCOPE, 4).block_bytes == 50, "better than nothing"
     block_bytes.tell(SCOPE, Tier.HBM, 100)
-    assert (block_bytes.of(SCOPE, 4), block_bytes.of(SCOPE, 4, Tier.CPU_DRAM)) == (100, 50)
-    assert (block_bytes.of_worker(4), block_bytes.of_worker(4, Tier.CPU_DRAM)) == (100, 50)
-    assert block_bytes.of(OTHER, 4) == 0
+    assert block_bytes.of(SCOPE, 4) == block_bytes.of_worker(4) == (4, 100, ((Tier.CPU_DRAM, 50),))
+    assert block_bytes.of(OTHER, 4) == (4, 0, ())
     block_bytes.forget_scope(SCOPE)
-    assert block_bytes.of(SCOPE, 4) == 0
+    assert block_bytes.of(SCOPE, 4) == (4, 0, ())
+
+
+def test_settings_give_the_devices_size_even_if_events_give_another_tiers() -> None:
+    block_bytes = BlockBytes(LedgerSettings("m", "m", block_bytes=100))
+    block_bytes.tell(SCOPE, Tier.CPU_DRAM, 50)
+    assert block_bytes.of(SCOPE, 4) == (4, 100, ((Tier.CPU_DRAM, 50),))
+
+
+def test_a_tier_that_was_once_listed_stays_in_the_list_since_what_a_message_leaves_out_stays_as_it_was() -> None:
+    block_bytes = BlockBytes(LedgerSettings("m", "m", block_bytes=100))
+    sizes = []
+    for told in (100, 50, 100):
+        block_bytes.tell(SCOPE, Tier.CPU_DRAM, told)
+        sizes.append(block_bytes.of(SCOPE, 4).tier_bytes)
+    assert sizes == [(), ((Tier.CPU_DRAM, 50),), ((Tier.CPU_DRAM, 100),)]
+
+
+def test_an_offloaded_block_without_token_ids_gives_its_tiers_size_too() -> None:
+    ledger = of_ledger(4096)
+    ledger.fold(EngineBatch([EngineStored([1], None, [], 4, Tier.CPU_DRAM, block_bytes=1024)]))
+    assert [use.sizes for use in ledger.uses.values()] == [(4, 4096, ((Tier.CPU_DRAM, 1024),))]
+    loaded = Ledger.load(ledger.dump(), LedgerSettings("m", "m"))
+    assert [use.sizes for use in loaded.uses.values()] == [(4, 4096, ((Tier.CPU_DRAM, 1024),))]
+    assert loaded.sizes == ledger.sizes
+
+
+def test_an_offloaded_block_of_another_size_gives_none() -> None:
+    ledger = of_ledger(4096)
+    ledger.fold(EngineBatch([EngineStored([1], None, [], 16, Tier.CPU_DRAM, block_bytes=16_384)]))
+    assert [use.sizes for use in ledger.uses.values()] == [(4, 4096, ())]
+
+
+def test_a_size_that_was_listed_once_is_listed_even_after_its_scope_was_forgotten() -> None:
+    block_bytes = BlockBytes(LedgerSettings("m", "m", block_bytes=100))
+    block_bytes.tell(SCOPE, Tier.CPU_DRAM, 50)
+    block_bytes.of(SCOPE, 4)
+    block_bytes.forget_scope(SCOPE)
+    block_bytes.tell(SCOPE, Tier.CPU_DRAM, 100)
+    assert block_bytes.of(SCOPE, 4).tier_bytes == ((Tier.CPU_DRAM, 100),)
+
+
+def test_a_ledger_that_was_saved_without_sizes_by_tier_takes_no_size_over() -> None:
+    version, *fields = msgpack.unpackb(of_ledger(4096).dump())
+    assert fields.pop() == [[]]
+    loaded = Ledger.load(msgpack.packb([version, *fields]), LedgerSettings("m", "m", block_bytes=64))
+    assert loaded.sizes.block_bytes == 64
 
 
 @pytest.mark.parametrize("told", [0, 4096])
@@ -52,4 +98,4 @@ def test_a_saved_ledger_knows_what_events_said_and_not_what_settings_did(told: i
     saved = of_ledger(told, block_bytes=32).dump()
     loaded = Ledger.load(saved, LedgerSettings("m", "m", block_bytes=64))
     assert [use.block_bytes for use in loaded.uses.values()] == [told or 64]
-    assert loaded.block_bytes == (told or 64)
+    assert loaded.sizes.block_bytes == (told or 64)

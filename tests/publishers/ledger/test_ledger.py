@@ -232,4 +232,4 @@ def test_a_size_that_the_engine_says_later_is_told_with_the_next_blocks_unless_i
         ledger.set_told_block_bytes(300)
         fold(ledger, EngineStored([2], 1, [5, 6, 7, 8], 4))
         assert [use.block_bytes for use in ledger.uses.values()] == [expected]
-        assert ledger.block_bytes == expected
+        assert ledger.sizes.block_bytes == expected

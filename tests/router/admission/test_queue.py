@@ -1,148 +1,138 @@
-"""The queue in front of full engines: its order, its bounds, and who leaves it."""
+"""The queue in front of full engines: one order for all routers, its bounds, and who leaves it."""
 
-import asyncio
+from collections import Counter
 from functools import partial
 
 import anyio
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from kvatlas.reservations import MemoryReservations, RedisReservations
+from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
-from kvatlas_router.admission.queue import AdmissionQueue, FairQueue, QueueFull, QueueSettings, Ticket
+from kvatlas_router.admission.queue import QueueFull, QueueSettings, Wait
 from tests.eventually import until
+from tests.kvatlas.reservations.asks import POOL
+from tests.router.admission.routers import Pool, Router, routers_of
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.test_proxy import status as proxy_status
 
 pytestmark = pytest.mark.anyio
 
 
-def serve(queue: FairQueue) -> list[Ticket]:
-    served = []
-    while (ticket := queue.first()) is not None:
-        queue.remove(ticket, served=True)
-        served.append(ticket)
-    return served
+def waiting(routers: list[Router], requests: int) -> bool:
+    return sum(router.queue.waiting() for router in routers) == requests
 
 
-def test_tenants_take_turns_whoever_asks_for_more() -> None:
-    queue = FairQueue()
-    for _ in range(10):
-        queue.push(0, "greedy", 100)
-    for _ in range(3):
-        queue.push(0, "modest", 100)
-    tenants = [ticket.tenant for ticket in serve(queue)]
-    assert tenants[:6].count("modest") == 3
+async def fill(pool: Pool, router: Router) -> list[int]:
+    """Book every worker."""
+    return [await router.admit("before") for _ in pool.workers]
 
 
-def test_a_tenant_with_long_prompts_gets_as_many_tokens_not_as_many_requests() -> None:
-    queue = FairQueue()
-    for _ in range(8):
-        queue.push(0, "long", 400)
-        for _ in range(4):
-            queue.push(0, "short", 100)
-    tokens = {"long": 0, "short": 0}
-    for ticket in serve(queue)[:20]:
-        tokens[ticket.tenant] += ticket.tokens
-        assert abs(tokens["long"] - tokens["short"]) <= 400
+@pytest.mark.parametrize("routers", [1, 3, 10])
+async def test_a_flood_on_one_of_many_routers_takes_no_more_than_its_share(store: Store, routers: int) -> None:
+    pool = Pool(RedisReservations(store), ("a", "b"), runs_s=0.002)
+    async with routers_of(pool, routers) as all_routers, anyio.create_task_group() as tasks:
+        running = await fill(pool, all_routers[0])
+        for number in range(60):
+            tasks.start_soon(all_routers[number % min(2, routers)].run, "flood")
+        await until(lambda: waiting(all_routers, 60), what="the flood waits")
+        for number in range(36):
+            tasks.start_soon(
+                partial(all_routers[number % routers].run, f"tenant {number % 3}", weight=1 + number % 3 % 2)
+            )
+        await until(lambda: waiting(all_routers, 96), what="all wait")
+        for number in running:
+            await all_routers[0].end(number)
+    served = Counter(tenant for tenant, _ in pool.served[2:42])  # while all four wait: weights 1, 1, 2, 1 of 5
+    for tenant, weight in {"flood": 1, "tenant 0": 1, "tenant 1": 2, "tenant 2": 1}.items():
+        assert abs(served[tenant] - min(12, 8 * weight)) <= 3, served
+    assert len(pool.served) == 98
 
 
-def test_an_urgent_request_of_one_tenant_costs_the_others_no_turn() -> None:
-    queue = FairQueue()
-    for _ in range(10):
-        queue.push(1, "greedy", 100)
-    queue.remove(queue.push(0, "greedy", 100), served=True)
-    queue.push(1, "modest", 100)
-    assert "modest" in [ticket.tenant for ticket in serve(queue)[:2]]
+async def test_a_killed_routers_requests_give_way_and_the_order_survives_a_store_that_lost_it(store: Store) -> None:
+    pool = Pool(RedisReservations(store), ("a",), runs_s=0.05)
+    async with routers_of(pool, 3) as routers, anyio.create_task_group() as tasks:
+        (running,) = await fill(pool, routers[0])
+        async with anyio.create_task_group() as killed:
+            for number in range(3):
+                killed.start_soon(routers[1].admit, "t")
+                await until(partial(waiting, routers, number + 1), what="it waits")
+            for number, tenant in enumerate("uvuv", start=4):
+                tasks.start_soon(routers[2 * (number % 2)].run, tenant)
+                await until(partial(waiting, routers, number), what="it waits")
+            for asking in [line.asking for line in routers[1].queue._lines.values()]:
+                assert asking is not None
+                asking.cancel()
+            await store.client.delete(*pool_keys(POOL)[17:21])
+            await until(lambda: alive_wait(pool, 4), what="all but the killed router's wait again")
+            await routers[0].end(running)
+            await until(lambda: len(pool.served) == 5, what="the others are served")
+            assert [tenant for tenant, _ in pool.served[1:]] in (list("uvuv"), list("vuvu"), list("uvvu"), list("vuuv"))
+            killed.cancel_scope.cancel()
 
 
-@given(st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("abc"), st.integers(0, 50)), max_size=40), st.data())
-def test_lower_priorities_come_first_and_each_tenants_own_in_order(
-    pushed: list[tuple[int, str, int]], data: st.DataObject
-) -> None:
-    queue = FairQueue()
-    tickets = [queue.push(*one) for one in pushed]
-    left = [ticket for ticket in tickets if data.draw(st.booleans())]
-    for ticket in left:
-        queue.remove(ticket, served=False)
-    assert len(queue) == len(tickets) - len(left)
-    assert queue.tokens == sum(t.tokens for t in tickets) - sum(t.tokens for t in left)
-    served = serve(queue)
-    assert [t.priority for t in served] == sorted(t.priority for t in served)
-    for one in {(t.priority, t.tenant) for t in served}:
-        own = [t.number for t in served if (t.priority, t.tenant) == one]
-        assert own == sorted(own)
-
-
-class Engine:
-    """Room for some requests; `book` gives it out."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-
-    async def book(self) -> str | None:
-        await asyncio.sleep(0)
-        if self.room == 0:
-            return None
-        self.room -= 1
-        return "booked"
+async def alive_wait(pool: Pool, requests: int) -> bool:
+    return (await pool.reservations.turns(POOL, "nobody", [], [])).requests == requests
 
 
 async def test_requests_wait_for_room_in_order_and_within_bounds() -> None:
-    engine, queue = Engine(1), AdmissionQueue(QueueSettings(requests=3, tokens=1_000, wait_s=30))
-    served: list[str] = []
+    pool, served = Pool(MemoryReservations(), ("a",)), list[str]()
+    async with routers_of(pool, 1, QueueSettings(requests=3, tokens=4_000, wait_s=30)) as (router,):
 
-    async def ask(name: str, priority: int, tokens: int = 10) -> None:
-        assert await queue.admit("pool", engine.book, priority=priority, tenant="t", tokens=tokens) == "booked"
-        served.append(name)
+        async def ask(name: str, priority: int) -> None:
+            wait = Wait()
+            last.append(await router.admit("t", wait, priority=priority))
+            served.append(name)
+            assert (
+                str(wait).startswith("full;ahead=" if name == "late" else "full;ahead=0;waiting=") and wait.waited_s > 0
+            )
 
-    def waits(requests: int) -> bool:
-        return queue.waiting() == requests
+        def are_served(requests: int) -> bool:
+            return len(served) == requests
 
-    def are_served(requests: int) -> bool:
-        return len(served) == requests
-
-    await ask("first", 0)
-    async with anyio.create_task_group() as tasks:
-        for number, (name, priority) in enumerate((("late", 1), ("soon", 0), ("urgent", -1))):
-            tasks.start_soon(ask, name, priority)
-            await until(partial(waits, number + 1), what="it waits")
-        with pytest.raises(QueueFull, match="3 requests of 30 tokens wait already") as full:
-            await ask("too many", 0)
-        assert full.value.retry_after_s >= 1
-        for number in range(3):
-            engine.room += 1
-            queue.record_end("pool")
-            await until(partial(are_served, number + 2), what="one more was served")
-    assert served == ["first", "urgent", "soon", "late"] and queue.waiting() == 0
+        last = await fill(pool, router)
+        async with anyio.create_task_group() as tasks:
+            for number, (name, priority) in enumerate((("late", 1), ("soon", 0), ("urgent", -1)), start=1):
+                tasks.start_soon(ask, name, priority)
+                await until(partial(waiting, [router], number), what="it waits")
+            with pytest.raises(QueueFull, match="3 requests of 3000 tokens wait already") as full:
+                await router.admit("t")
+            assert full.value.retry_after_s >= 1
+            await until(lambda: router.queue.pool_waiting() == 3, what="the pool's queue is known")
+            for number in range(1, 4):
+                await router.end(last[-1])
+                await until(partial(are_served, number), what="one more was served")
+        assert served == ["urgent", "soon", "late"] and router.queue.waiting() == 0
+        await until(lambda: alive_wait(pool, 0), what="nothing is left in the pool's queue")
 
 
 async def test_a_request_waits_no_longer_than_it_may_and_leaves_when_its_client_does() -> None:
-    engine, queue = Engine(0), AdmissionQueue(QueueSettings(requests=5, tokens=100, wait_s=0.05))
-    admit = partial(queue.admit, "pool", engine.book, priority=0, tenant="t")
-    with pytest.raises(QueueFull, match="the longest that a request may wait"):
-        await admit(tokens=1)
-    patient = AdmissionQueue(QueueSettings(requests=5, tokens=100, wait_s=30))
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(patient.admit, "pool", engine.book, priority=0, tenant="t", tokens=90))
-        await until(lambda: patient.waiting() == 1, what="it waits")
-        with pytest.raises(QueueFull):
-            await patient.admit("pool", engine.book, priority=0, tenant="t", tokens=20)
-        tasks.cancel_scope.cancel()
-    assert (queue.waiting(), patient.waiting()) == (0, 0)
+    pool = Pool(MemoryReservations(), ("a",))
+    async with routers_of(pool, 1) as (router,):
+        await fill(pool, router)
+        with pytest.raises(QueueFull, match=r"every worker was full for 0.05 s, the longest"):
+            await router.admit("t", wait_s=0.05)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(router.admit, "t")
+            await until(lambda: waiting([router], 1), what="it waits")
+            tasks.cancel_scope.cancel()
+        assert router.queue.waiting() == 0
+        await until(lambda: alive_wait(pool, 0), what="nothing is left in the pool's queue")
 
 
 async def test_the_proxy_holds_requests_back_until_an_engine_has_room(store: Store, valkey_url: str) -> None:
     full = {"active_request_slots": 1, "total_request_slots": 1}
+    proxies = partial(running_proxy, valkey_url, tokenizer="none", queue_requests=1, queue_wait_s=60)
     async with (
         running_fleet(store, {"w1": {}}, {"w1": {"running_decodes": 1, "forward_pass": full}}) as fleet,
-        running_proxy(valkey_url, tokenizer="none", queue_requests=1, queue_wait_s=60) as client,
+        proxies() as client,
+        proxies() as other,
     ):
         answers = []
         body = {"model": MODEL, "prompt": [5] * 40, "max_tokens": 1}
 
         async def post() -> None:
-            answers.append((await client.post("/v1/completions", json=body)).status_code)
+            answers.append(await client.post("/v1/completions", json=body))
 
         async def is_waiting() -> bool:
             await fleet.report("w1", running_decodes=1, forward_pass=full)  # a report is believed for some seconds
@@ -151,10 +141,13 @@ async def test_the_proxy_holds_requests_back_until_an_engine_has_room(store: Sto
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(post)
             await until(is_waiting, what="the request waits")
-            refused = await client.post("/v1/completions", json=body)
+            refused = await other.post("/v1/completions", json=body)
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert answers == []
             await fleet.report("w1", running_decodes=0, forward_pass={**full, "active_request_slots": 0})
-        assert answers == [200]
+        assert [answer.status_code for answer in answers] == [200]
+        place, _, rest = answers[0].headers["x-kvatlas-queue"].partition(";waited-ms=")
+        assert place == "full;ahead=0;waiting=1" and rest.endswith(";by=pool")
         counted = (await proxy_status(client))["proxy"]
-        assert (counted["queued"], counted["queue_full"], counted["answered"]) == (1, 1, 1)
+        assert (counted["queued"], counted["queue_full"], counted["answered"]) == (1, 0, 1)
+        assert (await proxy_status(other))["proxy"]["queue_full"] == 1

@@ -17,9 +17,12 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.request import Slo
 from kvatlas.reservations import RedisReservations
+from kvatlas.reservations.lookup import MOST_LOOKED_UP_CHAINS
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
 from router_client import Basis, NoWorkers, Prompt, RouterClient, RouterSettings, Selector, StaticFleet
+from router_client.pricing.lookups import quote_lookup
+from router_client.pricing.pool import Pool
 from router_client.pricing.surcharges import session_worker
 from router_client.settings import LimitSettings, SloMode
 from tests.kvatlas.reservations.asks import Clock
@@ -98,6 +101,21 @@ async def test_the_choice_is_the_cheapest_of_all(
         assert choice.ranking.unread + len(choice.ranking) == COUNT
         fewest = min(fewest, len(choice.ranking))
     assert fewest < COUNT / 2
+
+
+@pytest.mark.parametrize("shapes", [MOST_LOOKED_UP_CHAINS, MOST_LOOKED_UP_CHAINS + 1])
+async def test_more_shapes_of_blocks_than_one_call_looks_up_are_looked_up_apart(
+    store: Store, index: RedisIndex, fleet: FleetStore, shapes: int
+) -> None:
+    records = pool(*(worker(f"w{n:03}", block_size=4 * (n % shapes + 1)) for n in range(COUNT)))
+    await fleet.write(records)
+    await hold(index, records["w041"], TOKENS)
+    asked = Prompt.of_tokens(SCOPE, TOKENS)
+    client = router(index, store)
+    in_one_call = quote_lookup(asked, Pool.of(records), b"") is not None
+    assert in_one_call is (shapes <= MOST_LOOKED_UP_CHAINS)
+    choice = await client.reserve(asked)
+    assert (choice.worker_id, choice.basis, choice.why) == ("w041", Basis.COST, "")
 
 
 async def test_what_was_not_read_is_said_and_every_candidate_is_told_if_asked_for(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, takewhile
-from math import ceil
+from math import ceil, inf
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, Role
@@ -169,7 +169,7 @@ def sources(
     workers: Mapping[str, FleetRecord], held: Mapping[str, Sequence[Tier]], me: EngineEndpoint, mine: int
 ) -> list[str]:
     """In each transfer group the deepest copy, and the deepest in the own domain; of equal ones the one whose farthest
-    tier is nearest, then the last by name."""
+    tier is nearest, then the one of fewest bytes, then the last by name."""
     found = []
     for group in me.transfer_groups or ("",):
         givers = [
@@ -187,10 +187,18 @@ def sources(
         for some in (givers, [id for id in givers if workers[id].endpoint.locality_domain == me.locality_domain]):
             if some:
                 copies = {id: fetched(workers[id].endpoint, held[id]) for id in some}
-                best = max((len(copy), -max(copy), id) for id, copy in copies.items())
+                best = max(
+                    (len(copy), -max(copy), -_bytes(copy, workers[id].endpoint), id) for id, copy in copies.items()
+                )
                 if best[0] > mine:
-                    found.append(best[2])
+                    found.append(best[3])
     return found
+
+
+def _bytes(copy: Sequence[Tier], holder: EngineEndpoint) -> float:
+    """Of the blocks of these tokens, added up; infinite if the holder has not reported one of them."""
+    sizes = [holder.tier_block_bytes.get(tier.label, holder.block_bytes) for tier in copy]
+    return sum(sizes) if all(sizes) else inf
 
 
 def fetched(source: EngineEndpoint, held: Sequence[Tier]) -> Sequence[Tier]:
@@ -199,12 +207,15 @@ def fetched(source: EngineEndpoint, held: Sequence[Tier]) -> Sequence[Tier]:
 
 
 def cut(tiers: Sequence[Tier], holder: EngineEndpoint, reader: EngineEndpoint) -> list[Part]:
-    """Tokens in runs of one tier; the size of a block is as its reader's record says."""
+    """Tokens in runs of one tier; the size of a block is as its holder's record says, or else its reader's."""
     own, near = holder.id == reader.id, holder.locality_domain == reader.locality_domain
     runs = [(tier, len(list(run))) for tier, run in groupby(tiers)]
     told = holder.read_setup_us, holder.read_us_per_mib
     rate = None if told == (None, None) else (told[0] or 0, told[1] or 0)
-    return [Part(n, ceil(n * reader.block_bytes / (reader.block_size or 1)), tier, own, near, rate) for tier, n in runs]
+    sizes = {tier: holder.tier_block_bytes.get(tier.label, holder.block_bytes) for tier, _ in runs}
+    others = {tier: reader.tier_block_bytes.get(tier.label, reader.block_bytes) for tier, _ in runs}
+    size = reader.block_size or 1
+    return [Part(n, ceil(n * (sizes[tier] or others[tier]) / size), tier, own, near, rate) for tier, n in runs]
 
 
 def engine(parts: Sequence[Part], input_tokens: int, output_tokens: int, busy: Busy) -> int:
@@ -216,7 +227,7 @@ def engine(parts: Sequence[Part], input_tokens: int, output_tokens: int, busy: B
         if part.at_hand:
             continue
         set_up, a_mib = part.rate or SET_UP_AND_MIB[part.priced_as]
-        mib = part.bytes / MIB
+        mib = (part.bytes or 131_072 * part.tokens) / MIB  # a size that nobody has reported is assumed
         transfer += set_up + a_mib * mib
         if part.rate is None and not part.own and part.priced_as is not Tier.REMOTE_HBM:
             transfer += 25 * mib  # the network

@@ -82,6 +82,7 @@ def fleets(draw: st.DrawFn) -> list[Holding]:
             block_size=draw(st.sampled_from([4, 16])),
             granularity=draw(st.sampled_from([1, 1, 4])),
             block_bytes=draw(st.sampled_from([BLOCK_BYTES, 3_000])),
+            tier_block_bytes=draw(st.sampled_from([{}, {"cpu_dram": 9_000}])),
             locality_domain=draw(st.sampled_from(["", "a"])),
             transfer_groups=draw(st.sampled_from([(), ("g",), ("g", "h")])),
             **draw(st.sampled_from([{}, PEER])),

@@ -26,6 +26,19 @@ async def test_a_cut_answer_does_not_end() -> None:
             await client.post("/v1/completions", json={**ASK, "stream": True})
 
 
+async def test_a_part_of_the_answer_comes_before_its_fault() -> None:
+    async with running_engine(answer_fault="late_error", answer_fault_event=3) as (_, client):
+        stream = await client.post("/v1/completions", json={**ASK, "max_tokens": 9, "stream": True})
+        assert stream.text.count('"text"') == 3 and '"error"' in stream.text
+    async with running_engine(answer_fault="hang", answer_fault_event=2) as (_, client):
+        body = {**ASK, "max_tokens": 9, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            assert [await anext(lines) for _ in range(3)][2].startswith("data: {")
+            metrics = [(await client.get("/metrics")).text for _ in range(2)]
+            assert metrics[0] == metrics[1]
+
+
 async def test_only_a_share_of_the_answers_is_faulty() -> None:
     async with running_engine(answer_fault="error", answer_fault_share=0.5) as (_, client):
         answers = [(await client.post("/v1/completions", json=ASK)).json() for _ in range(40)]

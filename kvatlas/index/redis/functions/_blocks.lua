@@ -170,13 +170,20 @@ local function change_held(k, changes)
   delete_fields(k.held, gone)
 end
 
--- Returns the bytes of a block of each of a holder's scopes: {scope id -> bytes}. touched: its list
+-- Returns the bytes of a block of each of a holder's scopes: {scope id -> bytes}, and for each tier with another size {scope id
+-- and tier (a byte) -> bytes}. touched: its list
 local function sizes_of(touched)
   local sizes = {}
   for at = 1, #touched, 16 do
-    sizes[string.sub(touched, at, at + 7)] = struct.unpack('>I4', touched, at + 12)
+    local in_device = string.byte(touched, at + 8) == 0
+    sizes[string.sub(touched, at, at + (in_device and 7 or 8))] = struct.unpack('>I4', touched, at + 12)
   end
   return sizes
+end
+
+-- Returns the bytes of a block in a place: scope id and tier (a byte).
+local function bytes_in(sizes, place)
+  return sizes[place] or sizes[string.sub(place, 1, 8)] or 0
 end
 
 -- Returns {field, block-ms...} of some holders' scopes, those of none left out.
@@ -205,11 +212,11 @@ local function settle_usage(k, holders, scope_ids)
   local found, sizes, gone = block_ms_of(k, holders, scope_ids), {}, {}
   for i = 1, #found, 2 do
     local field, block_ms = found[i], found[i + 1]
-    local holder, scope_id = string.sub(field, 1, 3), string.sub(field, 4, 11)
+    local holder, place = string.sub(field, 1, 3), string.sub(field, 4)
     sizes[holder] = sizes[holder] or sizes_of(redis.call('HGET', k.touched, holder) or '')
-    local byte_ms = block_ms * (sizes[holder][scope_id] or 0)
+    local byte_ms = block_ms * bytes_in(sizes[holder], place)
     if byte_ms > 0 then
-      redis.call('HINCRBYFLOAT', k.spent, string.sub(field, 4), string.format('%.17g', byte_ms))
+      redis.call('HINCRBYFLOAT', k.spent, place, string.format('%.17g', byte_ms))
     end
     gone[#gone + 1] = field
   end

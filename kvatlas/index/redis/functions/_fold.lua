@@ -1,7 +1,8 @@
 -- Folding one worker's messages into its record. The record is read in the same call and never taken from the caller, so a
 -- replay, a zombie or a second owner changes nothing.
 --
--- self: one worker of the call: {c = the call, see _apply.lua; worker = id; record; uses = {scope id -> 8 bytes for touched}}
+-- self: one worker of the call: {c = the call, see _apply.lua; worker = id; record; uses = {scope id -> 8 bytes for each of its
+--   entries in touched, without the scope id}}
 -- event: as on the bus (kvatlas/bus/wire.py); if it has hashes, their two sums follow
 
 local CODE = {
@@ -37,7 +38,24 @@ local function digest_for(c, holder)
   return digest
 end
 
--- Notes that the holder has blocks of this scope, so that a sweep looks there. Their size is the one that its messages gave
+-- Returns a scope's entries in touched, `stored`, with the sizes of `use` that are known.
+local function with_sizes(scope_id, stored, use)
+  local by_tier, merged = {}, {}
+  for at = 9, #stored, 16 do
+    by_tier[string.byte(stored, at)] = string.sub(stored, at, at + 7)
+  end
+  for at = 1, #use, 8 do
+    if stored == '' or string.sub(use, at + 4, at + 7) ~= UNKNOWN_BYTES then
+      by_tier[string.byte(use, at)] = string.sub(use, at, at + 7)
+    end
+  end
+  for tier = 0, 4 do
+    merged[#merged + 1] = by_tier[tier] and scope_id .. by_tier[tier]
+  end
+  return table.concat(merged)
+end
+
+-- Notes that the holder has blocks of this scope, so that a sweep looks there. Their sizes are those that its messages gave
 -- last.
 local function touch(self, holder, scope_id)
   local c = self.c
@@ -54,9 +72,17 @@ local function touch(self, holder, scope_id)
   end
   local use = self.uses[scope_id]
   if not at then
-    new[#new + 1] = scope_id .. use
-  elseif string.sub(use, 5) ~= UNKNOWN_BYTES and string.sub(touched, at + 8, at + 15) ~= use then
-    c.touched[holder] = string.sub(touched, 1, at + 7) .. use .. string.sub(touched, at + 16)
+    new[#new + 1] = with_sizes(scope_id, '', use)
+    return
+  end
+  local last = at + 15
+  while string.sub(touched, last + 1, last + 8) == scope_id do
+    last = last + 16
+  end
+  local stored = string.sub(touched, at, last)
+  local sizes = stored == scope_id .. use and stored or with_sizes(scope_id, stored, use)
+  if sizes ~= stored then
+    c.touched[holder] = string.sub(touched, 1, at - 1) .. sizes .. string.sub(touched, last + 1)
     new.resized = true
   end
 end

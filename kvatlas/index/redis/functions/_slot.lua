@@ -11,7 +11,8 @@
 --   marks:<scope id>    HASH  8-byte sequence hash of a marked block -> 3-byte numbers, sorted; 9 bytes (sequence hash of a
 --                             head, 'h') -> sorted entries of 11 bytes: number, 64 bits (big-endian, offset 0 lowest)
 --   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} for each tier, flat
---   touched             HASH  3-byte number -> 16 bytes for each scope that it used: scope id, block size, block bytes (u32 BE)
+--   touched             HASH  3-byte number -> 16 bytes for each scope that it used: scope id, tier 0 (a byte), block size (u24
+--                             BE), block bytes (u32 BE); behind it the same for each tier with other block bytes
 --   held                HASH  3-byte number, scope id, tier (a byte) -> how many blocks the holder has there; no field for 0
 --   moments             HASH  field of held -> by how many block-ms the holder had fewer blocks than now, since it is active:
 --                             its block-ms are blocks x (ms active) - moment

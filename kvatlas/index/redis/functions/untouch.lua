@@ -24,7 +24,7 @@ register_always('kvatlas_untouch', function(keys, args)
   local k = { touched = touched, held = keys[2], holders = keys[3], moments = keys[4], spent = keys[5] }
   local gone, kept = {}, sizes_of(rest)
   for scope_id in pairs(sizes_of(before)) do
-    gone[#gone + 1] = not kept[scope_id] and scope_id or nil
+    gone[#gone + 1] = #scope_id == 8 and not kept[scope_id] and scope_id or nil
   end
   settle_usage(k, { holder }, gone)
   if rest == '' then

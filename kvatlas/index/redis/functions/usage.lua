@@ -5,20 +5,23 @@
 --      3 moments
 --      4 touched
 -- ARGV 1 holder
---      2 how many of its scopes to leave out
+--      2 how many of its entries in touched to leave out
 --      3 how many to look at
--- returns {number of its scopes, {scope id and tier (a byte), byte-ms as text...}}
+-- returns {number of its entries, {scope id and tier (a byte), byte-ms as text...}}
 register_read_only('kvatlas_usage', function(keys, args)
   local k, holder = { holders = keys[1], held = keys[2], moments = keys[3], touched = keys[4] }, args[1]
   local touched, first, most = redis.call('HGET', k.touched, holder) or '', integer(args[2], 0, 1e9), integer(args[3], 1, 512)
-  local sizes, some, found = sizes_of(touched), {}, {}
+  -- a scope's entries follow each other, one for each of 5 tiers at most
+  local sizes, some, found = sizes_of(string.sub(touched, 16 * first + 1, 16 * (first + most + 4))), {}, {}
   for at = 16 * first + 1, math.min(#touched, 16 * (first + most)), 16 do
-    some[#some + 1] = string.sub(touched, at, at + 7)
+    if string.byte(touched, at + 8) == 0 then -- otherwise it is another entry of a scope
+      some[#some + 1] = string.sub(touched, at, at + 7)
+    end
   end
   local block_ms = block_ms_of(k, { holder }, some)
   for i = 1, #block_ms, 2 do
-    local scope_id = string.sub(block_ms[i], 4, 11)
-    found[i], found[i + 1] = string.sub(block_ms[i], 4), string.format('%.17g', block_ms[i + 1] * sizes[scope_id])
+    local place = string.sub(block_ms[i], 4)
+    found[i], found[i + 1] = place, string.format('%.17g', block_ms[i + 1] * bytes_in(sizes, place))
   end
   return { math.floor(#touched / 16), found }
 end, 3)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
@@ -99,7 +100,7 @@ class BusyReader(ShardReader):
             yield some
             await self._before()
 
-    async def all_touched(self) -> dict[bytes, dict[bytes, tuple[int, int]]]:
+    async def all_touched(self) -> dict[bytes, dict[bytes, BlockSizes]]:
         await self._before()
         return await super().all_touched()
 

@@ -1,6 +1,7 @@
 """Files that can't be used, and writes that fail: one clear line each, and nothing lost."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -43,16 +44,22 @@ async def test_a_file_that_is_open_is_refused_a_second_time(tmp_path: Path) -> N
                 pass
 
 
+def set_version(path: Path, version: int) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version = {version}")
+
+
 async def test_another_version_or_layout_is_refused(tmp_path: Path) -> None:
     async with open_sqlite_index(tmp_path / "index", partitions=8):
         pass
     with pytest.raises(LayoutMismatch, match="laid out with 8 partitions and 1 shards; asked for 16 and 1"):
         async with open_sqlite_index(tmp_path / "index", partitions=16):
             pass
-    with sqlite3.connect(tmp_path / "index") as connection:
-        connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    with pytest.raises(LayoutMismatch, match="version 99; this kvatlas expects 2"):
+    set_version(tmp_path / "index", 2)  # the one before is read
+    async with open_sqlite_index(tmp_path / "index"):
+        pass
+    set_version(tmp_path / "index", 99)
+    with pytest.raises(LayoutMismatch, match="version 99; this kvatlas expects 3"):
         async with open_sqlite_index(tmp_path / "index"):
             pass
 

@@ -19,6 +19,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.bus.subjects import partition_of
 from kvatlas.bus.wire import RawMessage
+from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.sqlite.index import open_sqlite_index
@@ -136,6 +137,18 @@ async def test_positions_and_the_layout_are_kept_and_clear_empties_the_file(tmp_
         await index.clear()
     async with open_sqlite_index(path) as index:
         assert await index.is_empty() and await index.position(partition) is None
+
+
+@pytest.mark.anyio
+async def test_the_sizes_of_blocks_are_kept_by_tier(tmp_path: Path) -> None:
+    sizes = {Tier.HBM: 100, Tier.CPU_DRAM: 25}
+    async with open_sqlite_index(tmp_path / "index") as index:
+        for tier, size in sizes.items():
+            await index.put(ScopeUse(SCOPES[0], 4, size), "a", tier, CHAIN)
+    async with open_sqlite_index(tmp_path / "index") as index:
+        assert {row.tier: row.bytes for row in await index.resident_blocks()} == {
+            tier: 12 * size for tier, size in sizes.items()
+        }
 
 
 @pytest.mark.anyio

@@ -9,7 +9,7 @@ from grpc_tools import protoc
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.mark.parametrize("name", ["index", "kv_indexer"])
+@pytest.mark.parametrize("name", ["index", "kv_indexer", "radix_index"])
 def test_the_generated_module_is_up_to_date(tmp_path: Path, name: str) -> None:
     proto = f"kvatlas_router/queries/grpc_api/{name}.proto"
     common = Path(grpc_tools.__file__).parent / "_proto"

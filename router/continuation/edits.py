@@ -1,0 +1,93 @@
+"""Changes in the bytes of an event with a JSON text. All other bytes stay as the engine wrote them.
+
+Names are found by their quotes: within a JSON text's values quotes are escaped, so `"usage":` is always a member.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_TEXT = rb'"(?:[^"\\]|\\.)*"'
+_IDENTITY = ("id", "created", "model")
+_IDENTITY_VALUES = {name: re.compile(rb'("%s"\s*:\s*)(%s|-?\d+|null)' % (name.encode(), _TEXT)) for name in _IDENTITY}
+_CHOICES = re.compile(rb'"choices"\s*:')
+_OBJECT = rb"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
+_USAGE = re.compile(rb'"usage"\s*:\s*(' + _OBJECT + rb")")
+_TOKEN_IDS = re.compile(rb'("(?:prompt_)?token_ids"\s*:\s*)\[[\d,\s]*\]')
+_PROMPT_TOKEN_IDS = re.compile(rb'("prompt_token_ids"\s*:\s*)\[[\d,\s]*\]')
+_OFFSETS = re.compile(rb'("text_offset"\s*:\s*\[)([\d,\s]*)\]')
+_ANSWER = re.compile(rb'("(?:content|text)"\s*:\s*)(' + _TEXT + rb")")
+_ROLE = re.compile(rb'"role"\s*:\s*"assistant"\s*,\s*')
+
+
+def identity_of(raw: bytes) -> dict[str, bytes]:
+    """The values of an event that are the same in all events of its stream."""
+    head = _head(raw)
+    found = {name: pattern.search(raw, 0, head) for name, pattern in _IDENTITY_VALUES.items()}
+    return {name: match[2] for name, match in found.items() if match is not None}
+
+
+def with_identity(raw: bytes, identity: Mapping[str, bytes]) -> bytes:
+    """The event as one of another stream."""
+    for name, value in identity.items():
+        found = _IDENTITY_VALUES[name].search(raw, 0, _head(raw))
+        if found is not None:
+            raw = raw[: found.start(2)] + value + raw[found.end(2) :]
+    return raw
+
+
+def without_usage(raw: bytes) -> bytes:
+    """The event without its usage."""
+    found = _USAGE.search(raw)
+    if found is None:
+        return raw
+    before, after = raw[: found.start()], raw[found.end() :]
+    if (trimmed := before.rstrip()).endswith(b","):
+        return trimmed[:-1] + after
+    return before + after.lstrip().removeprefix(b",").lstrip()
+
+
+def with_usage(raw: bytes, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> bytes:
+    """The event with its usage changed."""
+    found = _USAGE.search(raw)
+    if found is None:
+        return raw
+    spaced = b": " in found[1]
+    usage = json.dumps(change(json.loads(found[1])), separators=(", ", ": ") if spaced else (",", ":"))
+    return raw[: found.start(1)] + usage.encode() + raw[found.end(1) :]
+
+
+def without_token_ids(raw: bytes) -> bytes:
+    """The event without the ids of its tokens, and of the prompt's."""
+    return _TOKEN_IDS.sub(rb"\1null", raw)
+
+
+def without_prompt_ids(raw: bytes) -> bytes:
+    """The event without the ids of the prompt's tokens."""
+    return _PROMPT_TOKEN_IDS.sub(rb"\1null", raw)
+
+
+def with_offsets(raw: bytes, letters: int) -> bytes:
+    """The event's tokens, this many letters later in the text."""
+
+    def move(found: re.Match[bytes]) -> bytes:
+        moved = re.sub(rb"\d+", lambda one: b"%d" % (int(one[0]) + letters), found[2])
+        return found[1] + moved + b"]"
+
+    return _OFFSETS.sub(move, raw, count=1)
+
+
+def with_text(raw: bytes, text: str) -> bytes:
+    """The event with another part of the answer."""
+    return _ANSWER.sub(lambda found: found[1] + json.dumps(text, ensure_ascii=raw.isascii()).encode(), raw, count=1)
+
+
+def without_role(raw: bytes) -> bytes:
+    """The event without the role before its text."""
+    return _ROLE.sub(b"", raw, count=1)
+
+
+def _head(raw: bytes) -> int:
+    found = _CHOICES.search(raw)
+    return len(raw) if found is None else found.start()

@@ -1,0 +1,125 @@
+"""Which answers can go on after their engine died, and why others can't."""
+
+from enum import StrEnum
+
+from kvatlas.errors import KvatlasError
+from kvatlas_router.tokens.text_request import Api, TextRequest
+
+
+class ContinueMode(StrEnum):
+    """Whose streams go on. `DETERMINISTIC`: those of requests with temperature 0 or a seed."""
+
+    OFF = "off"
+    DETERMINISTIC = "deterministic"
+    ALL = "all"
+
+
+class Why(StrEnum):
+    """Why an answer was not continued."""
+
+    API = "api"  # the API allows no partial last message
+    SAMPLED = "sampled"  # neither temperature 0 nor a seed
+    CHOICES = "choices"  # several choices or prompts
+    BEAMS = "beams"
+    ECHO = "echo"
+    GUIDED = "guided"  # the grammar's state is lost
+    AUDIO = "audio"
+    PENALTIES = "penalties"  # engines count only what they generated themselves
+    TEMPLATE = "template"  # the client's own template or form
+    OBJECT = "object"  # only the engine has what the request names
+    REASONING = "reasoning"  # templates take no partial reasoning
+    TOOL_CALL = "tool_call"  # the text behind a begun call is not in the stream
+    LONG = "long"  # longer than what is kept
+    UNREADABLE = "unreadable"  # an event in another form
+    DIVERGED = "diverged"  # the other engine repeated the last tokens differently
+    SAME_TOKEN = "same_token"  # noqa: S105 - a second engine died at the same token
+    REFUSED = "refused"  # no engine took the request for the rest
+    NO_WORKER = "no_worker"  # none left, or no try left
+
+
+class CannotContinue(KvatlasError):
+    """The answer can't go on elsewhere."""
+
+    def __init__(self, why: Why) -> None:
+        super().__init__(f"the answer can't go on elsewhere: {why.value}")
+        self.why = why
+
+
+CONTINUED_APIS = (Api.CHAT, Api.COMPLETIONS, Api.MESSAGES)
+_GUIDES = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+)
+"""Fields of vLLM and SGLang that constrain an answer; `response_format` and `tool_choice` may, too."""
+_OWN_FORMS = ("chat_template", "truncate_prompt_tokens", "suffix", "prompt_logprobs", "custom_logit_processor")
+_FREE = ("auto", "none")
+
+
+def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
+    """Why this request's stream can't go on elsewhere, as far as its body says; None if it can."""
+    body = text.body
+    if text.api not in CONTINUED_APIS:
+        return Why.API
+    deterministic = is_deterministic(text)
+    if mode is ContinueMode.DETERMINISTIC and not deterministic:
+        return Why.SAMPLED
+    if text.choices > 1 or text.prompts > 1:
+        return Why.CHOICES
+    if body.get("use_beam_search") or _is_more(body.get("best_of")):
+        return Why.BEAMS
+    if body.get("echo"):
+        return Why.ECHO
+    if _is_guided(text):
+        return Why.GUIDED
+    if body.get("audio") or "audio" in (body.get("modalities") or ()):
+        return Why.AUDIO
+    if deterministic and (body.get("presence_penalty") or body.get("frequency_penalty")):
+        return Why.PENALTIES
+    if _has_own_form(text):
+        return Why.TEMPLATE
+    return None
+
+
+def is_deterministic(text: TextRequest) -> bool:
+    """True if the request asks for an answer that is always the same: greedy, or by a seed."""
+    temperature, seed = text.body.get("temperature"), text.body.get("seed")
+    greedy = isinstance(temperature, (int, float)) and not isinstance(temperature, bool) and temperature == 0
+    return greedy or type(seed) is int
+
+
+def _is_guided(text: TextRequest) -> bool:
+    body = text.body
+    if any(body.get(name) is not None for name in _GUIDES):
+        return True
+    form = body.get("response_format")
+    if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
+        return True
+    config, choice = body.get("output_config"), body.get("tool_choice")
+    if isinstance(config, dict) and config.get("format") is not None:
+        return True
+    choice = choice.get("type") if isinstance(choice, dict) and text.api is Api.MESSAGES else choice
+    return bool(body.get("tools")) and choice not in (None, *_FREE)
+
+
+def _has_own_form(text: TextRequest) -> bool:
+    body = text.body
+    if any(body.get(name) is not None for name in _OWN_FORMS):
+        return True
+    if text.api is not Api.CHAT:
+        return False
+    goes_on = body.get("continue_final_message") is True
+    if goes_on:
+        last = text.messages[-1]
+        return last.get("role") != "assistant" or not isinstance(last.get("content"), str)
+    return body.get("add_generation_prompt") is False
+
+
+def _is_more(value: object) -> bool:
+    return isinstance(value, int) and value > 1

@@ -1,0 +1,344 @@
+"""What a client has of a streamed answer, and the events of other engines' answers that follow it without a seam."""
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from kvatlas.fleet.records import EngineKind
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.event_parser import MOST_DATA_BYTES, Event, EventParser
+from kvatlas_router.continuation import edits
+from kvatlas_router.continuation.chunk import Chunk, read_chunk
+from kvatlas_router.continuation.messages import END, MessageEvents, is_end, read_message_event
+from kvatlas_router.continuation.reasons import CannotContinue, Why
+from kvatlas_router.continuation.rest_request import begun_stop, body_of_rest, has_ids, most_tokens, stops_of
+from kvatlas_router.continuation.usage import WholeUsage, count
+from kvatlas_router.tokens.text_request import Api, TextRequest
+
+MOST_LETTERS = 1 << 20
+"""A longer answer is not kept, and can't go on."""
+MOST_PARTS = 256
+"""Older ones are kept as one: the seam is rarely far from the end."""
+MOST_WITHHELD_BYTES = 1 << 16
+THINKING = "<think>"
+"""How an answer with reasoning begins if its engine does not parse that; templates change or drop it."""
+DONE = b"data: [DONE]\n\n"
+_ERROR_MARKS = (b'"error"', b'"abort"', b'"response.failed"')
+"""An event without a type has one of these if it is an error."""
+_BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
+    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed. `end`: the
+    client lacks only this, so no engine is needed."""
+
+    parts: int = 0
+    tokens: int = 0
+    lag: int | None = 0
+    end: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """`tokens`, `ids`: of the answer up to the part's end."""
+
+    text: str
+    tokens: int
+    ids: int
+
+
+class Seam:
+    """Reads the events that a client gets; `feed` returns them as the client gets them. They leave out what only the router
+    asked for. After `resume`, events belong to another engine's answer, and become events of the first one's.
+
+    `why`: why the answer can't go on, if it can't. `error`: the engine's error, which ends its answer; `withheld`: its events,
+    which the client has not got. `events`: events with data that the client got. `ended`: so has the answer. `usage`: the
+    whole answer's.
+    """
+
+    def __init__(self, text: TextRequest) -> None:
+        self.error: EngineError | None = None
+        self.withheld = b""
+        self.events = 0
+        self.ended = False
+        self.why: Why | None = None
+        self._text = text
+        self.usage = WholeUsage()
+        self._message = MessageEvents() if text.api is Api.MESSAGES else None
+        self._chat = text.api.is_conversation
+        options = text.body.get("stream_options")
+        self._shows_usage = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
+        self._with_ids = has_ids(text)
+        self._hides_ids = self._with_ids and text.body.get("return_token_ids") is not True
+        self._most = most_tokens(text)
+        self._stops = stops_of(text)
+        self._parser = EventParser()
+        self._identity: dict[str, bytes] = {}
+        self._parts: list[_Part] = []
+        self._ids = array("q")
+        self._letters = 0
+        self._ahead = ""
+        """What the client has, and the current engine has not repeated yet."""
+        self._silent = 0
+        """Tokens without text behind that: a letter may have several."""
+        self._resumed = self._speaks = False
+        self._base_letters = 0
+        self._finished = self._has_usage = False
+        self._finished_at = 0
+        """The parts up to the last token, once it was generated."""
+
+    @property
+    def reached(self) -> tuple[int, bool, bool]:
+        """How far the client's answer has come: no later one is equal unless it had no progress."""
+        return self._letters + len(self._ahead), self._finished, self._has_usage
+
+    # ------------------------------------------------------------ events
+
+    def feed(self, passed: bytes) -> bytes:
+        """Whole events as the client gets them. Raises CannotContinue if they don't follow what it has."""
+        if not self._parser.in_event and not self._parser.ended_in_cr and _is_plain(passed):
+            return self._pass(Event("", passed[6:-2], False, len(passed)), passed)
+        out: list[bytes] = []
+        at = 0
+        for event in self._parser.feed(passed):
+            out.append(self._pass(event, passed[at : event.end]))
+            at = event.end
+        if at < len(passed):
+            self._give_up(Why.LONG)  # only an event without end passes in parts
+            out.append(passed[at:])
+        return b"".join(out)
+
+    def end(self, rest: bytes) -> bytes:
+        """The last bytes of an engine's stream, as `feed`. Its last event may lack its empty line."""
+        return self.feed(rest + b"\n\n") if rest and not rest.endswith(_BLANK) else self.feed(rest)
+
+    def _pass(self, event: Event, raw: bytes) -> bytes:
+        if event.data is None:
+            return raw
+        if self.error is None and not event.cut and (event.type or any(mark in event.data for mark in _ERROR_MARKS)):
+            self.error = EngineError.of_event(event.type, event.data)
+        if self.error is not None:
+            if len(self.withheld) < MOST_WITHHELD_BYTES:
+                self.withheld += raw
+            return b""
+        if event.data.strip() == b"[DONE]":
+            self.ended = True
+            raw = raw if self._message is None else END
+        elif event.cut:
+            self._give_up(Why.LONG)
+        elif self._resumed:
+            raw = self._follow(raw, read_chunk(event.data))
+        elif self._message is None:
+            raw = self._begin(raw, read_chunk(event.data))
+        elif (chunk := read_message_event(event)) is None:
+            self.ended = self.ended or is_end(event)
+        else:
+            self._message.learn(event, raw, chunk)
+            raw = self._begin(raw, chunk)
+        self.events += bool(raw)
+        return raw
+
+    def _begin(self, raw: bytes, chunk: Chunk) -> bytes:
+        """An event of the first engine's answer."""
+        self._identity = self._identity or edits.identity_of(raw)
+        if chunk.usage is not None:
+            self.usage.learn(chunk.usage)
+        if chunk.other is not None:
+            self._give_up(chunk.other)
+        self._record(chunk)
+        return self._shown(raw, chunk) if self._message is None else raw
+
+    def _follow(self, raw: bytes, chunk: Chunk) -> bytes:
+        """An event of another engine's answer. Empty if the client has it."""
+        if chunk.opens:
+            return b""
+        if self._message is not None:
+            self._message.finish(chunk)
+        if not chunk.has_choice:
+            if self._has_usage:
+                return b""
+            self._record(chunk)
+            if self._message is not None:
+                return self._message.usage(self.usage.sum(chunk.usage or {})["completion_tokens"])
+            return self._shown(edits.with_identity(raw, self._identity), chunk)
+        if chunk.other is not None:
+            if self._ahead or self._finished or chunk.other is Why.REASONING:
+                raise CannotContinue(Why.DIVERGED)
+            self._give_up(chunk.other)
+        has_it, rest = self._finished, chunk.text
+        if self._silent and not self._ahead and not chunk.text and (chunk.finish is None or has_it):
+            self._silent -= 1
+            self._record(chunk)
+            return b""
+        if self._silent and not self._may_change(chunk) and not self._ahead:
+            raise CannotContinue(Why.DIVERGED)
+        if self._ahead or self._finished:
+            rest = self._repeat(chunk)
+            if not rest and (has_it or chunk.finish is None):
+                self._record(chunk)
+                return b""
+            raw = edits.with_text(raw, rest)
+        self._record(chunk)
+        if chunk.text:
+            self._speaks, self._silent = True, 0
+        elif self._stops and not self._speaks and chunk.finish is None and self._may_change(chunk):
+            return b""  # it holds back letters, as the first engine did
+        if self._message is not None:
+            if chunk.other is not None:
+                raise CannotContinue(Why.DIVERGED)
+            return self._message.part(rest, last=chunk.finish is not None)
+        raw = edits.without_role(edits.with_identity(raw, self._identity))
+        raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
+        return self._shown(raw, chunk)
+
+    def _repeat(self, chunk: Chunk) -> str:
+        """The part's text behind what the client has."""
+        if self._ahead.startswith(chunk.text):
+            self._ahead = self._ahead[len(chunk.text) :]
+            rest = ""
+        elif chunk.text.startswith(self._ahead) and self._may_change(chunk):
+            rest, self._ahead = chunk.text[len(self._ahead) :], ""
+        else:
+            raise CannotContinue(Why.DIVERGED)
+        if rest and self._finished:
+            raise CannotContinue(Why.DIVERGED)
+        if chunk.finish is not None and self._ahead:
+            if not (self._stops and chunk.finish == "stop"):
+                raise CannotContinue(Why.DIVERGED)
+            self._ahead = ""  # the client has the beginning of a stop string, which engines cut off
+        return rest
+
+    def _may_change(self, chunk: Chunk) -> bool:
+        """True if the client gets nothing of the event that belongs to single tokens."""
+        return chunk.is_plain and (chunk.ids is None or self._hides_ids)
+
+    def _record(self, chunk: Chunk) -> None:
+        if not chunk.has_choice:
+            self._has_usage = self._has_usage or chunk.usage is not None
+            return
+        self._finished = self._finished or chunk.finish is not None
+        if self.why is not None or chunk.opens:
+            return
+        before = self._parts[-1].tokens if self._parts else self.usage.before
+        counted = None if chunk.usage is None else count(chunk.usage, "completion_tokens")
+        tokens = before + bool(chunk.text) if counted is None else self.usage.before + counted
+        self._ids.extend(chunk.ids or ())
+        self._letters += len(chunk.text)
+        self._parts.append(_Part(chunk.text, tokens, len(self._ids)))
+        if chunk.finish is not None:
+            self._finished_at = len(self._parts)
+        if len(self._parts) > MOST_PARTS:
+            self._merge_parts(MOST_PARTS // 2)
+        if self._letters > MOST_LETTERS:
+            self._give_up(Why.LONG)
+        elif (
+            self._chat and chunk.text and self._letters < 4 * len(THINKING) and self._sent.lstrip().startswith(THINKING)
+        ):
+            self._give_up(Why.REASONING)
+
+    def _merge_parts(self, number: int) -> None:
+        last = self._parts[number - 1]
+        whole = _Part("".join(part.text for part in self._parts[:number]), last.tokens, last.ids)
+        self._parts[:number] = [whole]
+        self._finished_at = max(0, self._finished_at - number + 1)
+
+    def _shown(self, raw: bytes, chunk: Chunk) -> bytes:
+        """The event without what only the router asked for, and with the whole answer's usage."""
+        if self._hides_ids:
+            raw = edits.without_token_ids(raw)
+        if chunk.usage is None:
+            return raw
+        if chunk.has_choice and not self._shows_usage:
+            return edits.without_usage(raw)
+        return edits.with_usage(raw, self.usage.sum) if self._resumed else raw
+
+    # ------------------------------------------------------------ the rest
+
+    def rest(self) -> Rest:
+        """What the client lacks, once its engine is gone. Raises CannotContinue."""
+        complete = self._finished and (self._has_usage or not self._text.wants_usage)
+        if complete and self.why in (None, Why.REASONING, Why.TOOL_CALL):
+            return Rest(end=DONE if self._message is None else END)
+        if self.why is not None:
+            raise CannotContinue(self.why)
+        sent = self._sent
+        letters = len(sent) - begun_stop(sent, self._stops)
+        at = sum(len(part.text) for part in self._parts)
+        kept = len(self._parts)
+        while kept and not self._may_end(sent, kept, at, letters):
+            kept -= 1
+            at -= len(self._parts[kept].text)
+        tokens = self._parts[kept - 1].tokens if kept else 0
+        longest = max(map(len, self._stops), default=1)
+        return Rest(kept, tokens, None if self._message is not None else min(longest - 1, tokens))
+
+    def _may_end(self, sent: str, kept: int, at: int, letters: int) -> bool:
+        """May another engine get the answer up to this part? It must be able to generate a token, see whole stop strings, and
+        read the text as it is: templates may strip white space."""
+        last = self._parts[kept - 1]
+        if self._most is not None and last.tokens >= self._most:
+            return False
+        if self._finished and kept >= self._finished_at:
+            return False
+        if not last.text:  # a token of a letter that is not complete, or one held back
+            return False
+        if self._with_ids and (self._stops or not self._gives_ids(kept)):
+            return False
+        return at <= letters and not (self._chat and at and sent[at - 1].isspace())
+
+    def _gives_ids(self, kept: int) -> bool:
+        """True if the part's ids end with its text: an event of several may end within a letter."""
+        return self._parts[kept - 1].ids - (self._parts[kept - 2].ids if kept > 1 else 0) == 1
+
+    @property
+    def asks(self) -> Api:
+        """The API of the request for the rest."""
+        return self._text.api if self._message is None else Api.CHAT
+
+    def of_engines(self, kind: EngineKind, model_id: str) -> None:
+        """Set what the engines are: it decides how they read a conversation."""
+        self._text = self._text.of_engines(kind, model_id, self._text.tenant_id)
+
+    def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
+        """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
+        kept = self._parts[: rest.parts]
+        ids = self._ids[: kept[-1].ids].tolist() if kept and self._with_ids else []
+        return body_of_rest(self._text, self.text_of(rest), ids, tokens)
+
+    def text_of(self, rest: Rest) -> str:
+        """The answer that the next engine gets."""
+        return "".join(part.text for part in self._parts[: rest.parts])
+
+    def resume(self, rest: Rest, tokens: int) -> None:
+        """From now on, events belong to an answer to `body`."""
+        sent = self._sent
+        repeated = self._parts[rest.parts :]
+        while not self._ahead and repeated and not repeated[-1].text:
+            repeated.pop()
+            self._silent += 1
+        del self._parts[rest.parts :]
+        del self._ids[self._parts[-1].ids if self._parts else 0 :]
+        self._letters = self._base_letters = sum(len(part.text) for part in self._parts)
+        self.usage.before = tokens
+        self._ahead = sent[self._letters :]
+        self._resumed, self._speaks = True, False
+        self._parser = EventParser()
+        self.error, self.withheld = None, b""
+
+    @property
+    def _sent(self) -> str:
+        return "".join(part.text for part in self._parts) + self._ahead
+
+    def _give_up(self, why: Why) -> None:
+        self.why = self.why or why
+        self._parts.clear()
+        del self._ids[:]
+
+
+def _is_plain(passed: bytes) -> bool:
+    """True if it is one event with nothing but a JSON text, as almost all are. A parser takes several times as long."""
+    if not (passed.startswith(b"data: {") and passed.endswith(b"}\n\n")):
+        return False
+    return passed.count(b"\n") == 2 and b"\r" not in passed and len(passed) < MOST_DATA_BYTES

@@ -1,0 +1,159 @@
+"""One request's streamed answer, which another worker may go on with after its engine died."""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.fleet.records import EngineKind
+from kvatlas.identity import Scope
+from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
+from kvatlas_router.continuation.rest_request import counting_fields
+from kvatlas_router.continuation.seam import Rest, Seam
+from kvatlas_router.prompts.request_reader import UnknownModel
+from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
+from kvatlas_router.proxy.counters import ContinuationCounters
+from kvatlas_router.tokens.prompt_reader import RequestPrompt
+from kvatlas_router.tokens.text_request import Api, TextRequest
+from kvatlas_router.tokens.tokenizer import CannotTokenize
+from router_client.learning.usage import Usage
+
+_log = logging.getLogger("kvatlas_router.proxy")
+
+KindOf = Callable[[Scope], Awaitable[EngineKind]]
+ReadPrompt = Callable[[TextRequest], Awaitable[RequestPrompt]]
+
+
+@dataclass(slots=True)
+class ContinuedAnswer:
+    """`seam`: between the engines' answers; None if it can't go on, because of `why` (None: that is switched off). `body`: asks
+    for the rest; None before an engine died. `lost`: how the last engine's part ended. `is_broken`: the client's answer ended
+    with an error."""
+
+    request: ClientRequest
+    counters: ContinuationCounters
+    read_prompt: ReadPrompt
+    kind_of: KindOf
+    why: Why | None = None
+    seam: Seam | None = None
+    body: Mapping[str, Any] | None = None
+    lost: Exception | None = None
+    is_broken: bool = False
+    _withheld: bytes = b""
+    _reached: object = None
+    _fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        request: ClientRequest,
+        mode: ContinueMode,
+        counters: ContinuationCounters,
+        read_prompt: ReadPrompt,
+        kind_of: KindOf,
+    ) -> "ContinuedAnswer":
+        """The answer of a request that was not sent yet."""
+        answer = cls(request, counters, read_prompt, kind_of)
+        text = request.text
+        if mode is ContinueMode.OFF or text is None or not text.streamed:
+            return answer
+        answer.why = Why.OBJECT if request.objects is not None and request.objects.ids else why_not(text, mode)
+        if answer.why is None:
+            answer.seam, answer._fields = Seam(text), counting_fields(text)
+        return answer
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Fields that its requests need."""
+        return self._fields
+
+    @property
+    def may_go_on(self) -> bool:
+        """True if another worker could go on now."""
+        if self.seam is None or self.seam.why is not None:
+            return False
+        return self.body is None or self._reached != self.seam.reached
+
+    @property
+    def api(self) -> Api | None:
+        """The API of the request for the rest."""
+        return None if self.seam is None or self.body is None else self.seam.asks
+
+    def fit(self, *, readable: bool) -> None:
+        """Check the answer that an engine has begun. Raises CannotContinue unless it is a stream of events, as the first."""
+        if readable:
+            return
+        if self.body is not None:
+            raise CannotContinue(Why.UNREADABLE)
+        if self.seam is not None:
+            self.seam, self.why = None, Why.UNREADABLE
+
+    def whole_usage(self, usage: Usage | None) -> Usage | None:
+        """The whole answer's usage, from that of the last engine."""
+        if usage is None or self.seam is None or self.body is None:
+            return usage
+        whole = self.seam.usage.sum(
+            {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+        )
+        return replace(usage, prompt_tokens=whole["prompt_tokens"], completion_tokens=whole["completion_tokens"])
+
+    # ------------------------------------------------------------ after an engine died
+
+    async def go_on(self, read: RequestPrompt, error: Exception) -> RequestPrompt | None:
+        """The prompt of the rest, once `error` ended the engine's part; None if the client's answer has ended instead."""
+        self.lost = error
+        seam = self.seam
+        if seam is None:
+            await self.end(self.why)
+            return None
+        self._withheld = seam.withheld
+        try:
+            if self.body is not None and self._reached == seam.reached:
+                raise CannotContinue(Why.SAME_TOKEN)
+            self._reached = seam.reached
+            rest = seam.rest()
+            if rest.end is not None:
+                await self.request.send({"type": "http.response.body", "body": rest.end})
+                return None
+            seam.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
+            tokens = await self._count(seam, rest)
+            body = seam.body(rest, tokens)
+            found = await self.read_prompt(TextRequest.of(seam.asks, body))
+            self.body = body
+            seam.resume(rest, tokens)
+        except CannotContinue as cannot:
+            await self.end(cannot.why)
+        except CannotTokenize:
+            await self.end(Why.TEMPLATE)
+        except (InvalidValue, UnknownModel, Unreachable):
+            await self.end(Why.NO_WORKER)
+        else:
+            _log.info("a stream goes on elsewhere after %d tokens: %s", tokens, error)
+            return found
+        return None
+
+    async def end(self, why: Why | None) -> None:
+        """End the client's answer as its engine did."""
+        self.is_broken = True
+        if why is not None:
+            self.counters.count(why)
+        withheld = (b"" if self.seam is None else self.seam.withheld) or self._withheld
+        if withheld:
+            await self.request.send({"type": "http.response.body", "body": withheld})
+        else:
+            await self.request.break_off(ErrorKind.BAD_GATEWAY, str(self.lost))
+
+    async def _count(self, seam: Seam, rest: Rest) -> int:
+        """The tokens of the answer that the next engine gets. Engines hold back text that may begin a stop string, so tokens
+        that they have counted may have no text yet; messages are not counted at all. Then the text is tokenized."""
+        text = seam.text_of(rest)
+        if rest.lag == 0 or not text:
+            return rest.tokens
+        asked = {"model": self.request.model, "prompt": text, "add_special_tokens": False}
+        if self.request.text is not None and (salt := self.request.text.cache_salt) is not None:
+            asked["cache_salt"] = salt  # it may name the tenant, whose engines alone may read the text
+        counted = (await self.read_prompt(TextRequest.of(Api.COMPLETIONS, asked))).prompt_tokens
+        if counted is None:
+            return rest.tokens
+        return counted if rest.lag is None else min(rest.tokens, max(rest.tokens - rest.lag, counted))

@@ -1,0 +1,26 @@
+"""Stop strings in an answer, as vLLM finds them: letters that may begin one wait for those that follow."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class StopStrings:
+    """Reads the text of one answer. `matched`: the stop string that ended it."""
+
+    stops: Sequence[str]
+    matched: str | None = None
+    _held: str = field(default="", init=False)
+
+    def feed(self, text: str, *, last: bool) -> str:
+        """The text that may be sent now. `last`: no more follows."""
+        text, self._held = self._held + text, ""
+        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, self.matched = min(found)
+            return text[:at]
+        waits = 0 if last else max(map(len, self.stops), default=1) - 1
+        if not waits:
+            return text
+        self._held = text[-waits:]
+        return text[:-waits]

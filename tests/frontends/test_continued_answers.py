@@ -1,0 +1,141 @@
+"""Streams of vLLM's and SGLang's own servers go on at another engine of the same kind."""
+
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from kvatlas.fleet.records import EngineKind
+from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.store.connection import Store, open_store
+from kvatlas_router.outliers.retry_budget import RetryBudget
+from tests.end_to_end.processes import ROOT
+from tests.frontends.clients import SAYS
+from tests.frontends.fleet import Fleet, environment_folder
+from tests.router.continuation.mortal_engine import Fate, mortal_engines, read_stream
+from tests.router.proxy.engines import record, running_fleet, running_proxy
+from tests.router.proxy.test_proxy import status
+
+pytestmark = pytest.mark.anyio
+
+SAY = '[[say The worker  that holds it answers:\n\nümlaut, "quotes" and more.]] Who holds it?'
+SAY_PLAINLY = "[[say The worker that holds it answers, and quotes more.]]"
+"""Without letters of two tokens: half of one may come in an event with others, and its logprob can't be taken back."""
+USAGE = {"stream_options": {"include_usage": True}}
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, **USAGE}),
+    "logprobs": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": SAY_PLAINLY}], "max_tokens": 99, "logprobs": True},
+    ),
+    "text": ("/v1/completions", {"prompt": SAY, "max_tokens": 99, **USAGE}),
+    "text to its limit": ("/v1/completions", {"prompt": SAY, "max_tokens": 12, **USAGE}),
+    "message": ("/v1/messages", {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99}),
+    "message with a stop": (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, "stop_sequences": ["quotes"]},
+    ),
+    "stop": ("/v1/completions", {"prompt": SAY, "max_tokens": 99, "stop": ["quotes"], **USAGE}),
+}
+
+
+@pytest.fixture
+def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RetryBudget, "take", lambda _: True)
+
+
+async def test_a_stream_goes_on_at_another_engine(fleet: Fleet, model: str, valkey_url: str, no_budget: None) -> None:
+    store = await open_store(valkey_url, wait=False)
+    try:
+        await store.client.flushall()
+        await _compare(store, fleet, model, valkey_url)
+    finally:
+        await store.close()
+
+
+async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> None:
+    async with _mortal(store, fleet, model) as fate, running_proxy(valkey_url, continue_answers="all") as client:
+        for name, (path, asked) in REQUESTS.items():
+            body = {"model": model, "temperature": 0, "stream": True, **asked}
+            undisturbed = said(await read_stream(client, path, body))
+            for after in range(3, undisturbed["events"], 3):
+                fate.after, fate.asked = [after], []
+                found = said(await read_stream(client, path, body))
+                differ = {key: (undisturbed[key], found[key]) for key in found if found[key] != undisturbed[key]}
+                free = {"events", "usages", "ends"} if "stop" in name else {"events"}  # tokens behind a stop may count
+                assert not differ.keys() - free, (name, after, json.dumps(differ))
+        for name in (
+            "openai_chat_stream",
+            "anthropic_messages_stream",
+            "litellm_chat_stream",
+            "langchain_openai_stream",
+        ):
+            fate.after = [5]
+            words = [str(environment_folder("clients") / "bin/python"), "-m", "tests.frontends.clients", name]
+            done = await anyio.run_process([*words, str(client.base_url).rstrip("/"), model], cwd=ROOT)
+            assert done.stdout.decode().strip() == SAYS and not fate.after, name
+        assert (await status(client))["proxy"]["continued"]["resumed"] > 9
+
+
+@asynccontextmanager
+async def _mortal(store: Store, fleet: Fleet, model: str) -> AsyncIterator[Fate]:
+    """Workers with these engines, of which some die in mid-answer."""
+    engines = [fleet.engines[model][0].url, fleet.engines[model][-1].url]
+    kind = EngineKind.SGLANG if model.startswith("sglang") else EngineKind.VLLM
+    async with (
+        mortal_engines({f"w{number}": url for number, url in enumerate([*engines, engines[0]])}) as (urls, fate),
+        running_fleet(store, {}),
+    ):
+        for worker_id, url in urls.items():
+            one = record(worker_id, url)
+            named = {"kind": kind, "model_id": model, "tokenizer_id": model, "block_size": 16}
+            endpoint = one.endpoint.model_copy(update=named)
+            await FleetStore(store).write({worker_id: one.model_copy(update={"endpoint": endpoint})})
+        yield fate
+
+
+def said(raw: bytes) -> dict[str, Any]:
+    """What a stream says, whatever its events are."""
+    events = [json.loads(one) for one in re.findall(rb"^data: (\{.*)$", raw, re.M)]
+    if b"message_start" in raw:
+        return message_of(events)
+    assert raw.endswith(b"data: [DONE]\n\n"), raw[-500:]
+    choices = [choice for one in events for choice in one["choices"]]
+    texts = [one.get("text", one.get("delta", {}).get("content")) or "" for one in choices]
+    usages = [one["usage"] for one in events if one.get("usage")]
+    assert len({(one["id"], one["created"], one["model"]) for one in events}) == 1
+    return {
+        "text": "".join(texts),
+        "roles": [role for one in choices if (role := one.get("delta", {}).get("role"))],
+        "finish": [(one["finish_reason"], one.get("stop_reason")) for one in choices if one["finish_reason"]],
+        "usages": [re.sub(r'"\w*cache\w*": \d+', "", json.dumps(one)) for one in usages],
+        "logprobs": [
+            token["token"] for one in choices if one.get("logprobs") for token in one["logprobs"].get("content") or ()
+        ],
+        "events": len(events) + 1,
+    }
+
+
+def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a message says. Its parts may be cut in other places."""
+    *_, end = events
+    deltas = [one["delta"] for one in events if one["type"] == "content_block_delta"]
+    kinds = [
+        kind for one, before in zip(events, [{}, *events], strict=False) if (kind := one["type"]) != before.get("type")
+    ]
+    ends = [
+        ({k: v for k, v in one["delta"].items() if v}, one["usage"]["output_tokens"])
+        for one in events
+        if one["type"] == "message_delta"
+    ]
+    return {
+        "text": "".join(one["text"] for one in deltas),
+        "kinds": kinds,
+        "ends": ends,
+        "end": end,
+        "events": len(events),
+    }

@@ -1,0 +1,441 @@
+"""What every implementation of reservations promises of requests that wait for a worker with room."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvatlas.cost import Load
+from kvatlas.reservations import (
+    Ask,
+    Booking,
+    LoadReport,
+    MemoryReservations,
+    MustWait,
+    Outcome,
+    QueueIsFull,
+    QueueLimits,
+    RedisReservations,
+    Reservations,
+    WaitingRequest,
+    WorkerReport,
+)
+from kvatlas.reservations.pool_queue import LEASE_US as QUEUE_LEASE_US
+from kvatlas.reservations.pool_queue import PROGRAM_US
+from kvatlas.reservations.protocol import PairLayout
+from kvatlas.reservations.redis_calls import call_pool, pool_keys
+from kvatlas.reservations.room_and_slo import Limit, Limits
+from kvatlas.reservations.waiting_request import Place, WaitReason
+from kvatlas.store.connection import Store
+from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_US, Clock, ask, id_of, offer
+
+pytestmark = pytest.mark.anyio
+
+LIMITS = QueueLimits(100, 1_000_000)
+
+
+def slots(*workers: str, slots: int = 1) -> Ask:
+    """An ask for workers with so many request slots."""
+    asked = ask([offer(worker) for worker in workers])
+    return replace(asked, limits=Limits([Limit(slots)] * len(workers), 1_000))
+
+
+@dataclass
+class Line:
+    """Routers that book for requests which may wait."""
+
+    reservations: Reservations
+    clock: Clock
+    workers: tuple[str, ...] = ("a",)
+    number: int = 0
+    requests: dict[int, tuple[str, WaitingRequest, Ask]] = field(default_factory=dict)
+
+    async def idle(self) -> None:
+        """Report every worker as idle, so that its load is known."""
+        reports = {id: WorkerReport(1, LoadReport(Load(), covers=False)) for id in self.workers}
+        await self.reservations.report(POOL, reports)
+
+    async def ask(
+        self,
+        tenant: str = "t",
+        router: str = "r",
+        *,
+        workers: tuple[str, ...] | None = None,
+        tokens: int = 1_000,
+        **fields: object,
+    ) -> tuple[int, str | Place]:
+        """Ask for a worker: the request's number, and the worker or a place. Raises QueueIsFull."""
+        self.number += 1
+        waiting = WaitingRequest(id_of(1_000_000 + self.number), tenant, LIMITS, tokens, **fields)  # type: ignore[arg-type]
+        if workers is not None:
+            waiting = waiting.among(workers)
+        self.requests[self.number] = (router, waiting, slots(*(workers or self.workers)))
+        return self.number, await self.retry(self.number)
+
+    async def retry(self, number: int) -> str | Place:
+        router, waiting, asked = self.requests[number]
+        booking = Booking(id_of(number), router, waiting.input_tokens, asked, LEASE_US, LONGEST_US, waiting=waiting)
+        try:
+            found = await self.reservations.book(POOL, booking)
+        except MustWait as error:
+            return error.place
+        assert found is not None
+        return found.worker_id
+
+    async def release(self, number: int) -> None:
+        await self.reservations.release(POOL, id_of(number), Outcome.FINISHED)
+
+    async def turns(self, router: str = "r") -> list[int]:
+        """The numbers of a router's requests that may be tried."""
+        found = await self.reservations.turns(POOL, router, [], [])
+        return sorted(int.from_bytes(id, "big") - 1_000_000 for id in found.turns)
+
+    async def serve(self, last: int) -> list[int]:
+        """Free the slot of one request after another, until nothing waits. Returns their numbers in the order served."""
+        served: list[int] = []
+        while True:
+            await self.release(last)
+            routers = {router for router, _, _ in self.requests.values()}
+            first = [number for router in sorted(routers) for number in await self.turns(router)]
+            if not first:
+                return served
+            last = first[0]
+            assert await self.retry(last) in self.workers
+            served.append(last)
+            for router in sorted(routers):  # the next ones find no room
+                for number in await self.turns(router):
+                    await self.retry(number)
+
+
+@pytest.fixture
+async def line(reservations: Reservations, clock: Clock) -> Line:
+    line = Line(reservations, clock)
+    await line.idle()
+    return line
+
+
+async def test_a_request_waits_while_every_worker_is_full_and_takes_nothing(line: Line) -> None:
+    first, worker = await line.ask()
+    assert worker == "a"
+    second, place = await line.ask(router="r2")
+    assert place == Place(WaitReason.FULL, 0, 1, 1_000)
+    assert (await line.reservations.evaluate(POOL, slots("a"))).by_offer[0].load.running_decodes == 1
+    assert await line.turns("r2") == [second]
+    await line.release(first)
+    assert await line.retry(second) == "a"
+    assert (await line.reservations.turns(POOL, "r2", [], [])).requests == 0
+
+
+async def test_later_requests_of_other_routers_wait_behind_earlier_ones(line: Line) -> None:
+    first, _ = await line.ask()
+    second, _ = await line.ask(router="r2")
+    await line.release(first)
+    third, place = await line.ask(router="r1")
+    assert place == Place(WaitReason.TURN, 1, 2, 2_000)
+    assert (await line.turns("r1"), await line.turns("r2")) == ([], [second])
+    assert await line.retry(third) == place
+    assert await line.serve(second) == [second, third] or await line.retry(second) == "a"
+
+
+async def test_tenants_share_by_service_not_by_requests(line: Line) -> None:
+    first, _ = await line.ask("flood")
+    flood = [(await line.ask("flood", router=f"r{n % 3}"))[0] for n in range(12)]
+    modest = [(await line.ask("modest", router=f"r{n % 3}"))[0] for n in range(4)]
+    order = await line.serve(first)
+    assert sorted(order[:8]) == sorted([*flood[:4], *modest])
+    assert order[8:] == flood[4:]
+
+
+async def test_a_tenant_gets_by_its_weight_and_cached_tokens_count_a_tenth(line: Line) -> None:
+    first, _ = await line.ask("x")
+    heavy = [(await line.ask("heavy", weight=3.0))[0] for _ in range(9)]
+    light = [(await line.ask("light"))[0] for _ in range(9)]
+    order = await line.serve(first)
+    assert len(set(order[:8]) & set(heavy)) == 6 and len(set(order[:8]) & set(light)) == 2
+
+
+async def test_output_tokens_count_twice(line: Line) -> None:
+    first, _ = await line.ask("x")
+    chatty = [(await line.ask("chatty", output_tokens=500))[0] for _ in range(6)]
+    terse = [(await line.ask("terse"))[0] for _ in range(12)]
+    order = await line.serve(first)
+    assert abs(2 * len(set(order[:9]) & set(chatty)) - len(set(order[:9]) & set(terse))) <= 2
+
+
+async def test_priority_then_running_programs_then_deadlines_then_arrival(line: Line, clock: Clock) -> None:
+    first, _ = await line.ask(program="agent")
+    late, _ = await line.ask()
+    soon, _ = await line.ask(left_us=20 * SECOND_US)
+    agent, _ = await line.ask(program="agent")
+    new, _ = await line.ask(program="new agent", left_us=25 * SECOND_US)
+    urgent, place = await line.ask(priority=-1)
+    assert place == Place(WaitReason.FULL, 0, 5, 5_000)
+    assert await line.serve(first) == [urgent, agent, soon, new, late]
+    await clock.pass_us(PROGRAM_US)
+    await line.idle()
+    first, _ = await line.ask()
+    one, _ = await line.ask()
+    await clock.pass_us(1)
+    over, _ = await line.ask(program="agent")
+    assert await line.serve(first) == [one, over]
+
+
+async def test_requests_of_a_dead_router_give_way(line: Line, clock: Clock) -> None:
+    first, _ = await line.ask()
+    await line.ask(router="dead")
+    await clock.pass_us(QUEUE_LEASE_US // 2)
+    alive, _ = await line.ask(router="alive")
+    await line.release(first)
+    assert await line.turns("alive") == []
+    await clock.pass_us(QUEUE_LEASE_US // 2)
+    assert await line.turns("alive") == [alive]
+    assert await line.retry(alive) == "a"
+
+
+async def test_a_router_that_comes_back_gets_its_places_back(line: Line, clock: Clock) -> None:
+    first, _ = await line.ask()
+    slow, _ = await line.ask(router="slow")
+    await clock.pass_us(QUEUE_LEASE_US)
+    later, _ = await line.ask(router="fast")
+    _, waiting, _ = line.requests[slow]
+    found = await line.reservations.turns(
+        POOL, "slow", [], [replace(waiting, age_us=QUEUE_LEASE_US, left_us=29_000_000)]
+    )
+    assert (found.own, found.requests, list(found.turns)) == (1, 2, [waiting.id])
+    assert await line.turns("fast") == []
+    await line.release(first)
+    assert await line.retry(later) == Place(WaitReason.TURN, 1, 2, 2_000)
+
+
+async def test_requests_leave_when_their_client_does_or_their_time_is_over(line: Line, clock: Clock) -> None:
+    await line.ask()
+    left, _ = await line.ask()
+    short, _ = await line.ask(router="r2", left_us=300_000)
+    last, _ = await line.ask(router="r2")
+    found = await line.reservations.turns(POOL, "r", [line.requests[left][1].id], [])
+    assert (found.own, found.requests, found.tokens) == (0, 2, 2_000)
+    assert await line.turns("r2") == [short]
+    await clock.pass_us(300_000)
+    assert await line.turns("r2") == [last]
+
+
+async def test_the_queue_is_bounded_but_a_full_one_keeps_no_other_tenant_out(line: Line) -> None:
+    await line.ask()
+    for _ in range(4):
+        await line.ask("flood")
+    few = QueueLimits(4, 1_000_000)
+
+    async def ask(tenant: str, limits: QueueLimits) -> str | Place:
+        line.number += 1
+        waiting = WaitingRequest(id_of(1_000_000 + line.number), tenant, limits, 1_000)
+        line.requests[line.number] = ("r", waiting, slots("a"))
+        return await line.retry(line.number)
+
+    with pytest.raises(QueueIsFull, match="4 requests of 4000 tokens wait already"):
+        await ask("flood", few)
+    for waiting in (5, 6):
+        place = await ask("modest", few)
+        assert isinstance(place, Place) and (place.requests, place.tokens) == (waiting, 1_000 * waiting)
+    with pytest.raises(QueueIsFull, match="6 requests"):
+        await ask("modest", few)
+    with pytest.raises(QueueIsFull):
+        await ask("flood", QueueLimits(100, 6_500))
+    found = await line.reservations.turns(
+        POOL, "r", [], [WaitingRequest(id_of(7), "flood", few, 1), WaitingRequest(id_of(8), "flood", LIMITS, 1)]
+    )
+    assert found.refused == {id_of(7)}
+
+
+async def test_the_first_in_line_holds_up_only_workers_that_it_may_go_to(line: Line) -> None:
+    line.workers = ("a", "b", "c")
+    await line.idle()
+    for worker in "abc":
+        await line.ask(workers=(worker,))
+    on_a, _ = await line.ask(workers=("a",))
+    on_b, _ = await line.ask("u", workers=("b",))
+    anywhere, _ = await line.ask("v", router="r2")
+    assert await line.turns() == [on_a, on_b]
+    await line.release(2)
+    assert await line.retry(on_b) == "b"
+    found = await line.reservations.turns(POOL, "r2", [], [])
+    assert list(found.turns.values()) == [{"a"}]
+    await line.release(1)
+    assert await line.retry(anywhere) == Place(WaitReason.TURN, 0, 2, 2_000)
+    await line.release(3)
+    _, waiting, _ = line.requests[anywhere]
+    line.requests[anywhere] = "r2", waiting, slots("b", "c")
+    assert await line.retry(anywhere) == "c"
+    assert await line.retry(on_a) == "a"
+
+
+async def test_those_that_may_go_anywhere_hold_up_all_who_come_later(line: Line) -> None:
+    line.workers = ("a", "b")
+    await line.idle()
+    first, _ = await line.ask(workers=("a",))
+    await line.ask(workers=("b",))
+    anywhere, _ = await line.ask()
+    await line.ask("u", workers=("a",))
+    assert await line.turns() == [anywhere]
+    await line.release(first)
+    assert await line.retry(anywhere) == "a"
+
+
+async def test_many_may_be_tried_at_once_as_long_as_there_is_room(line: Line) -> None:
+    line.workers = tuple(f"w{number}" for number in range(8))
+    await line.idle()
+    running = [(await line.ask())[0] for _ in range(8)]
+    waiting = [(await line.ask(router=f"r{number % 2}"))[0] for number in range(10)]
+    for number in running:
+        await line.release(number)
+    tried = []
+    for _ in range(8):
+        turns = [*await line.turns("r0"), *await line.turns("r1")]
+        tried.append(len(turns))
+        if isinstance(await line.retry(turns[-1]), Place):
+            break
+    assert tried[:4] == [1, 2, 4, 7]
+    assert len(waiting) == 10
+
+
+async def test_a_pair_waits_until_both_have_room(line: Line) -> None:
+    line.workers = ("p", "d")
+    await line.idle()
+    layout = PairLayout(1, 1, [0], [[0.0]])
+    pair = replace(slots("p", "d"), pair_layout=layout)
+    waiting = WaitingRequest(id_of(99), "t", LIMITS, 1_000)
+    await line.ask(workers=("d",))
+    booking = Booking(id_of(70), "r", 1_000, pair, LEASE_US, LONGEST_US, id_of(71), waiting)
+    with pytest.raises(MustWait):
+        await line.reservations.book(POOL, booking)
+    await line.release(1)
+    found = await line.reservations.book(POOL, booking)
+    assert found is not None and (found.worker_id, found.prefill) == ("d", 0)
+
+
+async def test_after_a_failover_that_lost_the_queue_it_is_built_again(line: Line) -> None:
+    first, _ = await line.ask()
+    waiting = [(await line.ask(tenant, router=router))[0] for tenant, router in (("t", "r1"), ("u", "r2"), ("t", "r1"))]
+    for router in ("r1", "r2"):
+        ids = [line.requests[number][1].id for number in waiting if line.requests[number][0] == router]
+        await line.reservations.turns(POOL, router, ids, [])
+    for router in ("r2", "r1"):
+        rows = [line.requests[number][1] for number in waiting if line.requests[number][0] == router]
+        await line.reservations.turns(POOL, router, [], rows)
+    assert sorted(await line.serve(first)) == waiting
+
+
+async def test_with_hundreds_of_tenants_and_workers_the_queue_keeps_its_bounds(line: Line) -> None:
+    await line.ask()
+    rows = [
+        WaitingRequest(id_of(5_000_000 + n), f"tenant {n % 300}", QueueLimits(2_000, 10**9), 1_000, priority=n % 3)
+        for n in range(700)
+    ]
+    rows = [row if n % 5 else row.among([f"w{n % 40}"]) for n, row in enumerate(rows)]
+    found = await line.reservations.turns(POOL, "r", [], rows)
+    assert (found.own, found.requests, found.tokens, found.refused) == (700, 700, 700_000, frozenset())
+    assert found.turns
+    found = await line.reservations.turns(POOL, "r", [row.id for row in rows], [])
+    assert (found.own, found.requests, found.tokens) == (0, 0, 0)
+
+
+async def test_the_queue_leaves_nothing_behind(store: Store, clock: Clock) -> None:
+    line = Line(RedisReservations(store), clock)
+    await line.idle()
+    first, _ = await line.ask(program="agent")
+    for n in range(5):
+        await line.ask(f"t{n % 2}", router=f"r{n}", workers=("a",) if n % 2 else None)
+    await line.serve(first)
+    for key in pool_keys(POOL)[17:21]:
+        kind = await store.client.type(key)
+        size = await store.client.hlen(key) if kind == b"hash" else await store.client.exists(key)
+        assert size <= 4, key
+
+
+async def test_rows_out_of_bounds_are_refused(store: Store) -> None:
+    import msgpack
+    from redis.exceptions import ResponseError
+
+    good = [id_of(1), "0" * 16, 1_000, 0, "", 10, 10, 0, 1_000, "0" * 16, 0, 5, 5]
+    for at, value in (
+        (0, b"short"),
+        (1, "x"),
+        (2, 0),
+        (3, -1),
+        (5, 1e300),
+        (5, "a"),
+        (9, 5),
+        (10, ["w"] * 65),
+        (11, -1),
+    ):
+        row = [*good[:at], value, *good[at + 1 :]]
+        with pytest.raises(ResponseError):
+            await call_pool(store, "queue", POOL, ["r", b"", msgpack.packb([row], use_bin_type=False)])
+
+
+# ---------------------------------------------------------------- both languages
+
+ROUTERS = ["r1", "r2", "r3"]
+WORKERS = ("a", "b", "c")
+
+requests_asked = st.fixed_dictionaries(
+    {
+        "tenant": st.sampled_from(["t", "u", "v"]),
+        "router": st.sampled_from(ROUTERS),
+        "priority": st.sampled_from([-5, 0, 0, 0, 7]),
+        "weight": st.sampled_from([0.5, 1.0, 3.0]),
+        "program": st.sampled_from(["", "p", "q"]),
+        "tokens": st.sampled_from([1, 70, 1_000]),
+        "output_tokens": st.sampled_from([0, 33, 500]),
+        "left_us": st.sampled_from([400_000, 5 * SECOND_US, 30 * SECOND_US]),
+        "workers": st.sampled_from([None, None, ("a",), ("b",), ("a", "b"), ("b", "c")]),
+    }
+)
+steps = st.lists(
+    st.tuples(st.just("ask"), requests_asked)
+    | st.tuples(st.just("try"), st.sampled_from(ROUTERS))
+    | st.tuples(st.just("leave"), st.integers(1, 30))
+    | st.tuples(st.just("release"), st.integers(1, 30))
+    | st.tuples(st.just("again"), st.integers(1, 30))
+    | st.tuples(st.just("pass"), st.sampled_from([1, 90_000, 600_000, 70 * SECOND_US])),
+    max_size=40,
+)
+
+
+@given(steps=steps)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+async def test_both_languages_keep_the_same_order(store: Store, clock: Clock, steps: list[tuple[str, object]]) -> None:
+    await store.client.delete(*pool_keys(POOL))
+    lines = [Line(each, clock, WORKERS) for each in (MemoryReservations(clock), RedisReservations(store))]
+    for line in lines:
+        await line.idle()
+
+    async def step(line: Line, what: str, value: object) -> object:
+        try:
+            if what == "ask":
+                return await line.ask(**value)  # type: ignore[arg-type]
+            if what == "try":
+                found = await line.reservations.turns(POOL, str(value), [], [])
+                numbers = sorted(int.from_bytes(id, "big") - 1_000_000 for id in found.turns)
+                return found, [await line.retry(number) for number in numbers[:1]]
+            if what == "again":
+                return int(str(value)) in line.requests and await line.retry(int(str(value)))
+            if what == "leave" and int(str(value)) in line.requests:
+                router, waiting, _ = line.requests[int(str(value))]
+                return await line.reservations.turns(POOL, router, [waiting.id], [])
+            if what == "release":
+                await line.release(int(str(value)))
+        except QueueIsFull as error:
+            return str(error)
+        return None
+
+    for what, value in steps:
+        if what == "pass":
+            await clock.pass_us(int(str(value)))
+            for line in lines:
+                await line.idle()
+            continue
+        memory, redis = [await step(line, what, value) for line in lines]
+        assert memory == redis, (what, value)

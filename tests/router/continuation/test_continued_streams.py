@@ -1,0 +1,253 @@
+"""Streams whose engine dies: what their clients get equals an undisturbed run."""
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvatlas.store.connection import Store
+from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_simulator.http.chat_template import render
+from tests.chaos.child_process import ChildProcess
+from tests.eventually import until
+from tests.router.continuation.mortal_engine import Death, mortal_fleet, read_stream
+from tests.router.progress.quick_bounds import shorten_bounds
+from tests.router.proxy.engines import MODEL, running_proxy
+from tests.router.proxy.test_openai_client import openai_client
+from tests.router.proxy.test_proxy import status
+from tests.simulator.running_engine import FREE_PORT, running_engine
+
+pytestmark = pytest.mark.anyio
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who holds the prefix?"}]
+_USAGE = {"stream_options": {"include_usage": True}}
+REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 9, **_USAGE}),
+    "chat without usage": (CHAT, {"messages": MESSAGES, "max_completion_tokens": 7}),
+    "text": (COMPLETIONS, {"prompt": "Who holds the prefix?", "max_tokens": 8, **_USAGE}),
+    "text, with the default limit": (COMPLETIONS, {"prompt": "Who?"}),
+    "token ids": (COMPLETIONS, {"prompt": list(b"Who holds it?"), "max_tokens": 7, **_USAGE}),
+    "token ids, shown": (COMPLETIONS, {"prompt": list(b"Who?"), "max_tokens": 6, "return_token_ids": True, **_USAGE}),
+    "message": (
+        "/v1/messages",
+        {"system": "Be brief.", "messages": [{"role": "user", "content": "Who holds it?"}], "max_tokens": 8},
+    ),
+    "usage in each event": (
+        COMPLETIONS,
+        {
+            "prompt": "Who?",
+            "max_tokens": 6,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+}
+_SALTS = itertools.count()
+
+
+@pytest.fixture
+def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that these tests don't use up: every request of theirs loses its engine."""
+    monkeypatch.setattr(RetryBudget, "take", lambda _: True)
+
+
+async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], **fields: Any) -> bytes:
+    """The stream of a request that finds nothing in a cache, without what is new in each answer."""
+    salt = f"salt {next(_SALTS)}"
+    whole = {"model": MODEL, "temperature": 0, "stream": True, "cache_salt": salt, **body, **fields}
+    raw = await read_stream(client, path, whole)
+    return re.sub(rb'"(id|created)":("[\w-]+"|\d+)', _once(raw), raw)
+
+
+def _once(raw: bytes) -> Any:
+    """All events of a stream have the same id and time."""
+    ids = set(re.findall(rb'"id":"([\w-]+)"', raw))
+    assert len(ids) <= 1 and len(set(re.findall(rb'"created":(\d+)', raw))) <= 1
+    return rb'"\1":0'
+
+
+async def not_continued(client: httpx.AsyncClient) -> dict[str, int]:
+    """How often streams could not go on, by reason."""
+    counted = (await status(client))["proxy"]["continued"]
+    return {why: number for why, number in counted.items() if number and why != "resumed"}
+
+
+def events(raw: bytes) -> int:
+    return raw.count(b"\n\n")
+
+
+async def test_a_stream_goes_on_after_each_of_its_events(store: Store, valkey_url: str, no_budget: None) -> None:
+    async with mortal_fleet(store) as (fleet, fate), running_proxy(valkey_url, continue_answers="all") as client:
+        died = 0
+        for name, (path, body) in REQUESTS.items():
+            undisturbed = await ask(client, path, body)
+            assert undisturbed.endswith((b"data: [DONE]\n\n", b'"message_stop"}\n\n'))
+            if name != "token ids":  # there, fields of vLLM's are null that the simulator would leave out
+                assert undisturbed == await ask(fleet.clients["w0"], path, body), "as the engine itself answers"
+            first = {CHAT: 2, COMPLETIONS: 1}.get(path, 3)  # the router tries again before the first content anyway
+            for after in range(first, events(undisturbed)):
+                fate.death = Death.KILLED if after % 2 else Death.RESET
+                fate.after, fate.asked = [after], []
+                found = await ask(client, path, body)
+                assert found == undisturbed, (name, after, await not_continued(client), fate.asked)
+                died += 1
+                assert len({worker_id for worker_id, _ in fate.asked}) == len(fate.asked)
+        proxy = (await status(client))["proxy"]
+        assert (proxy["broken"], proxy["gave_up"]) == (0, 0) and died > 40
+
+
+async def test_stop_strings_end_an_answer_across_its_seam(store: Store, valkey_url: str, no_budget: None) -> None:
+    async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
+        for path, body in ((COMPLETIONS, {"prompt": "Who?"}), (CHAT, {"messages": MESSAGES})):
+            text = text_of(await ask(client, path, body, max_tokens=16))
+            for stop in ([text[8:12], "never"], "never", [text[10:12]]):  # "never": the answer ends at its limit
+                undisturbed = await ask(client, path, body, max_tokens=14, stop=stop, **_USAGE)
+                assert (b'"finish_reason":"stop"' in undisturbed) == (stop != "never")
+                for after in range(3, events(undisturbed), 3):
+                    fate.after = [after]
+                    found = await ask(client, path, body, max_tokens=14, stop=stop, **_USAGE)
+                    assert found == undisturbed, (path, stop, after, await not_continued(client))
+
+
+async def test_a_stream_goes_on_after_several_deaths(store: Store, valkey_url: str, no_budget: None) -> None:
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 20, **_USAGE}
+    async with mortal_fleet(store, 4) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
+        undisturbed = await ask(client, path, body)
+        for after in ([5, 4], [3, 6, 9], [21, 3], [10, 8, 4]):
+            fate.after, fate.asked = list(after), []
+            assert await ask(client, path, body) == undisturbed, (after, await not_continued(client))
+            assert len({worker_id for worker_id, _ in fate.asked}) == len(fate.asked) > 1
+
+
+async def test_the_official_client_sees_one_answer(store: Store, valkey_url: str) -> None:
+    messages: Any = MESSAGES
+    async with (
+        mortal_fleet(store) as (_, fate),
+        running_proxy(valkey_url, continue_answers="deterministic") as proxy,
+        openai_client(proxy) as client,
+    ):
+
+        async def chat() -> tuple[str, set[str], list[str], list[int]]:
+            stream = await client.chat.completions.create(
+                model=MODEL,
+                messages=messages,
+                seed=7,
+                max_tokens=12,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            chunks = [chunk async for chunk in stream]
+            choices = [choice for chunk in chunks for choice in chunk.choices]
+            text = "".join(choice.delta.content or "" for choice in choices)
+            reasons = [choice.finish_reason for choice in choices if choice.finish_reason is not None]
+            usages = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+            return text, {chunk.id for chunk in chunks}, list(reasons), usages
+
+        text, *_ = await chat()
+        fate.after = [7]
+        found = await chat()
+        assert len(fate.asked) == 3 and len(found[1]) == 1
+        assert (found[0], *found[2:]) == (text, ["length"], [12])
+
+
+async def test_a_stream_leaves_a_stalled_engine(
+    store: Store, valkey_url: str, no_budget: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_bounds(monkeypatch)
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, **_USAGE}
+    async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
+        undisturbed = await ask(client, path, body)
+        fate.death = Death.STALLED
+        for after in (2, 6, 10):
+            fate.after = [after]
+            assert await ask(client, path, body) == undisturbed, (after, await not_continued(client))
+            fate.revive()
+
+
+async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url: str, no_budget: None) -> None:
+    """An engine whose core died reports that in the stream."""
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, "cache_salt": None}
+    async with (
+        mortal_fleet(store, 1) as (fleet, _),
+        running_engine(answers_text=True, answer_fault="late_error", answer_fault_event=5) as (failing, _),
+    ):
+        await fleet.report("w1", failing.base_url)
+        await fleet.holds("w1", list(render(MESSAGES).encode()))
+        async with running_proxy(valkey_url, continue_answers="all") as client:
+            found = await ask(client, path, body)
+            assert (await status(client))["proxy"]["continued"]["resumed"] == 1
+            await fleet.report("w1", fleet.urls["w0"])
+            assert found == await ask(client, path, body)
+
+
+async def test_a_stream_goes_on_after_its_engines_process_was_killed(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, "cache_salt": None}
+    flags = ["--port", "0", "--endpoint", FREE_PORT, "--replay-endpoint", FREE_PORT, "--answers-text"]
+    killed = ChildProcess(
+        "engine",
+        ["simulate-engine", *flags, "--answer-fault", "kill", "--answer-fault-event", "5"],
+        "engine at",
+        tmp_path,
+    )
+    killed.start()
+    try:
+        await killed.ready()
+        url = next(word for word in killed.log_text().split() if word.startswith("http://")).rstrip(";,")
+        async with mortal_fleet(store, 1) as (fleet, _):
+            await fleet.report("w1", url)
+            await fleet.holds("w1", list(render(MESSAGES).encode()))
+            async with running_proxy(valkey_url, continue_answers="all") as client:
+                found = await ask(client, path, body)
+                assert (await status(client))["proxy"]["continued"]["resumed"] == 1
+                await until(lambda: not killed.is_running, what="the engine is gone")
+                assert found == await ask(client, path, body)
+    finally:
+        killed.close()
+
+
+async def test_two_engines_that_die_at_the_same_token_are_enough(
+    store: Store, valkey_url: str, no_budget: None
+) -> None:
+    """The request may be what kills them."""
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8}
+    async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
+        fate.after = [4, 1, 1]
+        found = await ask(client, path, body)
+        assert found.count(b'"content"') == 4 and b'data: {"error": ' in found and len(fate.asked) == 2
+        assert await not_continued(client) == {"same_token": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"), [({"temperature": 0.7}, "sampled"), ({"n": 2}, "choices"), ({"ignored": 1}, "no_worker")]
+)
+async def test_what_can_not_go_on_ends_with_an_error(
+    store: Store, valkey_url: str, fields: dict[str, Any], why: str
+) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 8, **fields}
+    workers = 1 if why == "no_worker" else 2
+    async with (
+        mortal_fleet(store, workers) as (_, fate),
+        running_proxy(valkey_url, continue_answers="deterministic") as client,
+    ):
+        fate.after = [6]
+        found = await ask(client, CHAT, body)
+        assert b'data: {"error": ' in found and not found.endswith(b"data: [DONE]\n\n") and len(fate.asked) == 1
+        assert await not_continued(client) == {why: 1}
+        assert (await status(client))["proxy"]["broken"] == 1
+
+
+def text_of(raw: bytes) -> str:
+    """The stream's text."""
+    choices = [
+        json.loads(line.removeprefix(b"data: "))["choices"]
+        for line in raw.split(b"\n\n")
+        if line.startswith(b"data: {")
+    ]
+    return "".join(one.get("text", one.get("delta", {}).get("content") or "") for each in choices for one in each)

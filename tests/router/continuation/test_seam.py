@@ -1,0 +1,225 @@
+"""Whatever happens to an answer's engines, its client gets what one engine would have sent."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
+from kvatlas_router.continuation.rest_request import counting_fields
+from kvatlas_router.continuation.seam import DONE, Seam
+from kvatlas_router.tokens.text_request import Api, TextRequest
+
+PROMPT_TOKENS = 7
+_NUMBERS = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """It knows the whole answer, as tokens, and goes on behind any part of it. `parts`: tokens in each event, in turn."""
+
+    api: Api
+    tokens: Sequence[str]
+    shows_tokens: bool = False
+    parts: Sequence[int] = (1,)
+
+    def stream(self, body: dict[str, Any]) -> list[bytes]:
+        """The events of its answer to a body."""
+        sent = self._sent(body)
+        whole = "".join(self.tokens)
+        assert whole.startswith(sent)
+        left = _behind(self.tokens, sent)[: body.get("max_tokens", 16)]
+        shared = {"id": f"cmpl-{next(_NUMBERS)}", "object": "chunk", "created": next(_NUMBERS), "model": "m"}
+        before = len(self.tokens) - len(_behind(self.tokens, sent))
+        chat, events, done, turn = self.api is Api.CHAT, [], 0, 0
+        if chat:
+            opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            events.append(self._event({**shared, "choices": [opening]}, before, 0))
+        while done < len(left):
+            some = left[done : done + self.parts[turn % len(self.parts)]]
+            done, turn = done + len(some), turn + 1
+            text = "".join(some)
+            said = {"delta": {"content": text}} if chat else {"text": text}
+            reason = "length" if done == len(left) else None
+            shown = {"content": [{"token": before + done - len(some)}]} if self.shows_tokens else None
+            choice = {"index": 0, **said, "logprobs": shown, "finish_reason": reason}
+            events.append(self._event({**shared, "choices": [choice]}, before, done))
+        events.append(self._event({**shared, "choices": []}, before, done))
+        return [*events, DONE]
+
+    def _sent(self, body: dict[str, Any]) -> str:
+        if self.api is Api.COMPLETIONS:
+            return str(body["prompt"]).removeprefix("Say: ")
+        last = body["messages"][-1]
+        assert (last["role"] == "assistant") == (body.get("continue_final_message") is True)
+        return str(last["content"]) if last["role"] == "assistant" else ""
+
+    @staticmethod
+    def _event(chunk: dict[str, Any], before: int, done: int) -> bytes:
+        usage = {
+            "prompt_tokens": PROMPT_TOKENS + before,
+            "total_tokens": PROMPT_TOKENS + before + done,
+            "completion_tokens": done,
+        }
+        return b"data: " + json.dumps({**chunk, "usage": usage}, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _behind(tokens: Sequence[str], sent: str) -> list[str]:
+    """The tokens behind a text, of which the first may be the rest of one."""
+    at = 0
+    for index, token in enumerate(tokens):
+        if at >= len(sent):
+            return list(tokens[index:])
+        at += len(token)
+        if at > len(sent):
+            return [token[len(token) - (at - len(sent)) :], *tokens[index + 1 :]]
+    return []
+
+
+def body_of(api: Api, most: int, *, wants_usage: bool) -> dict[str, Any]:
+    asked = {"messages": [{"role": "user", "content": "Say"}]} if api is Api.CHAT else {"prompt": "Say: "}
+    options = {"stream_options": {"include_usage": True}} if wants_usage else {}
+    return {"model": "m", "stream": True, "temperature": 0, "max_tokens": most, **asked, **options}
+
+
+def run(text: TextRequest, engines: Sequence[Engine], deaths: Sequence[int]) -> bytes:
+    """What a client gets of these engines, of which each but the last dies after so many events."""
+    seam, got, body = Seam(text), b"", dict(text.body)
+    for engine, death in zip(engines, [*deaths, -1], strict=True):
+        events = engine.stream({**body, **counting_fields(text)})
+        if not text.wants_usage:
+            events = [event for event in events if b'"choices":[]' not in event]
+        least = 0 if seam.events else 2 if text.api is Api.CHAT else 1  # before: tried again
+        kept = events if death < 0 else events[: least + death % (len(events) - least)]
+        for event in kept:
+            got += seam.feed(event)
+        if seam.ended:
+            break
+        rest = seam.rest()
+        if rest.end is not None:
+            return got + rest.end
+        body = seam.body(rest, rest.tokens)
+        seam.resume(rest, rest.tokens)
+    assert seam.ended
+    return got
+
+
+def said(raw: bytes) -> tuple[str, list[str], list[Any], set[str]]:
+    """The text, the finish reasons, the usages and the ids of a stream."""
+    decoded = [json.loads(event[6:]) for event in raw.split(b"\n\n") if event.startswith(b"data: {")]
+    choices = [choice for one in decoded for choice in one["choices"]]
+    text = "".join(one.get("text", one.get("delta", {}).get("content")) for one in choices)
+    reasons = [one["finish_reason"] for one in choices if one["finish_reason"] is not None]
+    return text, reasons, [one["usage"] for one in decoded if "usage" in one], {one["id"] for one in decoded}
+
+
+TOKENS = st.lists(
+    st.sampled_from(["a", " b", "c\n", "\n\n", " ", '"', "\\", "ü", "🙂", "dd d"]), min_size=1, max_size=12
+)
+HALVES = TOKENS.map(lambda tokens: [part for one in tokens for part in (["", one] if one == "ü" else [one])])
+"""Two tokens make one letter: the first has no text yet."""
+APIS = st.sampled_from([Api.CHAT, Api.COMPLETIONS])
+
+
+@given(HALVES, APIS, st.booleans(), st.booleans(), st.lists(st.integers(1, 40), max_size=4), st.integers(1, 14))
+def test_a_stream_of_one_token_an_event_has_the_same_bytes(
+    tokens: list[str], api: Api, wants_usage: bool, shows_tokens: bool, deaths: list[int], most: int
+) -> None:
+    text = TextRequest.of(api, body_of(api, most, wants_usage=wants_usage))
+    engine = Engine(api, tokens, shows_tokens)
+    undisturbed = run(text, [engine], [])
+    found = run(text, [engine] * (len(deaths) + 1), deaths)
+    assert _same_identity(found) == _same_identity(undisturbed)
+
+
+@given(TOKENS, APIS, st.lists(st.integers(1, 40), max_size=3), st.lists(st.integers(1, 3), min_size=4, max_size=4))
+def test_a_stream_whose_events_differ_says_the_same(
+    tokens: list[str], api: Api, deaths: list[int], parts: list[int]
+) -> None:
+    text = TextRequest.of(api, body_of(api, 99, wants_usage=True))
+    undisturbed = run(text, [Engine(api, tokens)], [])
+    engines = [Engine(api, tokens, parts=parts[at:] + parts[:at]) for at in range(len(deaths) + 1)]
+    found = run(text, engines, deaths)
+    assert said(found)[:3] == said(undisturbed)[:3] and len(said(found)[3]) == 1
+
+
+def _same_identity(raw: bytes) -> bytes:
+    decoded = [json.loads(event[6:]) for event in raw.split(b"\n\n") if event.startswith(b"data: {")]
+    assert len({one["id"] for one in decoded}) == len({one["created"] for one in decoded}) == 1
+    first = decoded[0]
+    return raw.replace(f'"{first["id"]}"'.encode(), b'"id"').replace(f'"created":{first["created"]}'.encode(), b"")
+
+
+def test_another_answer_is_no_continuation() -> None:
+    text = TextRequest.of(Api.COMPLETIONS, body_of(Api.COMPLETIONS, 4, wants_usage=True))
+    with pytest.raises(CannotContinue, match="diverged"):
+        run(text, [Engine(Api.COMPLETIONS, "abcd"), Engine(Api.COMPLETIONS, "abce")], [3])
+
+
+@pytest.mark.parametrize(
+    ("delta", "why"),
+    [
+        ({"reasoning_content": "hm"}, Why.REASONING),
+        ({"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}, Why.TOOL_CALL),
+        ({"audio": {"data": "aa"}}, Why.UNREADABLE),
+    ],
+)
+def test_an_answer_that_is_more_than_text_ends_with_its_engine(delta: dict[str, Any], why: Why) -> None:
+    seam = Seam(TextRequest.of(Api.CHAT, body_of(Api.CHAT, 9, wants_usage=True)))
+    event = b"data: " + json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode() + b"\n\n"
+    assert seam.feed(event) == event
+    with pytest.raises(CannotContinue, match=why.value):
+        seam.rest()
+
+
+def test_positions_of_tokens_in_the_text_go_on() -> None:
+    text = TextRequest.of(Api.COMPLETIONS, {**body_of(Api.COMPLETIONS, 9, wants_usage=False), "logprobs": 1})
+    seam = Seam(text)
+    events = [
+        b'data: {"id":"1","choices":[{"index":0,"text":"%s","logprobs":{"text_offset":[%d]},"finish_reason":null}]}\n\n'
+        % it
+        for it in ((b"ab", 0), (b"c", 2), (b"d", 3))
+    ]
+    assert seam.feed(events[0]) == events[0]
+    seam.resume(seam.rest(), 1)
+    again = [event.replace(b'"1"', b'"2"').replace(b"[2]", b"[0]").replace(b"[3]", b"[1]") for event in events[1:]]
+    assert seam.feed(again[0]) + seam.feed(again[1]) == events[1] + events[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, None),
+        ({"temperature": 0.5, "seed": 7}, None),
+        ({"tools": [{}], "tool_choice": "auto"}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"temperature": None}, Why.SAMPLED),
+        ({"n": 2}, Why.CHOICES),
+        ({"use_beam_search": True}, Why.BEAMS),
+        ({"echo": True}, Why.ECHO),
+        ({"response_format": {"type": "json_object"}}, Why.GUIDED),
+        ({"structured_outputs": {"regex": "a+"}}, Why.GUIDED),
+        ({"tools": [{}], "tool_choice": "required"}, Why.GUIDED),
+        ({"modalities": ["text", "audio"]}, Why.AUDIO),
+        ({"presence_penalty": 0.5}, Why.PENALTIES),
+        ({"add_generation_prompt": False}, Why.TEMPLATE),
+        ({"chat_template": "{{ messages }}"}, Why.TEMPLATE),
+    ],
+)
+def test_which_requests_go_on(fields: dict[str, Any], why: Why | None) -> None:
+    text = TextRequest.of(Api.CHAT, {**body_of(Api.CHAT, 9, wants_usage=True), **fields})
+    assert why_not(text, ContinueMode.DETERMINISTIC) is why
+
+
+def test_a_partial_message_of_the_client_goes_on() -> None:
+    partial = {"continue_final_message": True, "add_generation_prompt": False}
+    body = body_of(Api.CHAT, 9, wants_usage=True)
+    messages = [*body["messages"], {"role": "assistant", "content": "He"}]
+    seam = Seam(TextRequest.of(Api.CHAT, {**body, **partial, "messages": messages}))
+    seam.feed(Engine(Api.CHAT, ["y", "!"]).stream(body)[1])
+    assert seam.body(seam.rest(), 1)["messages"][-1]["content"] == "Hey"
