@@ -214,7 +214,7 @@ def dear_decode(id: str) -> FleetRecord:
 
 
 async def test_the_slo_is_reported_priced_or_filtered(reservations: Reservations) -> None:
-    """`a`: a first token after 904 ms; `b`: after 4 ms, but its answer costs 1,024 ms more, and those that it delays 320 ms."""
+    """`a`: a first token after 904 ms, `b`: after 4 ms, but 1,024 ms more for its answer, and 320 ms for those it delays."""
     records = {**busy(22_500), **pool(dear_decode("b"))}
     asked = prompt(slo=Slo(ttft_ms=500))
     chosen = {}
