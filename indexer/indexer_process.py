@@ -22,13 +22,13 @@ from kvatlas.index.protocol import ApplyResult, ResidencyIndex
 from kvatlas.settings import IndexerSettings
 from kvatlas_indexer.applier import Applier
 from kvatlas_indexer.cleanup.scope_expiry import ScopeExpiry
-from kvatlas_indexer.cleanup.scrubber import Scrubber
-from kvatlas_indexer.cleanup.sweeper import Sweeper
+from kvatlas_indexer.cleanup.scrub_loop import Scrubber
+from kvatlas_indexer.cleanup.sweep_loop import Sweeper
 from kvatlas_indexer.counters import IndexerCounters
-from kvatlas_indexer.liveness.doubt import Doubt, DoubtJudge
 from kvatlas_indexer.liveness.failure_detector import FailureDetector
 from kvatlas_indexer.liveness.heartbeats import Heartbeats
-from kvatlas_indexer.ownership.membership import Membership
+from kvatlas_indexer.liveness.suspicion import Doubt, DoubtJudge
+from kvatlas_indexer.ownership.lease_renewal import Membership
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas_indexer.partition.dead_letters import DeadLetters
 from kvatlas_indexer.partition.event_stream import EventStream

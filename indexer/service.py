@@ -12,7 +12,7 @@ from nats.errors import Error as NatsError
 from kvatlas.bus.connection import connect_nats
 from kvatlas.errors import KvatlasError, OtherFleet
 from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, FleetStore
-from kvatlas.fleet_store.trouble import clear_trouble, report_trouble
+from kvatlas.fleet_store.startup_failures import clear_trouble, report_trouble
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.reservations.redis_calls import POOL_LIBRARY

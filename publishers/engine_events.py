@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import ExtraKeys
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import OWN_CHAIN
 

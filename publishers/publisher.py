@@ -32,7 +32,7 @@ from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import export_metrics
 from kvatlas_publishers.block_recorder import BlockRecorder
 from kvatlas_publishers.control_requests.control import ControlResponder
-from kvatlas_publishers.control_requests.engine_hashes import EngineHashesResponder
+from kvatlas_publishers.control_requests.hash_responder import EngineHashesResponder
 from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.duplicate_publisher import DuplicatePublisherWatch

@@ -14,8 +14,8 @@ from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engine_view import EngineView
 from kvatlas_publishers.heartbeat import DoctorFacts
-from kvatlas_publishers.intake.cures import Circumstances, text_of
-from kvatlas_publishers.intake.verdict import Intake, Reason, Serving, Taken
+from kvatlas_publishers.intake.feed_coverage import Intake, Reason, Serving, Taken
+from kvatlas_publishers.intake.remedies import Circumstances, text_of
 from kvatlas_publishers.settings import PublisherSettings
 from kvatlas_publishers.stream.changelog import Changelog
 from kvatlas_publishers.stream.sender import Sender

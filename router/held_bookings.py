@@ -24,7 +24,7 @@ from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.deadline import STORE_FAILURES
 from router_client.client import RouterClient
 from router_client.learning.timings import AnswerClock, Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.prefill_decode_result import PairChoice
 from router_client.prompt import Prompt
 from router_client.results import Choice

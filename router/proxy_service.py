@@ -18,7 +18,7 @@ from kvatlas.runtime.descriptors import FEW, count_descriptors, most_requests
 from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
-from kvatlas_router.client_borders import open_borders
+from kvatlas_router.client_access import open_borders
 from kvatlas_router.continuation.reasons import ContinueMode
 from kvatlas_router.disaggregation.pair_booker import PairBooker
 from kvatlas_router.engine_objects.object_holders import ObjectHolders

@@ -8,7 +8,7 @@ import logging
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvatlas.runtime.http_access import PROBES
-from kvatlas.runtime.http_border import CERTIFICATE, BodyTooLong, bounded_body
+from kvatlas.runtime.http_guard import CERTIFICATE, BodyTooLong, bounded_body
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.proxy.client_request import ErrorKind, send_error
 from kvatlas_router.tenancy.counters import TenancyCounters

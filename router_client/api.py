@@ -16,7 +16,7 @@ from router_client.decision.shadow_policy import Policy, RoundRobin
 from router_client.errors import ClientClosed, NoWorkers
 from router_client.fleet_cache import FleetReader, StaticFleet
 from router_client.learning.timings import AnswerClock, Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.overlap_result import PromptOverlap, WorkerOverlap
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.overlap import OverlapIndex

@@ -4,7 +4,7 @@ import logging
 import time
 
 from kvatlas.cost.protocol import Plan
-from kvatlas.predictions.answer_usage import AnswerUse, User
+from kvatlas.predictions.usage_counts import AnswerUse, User
 from kvatlas.request import SelectionResult
 from kvatlas.reservations.room_and_slo import MISSES_SLO, NO_ROOM
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -12,13 +12,13 @@ from kvatlas.telemetry import sampled_context
 from router_client.basis import Basis
 from router_client.counters import RouterCounters
 from router_client.decision.history import DecisionHistory, PastDecision
-from router_client.learning.answer_usage import AnswerUsage
 from router_client.learning.bound_shares import BoundShares
 from router_client.learning.fetches import Fetches
 from router_client.learning.output_lengths import OutputLengths
 from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
+from router_client.learning.usage_reports import AnswerUsage
 from router_client.pricing.pool import Pool
 from router_client.prompt import Prompt
 from router_client.request_feed import RequestFeed, describe_request

@@ -20,8 +20,8 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.answering_index import open_answering_index
-from kvatlas.predictions.answer_usage import add_answer_use
 from kvatlas.predictions.store import write_answer_report
+from kvatlas.predictions.usage_counts import add_answer_use
 from kvatlas.request import RequestHints, RequestShape
 from kvatlas.reservations import (
     MemoryReservations,
@@ -44,17 +44,17 @@ from router_client.counters import RouterCounters
 from router_client.decision.choice_builder import ChoiceBuilder
 from router_client.decision.decider import Decider
 from router_client.decision.history import DecisionHistory
-from router_client.decision.index_access import open_overlap_index
 from router_client.decision.index_lookup import IndexLookup
+from router_client.decision.index_source import open_overlap_index
 from router_client.decision.named_blocks import EngineHashSource, NamedBlocks
 from router_client.fleet_cache import FleetCache, FleetReader
-from router_client.learning.answer_usage import AnswerUsage
 from router_client.learning.bound_shares import BoundShares
 from router_client.learning.condition import ConditionMeter
 from router_client.learning.fetches import Fetches
 from router_client.learning.output_lengths import OutputLengths
 from router_client.learning.prediction_accuracy import AccuracyReporter, PredictionAccuracy
 from router_client.learning.rates import RateLearner
+from router_client.learning.usage_reports import AnswerUsage
 from router_client.overlap_result import PromptOverlap, list_overlaps
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.overlap import BlockIndex, OverlapIndex, ReportsStatus

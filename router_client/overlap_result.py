@@ -7,7 +7,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.fleet.records import EngineKind, FleetRecord
 from router_client.learning.bound_shares import BoundShares
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix
-from router_client.pricing.usable_end import describe_bound, why_usable_ends
+from router_client.pricing.reuse_limit import describe_bound, why_usable_ends
 from router_client.prompt import Prompt
 
 

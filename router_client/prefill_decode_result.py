@@ -7,7 +7,7 @@ from typing import Any
 
 from kvatlas.reservations.room_and_slo import NOTHING, Over
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.pricing.prefill_decode import PairRanking
 from router_client.pricing.slo import Advice
 from router_client.results import Choice, ChoiceData, describe_difference

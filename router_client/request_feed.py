@@ -10,7 +10,7 @@ from typing import Any
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.request import SelectionResult
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.prompt import Prompt
 from router_client.prompt_chain import PromptChain
 

@@ -15,7 +15,7 @@ from router_client.basis import Basis
 from router_client.booking.reservation import Reservation
 from router_client.learning.rates import Feedback
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.pricing.fetch_fields import Fetch
 from router_client.pricing.slo import Advice, advise, earliest_ttft_us
 from router_client.settings import LimitSettings

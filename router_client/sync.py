@@ -25,7 +25,7 @@ from router_client.errors import ClientClosed
 from router_client.learning.condition import ConditionMeter
 from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.loop_thread import LoopThread
 from router_client.overlap_result import PromptOverlap
 from router_client.prefill_decode_result import PairChoice, PairChoiceData

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.fleet.records import KvConnector
 from kvatlas.settings import COMMON, CommaList, HelpGroups, Name, Port, ProcessSettings, ZmqEndpoint
 from kvatlas.validation import Count, Positive

@@ -18,7 +18,7 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.errors import SettingsError
 from kvatlas_publishers.feed.zmq_sockets import open_socket
 from kvatlas_simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks.lab.document import to_table
-from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.hybrid_cache.groups import CacheGroup
 from kvatlas_simulator.lab.cache_layout import CacheLayout

@@ -18,13 +18,13 @@ from kvatlas.fleet.identities import Identities
 from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Liveness, Repair, read_heartbeat
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
-from kvatlas.runtime.fair_share import FairShare
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.runtime.sender_quota import FairShare
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas_indexer.cleanup.record_expiry import RecordExpiry
 from kvatlas_indexer.counters import IndexerCounters
-from kvatlas_indexer.liveness.doubt import DoubtJudge
 from kvatlas_indexer.liveness.failure_detector import FailureDetector, Retirement
+from kvatlas_indexer.liveness.suspicion import DoubtJudge
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 WRITE_EVERY_S = 1.0

@@ -15,7 +15,7 @@ from kvatlas.bus.subjects import ALL_FLEETS, fleet_subject, is_inbox
 from kvatlas.errors import InvalidValue, KvatlasError, OtherFleet
 from kvatlas.fleet.fleet_identity import FleetIdentity, new_fleet_id
 from kvatlas.fleet_store.fleet_identity import read_store_identity, write_store_identity
-from kvatlas.fleet_store.trouble import report_trouble
+from kvatlas.fleet_store.startup_failures import report_trouble
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
 

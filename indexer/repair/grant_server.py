@@ -13,8 +13,8 @@ from kvatlas.bus.control import GrantRequest
 from kvatlas.bus.subjects import ALL_GRANTS, is_inbox, partition_of
 from kvatlas.errors import InvalidValue
 from kvatlas.incarnation import check_incarnation
-from kvatlas.runtime.fair_share import FairShare
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.runtime.sender_quota import FairShare
 from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas_indexer.repair.grants import GrantBudget

@@ -20,8 +20,8 @@ from kvatlas.index.protocol import ResidencyIndex, Room, WorkerRecord
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.telemetry import inject_headers, snapshot_request_span
 from kvatlas_indexer.counters import IndexerCounters
-from kvatlas_indexer.liveness.doubt import Doubt, DoubtJudge, SnapshotRequest
 from kvatlas_indexer.liveness.heartbeats import Heartbeats
+from kvatlas_indexer.liveness.suspicion import Doubt, DoubtJudge, SnapshotRequest
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas_indexer.repair.grants import GrantBudget
 

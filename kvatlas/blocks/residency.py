@@ -48,7 +48,7 @@ class Residency:
 
     `bytes`: size of the block; 0 if the worker's publisher does not know it. `pinned`: it was put as pinned. `resumable`:
     every cache group of the engine holds what a prompt needs to resume after this block
-    (`kvatlas.blocks.attention_groups`); None if the worker has no marks.
+    (`kvatlas.blocks.kv_cache_groups`); None if the worker has no marks.
     """
 
     scope: Scope

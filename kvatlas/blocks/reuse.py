@@ -13,7 +13,7 @@ Every engine recomputes at least the prompt's last token, because it needs the l
 - mock: like vLLM.
 
 For a hybrid model residency is only an upper bound: its marks show where a prompt can resume
-(`kvatlas.blocks.attention_groups`).
+(`kvatlas.blocks.kv_cache_groups`).
 A request can also forbid reuse, entirely or from some token on: `CacheReading`.
 """
 

@@ -22,8 +22,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from kvatlas.runtime.chunked_body import ChunkedBody
 from kvatlas.runtime.connection_shares import ConnectionShares, Place
 from kvatlas.runtime.http_access import MOST_HEADER_BYTES, HttpAccess
-from kvatlas.runtime.http_border import TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
 from kvatlas.runtime.http_counters import HttpCounters
+from kvatlas.runtime.http_guard import TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 BODY_GRACE_S = 10.0

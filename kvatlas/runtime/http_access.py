@@ -1,4 +1,4 @@
-"""Access to an HTTP server, and its limits. `http_border` and `bounded_protocol` enforce it."""
+"""Access to an HTTP server, and its limits. `http_guard` and `bounded_protocol` enforce it."""
 
 import ssl
 from collections.abc import Sequence

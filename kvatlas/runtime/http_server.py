@@ -17,8 +17,8 @@ from kvatlas.errors import SettingsError
 from kvatlas.runtime.bounded_protocol import BoundedProtocol
 from kvatlas.runtime.connection_shares import ConnectionShares
 from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_border import HttpBorder
 from kvatlas.runtime.http_counters import HttpCounters
+from kvatlas.runtime.http_guard import HttpBorder
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.telemetry import export_metrics
 

@@ -16,8 +16,8 @@ from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS, POOLS
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.index.redis.keys import LAYOUT
 from kvatlas.outliers.store import outliers_key
-from kvatlas.predictions.answer_usage import usage_keys
 from kvatlas.predictions.store import answers_key
+from kvatlas.predictions.usage_counts import usage_keys
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 from kvatlas.store.function_library import FunctionLibrary, mark_key
 

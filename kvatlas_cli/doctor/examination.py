@@ -19,7 +19,7 @@ from kvatlas.fleet.records import LEFT_OUT, EngineEndpoint, FleetRecord, Livenes
 from kvatlas.fleet_store.departures import Departure
 from kvatlas.fleet_store.fleet_identity import read_store_identity
 from kvatlas.fleet_store.fleet_store import FleetStore
-from kvatlas.fleet_store.trouble import read_trouble
+from kvatlas.fleet_store.startup_failures import read_trouble
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.layout import Layout

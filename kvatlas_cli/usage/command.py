@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvatlas.fleet_store.fleet_store import FleetStore
-from kvatlas.predictions.answer_usage import read_answer_use
+from kvatlas.predictions.usage_counts import read_answer_use
 from kvatlas.settings import QuerySettings
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import count_text, print_json, print_table

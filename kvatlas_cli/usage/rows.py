@@ -9,7 +9,7 @@ from typing import Any
 from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import Scope
 from kvatlas.index.usage import ResidentUse
-from kvatlas.predictions.answer_usage import AnswerUse, User
+from kvatlas.predictions.usage_counts import AnswerUse, User
 
 FORGOTTEN = "(forgotten)"
 """Stands for names that are no longer kept."""

@@ -22,7 +22,7 @@ from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engines.decoder_check import diagnose_kind, kind_of_page
 from kvatlas_publishers.engines.http_client import engine_http
 from kvatlas_publishers.engines.metrics import LoadContext, has_metrics, read_metrics
-from kvatlas_publishers.intake.verdict import Serving
+from kvatlas_publishers.intake.feed_coverage import Serving
 
 POLL_S = 1.0
 ANSWER_S = 2.0

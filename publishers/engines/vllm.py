@@ -28,8 +28,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import ExtraKeys
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import EngineEventError, UnknownTier
 from kvatlas.validation import MAX_LOOKAHEAD

@@ -25,8 +25,8 @@ from typing import Any
 
 import msgpack
 
-from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
 from kvatlas_publishers.engine_events import EngineHash, EngineStored, LocalHashes

@@ -10,7 +10,7 @@ the scheduler's block size, EAGLE and its groups.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
+from kvatlas.blocks.kv_cache_groups import AttentionGroup, AttentionKind, ResumptionRule
 from kvatlas.errors import InvalidValue
 from kvatlas_publishers.engine_events import EngineStored
 from kvatlas_publishers.ledger.settings import LedgerSettings

@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas_publishers.engine_events import EngineDropped, EngineEvent, EngineHash, EngineRemoved, EngineStored
 from kvatlas_publishers.ledger.block import Stretch

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from kvatlas.blocks.attention_groups import ResumptionRule
 from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.kv_cache_groups import ResumptionRule
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import Heads, IndexEvent, Marked, SnapshotChunk
 from kvatlas_publishers.engine_events import EngineHash

@@ -7,7 +7,7 @@ from kvatlas.runtime.json_text import decode
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_parser import Event, EventParser, may_begin_event
 from kvatlas_router.engine_objects.object_use import response_id
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 MOST_HELD_BYTES = 16 << 10
 """Limit of held bytes of an incomplete event; a longer one is not just a usage."""

@@ -7,11 +7,11 @@ from kvatlas_router.answers.event_parser import header_value, is_event_stream
 from kvatlas_router.answers.event_stream import EventStream
 from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.gateway.picker import Renaming
-from kvatlas_router.proxy.answer_usage import timings_of, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.headers import RawHeaders
+from kvatlas_router.proxy.reported_usage import timings_of, usage_of_body, usage_of_one_answer
 from kvatlas_router.tokens.text_request import TextRequest
 from router_client.learning.timings import AnswerClock, Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 MOST_BYTES = 4 << 20
 """Limit in bytes: a longer unstreamed answer is passed on unread."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 MOST_NAMES = 1_000
 OTHER = "other"

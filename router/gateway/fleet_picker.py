@@ -31,10 +31,10 @@ from kvatlas_router.gateway.sender import SenderTrust, SenderUnknown
 from kvatlas_router.gateway.unpublished_pods import UnpublishedPods
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.prompts.request_reader import UnknownModel
-from kvatlas_router.proxy.answer_usage import usage_fields
 from kvatlas_router.proxy.client_request import ErrorKind
 from kvatlas_router.proxy.engine_call import FORMS, INFERENCE
 from kvatlas_router.proxy.headers import decision_header, queue_header
+from kvatlas_router.proxy.reported_usage import usage_fields
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import TextRequest

@@ -16,7 +16,7 @@ from kvatlas_router.proxy.client_request import ErrorKind, error_body
 from kvatlas_router.proxy.headers import RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from kvatlas_router.gateway.field_metrics import FieldMetrics
 from kvatlas_router.gateway.picker import EndpointPicker, PickedRequest, Refusal, RequestHead
 from kvatlas_router.proxy.client_request import ErrorKind
 from kvatlas_router.proxy.request_trace import describe_answer, request_span, trace_headers
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 SELECTION = b"test-epp-endpoint-selection"
 SERVED = "x-conformance-test-served-endpoint"

@@ -13,7 +13,7 @@ from kvatlas_router.gateway.picker import Destination
 from kvatlas_router.proxy.headers import DECISION_HEADER, RawHeaders
 from kvatlas_router.tokens.text_request import TextRequest
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 PREFIX_BYTES = 4_096
 """Requests that share this many first bytes go to the same pod, to reuse its cache."""

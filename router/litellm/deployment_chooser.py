@@ -21,7 +21,7 @@ from kvatlas_router.tokens.text_request import Api
 from router_client.client import RouterClient
 from router_client.decision.selector import Selector
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 _log = logging.getLogger("kvatlas_router.litellm")
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvatlas.fleet.records import FleetRecord
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.results import RANK_HEADER
 
 Deployment = dict[str, Any]

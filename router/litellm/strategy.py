@@ -47,7 +47,7 @@ from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
 from router_client.errors import ClientClosed
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.sync import SyncRouterClient
 
 P = ParamSpec("P")

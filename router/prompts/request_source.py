@@ -26,7 +26,7 @@ from kvatlas_router.tokens.tokenizer import ThreadedTokenizer, Tokenizer
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_client import EngineClient
 from router_client.chain_cache import ChainCache
-from router_client.decision.index_access import open_overlap_index
+from router_client.decision.index_source import open_overlap_index
 from router_client.pricing.overlap import OverlapIndex
 
 INLINE_LETTERS = 2_048

@@ -19,12 +19,12 @@ from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import send_to_pair
 from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.progress.monitor import ProgressMonitor
-from kvatlas_router.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.client_request import ClientRequest
 from kvatlas_router.proxy.continued_answer import ContinuedAnswer
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.headers import for_engine
 from kvatlas_router.proxy.predicted_try import sent_try
+from kvatlas_router.proxy.reported_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.request_trace import (
     describe_engine_answer,
     describe_first_token,
@@ -42,7 +42,7 @@ from kvatlas_router.upstream.engine_answer import (
     send_to_engine,
 )
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.transfer_protocol import replace_fields
 from router_client.results import Choice

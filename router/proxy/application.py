@@ -33,7 +33,7 @@ from kvatlas.telemetry.distribution import counters_to_jsonable
 from kvatlas.telemetry.metrics_page import METRICS_ROUTE
 from kvatlas.version import own_version
 from kvatlas_router.admission.admission import RequestShed
-from kvatlas_router.client_borders import ClientBorders, caller_of
+from kvatlas_router.client_access import ClientBorders, caller_of
 from kvatlas_router.engine_objects.object_use import OBJECT_ROUTES
 from kvatlas_router.held_bookings import HeldBookings, TooManyHeld
 from kvatlas_router.outliers.avoidance import EnginesRest

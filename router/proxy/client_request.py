@@ -23,7 +23,7 @@ from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.limits import Permit
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.engine_answer import EngineRequest, StreamedAnswer, WholeAnswer
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.prompt import Prompt
 
 _access_log = logging.getLogger("router_client.access")

@@ -17,7 +17,7 @@ from kvatlas_router.proxy.counters import ContinuationCounters
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_router.tokens.tokenizer import CannotTokenize
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 _log = logging.getLogger("kvatlas_router.proxy")
 

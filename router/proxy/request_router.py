@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from kvatlas.block_lookup.engine_hashes import EngineHashes
+from kvatlas.block_lookup.hash_client import EngineHashes
 from kvatlas.cost.rates_file import read_profile
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import FleetRecord

@@ -13,7 +13,7 @@ from kvatlas.telemetry import CurrentSpan, tracer, tracing_enabled
 from kvatlas_router.proxy.engine_call import INFERENCE
 from kvatlas_router.upstream.engine_answer import EngineRequest
 from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.results import Choice
 
 _OWN = {"/v1/models", "/kvatlas/route", "/kvatlas/select", "/kvatlas/done"}

@@ -21,7 +21,7 @@ from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.status import Verdict, judge
 from router_client.client import RouterClient
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.slo import Advice
 from router_client.pricing.transfer_protocol import TransferProtocol

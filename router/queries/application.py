@@ -28,7 +28,7 @@ from kvatlas.runtime.certificate_files import certificates_in_use
 from kvatlas.store.deadline import STORE_FAILURES
 from kvatlas.telemetry.metrics_page import METRICS_ROUTE
 from kvatlas.version import own_version
-from kvatlas_router.client_borders import ClientBorders, caller_of
+from kvatlas_router.client_access import ClientBorders, caller_of
 from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.json_body import read_object

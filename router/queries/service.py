@@ -11,7 +11,7 @@ from kvatlas.errors import SettingsError
 from kvatlas.runtime.http_server import listen, serve
 from kvatlas.settings import IndexServerSettings
 from kvatlas.telemetry import export_metrics
-from kvatlas_router.client_borders import open_borders
+from kvatlas_router.client_access import open_borders
 from kvatlas_router.prompts.request_source import open_request_source
 from kvatlas_router.prompts.route_body import RouteBodyReader
 from kvatlas_router.queries.api import QueryApi

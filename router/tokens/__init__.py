@@ -22,7 +22,7 @@ from kvatlas_router.tokens.tokenizer import (
     Tokenizer,
     Why,
 )
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 __all__ = [
     "Api",

@@ -3,10 +3,10 @@
 engine_addresses.py   which addresses engines may have, and which of them get credentials
 engine_client.py      the HTTP client for all calls to engines: who is connected to, and what is kept
 engine_connection.py  one HTTP/1.1 connection, from a request to its answer's end
-name_lookups.py       the addresses of engines' names, cached for a moment
+dns_cache.py          the addresses of engines' names, cached for a moment
 engine_answer.py      a request to an engine: its answer from the first byte on, or why there is none
 small_request.py      the small real request that probes a doubtful engine
-patience.py           time limits that don't blame an engine for a busy router
+peer_timeouts.py      time limits that don't blame an engine for a busy router
 status.py             what an HTTP status says about the request and the engine
 model_lists.py        the models and adapters that each engine lists
 """

@@ -16,10 +16,10 @@ from typing import Any
 from kvatlas.addresses import Ip, check_origin, host_and_port, parse_ip
 from kvatlas.errors import KvatlasError
 from kvatlas.runtime.json_text import decode, encode
+from kvatlas_router.upstream.dns_cache import NameLookups
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_connection import EngineConnection, RawHeaders, describe
-from kvatlas_router.upstream.name_lookups import NameLookups
-from kvatlas_router.upstream.patience import wait_patiently
+from kvatlas_router.upstream.peer_timeouts import wait_patiently
 
 CONNECT_S = 2.0
 KEEP_S = 4.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvatlas_router.upstream.engine_client import EngineAway, EngineClient
-from kvatlas_router.upstream.patience import wait_patiently
+from kvatlas_router.upstream.peer_timeouts import wait_patiently
 
 LIST_AGE_S = 5.0
 """Interval at which each engine is asked."""

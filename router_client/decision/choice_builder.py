@@ -14,7 +14,7 @@ from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.fetch_fields import Fetch
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairRanking
-from router_client.pricing.usable_end import describe_pool_mismatch
+from router_client.pricing.reuse_limit import describe_pool_mismatch
 from router_client.prompt import Prompt
 from router_client.results import Choice, Ranking
 

@@ -15,7 +15,7 @@ BY_HASHES = frozenset({KvConnector.KVCR})
 
 
 class EngineHashSource(Protocol):
-    """Knows engines' own hashes; `kvatlas.block_lookup.engine_hashes.EngineHashes` is one."""
+    """Knows engines' own hashes; `kvatlas.block_lookup.hash_client.EngineHashes` is one."""
 
     def is_ready(self) -> bool:
         """Can it be asked now?"""

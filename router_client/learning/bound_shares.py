@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvatlas.blocks.reuse import ReuseRule, ReuseRules
 from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import SelectionResult
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.prompt import Prompt
 
 LEAST_ANSWERS = 20

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvatlas.request import SelectionResult
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.learning.working_set import WorkingSet
 from router_client.pricing.pool import UNKNOWN_DISPLACED
 

@@ -26,7 +26,7 @@ from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES
 from router_client.basis import Basis
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.prompt import Prompt
 
 REPORT_S = 2.0

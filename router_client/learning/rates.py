@@ -29,7 +29,7 @@ from kvatlas.store.deadline import STORE_FAILURES
 from router_client.counters import RouterCounters
 from router_client.learning.rate_metrics import RateMetrics
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.pricing.ranking import IN_FLIGHT, RankedResults
 from router_client.settings import RouterSettings
 

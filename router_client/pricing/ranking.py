@@ -17,7 +17,7 @@ from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
 from router_client.pricing.quote_desk import quote_candidates
 from router_client.pricing.quotes import Quote
-from router_client.pricing.usable_end import describe_bound, why_not_found
+from router_client.pricing.reuse_limit import describe_bound, why_not_found
 from router_client.prompt import Prompt
 
 IN_FLIGHT = TermKind("in_flight", "tokens")

@@ -13,7 +13,7 @@ block size, there is no CPU tier, and a step need not end where a mamba state is
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.errors import InvalidValue
 from kvatlas_simulator.cache.allocation import AllocationRequest
 from kvatlas_simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher

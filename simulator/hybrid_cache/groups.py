@@ -7,7 +7,7 @@ and a prompt can resume wherever every group has what it needs to continue.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.errors import InvalidValue
 
 _KINDS = {

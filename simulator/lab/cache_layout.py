@@ -7,7 +7,7 @@ prompts resume by, whole blocks.
 
 from dataclasses import dataclass, replace
 
-from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.errors import InvalidValue
 from kvatlas_simulator.cache.block_hash import SeededBlockHasher
 from kvatlas_simulator.cache.kv_cache import KVCache

@@ -35,7 +35,7 @@ from kvatlas_simulator.lab.replay import START_US, FleetSettings, Outcome, Serve
 from kvatlas_simulator.lab.requests import MODEL, LabRequest, Workload
 from router_client.client import RouterClient
 from router_client.learning.timings import Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.prompt import Prompt
 from router_client.results import Choice
 from router_client.settings import LearningSettings, RouterSettings

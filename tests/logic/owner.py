@@ -14,9 +14,9 @@ from kvatlas.bus.subjects import alive_subject
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import Heartbeat
 from kvatlas_indexer.counters import IndexerCounters
-from kvatlas_indexer.liveness.doubt import DoubtJudge
 from kvatlas_indexer.liveness.failure_detector import FailureDetector
 from kvatlas_indexer.liveness.heartbeats import Heartbeats
+from kvatlas_indexer.liveness.suspicion import DoubtJudge
 from kvatlas_indexer.partition.reader import start_position
 from kvatlas_indexer.repair.grants import GrantBudget
 from kvatlas_indexer.repair.repair_loop import RepairLoop

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, Self
 
-from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
+from kvatlas.blocks.kv_cache_groups import AttentionGroup, AttentionKind, ResumptionRule
 from kvatlas.blocks.tiers import Tier
 from kvatlas_publishers.ledger.block import Stretch
 

@@ -32,7 +32,7 @@ from router_client.decision.case import Case
 from router_client.decision.policy import RoutingPolicy
 from router_client.learning.fetches import Fetches
 from router_client.learning.rates import PoolRates
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from router_client.pricing.overlap import ResidencyOnly, look_up_overlap
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import rendezvous_weight, with_source

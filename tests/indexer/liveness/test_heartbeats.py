@@ -16,9 +16,9 @@ from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.store.connection import Store
 from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 from kvatlas_indexer.counters import IndexerCounters
-from kvatlas_indexer.liveness.doubt import DoubtJudge
 from kvatlas_indexer.liveness.failure_detector import LOST_AFTER_S, RETIRE_AFTER_S, FailureDetector
 from kvatlas_indexer.liveness.heartbeats import ADOPT_EVERY_S, DELETE_RECORD_AFTER_S, Heartbeats
+from kvatlas_indexer.liveness.suspicion import DoubtJudge
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas_indexer.ownership.owned_partitions import WorkerState as ForgettingState
 from tests.eventually import until

@@ -19,10 +19,10 @@ from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, Fleet
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.predictions.answer_usage import AnswerUse, User, add_answer_use, read_answer_use
+from kvatlas.predictions.usage_counts import AnswerUse, User, add_answer_use, read_answer_use
 from kvatlas.store.connection import connected_store
 from router_client import Prompt, RouterClient
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 from tests.end_to_end.processes import query
 from tests.eventually import until
 from tests.kvatlas_cli.conftest import Cli

@@ -8,7 +8,7 @@ from nats.aio.msg import Msg
 
 from kvatlas.blocks.hashing import extend_chain, unpack_hashes
 from kvatlas.bus.control import ControlOp, ControlRequest, ScopeFields
-from kvatlas.bus.engine_hashes import EngineHashesReply, EngineHashesRequest
+from kvatlas.bus.hash_requests import EngineHashesReply, EngineHashesRequest
 from kvatlas.bus.subjects import control_subject, hashes_subject
 from kvatlas.fleet.records import KvConnector
 from kvatlas_publishers.engine_events import EngineStored

@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import Cleared, Heads, IndexEvent, Marked, Removed, SnapshotChunk, Stored, Unmarked
 from kvatlas.identity import Scope

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import Removed
 from kvatlas_publishers.engine_events import EngineBatch, EngineEvent, EngineHash, EngineRemoved, EngineStored

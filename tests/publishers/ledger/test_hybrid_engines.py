@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
 from kvatlas.errors import InvalidValue

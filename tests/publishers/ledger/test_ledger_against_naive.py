@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.digest import Digest, MarkDigest
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas_publishers.engine_events import (
     EngineBatch,

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
+from kvatlas.blocks.kv_cache_groups import AttentionGroup, AttentionKind, ResumptionRule
 from kvatlas.blocks.tiers import Tier
 from kvatlas_publishers.ledger.block import Namespace, Stretch
 from kvatlas_publishers.ledger.marks.marks import SEGMENT, MarkChange, Marks

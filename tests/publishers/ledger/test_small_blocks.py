@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
 from kvatlas_publishers.engine_events import EngineCleared, EngineRemoved, EngineStored

@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvatlas_router.gateway.field_metrics import MOST_NAMES, OTHER, FieldMetrics, RequestLabels
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 LABELS = {"model_name", "target_model_name", "fairness_id", "priority"}
 EXPECTED = {

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvatlas.fleet.records import EngineKind
-from kvatlas_publishers.intake.verdict import Reason, Verdict
+from kvatlas_publishers.intake.feed_coverage import Reason, Verdict
 
 
 class Circumstances(NamedTuple):

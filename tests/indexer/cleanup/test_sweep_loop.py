@@ -4,7 +4,7 @@ import pytest
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
-from kvatlas_indexer.cleanup.sweeper import Sweeper
+from kvatlas_indexer.cleanup.sweep_loop import Sweeper
 from kvatlas_indexer.counters import IndexerCounters
 from tests.eventually import until
 from tests.indexer.idle_readers import owned_partitions

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 
 @pytest.mark.parametrize(

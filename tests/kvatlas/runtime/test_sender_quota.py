@@ -1,6 +1,6 @@
 """One sender's flood is left out, and nobody else's messages."""
 
-from kvatlas.runtime.fair_share import BURST, MOST_SENDERS, PER_S, FairShare
+from kvatlas.runtime.sender_quota import BURST, MOST_SENDERS, PER_S, FairShare
 
 
 def test_a_flood_is_cut_to_a_burst_and_a_rate() -> None:

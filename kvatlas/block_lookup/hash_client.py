@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.control import ScopeFields
-from kvatlas.bus.engine_hashes import MOST_HASHES, EngineHashesReply, EngineHashesRequest
+from kvatlas.bus.hash_requests import MOST_HASHES, EngineHashesReply, EngineHashesRequest
 from kvatlas.bus.subjects import hashes_subject
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.identity import Scope

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from kvatlas.index.protocol import WorkerRecord
-from kvatlas_indexer.liveness.doubt import (
+from kvatlas_indexer.liveness.suspicion import (
     LONGEST_PATIENCE_S,
     OOM_PATIENCE_S,
     PATIENCE_S,

@@ -7,7 +7,7 @@ from nats.aio.client import Client
 from kvatlas.fleet_store.fleet_store import LEASES, MEMBERS, FleetStore
 from kvatlas.store.connection import Store
 from kvatlas_indexer.counters import IndexerCounters
-from kvatlas_indexer.ownership.membership import Membership
+from kvatlas_indexer.ownership.lease_renewal import Membership
 from tests.eventually import until
 from tests.indexer.idle_readers import owned_partitions
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
+from kvatlas.blocks.kv_cache_groups import AttentionGroup, AttentionKind, ResumptionRule
 from kvatlas.errors import InvalidValue
 
 FULL = AttentionGroup(AttentionKind.FULL, 16)

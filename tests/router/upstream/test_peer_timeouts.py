@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 
 from kvatlas_router.upstream.engine_client import EngineClient, EngineUnreachable
-from kvatlas_router.upstream.patience import wait_patiently
+from kvatlas_router.upstream.peer_timeouts import wait_patiently
 from tests.router.proxy.faulty_engine import faulty_engine, well
 from tests.router.upstream.nearby_engines import engine_client
 

@@ -11,7 +11,7 @@ from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.shard_reader import ShardReader
 from kvatlas.store.connection import Store
-from kvatlas_indexer.cleanup.scrubber import Scrubber
+from kvatlas_indexer.cleanup.scrub_loop import Scrubber
 from kvatlas_indexer.counters import IndexerCounters
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusPublisher, has_applied_all, indexed, published

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
-from kvatlas.predictions.answer_usage import USERS_A_REPORT, AnswerUse, User
+from kvatlas.predictions.usage_counts import USERS_A_REPORT, AnswerUse, User
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES

@@ -3,8 +3,7 @@
 import pytest
 
 from kvatlas.fleet.records import MAX_DIAGNOSIS_TEXT, EngineKind
-from kvatlas_publishers.intake.cures import Circumstances, text_of
-from kvatlas_publishers.intake.verdict import (
+from kvatlas_publishers.intake.feed_coverage import (
     HOLES,
     LEAST_TOLD,
     PERIOD_S,
@@ -15,7 +14,8 @@ from kvatlas_publishers.intake.verdict import (
     Serving,
     Taken,
 )
-from kvatlas_publishers.intake.verdict import Verdict as IntakeVerdict
+from kvatlas_publishers.intake.feed_coverage import Verdict as IntakeVerdict
+from kvatlas_publishers.intake.remedies import Circumstances, text_of
 
 IDLE = Serving()
 

@@ -3,7 +3,7 @@
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from kvatlas.bus.engine_hashes import EngineHashesReply, EngineHashesRequest
+from kvatlas.bus.hash_requests import EngineHashesReply, EngineHashesRequest
 from kvatlas.bus.subjects import hashes_subject
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.control_requests.named_blocks import hashes_along

@@ -7,7 +7,7 @@ from typing import Any
 from kvatlas.runtime.json_text import decode
 from kvatlas_router.tokens.text_request import TextRequest
 from router_client.learning.timings import AnswerClock, Timings
-from router_client.learning.usage import Usage
+from router_client.learning.token_counts import Usage
 
 
 def usage_fields(text: TextRequest) -> Mapping[str, Any]:
