@@ -16,7 +16,7 @@ from kvatlas.blocks.residency import BlockKey, Residency
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
-from kvatlas.reservations import Outcome
+from kvatlas.reservations import Outcome, Turns, WaitingRequest
 from kvatlas.store.access import RedisAccess
 from router_client.client import Request, RouterClient
 from router_client.counters import RouterCounters
@@ -233,6 +233,10 @@ class SyncRouterClient:
             choice.done(status=0)
             raise
         choice.done()
+
+    def turns(self, pool_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]) -> tuple[Turns, bool]:
+        """See `RouterClient.turns`."""
+        return self._thread.run(self._client.turns, pool_id, left, waiting)
 
     def reserve_pd(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> SyncPairChoice:
         """The pair that `route_pd` would choose, reserved until `pair.done()`; see `reserve`. Raises NoWorkers."""

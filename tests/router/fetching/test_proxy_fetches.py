@@ -155,7 +155,8 @@ async def test_equal_sources_share_the_fetches_of_all_routers(store: Store, valk
         for id in ids:
             await fleet.holds(id, prompt)
         slow = {"block_bytes": 6 << 20}  # a transfer takes 4 s, much longer than the next choices
-        records = {id: peer(id, f"http://127.0.0.1:{at}", BUSY, **slow) for at, id in enumerate(ids, 1)}
+        busy = {"queued_prefill_tokens": 800_000}  # dearer than three fetches that delay each other
+        records = {id: peer(id, f"http://127.0.0.1:{at}", busy, **slow) for at, id in enumerate(ids, 1)}
         records["free"] = peer("free", "http://127.0.0.1:4", {"running_decodes": 0}, **slow)
         await FleetStore(store).write(records)
         fleet.loaded.update(records)

@@ -11,7 +11,7 @@ from kvatlas_simulator.lab.fleet_size import find_fleet_sizes, most_replays
 from kvatlas_simulator.lab.generated_requests import generate
 from kvatlas_simulator.lab.report import size_rows, sizes_to_jsonable
 
-LARGEST = Point(6, 60_000, speed=8.0)
+LARGEST = Point(8, 60_000, speed=8.0)
 POLICIES = ("round-robin", "kvatlas")
 
 
