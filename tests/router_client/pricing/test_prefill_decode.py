@@ -264,9 +264,11 @@ async def test_no_worker_or_pair_is_cheaper_than_the_choice(
             await client.reserve_pd(asked, dry_run=True)
         return
     pair = await client.reserve_pd(asked, dry_run=True)
-    assert pair.score_us == pytest.approx(min(costs), abs=15)  # roundings of terms, one of them times 40 requests
+    delayed = max(record.load.running_decodes for record in records.values() if record.load is not None)
+    rounded = 4 + 0.4 * delayed  # each term to a microsecond, the work before it is multiplied
+    assert pair.score_us == pytest.approx(min(costs), abs=rounded)
     other = pair.ranking.alternative
-    assert other is None or other.score_us >= pair.score_us - 15
+    assert other is None or other.score_us >= pair.score_us - rounded
 
 
 # ---------------------------------------------------------------- booked
