@@ -197,6 +197,8 @@ class Pool:
         groups = groups_of(whole_candidates)
         prefillers = candidates(by_role[Role.PREFILL])
         decoders = sorted([*by_role[Role.DECODE], *by_role[Role.BOTH]], key=lambda record: record.endpoint.id)
+        decoder_candidates = whole_candidates if decoders == whole else candidates(decoders)
+        computing = [one for one in decoder_candidates if serves_whole(one.endpoint)]
         return cls(
             records,
             ReportedLoads(records),
@@ -206,7 +208,7 @@ class Pool:
             tuple(sources),
             tuple(stores),
             prefillers,
-            whole_candidates if decoders == whole else candidates(decoders),
+            decoder_candidates,
             unable,
             profile or EngineProfile(),
             {candidate.id: candidate for candidate in whole_candidates},
@@ -217,7 +219,7 @@ class Pool:
             tenants=frozenset(record.tenants for record in records.values() if record.tenants),
             fetches=fetches or NothingFetched(),
             connectors=frozenset(one.kv_connector for one in sources if one.kv_connector is not None),
-            capacity_tokens=_capacity_tokens((*whole_candidates, *prefillers)),
+            capacity_tokens=_capacity_tokens((*whole_candidates, *prefillers, *computing)),
         )
 
     def read_again(self, records: Mapping[str, FleetRecord]) -> "Pool | None":

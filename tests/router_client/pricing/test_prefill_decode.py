@@ -271,6 +271,19 @@ async def test_no_worker_or_pair_is_cheaper_than_the_choice(
     assert other is None or other.score_us >= pair.score_us - rounded
 
 
+async def test_workers_that_only_decode_fetch_from_each_other() -> None:
+    busy = {"running_decodes": 90}
+    records = pool(
+        worker("full", role=Role.DECODE, load=busy, **PEER), worker("free", role=Role.DECODE, load={}, **PEER)
+    )
+    index = MemoryIndex()
+    await hold(index, records["full"], TOKENS, blocks=60)
+    client = RouterClient(index, StaticFleet(records), SETTINGS)
+    asked = replace(Prompt.of_tokens(SCOPE, TOKENS, output_tokens=100), fetch_by=FETCH_BY)
+    pair = await client.reserve_pd(asked, dry_run=True)
+    assert (pair.worker_id, pair.decode.source) == ("free", "full")
+
+
 # ---------------------------------------------------------------- booked
 
 
