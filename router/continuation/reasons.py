@@ -78,7 +78,8 @@ def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
         return Why.ECHO
     if _is_guided(text):
         return Why.GUIDED
-    if body.get("audio") or "audio" in (body.get("modalities") or ()):
+    modalities = body.get("modalities")
+    if body.get("audio") or (isinstance(modalities, list) and "audio" in modalities):
         return Why.AUDIO
     if deterministic and (body.get("presence_penalty") or body.get("frequency_penalty")):
         return Why.PENALTIES

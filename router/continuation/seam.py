@@ -112,7 +112,9 @@ class Seam:
 
     def end(self, rest: bytes) -> bytes:
         """The last bytes of an engine's stream, as `feed`. Its last event may lack its empty line."""
-        return self.feed(rest + b"\n\n") if rest and not rest.endswith(_BLANK) else self.feed(rest)
+        if rest and not rest.endswith(_BLANK):
+            rest += b"\n" if rest.endswith((b"\n", b"\r")) else b"\n\n"
+        return self.feed(rest)
 
     def _pass(self, event: Event, raw: bytes) -> bytes:
         if event.data is None:
@@ -256,11 +258,20 @@ class Seam:
 
     # ------------------------------------------------------------ the rest
 
-    def rest(self) -> Rest:
-        """What the client lacks, once its engine is gone. Raises CannotContinue."""
+    @property
+    def missing_end(self) -> bytes | None:
+        """The last event that the client lacks, if it has all of the answer; empty if it has that too. None: it lacks more."""
+        if self.ended:
+            return b""
         complete = self._finished and (self._has_usage or not self._text.wants_usage)
         if complete and self.why in (None, Why.REASONING, Why.TOOL_CALL):
-            return Rest(end=DONE if self._message is None else END)
+            return DONE if self._message is None else END
+        return None
+
+    def rest(self) -> Rest:
+        """What the client lacks, once its engine is gone. Raises CannotContinue."""
+        if (end := self.missing_end) is not None:
+            return Rest(end=end)
         if self.why is not None:
             raise CannotContinue(self.why)
         sent = self._sent

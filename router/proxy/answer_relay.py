@@ -248,10 +248,13 @@ class AnswerRelay:
         rest = stream.end()
         if seam is not None:
             rest = seam.end(rest)
-            if seam.error is not None:
-                raise EngineFailed(seam.error)
-            if seam.why is None and not seam.ended:
-                raise EngineLost("the stream ended before the answer")
+            if seam.error is not None or (seam.why is None and seam.missing_end is None):
+                if rest:
+                    await request.send_part(rest)
+                raise (
+                    EngineLost("the stream ended before the answer") if seam.error is None else EngineFailed(seam.error)
+                )
+            rest += seam.missing_end or b""
         await request.send({"type": "http.response.body", "body": rest})
         if stream.error is not None:
             raise EngineFailed(stream.error)

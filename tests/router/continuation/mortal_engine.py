@@ -17,8 +17,10 @@ from tests.router.proxy.engines import Fleet, running_fleet
 
 
 class Death(StrEnum):
-    """`KILLED`: the kernel closes its connections. `RESET`: it resets them. `STALLED`: nothing comes of what it computes."""
+    """`KILLED`: the kernel closes its connections. `RESET`: it resets them. `ENDED`: one more event comes, without its blank
+    line, then the end of the body. `STALLED`: nothing comes of what it computes."""
 
+    ENDED = "ended"
     KILLED = "killed"
     RESET = "reset"
     STALLED = "stalled"
@@ -85,6 +87,10 @@ class _Relay:
             await writer.drain()
             if int(size, 16) == 0:
                 return True
+        if self._fate.death is Death.ENDED:
+            last = (await engine.readexactly(int(await engine.readuntil(b"\r\n"), 16) + 2)).rstrip()
+            writer.write(b"%x\r\n%b\n\r\n0\r\n\r\n" % (len(last) + 1, last))
+            return False
         if self._fate.death is Death.STALLED:
             self._stalled = self._fate.revived
             await self._stalled.wait()

@@ -91,7 +91,7 @@ async def test_a_stream_goes_on_after_each_of_its_events(store: Store, valkey_ur
                 assert undisturbed == await ask(fleet.clients["w0"], path, body), "as the engine itself answers"
             first = {CHAT: 2, COMPLETIONS: 1}.get(path, 3)  # the router tries again before the first content anyway
             for after in range(first, events(undisturbed)):
-                fate.death = Death.KILLED if after % 2 else Death.RESET
+                fate.death = (Death.KILLED, Death.RESET, Death.ENDED)[after % 3]
                 fate.after, fate.asked = [after], []
                 found = await ask(client, path, body)
                 assert found == undisturbed, (name, after, await not_continued(client), fate.asked)

@@ -177,6 +177,13 @@ def test_an_answer_that_is_more_than_text_ends_with_its_engine(delta: dict[str, 
         seam.rest()
 
 
+def test_an_engine_that_dies_after_its_last_event_leaves_nothing_to_say() -> None:
+    seam = Seam(TextRequest.of(Api.COMPLETIONS, body_of(Api.COMPLETIONS, 9, wants_usage=True)))
+    end = b'data: {"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    assert seam.feed(end) == end
+    assert seam.rest().end == b""
+
+
 def test_positions_of_tokens_in_the_text_go_on() -> None:
     text = TextRequest.of(Api.COMPLETIONS, {**body_of(Api.COMPLETIONS, 9, wants_usage=False), "logprobs": 1})
     seam = Seam(text)
@@ -206,6 +213,7 @@ def test_positions_of_tokens_in_the_text_go_on() -> None:
         ({"structured_outputs": {"regex": "a+"}}, Why.GUIDED),
         ({"tools": [{}], "tool_choice": "required"}, Why.GUIDED),
         ({"modalities": ["text", "audio"]}, Why.AUDIO),
+        ({"modalities": True}, None),
         ({"presence_penalty": 0.5}, Why.PENALTIES),
         ({"add_generation_prompt": False}, Why.TEMPLATE),
         ({"chat_template": "{{ messages }}"}, Why.TEMPLATE),
