@@ -29,6 +29,9 @@ LEAST_LOOK_S = 0.01
 MISSING_LOOKS = 3
 """A store that has lost some of this router's requests for so many looks gets them again; one that has lost all, at once."""
 
+REST_S = 0.5
+"""Time out of the queue for a request whose router sees only workers that asked for a pause."""
+
 _log = logging.getLogger("kvatlas_router.admission")
 
 
@@ -93,6 +96,8 @@ class _Ticket:
     blocked: frozenset[str] = frozenset()
     refused: bool = False
     entered: bool = False
+    rests_until_s: float = 0.0
+    """Until then it is in no queue, because this router sees only workers that asked for a pause; others may see more."""
 
     def row(self, now_s: float) -> WaitingRequest:
         """The request as it waits now."""
@@ -192,8 +197,10 @@ class AdmissionQueue:
             if not ticket.blocked:
                 raise
             return None
-        if booked is None and not ticket.wait:
-            ticket.wait.reason = "rest"
+        if booked is None:
+            ticket.wait.reason = ticket.wait.reason or "rest"
+            ticket.rests_until_s, ticket.entered = self._clock() + REST_S, False
+            line.left.add(ticket.request.id)
         return booked
 
     async def _wait(self, pool_id: str, line: _Line, ticket: _Ticket, book: Book[T]) -> T:
@@ -247,27 +254,32 @@ class AdmissionQueue:
 
     async def _ask(self, pool_id: str, line: _Line) -> None:
         again = line.missed >= MISSING_LOOKS
-        left, now = list(line.left), self._clock()
-        rows = [ticket.row(now) for ticket in line.tickets.values() if again or not ticket.entered]
-        expected = len(line.tickets)
+        now = self._clock()
+        waiting = [ticket for ticket in line.tickets.values() if ticket.rests_until_s <= now]
+        rows = [ticket.row(now) for ticket in waiting if again or not ticket.entered]
+        left = line.left - {row.id for row in rows}
         turns, shared = await self._source.turns(pool_id, left, rows)
-        line.left.difference_update(left)
         line.seen = turns if shared else None
-        for row in rows:
-            if (ticket := line.tickets.get(row.id)) is not None:
-                ticket.entered = True
-        if turns.own == expected or again:
+        if shared or not line.tickets:  # without requests this router asks no more, and the store drops it
+            line.left -= left
+        if shared:
+            for row in rows:
+                ticket = line.tickets.get(row.id)
+                if ticket is not None and ticket.rests_until_s <= now:  # otherwise it left meanwhile
+                    ticket.entered = True
+                    line.left.discard(row.id)
+        if turns.own >= len(waiting) or again:
             line.missed = 0
         else:
             line.missed += MISSING_LOOKS if not turns.own else 1
         for id in turns.refused:
-            if (ticket := line.tickets.get(id)) is not None:
-                ticket.refused = True
-                ticket.turn.set()
+            if (waits := line.tickets.get(id)) is not None:
+                waits.refused = True
+                waits.turn.set()
         for id, blocked in turns.turns.items():
-            if (ticket := line.tickets.get(id)) is not None:
-                ticket.blocked = blocked
-                ticket.turn.set()
+            if (waits := line.tickets.get(id)) is not None:
+                waits.blocked = blocked
+                waits.turn.set()
             else:
                 line.left.add(id)
 

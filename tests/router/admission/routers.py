@@ -35,6 +35,8 @@ class Pool:
     runs_s: float = 0.0
     served: list[tuple[str, str]] = field(default_factory=list)
     booked: int = 0
+    resting: set[str] = field(default_factory=set)
+    """Routers that see only workers that asked for a pause."""
 
     async def report(self) -> None:
         """Report the workers as idle: what is booked on them counts."""
@@ -67,6 +69,8 @@ class Router:
         request = WaitingRequest(b"", tenant, QueueLimits(0, 0), 1_000, **fields)  # type: ignore[arg-type]
 
         async def book(as_it_waits: WaitingRequest, blocked: frozenset[str]) -> int | None:
+            if self.name in self.pool.resting:
+                return None
             workers = [worker for worker in self.pool.workers if worker not in blocked]
             if not workers:
                 raise NoWorkers("all are blocked")

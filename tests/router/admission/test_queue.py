@@ -36,17 +36,32 @@ async def test_a_flood_on_one_of_many_routers_takes_no_more_than_its_share(store
         for number in range(60):
             tasks.start_soon(all_routers[number % min(2, routers)].run, "flood")
         await until(lambda: waiting(all_routers, 60), what="the flood waits")
-        for number in range(36):
-            tasks.start_soon(
-                partial(all_routers[number % routers].run, f"tenant {number % 3}", weight=1 + number % 3 % 2)
-            )
-        await until(lambda: waiting(all_routers, 96), what="all wait")
+        for number in range(80):
+            name, heavy = f"tenant {(0, 1, 2, 1)[number % 4]}", bool(number % 2)
+            tasks.start_soon(partial(all_routers[number % routers].run, name, weight=2 if heavy else 1))
+        await until(lambda: waiting(all_routers, 140), what="all wait")
         for number in running:
             await all_routers[0].end(number)
-    served = Counter(tenant for tenant, _ in pool.served[2:42])  # while all four wait: weights 1, 1, 2, 1 of 5
+    served = Counter(tenant for tenant, _ in pool.served[2:82])  # while all four wait: weights 1, 1, 2, 1 of 5
     for tenant, weight in {"flood": 1, "tenant 0": 1, "tenant 1": 2, "tenant 2": 1}.items():
-        assert abs(served[tenant] - min(12, 8 * weight)) <= 3, served
-    assert len(pool.served) == 98
+        assert abs(served[tenant] - 16 * weight) <= 2, served
+    assert len(pool.served) == 142
+
+
+async def test_a_router_that_sees_only_resting_workers_holds_up_no_other() -> None:
+    pool = Pool(MemoryReservations(), ("a",))
+    async with routers_of(pool, 2) as (resting, other), anyio.create_task_group() as tasks:
+        (running,) = await fill(pool, other)
+        pool.resting.add(resting.name)
+        tasks.start_soon(resting.admit, "t")
+        await until(partial(waiting, [resting], 1), what="it waits first")
+        tasks.start_soon(other.run, "t")
+        await until(lambda: alive_wait(pool, 2), what="both wait")
+        await other.end(running)
+        await until(lambda: len(pool.served) == 2, what="the other one is served")
+        assert pool.served[1][1] == other.name and waiting([resting], 1)
+        pool.resting.clear()
+        await until(lambda: len(pool.served) == 3, what="then the first")
 
 
 async def test_a_killed_routers_requests_give_way_and_the_order_survives_a_store_that_lost_it(store: Store) -> None:
