@@ -2,10 +2,12 @@
 
 import pytest
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.tiers import Tier
 from kvatlas_publishers.engine_events import EngineBatch, EngineStored
 from kvatlas_publishers.ledger.block_bytes import BlockBytes
 from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.ledger.lineage import Lineage
 from kvatlas_publishers.settings import PublisherSettings
 
 SCOPE, OTHER = b"scope-id", b"other-id"
@@ -68,6 +70,32 @@ def test_an_offloaded_block_without_token_ids_gives_its_tiers_size_too() -> None
     loaded = Ledger.load(ledger.dump(), LedgerSettings("m", "m"))
     assert [use.sizes for use in loaded.uses.values()] == [(4, 4096, ((Tier.CPU_DRAM, 1024),))]
     assert loaded.sizes == ledger.sizes
+
+
+def test_the_bytes_of_an_offloaded_block_of_another_size_are_not_those_of_the_engines_blocks() -> None:
+    ledger = of_ledger(100)
+    ledger.fold(EngineBatch([EngineStored([1], None, [], 16, Tier.CPU_DRAM, block_bytes=400)]))
+    assert [use.sizes for use in ledger.uses.values()] == [(4, 100, ())]
+
+
+class CountingBlockBytes(BlockBytes):
+    """Counts how often a scope's sizes are worked out."""
+
+    reads = 0
+
+    def of(self, scope_id: bytes, block_size: int | None) -> BlockSizes:
+        self.reads += 1
+        return super().of(scope_id, block_size)
+
+
+def test_a_scopes_first_size_costs_the_same_however_many_scopes_there_are() -> None:
+    settings = LedgerSettings("m", "m", salt_is_tenant=True)
+    block_bytes = CountingBlockBytes(settings)
+    lineage = Lineage(settings, block_bytes)
+    for number in range(100):
+        lineage.tell_block_bytes(lineage.namespace(None, f"tenant{number}", 4), Tier.HBM, 4096)
+    assert {use.block_bytes for use in lineage.uses.values()} == {4096}
+    assert block_bytes.reads == 200
 
 
 @pytest.mark.parametrize("told", [0, 4096])

@@ -75,7 +75,7 @@ def fleets(draw: st.DrawFn) -> tuple[dict[str, FleetRecord], dict[str, HeldPrefi
             transfer_groups=draw(st.sampled_from([(), ("g",), ("g", "h"), ("h",)])),
             **{**PEER, **draw(st.sampled_from([{}, {}, {"kv_tiers": ("cpu_dram",)}, {"kv_connector": None}]))},
             block_size=size,
-            block_bytes=draw(st.sampled_from([1 << 20, 3 << 20])),
+            block_bytes=draw(st.sampled_from([0, 1 << 20, 3 << 20])),
             tier_block_bytes=draw(st.sampled_from([{}, {}, {"cpu_dram": 3_000}, {"local_ssd": 5 << 20}])),
             load=draw(
                 st.none()
@@ -294,6 +294,26 @@ def test_a_booking_may_choose_among_the_first_equal_sources_and_each_reader_has_
     assert set(offered[0].sources) == set(offered[1].sources) == set(sources[:3])
     assert [len(set(one.sources)) for one in offered[2:]] == [16, 16]
     assert set(offered[2].sources) != set(offered[3].sources)
+
+
+@pytest.mark.parametrize("sizes", [(3_000, 2 << 20), (2 << 20, 3_000), (3_000, 0), (0, 3_000)])
+def test_of_equally_deep_copies_the_cheaper_one_is_read(sizes: tuple[int, int]) -> None:
+    me = worker("me", **PEER)
+    peers = [
+        worker(id, **{**PEER, "block_bytes": size}, role=Role.DECODE) for id, size in zip("ab", sizes, strict=True)
+    ]
+    both = {id: held(9_600, Tier.CPU_DRAM) for id in "ab"}
+    (result,) = rank(prompt(10_000), pool(me, *peers), both, EngineProfile())
+    assert result.source == "ab"[sizes.index(3_000)]
+
+
+def test_sources_are_equal_if_what_is_read_of_them_is() -> None:
+    """Sizes in other tiers change no price."""
+    others: dict[int, dict[str, Any]] = {2: {"tier_block_bytes": {"local_ssd": 5}}, 3: {"block_bytes": 2 << 20}}
+    peers = [worker(f"s{n}", **{**PEER, **others.get(n, {})}, role=Role.DECODE) for n in range(5)]
+    copies = {f"s{n}": held(9_600) for n in range(5)} | {"s1": HeldPrefix.of((Run(9_600, (Tier.HBM, Tier.CPU_DRAM)),))}
+    (quote,) = quote_candidates(prompt(10_000), Pool.of(pool(worker("w", **PEER), *peers)), copies, fingerprint=b"")
+    assert quote.fetching is not None and set(quote.fetching.sources) == {"s0", "s1", "s2", "s4"}
 
 
 def test_nothing_is_fetched_from_a_worker_that_the_request_may_not_have() -> None:
