@@ -147,7 +147,7 @@ class EngineEndpoint(WireRecord):
     bootstrap_port: BootstrapPort | None = None
     block_size: BlockTokens | None = None
     block_bytes: BlockBytes = 0
-    tier_block_bytes: dict[Text, BlockBytes] = Field(default_factory=dict, max_length=MAX_ITEMS)
+    tier_block_bytes: dict[Text, Annotated[BlockBytes, Field(ge=1)]] = Field(default_factory=dict, max_length=MAX_ITEMS)
     granularity: Granularity = 1
     eagle: bool = False
     groups: Count = 1

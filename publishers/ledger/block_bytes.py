@@ -22,8 +22,9 @@ class BlockBytes:
         self._settings = settings
         self._by_scope: dict[bytes, dict[Tier, int]] = {}
         self._latest: dict[Tier, int] = {}
-        self._listed: dict[bytes, set[Tier]] = {}
-        """Tiers once listed in `BlockSizes.tier_bytes`: they stay in it, because what a message does not list stays."""
+        self._listed: set[Tier] = set()
+        """Tiers once listed in `BlockSizes.tier_bytes` of any scope. They stay in it, because the index keeps what a message
+        does not list, even if its scope was forgotten here."""
         self._metrics = 0
 
     def tell(self, scope_id: bytes, tier: Tier, block_bytes: int) -> bool:
@@ -40,7 +41,6 @@ class BlockBytes:
     def forget_scope(self, scope_id: bytes) -> None:
         """Forget a scope that has no blocks left."""
         self._by_scope.pop(scope_id, None)
-        self._listed.pop(scope_id, None)
 
     def told(self, scope_id: bytes) -> Mapping[Tier, int]:
         """The scope's sizes according to events, by tier."""
@@ -48,9 +48,8 @@ class BlockBytes:
 
     def of(self, scope_id: bytes, block_size: int | None) -> BlockSizes:
         """The sizes of a scope's blocks of `block_size` tokens."""
-        found = self._sizes(self.told(scope_id), block_size, self._listed.get(scope_id, frozenset()))
-        if found.tier_bytes:
-            self._listed[scope_id] = {tier for tier, _ in found.tier_bytes}
+        found = self._sizes(self.told(scope_id), block_size, self._listed)
+        self._listed.update(tier for tier, _ in found.tier_bytes)
         return found
 
     def of_worker(self, block_size: int | None) -> BlockSizes:

@@ -1,5 +1,6 @@
 """How many bytes a block has, by scope and tier, whoever says it first: one number for index, heartbeats and prices."""
 
+import msgpack
 import pytest
 
 from kvatlas.blocks.block_sizes import BlockSizes
@@ -61,6 +62,9 @@ def test_a_tier_that_was_once_listed_stays_in_the_list_since_what_a_message_leav
         block_bytes.tell(SCOPE, Tier.CPU_DRAM, told)
         sizes.append(block_bytes.of(SCOPE, 4).tier_bytes)
     assert sizes == [(), ((Tier.CPU_DRAM, 50),), ((Tier.CPU_DRAM, 100),)]
+    block_bytes.forget_scope(SCOPE)
+    block_bytes.tell(SCOPE, Tier.CPU_DRAM, 100)
+    assert block_bytes.of(SCOPE, 4).tier_bytes == ((Tier.CPU_DRAM, 100),), "the index may still have the size before"
 
 
 def test_an_offloaded_block_without_token_ids_gives_its_tiers_size_too() -> None:
@@ -96,6 +100,12 @@ def test_a_scopes_first_size_costs_the_same_however_many_scopes_there_are() -> N
         lineage.tell_block_bytes(lineage.namespace(None, f"tenant{number}", 4), Tier.HBM, 4096)
     assert {use.block_bytes for use in lineage.uses.values()} == {4096}
     assert block_bytes.reads == 200
+
+
+def test_a_ledger_saved_without_tiers_gives_no_sizes_because_they_may_be_another_tiers() -> None:
+    *fields, _ = msgpack.unpackb(of_ledger(4096).dump())
+    loaded = Ledger.load(msgpack.packb(fields), LedgerSettings("m", "m"))
+    assert [use.sizes for use in loaded.uses.values()] == [(4, 0, ())]
 
 
 @pytest.mark.parametrize("told", [0, 4096])
