@@ -139,12 +139,12 @@ class Indexes(RuleBasedStateMachine):
         """From now on, blocks take other bytes."""
         self.sources[worker].sizes = new
 
-    @rule(worker=workers, scope=scopes, step=st.integers(1, 3), new=sizes)
-    def new_incarnation(self, worker: str, scope: Scope, step: int, new: BlockSizes) -> None:
-        """In one call with the last message of the one before, and with other sizes."""
+    @rule(worker=workers, scope=scopes, step=st.integers(1, 3), old=sizes, new=sizes)
+    def new_incarnation(self, worker: str, scope: Scope, step: int, old: BlockSizes, new: BlockSizes) -> None:
+        """In one call with the last messages of the one before, and with other sizes."""
         source = self.sources[worker]
-        held = self.depth(worker, scope, TRUNK)
-        last = [source.store(scope, TRUNK[: 8 * held], Tier.CPU_DRAM)] if held else []
+        source.sizes = old
+        last = [source.store(scope, TRUNK[:8], tier) for tier in TIERS]
         source.sizes = new
         self.apply(worker, *last, source.begin(source.incarnation + step))
 
