@@ -95,7 +95,7 @@ async def test_a_file_that_is_of_no_use_is_written_anew(tmp_path: Path, caplog: 
         for file, why in (
             (text, "it is no index file, or damaged"),
             (database, "another program's database"),
-            (old, "version 1; this kvatlas expects 2"),
+            (old, "version 1; this kvatlas expects 3"),
             (foreign, "laid out with 8 partitions"),
         ):
             async with kept(here, file) as replica:
