@@ -11,7 +11,8 @@
 register_read_only('kvatlas_usage', function(keys, args)
   local k, holder = { holders = keys[1], held = keys[2], moments = keys[3], touched = keys[4] }, args[1]
   local touched, first, most = redis.call('HGET', k.touched, holder) or '', integer(args[2], 0, 1e9), integer(args[3], 1, 512)
-  local page, some, found = string.sub(touched, 16 * first + 1, 16 * (first + most + 4)), {}, {} -- a scope has 5 entries at most
+  local page = string.sub(touched, 16 * first + 1, 16 * (first + most + 4)) -- a scope has 5 entries at most
+  local some, found = {}, {}
   for at = 1, math.min(#page, 16 * most), 16 do
     if string.byte(page, at + 8) == 0 then -- otherwise it is another entry of a scope
       some[#some + 1] = string.sub(page, at, at + 7)
