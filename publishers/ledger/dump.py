@@ -40,8 +40,7 @@ from kvatlas_publishers.ledger.residency import Residency
 
 VERSION = 7
 NOT_SAVED_EARLIER: tuple[Any, ...] = ("", (False, ()), None)
-"""`untold keys`, `reports` and `bytes by tier` of a ledger saved without them. Its bytes were those of any tier, so they are
-not taken over: the engine's next events give them."""
+"""`untold keys`, `reports` and `bytes by tier` of a ledger saved without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +281,11 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
         untold_keys, reports, tier_bytes, *_ = [*later, *NOT_SAVED_EARLIER[len(later) :]]
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
+        by_tier = tier_bytes is not None  # otherwise the size may be another tier's
         saved = SavedLedger(
             block_size=block_size,
             namespaces=[
-                (adapter, salt, packed, _integers(parents), chain, 0 if tier_bytes is None else block_bytes)
+                (adapter, salt, packed, _integers(parents), chain, block_bytes if by_tier else 0)
                 for adapter, salt, packed, parents, chain, block_bytes in namespaces
             ],
             names=names,
@@ -323,7 +323,10 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             small_blocks=[(part, anchor, number) for part, anchor, number in small_blocks],
             untold_keys=untold_keys,
             reports=reports,
-            tier_bytes=[[(Tier(tier), size) for tier, size in one] for one in tier_bytes or [()] * len(namespaces)],
+            tier_bytes=[
+                [(Tier(tier), size) for tier, size in one]
+                for one in (tier_bytes if by_tier else [()] * len(namespaces))
+            ],
         )
     except InvalidValue:
         raise

@@ -102,19 +102,17 @@ class Lineage:
 
     def tell_block_bytes(self, namespace: Namespace, tier: Tier, block_bytes: int) -> None:
         """Record the block size in bytes that an event gives for the namespace and tier."""
-        scope_id = namespace.scope_id
-        if self.block_bytes.tell(scope_id, tier, block_bytes) and scope_id in self.uses:
-            self._read_block_bytes(scope_id)
+        if self.block_bytes.tell(namespace.scope_id, tier, block_bytes):
+            self._read_scope(namespace.scope_id)
 
     def read_block_bytes(self) -> None:
-        """Update the block sizes of all scopes, after a change that concerns all."""
+        """Update all scopes' block sizes after a change of what holds for all."""
         for scope_id in self.uses:
-            self._read_block_bytes(scope_id)
+            self._read_scope(scope_id)
 
-    def _read_block_bytes(self, scope_id: bytes) -> None:
+    def _read_scope(self, scope_id: bytes) -> None:
         use = self.uses[scope_id]
-        if (now := self.block_bytes.of(scope_id, use.block_size)) != use.sizes:
-            self.uses[scope_id] = ScopeUse(use.scope, *now)
+        self.uses[scope_id] = ScopeUse(use.scope, *self.block_bytes.of(scope_id, use.block_size))
 
     def extend(self, namespace: Namespace, parent: Stretch | None, packed: bytes) -> list[Block]:
         """The blocks of packed sequence hashes that follow `parent`. Creates missing ones."""

@@ -251,6 +251,7 @@ class Residency:
         placeholder's in any scope, others' in the event's own scope."""
         counts, lineage, shared = holding.counts, self._lineage, self.shared
         placeholder = not event.token_ids and event.local_hashes is None
+        sized = placeholder and event.block_bytes and event.block_size in (0, self._resolver.block_size)
         for name in event.hashes:
             owner = lineage.block(name)
             count = counts.get(name, 0)
@@ -258,7 +259,7 @@ class Residency:
             if owner is None:
                 continue
             block = owner if placeholder else lineage.find(name, event)
-            if event.block_bytes and placeholder and event.block_size in (0, self._resolver.block_size):
+            if sized:
                 lineage.tell_block_bytes(owner.namespace, event.tier, event.block_bytes)
             if block is not owner and name not in shared.by_hash:
                 self._split(name, owner, holding, count)

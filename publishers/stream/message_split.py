@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from kvatlas.blocks.digest import MARK_WORDS, WORDS
 from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.tiers import Tier
 from kvatlas.events import Heads, IndexEvent, Marked, Removed, ScopeUse, SnapshotChunk, Stored, Unmarked
 from kvatlas.identity import MAX_NAME_BYTES
 
@@ -19,7 +20,8 @@ _STORED_BYTES = 1 + 1 + 10 + 1 + 5 + 10 + 9 + 1
 _REMOVED_BYTES = 1 + 1 + 10 + 1 + 5
 _MARKED_BYTES = 1 + 1 + 10 + 5 + 5
 _OTHER_BYTES = 1 + 1 + 9 + 3 + (WORDS + MARK_WORDS) * 9
-_LARGEST_SCOPE_BYTES = 10 + 1 + 5 * (3 + MAX_NAME_BYTES) + 9 + 9 + 1 + 6 * 4
+_TIER_BYTES = 1 + 5
+_LARGEST_SCOPE_BYTES = 10 + 1 + 5 * (3 + MAX_NAME_BYTES) + 9 + 9 + 1 + (len(Tier) - 1) * _TIER_BYTES  # with a chain
 
 SMALLEST_MESSAGE_BYTES = 4096
 """A limit that every event fits, if split between its hashes, even with the longest names."""
@@ -51,7 +53,7 @@ def scope_bytes(use: ScopeUse) -> int:
     """Upper bound of the bytes a scope's entry in the scopes map takes on the wire."""
     scope = use.scope
     names = (scope.model_id, scope.tokenizer_id, scope.adapter_id or "", scope.tenant_id, scope.chain)
-    return 10 + 1 + sum(3 + len(name.encode()) for name in names) + 9 + 9 + 1 + 6 * len(use.tier_bytes)
+    return 10 + 1 + sum(3 + len(name.encode()) for name in names) + 9 + 9 + 1 + _TIER_BYTES * len(use.tier_bytes)
 
 
 def split_into_messages(

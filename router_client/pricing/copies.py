@@ -3,8 +3,9 @@
 Another worker's copy counts only if the request makes the engine fetch it. So both engines have the same connector
 (`EngineEndpoint.kv_connector`), the source says where it is fetched from and which of its tiers are, and the request can name
 the source (`Prompt.fetch_by`) unless the engine finds it on its own. Both also share a transfer group (or name none), and their
-blocks and marks are of one form: nothing is fetched that the reader could not use. The deepest copies are considered; of equal
-ones the booking chooses (`kvatlas.reservations.protocol.Fetching`).
+blocks and marks are of one form: nothing is fetched that the reader could not use. The deepest copies are considered, and of
+these the ones of fewest bytes; of equal ones the booking chooses (`kvatlas.reservations.protocol.Fetching`). A copy whose size
+its source does not know has the reader's, so it is compared with the others for each reader.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -28,26 +29,39 @@ NOT_FETCHED = TermKind("not_fetched", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
+    """`reads`: what is read of each run: tokens, tier, and bytes per block (0: the reader's)."""
+
     source: EngineEndpoint
     prefix: HeldPrefix
+    reads: tuple[tuple[int, Tier, int], ...]
+
+    @classmethod
+    def of(cls, source: EngineEndpoint, prefix: HeldPrefix) -> "_Copy":
+        nearest = ((run.tokens, run.tiers[0]) for run in prefix.runs)
+        return cls(source, prefix, tuple((tokens, tier, source.bytes_in(tier.label)) for tokens, tier in nearest))
 
     @property
-    def rank(self) -> tuple[int, int, float]:
-        """Higher is better: the deeper copy, then the one whose farthest tier is nearer, then that of fewer bytes."""
-        farthest = max(run.tiers[0] for run in self.prefix.runs)
-        sizes = self.run_bytes
-        read = sum(run.tokens * size for run, size in zip(self.prefix.runs, sizes, strict=True)) if all(sizes) else inf
-        return self.prefix.copied_tokens, -farthest, -read
+    def sized(self) -> bool:
+        """True if its price does not depend on the reader's block size in bytes."""
+        return all(size for _, _, size in self.reads)
 
     @property
-    def run_bytes(self) -> Sequence[int]:
-        """Bytes of KV per block of each run; 0: unknown, so the reader's count."""
-        return [self.source.bytes_in(run.tiers[0].label) for run in self.prefix.runs]
+    def depth(self) -> tuple[int, int]:
+        """Deeper is better; at equal depth the copy whose farthest tier is nearer."""
+        return self.prefix.copied_tokens, -max(tier for _, tier, _ in self.reads)
+
+    @property
+    def rank(self) -> tuple[tuple[int, int], tuple[int, ...]]:
+        """The highest is read: at equal depth the copy with fewer bytes in the farthest tier, then in nearer ones."""
+        in_tier = dict.fromkeys(reversed(Tier), 0)
+        for tokens, tier, size in self.reads:
+            in_tier[tier] -= tokens * size
+        return self.depth, tuple(in_tier.values())
 
     def is_equal(self, other: "_Copy") -> bool:
         """True if every reader pays the same for both."""
         same_domain = self.source.locality_domain == other.source.locality_domain
-        return self.prefix == other.prefix and same_domain and self.run_bytes == other.run_bytes
+        return same_domain and self.reads == other.reads and self.prefix.reach_tokens == other.prefix.reach_tokens
 
 
 class CopySources:
@@ -60,12 +74,13 @@ class CopySources:
         self._share = pool.fetches.share(prompt.scope.pool_id)
         self._displaced = pool.fetches.displaced_share(prompt.scope.pool_id, pool.capacity_tokens)
         self._stores = {endpoint.id: endpoint for endpoint in pool.stores if endpoint.id in held}
-        self._deepest: dict[Hashable, dict[str | None, list[_Copy]]] = {}
+        self._deepest: dict[Hashable, dict[tuple[str | None, bool], list[_Copy]]] = {}
+        """The copies that readers would read, by meeting point, then by domain (None: any) and `_Copy.sized`."""
         for source in pool.sources:
             if source.id in held and source.block_size:
                 prefix = fetchable_prefix(held[source.id], source.kv_tiers)
                 if prefix.copied_tokens:
-                    self._add(_Copy(source, prefix))
+                    self._add(_Copy.of(source, prefix))
 
     def add_best(self, quote: Quote) -> Quote:
         """The quote with the copy to read: that of a shared store, unless one on another worker makes it cheaper."""
@@ -81,27 +96,31 @@ class CopySources:
         return best
 
     def _add(self, copy: _Copy) -> None:
+        rank, sized = copy.rank, copy.sized
         for key in _meeting_points(copy.source):
             deepest = self._deepest.setdefault(key, {})
-            for domain in (None, copy.source.locality_domain):
-                known = deepest.get(domain)
-                if known is None or copy.rank > known[0].rank:
-                    deepest[domain] = [copy]
-                elif copy.rank == known[0].rank:
-                    deepest[domain] = [*known, copy] if copy.is_equal(known[0]) else [copy]
+            for place in ((None, sized), (copy.source.locality_domain, sized)):
+                known = deepest.get(place)
+                if known is not None and known[0].is_equal(copy):
+                    known.append(copy)
+                elif known is None or rank >= known[0].rank:
+                    deepest[place] = [copy]
 
     def _copies_for(self, reader: EngineEndpoint, own_tokens: int) -> Iterator[Sequence[_Copy]]:
         """Equal copies that are deeper than the reader's own, at most twice a group: the deepest, and the deepest in its own
-        domain."""
+        domain; of either also those without a size, if they are as deep."""
         seen: set[str] = set()
         for key in _meeting_points(reader):
             for domain in (reader.locality_domain, None):
-                equal = self._deepest.get(key, {}).get(domain, ())
-                if not equal or equal[0].prefix.copied_tokens <= own_tokens:
+                deepest = self._deepest.get(key, {})
+                found = [equal for sized in (True, False) if (equal := deepest.get((domain, sized)))]
+                depth = max((equal[0].depth for equal in found), default=(0, 0))
+                if depth[0] <= own_tokens:
                     continue
-                if equal[0].source.id not in seen:
-                    seen.add(equal[0].source.id)
-                    yield equal if len(equal) <= MOST_SOURCES else _some_for(reader, equal)
+                for equal in found:
+                    if equal[0].depth == depth and equal[0].source.id not in seen:
+                        seen.add(equal[0].source.id)
+                        yield equal if len(equal) <= MOST_SOURCES else _some_for(reader, equal)
 
     def _read(self, quote: Quote, source: EngineEndpoint, prefix: HeldPrefix) -> Quote | None:
         """The quote with what the source holds beyond the worker's own; None if that is nothing."""

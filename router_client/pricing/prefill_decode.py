@@ -33,6 +33,7 @@ class _KvSource(NamedTuple):
 
     transfer_groups: frozenset[str]
     block_size: int
+    block_bytes: int
     locality_domain: str
     protocol: TransferProtocol | None
 
@@ -40,7 +41,8 @@ class _KvSource(NamedTuple):
     def of(cls, candidate: Candidate) -> "_KvSource":
         endpoint = candidate.endpoint
         protocol = TransferProtocol.of(endpoint.kind)
-        return cls(_transfer_groups(endpoint), candidate.block_size, endpoint.locality_domain, protocol)
+        block_bytes = endpoint.bytes_in(Tier.HBM.label)
+        return cls(_transfer_groups(endpoint), candidate.block_size, block_bytes, endpoint.locality_domain, protocol)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +136,13 @@ def quote_pairs(
         if short and serves_whole(whole.candidate.endpoint):
             continue
         nearness = [_is_near(whole.candidate, source) for source in sources]
-        by_nearness = {near: _decode_quote(whole, near) for near in (True, False) if near in nearness}
-        if by_nearness:
-            decodes.append(next(iter(by_nearness.values())))
-            prices_us.append([None if near is None else by_nearness[near].base_us for near in nearness])
+        ways = [
+            None if near is None else (near, source.block_bytes) for near, source in zip(nearness, sources, strict=True)
+        ]
+        by_way = {way: _decode_quote(whole, *way) for way in dict.fromkeys(ways) if way is not None}
+        if by_way:
+            decodes.append(next(iter(by_way.values())))
+            prices_us.append([None if way is None else by_way[way].base_us for way in ways])
     wholes = [quote for quote in decoders if serves_whole(quote.candidate.endpoint)]
     return PairQuotes(prefills, decodes, wholes, groups, prices_us)
 
@@ -206,7 +211,7 @@ class PairRanking:
             load = mine.load._replace(queued_prefill_tokens=0, waiting_requests=0)
             if evaluation.prefill is not None and evaluation.chosen == self._first_decode + i:
                 chosen = len(quotes)
-            quotes.append(_decode_quote(quote, near)._replace(source=prefill.id))
+            quotes.append(_decode_quote(quote, near, source.block_bytes)._replace(source=prefill.id))
             by_offer.append(mine._replace(load=load))
         criteria = self._criteria._replace(interference_factor=0.0)  # no prompt is computed there
         return RankedResults(quotes, by_offer, chosen=chosen, criteria=criteria)
@@ -251,16 +256,14 @@ def _is_near(reader: Candidate, source: _KvSource) -> bool | None:
     return source.locality_domain == reader.endpoint.locality_domain
 
 
-def _decode_quote(quote: Quote, near: bool) -> Quote:
-    """A quote for only the answer: tokens that the worker does not hold are read from a prefill worker."""
+def _decode_quote(quote: Quote, near: bool, block_bytes: int) -> Quote:
+    """A quote for only the answer: tokens that the worker does not hold are read from a prefill worker, whose blocks have
+    `block_bytes` (0: unknown)."""
     for_kind, usable = quote.for_kind, quote.usable_tokens
     own = for_kind.pieces(quote.held.runs, 0, usable)
     rest = for_kind.prompt.input_tokens - usable
-    transfers = (
-        [Piece(rest, for_kind.kv_bytes(usable, usable + rest, Tier.HBM), Tier.HBM, own=False, same_domain=near)]
-        if rest
-        else []
-    )
+    kv_bytes = for_kind.kv_bytes(usable, usable + rest, Tier.HBM, block_bytes)
+    transfers = [Piece(rest, kv_bytes, Tier.HBM, own=False, same_domain=near)] if rest else []
     base_us, work_us = for_kind.price_pieces([*own, *transfers])
     return quote._replace(
         base_us=base_us,

@@ -134,16 +134,15 @@ class KindQuote:
         not the worker itself."""
         pieces = []
         for tokens, tier in _clip_runs(runs, start, end):
-            kv_bytes = self.kv_bytes(start, start + tokens, tier, source)
+            kv_bytes = self.kv_bytes(start, start + tokens, tier, 0 if source is None else source.bytes_in(tier.label))
             pieces.append(Piece(tokens, kv_bytes, tier, source is None, same_domain, rate))
             start += tokens
         return pieces
 
-    def kv_bytes(self, first: int, end: int, tier: Tier, source: EngineEndpoint | None = None) -> int:
-        """KV bytes of the prompt's tokens `first` up to `end` in a tier, rounded up: from the source's fleet record, otherwise
-        from the worker's, otherwise from the request; 0 if unknown."""
-        reader, label = self.example.endpoint, tier.label
-        block_bytes = (source.bytes_in(label) if source is not None else 0) or reader.bytes_in(label)
+    def kv_bytes(self, first: int, end: int, tier: Tier, block_bytes: int = 0) -> int:
+        """KV bytes of the prompt's tokens `first` up to `end` in a tier, rounded up. `block_bytes`: bytes per block at the
+        source; if unknown (0), those of the worker's fleet record, otherwise the request's; 0 if unknown."""
+        block_bytes = block_bytes or self.example.endpoint.bytes_in(tier.label)
         if block_bytes:
             return -(-(end - first) * block_bytes // self.block_tokens)
         return self.prompt.kv_bytes(first, end, self.block_tokens)

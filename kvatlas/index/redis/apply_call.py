@@ -81,32 +81,30 @@ def _may_repeat(packed_hashes: bytes) -> bool:
 
 @dataclass(slots=True)
 class _WorkerMessages:
-    """`entries`: the newest incarnation's last entry of each scope; `sizes`: what all of its entries say."""
+    """`entries`: the last entry of each incarnation's scopes; `sizes`: what all of them say. An incarnation knows nothing of
+    another one's sizes."""
 
     partition: int
-    incarnation: int = 0
-    entries: dict[bytes, list[Any]] = field(default_factory=dict)
-    sizes: dict[bytes, BlockSizes] = field(default_factory=dict)
+    entries: dict[tuple[int, bytes], list[Any]] = field(default_factory=dict)
+    sizes: dict[tuple[int, bytes], BlockSizes] = field(default_factory=dict)
     groups: list[_Group] = field(default_factory=list)
 
     def use(self, incarnation: int, scope_id: bytes, entry: list[Any]) -> None:
-        """Note another entry of a scope. A new incarnation lists all sizes again; what an older one says no longer counts."""
-        if incarnation < self.incarnation:
-            return
-        if incarnation > self.incarnation:
-            self.incarnation = incarnation
-            self.entries.clear()
-            self.sizes.clear()
-        elif self.entries.get(scope_id) == entry:
-            return
-        self.entries[scope_id] = entry
-        known, new = self.sizes.get(scope_id), sizes_of(entry)
-        self.sizes[scope_id] = new if known is None else known.updated(new)
+        """Note the entry of a scope, which may be another one than before."""
+        key = incarnation, scope_id
+        before = self.entries.get(key)
+        if before != entry:
+            self.entries[key] = entry
+            new = sizes_of(entry)
+            self.sizes[key] = new if before is None else self.sizes[key].updated(new)
 
     @property
-    def uses(self) -> dict[bytes, bytes]:
-        """The sizes as the store's function reads them."""
-        return {scope_id: pack_sizes(sizes) for scope_id, sizes in self.sizes.items()}
+    def uses(self) -> dict[bytes, dict[bytes, bytes]]:
+        """The sizes by incarnation and scope, as the store's function reads them."""
+        uses: dict[bytes, dict[bytes, bytes]] = {}
+        for (incarnation, scope_id), sizes in self.sizes.items():
+            uses.setdefault(pack_incarnation(incarnation), {})[scope_id] = pack_sizes(sizes)
+        return uses
 
 
 def pack_call(

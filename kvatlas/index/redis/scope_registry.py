@@ -154,10 +154,8 @@ class ScopeRegistry:
         gone = set(scope_ids)
         for holder in await read_hash(self._store, k.holders) if gone else ():
             packed = await self._store.ask(self._store.client.hget(k.touched, holder)) or b""
-            entries = [packed[at : at + TOUCHED_BYTES] for at in range(0, len(packed), TOUCHED_BYTES)]
-            rest = [entry for entry in entries if entry[:SCOPE_ID_BYTES] not in gone]
-            if len(rest) < len(entries):
-                unused = gone.intersection(entry[:SCOPE_ID_BYTES] for entry in entries)
+            unused = gone.intersection(packed[at : at + SCOPE_ID_BYTES] for at in range(0, len(packed), TOUCHED_BYTES))
+            if unused:
                 keys = [k.touched, k.held, k.holders, k.moments, k.spent]
                 keys += [key for scope_id in unused for key in (k.blocks(scope_id), k.marks(scope_id))]
-                await self._functions.call("kvatlas_untouch", keys, [holder, packed, b"".join(rest)])
+                await self._functions.call("kvatlas_untouch", keys, [holder, b"".join(unused)])

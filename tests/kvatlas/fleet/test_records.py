@@ -70,6 +70,7 @@ def test_fields_of_newer_versions_are_ignored(record: Any) -> None:
         (ENDPOINT, "role", "draft"),
         (ENDPOINT, "block_size", 0),
         (ENDPOINT, "granularity", 0),
+        (ENDPOINT, "tier_block_bytes", {"cpu_dram": 0}),
         (LOAD, "running_decodes", -1),
         (LOAD, "forward_pass", {"cache_usage": 1.5}),
         (LOAD, "forward_pass", {"prefix_hit_rate": -0.1}),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
@@ -36,7 +37,8 @@ def split(packed: bytes) -> list[bytes]:
 
 
 class MessageSource:
-    """One worker's publisher, without a bus. `held`: what the worker holds by its messages. With `dropped` marks count:
+    """One worker's publisher, without a bus. `held`: what the worker holds by its messages; `sizes`: those of its
+    blocks in the next message. With `dropped` marks count:
     `marks` are those of its messages, and `places` says for each block that may be marked its head and its offset there."""
 
     def __init__(
@@ -54,11 +56,12 @@ class MessageSource:
         self.dropped = dropped
         self.places = places or {}
         self.marks: set[tuple[Scope, bytes]] = set()
+        self.sizes = BlockSizes(BLOCK_SIZE, BLOCK_BYTES)
 
     def message(self, *events: IndexEvent, scopes: Sequence[Scope] = ()) -> wire.RawMessage:
         """The next message of the incarnation."""
         self.seq += 1
-        uses = {scope.scope_id: ScopeUse(scope, BLOCK_SIZE, BLOCK_BYTES) for scope in scopes}
+        uses = {scope.scope_id: ScopeUse(scope, *self.sizes) for scope in scopes}
         return wire.to_raw(Message(self.worker_id, self.incarnation, self.seq, events, uses, 1))
 
     def begin(self, incarnation: int) -> wire.RawMessage:

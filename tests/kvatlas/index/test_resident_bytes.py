@@ -2,11 +2,12 @@
 
 import pytest
 
+from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, unpack_hashes
 from kvatlas.blocks.residency import ModelBlocks, TierBlocks
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.wire import RawMessage, to_raw
-from kvatlas.events import Message, ScopeUse, Stored
+from kvatlas.events import Message, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd, Stored
 from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex
 from tests.kvatlas.index.message_source import MessageSource, apply_messages
@@ -22,7 +23,7 @@ def head(blocks: int) -> bytes:
 
 
 def sized(
-    source: MessageSource, event: Stored, scope: Scope, block_bytes: int, *in_tiers: tuple[Tier, int]
+    source: MessageSource, event: Stored | SnapshotChunk, scope: Scope, block_bytes: int, *in_tiers: tuple[Tier, int]
 ) -> RawMessage:
     """A message whose scope has blocks of this size, and of others in these tiers."""
     source.seq += 1
@@ -131,7 +132,7 @@ async def test_each_tier_has_its_own_size_in_sums_and_in_every_answer(index: Res
     located = await index.locate(SCOPE, unpack_hashes(CHAIN)[0])
     assert {one.tier: one.bytes for one in located} == {Tier.HBM: 100, Tier.CPU_DRAM: 25, Tier.LOCAL_SSD: 100}
     used = {(row.scope, row.tier): row.byte_seconds for row in await index.usage()}
-    assert used[SCOPE, Tier.CPU_DRAM] < used[SCOPE, Tier.HBM] / 2
+    assert 0 < used[SCOPE, Tier.CPU_DRAM] < used[SCOPE, Tier.HBM] / 2
 
 
 async def test_what_a_message_leaves_out_keeps_its_size(index: ResidencyIndex) -> None:
@@ -155,6 +156,25 @@ async def test_what_a_message_leaves_out_keeps_its_size(index: ResidencyIndex) -
     assert await sizes() == {Tier.HBM: 200, cpu: 30}
     await apply_messages(index, source.begin(2), sized(source, hbm, SCOPE, 0))
     assert await sizes() == {Tier.HBM: 0}, "a new incarnation knows nothing of the last one's sizes"
+
+
+async def test_incarnations_in_one_call_know_nothing_of_each_others_sizes(index: ResidencyIndex) -> None:
+    cpu = Tier.CPU_DRAM
+    old, new, lost = (MessageSource("w", incarnation) for incarnation in (1, 2, 3))
+    event, chunk = Stored(SCOPE.scope_id, cpu, head(1)), SnapshotChunk(SCOPE.scope_id, cpu, head(1))
+    digest = Digest()
+    digest.add(SCOPE.scope_id, cpu, head(1))
+    await apply_messages(
+        index,
+        old.begin(1),
+        sized(old, event, SCOPE, 100, (cpu, 25)),
+        new.message(SnapshotBegin()),
+        sized(new, chunk, SCOPE, 100),
+        sized(old, event, SCOPE, 0, (cpu, 30)),  # a zombie's
+        sized(lost, event, SCOPE, 0, (cpu, 35)),  # without its snapshot
+        new.message(SnapshotEnd(1, digest.words)),
+    )
+    assert [one.bytes for one in await index.locate(SCOPE, unpack_hashes(CHAIN)[0])] == [100]
 
 
 async def test_a_block_put_in_another_tier_has_its_own_size_and_changes_no_other(index: ResidencyIndex) -> None:

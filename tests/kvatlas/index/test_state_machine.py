@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.hashing import extend_chain, unpack_hashes
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
@@ -23,7 +24,7 @@ from kvatlas.index.mark_lookup import SEGMENT
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.store.connection import Store, open_store
-from tests.kvatlas.index.message_source import MessageSource, apply_messages, contents, split
+from tests.kvatlas.index.message_source import BLOCK_SIZE, MessageSource, apply_messages, contents, split
 
 SCOPES = [Scope("m", "t"), Scope("m", "t", "lora"), Scope("m", "t", None, "tenant"), Scope("m2", "t")]
 LENGTH = 150
@@ -43,6 +44,9 @@ scopes = st.sampled_from(SCOPES)
 chains = st.sampled_from(CHAINS)
 tiers = st.sampled_from(TIERS)
 depths = st.integers(1, LENGTH)
+sizes = st.builds(
+    BlockSizes, st.just(BLOCK_SIZE), st.sampled_from([0, 100, 200]), st.sampled_from([(), ((Tier.CPU_DRAM, 25),)])
+)
 
 
 class Indexes(RuleBasedStateMachine):
@@ -130,9 +134,19 @@ class Indexes(RuleBasedStateMachine):
     def clear(self, worker: str) -> None:
         self.apply(worker, self.sources[worker].clear())
 
-    @rule(worker=workers, step=st.integers(1, 3))
-    def new_incarnation(self, worker: str, step: int) -> None:
-        self.apply(worker, self.sources[worker].begin(self.sources[worker].incarnation + step))
+    @rule(worker=workers, new=sizes)
+    def resize(self, worker: str, new: BlockSizes) -> None:
+        """From now on, blocks take other bytes."""
+        self.sources[worker].sizes = new
+
+    @rule(worker=workers, scope=scopes, step=st.integers(1, 3), old=sizes, new=sizes)
+    def new_incarnation(self, worker: str, scope: Scope, step: int, old: BlockSizes, new: BlockSizes) -> None:
+        """In one call with the last messages of the one before, and with other sizes."""
+        source = self.sources[worker]
+        source.sizes = old
+        last = [source.store(scope, TRUNK[:8], tier) for tier in TIERS]
+        source.sizes = new
+        self.apply(worker, *last, source.begin(source.incarnation + step))
 
     @rule(worker=workers, back=st.integers(1, 30), count=st.integers(1, 30))
     def replay(self, worker: str, back: int, count: int) -> None:
@@ -212,6 +226,7 @@ class Indexes(RuleBasedStateMachine):
                 assert self.run(self.memory.digest(worker)) == self.sources[worker].digest_words()
                 self.check_reach(worker)
         assert self.run(self.memory.length()) == self.run(self.redis.length())
+        assert self.run(self.memory.resident_blocks()) == self.run(self.redis.resident_blocks())
 
     def check_reach(self, worker: str) -> None:
         """What a worker with marks can resume, by its messages."""

@@ -123,6 +123,22 @@ async def pass_stored_time(store: Store, index: RedisIndex, seconds: int) -> Non
             await store.client.hset(key, holder, msgpack.packb(moved, use_bin_type=False))
 
 
+async def test_each_tier_of_many_scopes_has_its_size_and_is_forgotten(store: Store) -> None:
+    """A store reads them in pages, which may end within a scope's tiers."""
+    index = await open_redis_index(store, writer=True)
+    scopes, hashes = [Scope("m", "m", None, f"tenant{n}") for n in range(130)], (1).to_bytes(8, "little")
+    for scope in scopes:
+        for tier in Tier:
+            await index.put(ScopeUse(scope, 16, 100 + tier), "w", tier, hashes)
+    await pass_stored_time(store, index, 10**6)
+    found = await used(index)
+    assert found == {(scope, tier): pytest.approx((100 + tier) * 10**6, rel=1e-3) for scope in scopes for tier in Tier}
+    await index.clear_worker("w")
+    for shard in range(index.shards):
+        await index.sweep(shard, 10_000)
+    assert (await used(index)).keys() == found.keys()
+
+
 @pytest.mark.parametrize("seed", range(5))
 async def test_in_the_store_it_is_the_same(seed: int, store: Store) -> None:
     random, naive, began_s = Random(seed), Naive(), monotonic()

@@ -3,10 +3,12 @@
 import msgpack
 import pytest
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.tiers import Tier
 from kvatlas_publishers.engine_events import EngineBatch, EngineStored
 from kvatlas_publishers.ledger.block_bytes import BlockBytes
 from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
+from kvatlas_publishers.ledger.lineage import Lineage
 from kvatlas_publishers.settings import PublisherSettings
 
 SCOPE, OTHER = b"scope-id", b"other-id"
@@ -60,6 +62,9 @@ def test_a_tier_that_was_once_listed_stays_in_the_list_since_what_a_message_leav
         block_bytes.tell(SCOPE, Tier.CPU_DRAM, told)
         sizes.append(block_bytes.of(SCOPE, 4).tier_bytes)
     assert sizes == [(), ((Tier.CPU_DRAM, 50),), ((Tier.CPU_DRAM, 100),)]
+    block_bytes.forget_scope(SCOPE)
+    block_bytes.tell(SCOPE, Tier.CPU_DRAM, 100)
+    assert block_bytes.of(SCOPE, 4).tier_bytes == ((Tier.CPU_DRAM, 100),), "the index may still have the size before"
 
 
 def test_an_offloaded_block_without_token_ids_gives_its_tiers_size_too() -> None:
@@ -71,26 +76,36 @@ def test_an_offloaded_block_without_token_ids_gives_its_tiers_size_too() -> None
     assert loaded.sizes == ledger.sizes
 
 
-def test_an_offloaded_block_of_another_size_gives_none() -> None:
-    ledger = of_ledger(4096)
-    ledger.fold(EngineBatch([EngineStored([1], None, [], 16, Tier.CPU_DRAM, block_bytes=16_384)]))
-    assert [use.sizes for use in ledger.uses.values()] == [(4, 4096, ())]
+def test_the_bytes_of_an_offloaded_block_of_another_size_are_not_those_of_the_engines_blocks() -> None:
+    ledger = of_ledger(100)
+    ledger.fold(EngineBatch([EngineStored([1], None, [], 16, Tier.CPU_DRAM, block_bytes=400)]))
+    assert [use.sizes for use in ledger.uses.values()] == [(4, 100, ())]
 
 
-def test_a_size_that_was_listed_once_is_listed_even_after_its_scope_was_forgotten() -> None:
-    block_bytes = BlockBytes(LedgerSettings("m", "m", block_bytes=100))
-    block_bytes.tell(SCOPE, Tier.CPU_DRAM, 50)
-    block_bytes.of(SCOPE, 4)
-    block_bytes.forget_scope(SCOPE)
-    block_bytes.tell(SCOPE, Tier.CPU_DRAM, 100)
-    assert block_bytes.of(SCOPE, 4).tier_bytes == ((Tier.CPU_DRAM, 100),)
+class CountingBlockBytes(BlockBytes):
+    """Counts how often a scope's sizes are worked out."""
+
+    reads = 0
+
+    def of(self, scope_id: bytes, block_size: int | None) -> BlockSizes:
+        self.reads += 1
+        return super().of(scope_id, block_size)
 
 
-def test_a_ledger_that_was_saved_without_sizes_by_tier_takes_no_size_over() -> None:
-    version, *fields = msgpack.unpackb(of_ledger(4096).dump())
-    assert fields.pop() == [[]]
-    loaded = Ledger.load(msgpack.packb([version, *fields]), LedgerSettings("m", "m", block_bytes=64))
-    assert loaded.sizes.block_bytes == 64
+def test_a_scopes_first_size_costs_the_same_however_many_scopes_there_are() -> None:
+    settings = LedgerSettings("m", "m", salt_is_tenant=True)
+    block_bytes = CountingBlockBytes(settings)
+    lineage = Lineage(settings, block_bytes)
+    for number in range(100):
+        lineage.tell_block_bytes(lineage.namespace(None, f"tenant{number}", 4), Tier.HBM, 4096)
+    assert {use.block_bytes for use in lineage.uses.values()} == {4096}
+    assert block_bytes.reads == 200
+
+
+def test_a_ledger_saved_without_tiers_gives_no_sizes_because_they_may_be_another_tiers() -> None:
+    *fields, _ = msgpack.unpackb(of_ledger(4096).dump())
+    loaded = Ledger.load(msgpack.packb(fields), LedgerSettings("m", "m"))
+    assert [use.sizes for use in loaded.uses.values()] == [(4, 0, ())]
 
 
 @pytest.mark.parametrize("told", [0, 4096])

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -5,7 +6,8 @@ from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.wire import encode
 from kvatlas.events import Checkpoint, Cleared, IndexEvent, Message, Removed, ScopeUse, Stored
-from kvatlas.identity import Scope
+from kvatlas.identity import OWN_CHAIN, Scope
+from kvatlas.validation import MAX_BLOCK_BYTES
 from kvatlas_publishers.stream.message_split import event_bytes, split_into_messages
 
 SCOPES = [Scope("m" * n, "t", adapter) for n, adapter in ((1, None), (400, "lora"), (9, "другой"))]
@@ -67,6 +69,17 @@ def test_an_event_takes_at_most_its_bound(event: IndexEvent) -> None:
 def test_events_that_fit_are_one_message() -> None:
     flushed: list[IndexEvent] = [Stored(sid, Tier.HBM, bytes(8 * 1000)) for sid in USES]
     assert len(split_into_messages(flushed, USES, 512 * 1024)) == 1
+
+
+@pytest.mark.parametrize("chain", [OWN_CHAIN, "external:" + "c" * 503])
+def test_the_longest_scope_fits_even_if_the_message_is_just_full(chain: str) -> None:
+    scope = Scope("m" * 512, "t" * 512, "a" * 512, "n" * 512, chain)
+    use = ScopeUse(scope, 1 << 16, MAX_BLOCK_BYTES, tuple((tier, MAX_BLOCK_BYTES) for tier in list(Tier)[1:]))
+    for count in range(130, 260):
+        stored = Stored(scope.scope_id, Tier.HBM, bytes(8 * count), bytes(8), 1 << 40)
+        for part, scopes in split_into_messages([stored], {scope.scope_id: use}, 4_096):
+            longest = Message("w" * 64, (1 << 64) - 1, (1 << 53) - 1, part, scopes, 1 << 52)
+            assert len(encode(longest)) <= 4_096
 
 
 def test_no_events_make_no_message() -> None:

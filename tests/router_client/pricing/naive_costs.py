@@ -169,7 +169,8 @@ def sources(
     workers: Mapping[str, FleetRecord], held: Mapping[str, Sequence[Tier]], me: EngineEndpoint, mine: int
 ) -> list[str]:
     """In each transfer group the deepest copy, and the deepest in the own domain; of equal ones the one whose farthest
-    tier is nearest, then the one of fewest bytes, then the last by name."""
+    tier is nearest, then the one of fewest bytes, the farthest tier's first, then the last by name. Copies whose bytes
+    their holder does not know are compared among themselves."""
     found = []
     for group in me.transfer_groups or ("",):
         givers = [
@@ -187,18 +188,26 @@ def sources(
         for some in (givers, [id for id in givers if workers[id].endpoint.locality_domain == me.locality_domain]):
             if some:
                 copies = {id: fetched(workers[id].endpoint, held[id]) for id in some}
-                best = max(
-                    (len(copy), -max(copy), -_bytes(copy, workers[id].endpoint), id) for id, copy in copies.items()
-                )
-                if best[0] > mine:
-                    found.append(best[3])
+                depth = max((len(copy), -max(copy)) for copy in copies.values())
+                deepest = {
+                    id: bytes_by_tier(workers[id].endpoint, copy)
+                    for id, copy in copies.items()
+                    if depth == (len(copy), -max(copy))
+                }
+                for known in (True, False):
+                    alike = [(sizes, id) for id, (all_known, sizes) in deepest.items() if all_known == known]
+                    if alike and depth[0] > mine:
+                        fewest = min(alike)[0]
+                        found.append(max(id for sizes, id in alike if sizes == fewest))
     return found
 
 
-def _bytes(copy: Sequence[Tier], holder: EngineEndpoint) -> float:
-    """Of the blocks of these tokens, added up; infinite if the holder has not reported one of them."""
-    sizes = [holder.tier_block_bytes.get(tier.label, holder.block_bytes) for tier in copy]
-    return sum(sizes) if all(sizes) else inf
+def bytes_by_tier(source: EngineEndpoint, tiers: Sequence[Tier]) -> tuple[bool, list[int]]:
+    """Whether the source knows all bytes of a copy, and those that it knows, from the farthest tier on."""
+    sizes = [source.tier_block_bytes.get(tier.label, source.block_bytes) for tier in tiers]
+    return all(sizes), [
+        sum(size for size, tier in zip(sizes, tiers, strict=True) if tier is one) for one in sorted(Tier, reverse=True)
+    ]
 
 
 def fetched(source: EngineEndpoint, held: Sequence[Tier]) -> Sequence[Tier]:
@@ -227,7 +236,7 @@ def engine(parts: Sequence[Part], input_tokens: int, output_tokens: int, busy: B
         if part.at_hand:
             continue
         set_up, a_mib = part.rate or SET_UP_AND_MIB[part.priced_as]
-        mib = (part.bytes or 131_072 * part.tokens) / MIB  # a size that nobody has reported is assumed
+        mib = (part.bytes or part.tokens * 131_072) / MIB
         transfer += set_up + a_mib * mib
         if part.rate is None and not part.own and part.priced_as is not Tier.REMOTE_HBM:
             transfer += 25 * mib  # the network

@@ -284,6 +284,21 @@ async def test_workers_that_only_decode_fetch_from_each_other() -> None:
     assert (pair.worker_id, pair.decode.source) == ("free", "full")
 
 
+async def test_the_transfer_has_the_bytes_of_the_prefill_workers_blocks() -> None:
+    """Or else the decode worker's."""
+    transfers = []
+    for sizes in ({"p": 4 << 20}, {"p": 1 << 20}, {"p": 0}, {"p": 4 << 20, "q": 1 << 20}):
+        prefills = [
+            prefill(id, block_bytes=size, load={"running_decodes": 9} if id == "p" else {})
+            for id, size in sizes.items()
+        ]
+        client = await router(pool(*prefills, decode("d", load=QUEUED)))
+        pair = await client.reserve_pd(PROMPT, dry_run=True)
+        transfers.append({term.name: term.us for term in pair.decode.result.terms}["transfer"])
+        assert pair.score_us >= pair.decode.score_us > transfers[-1]
+    assert transfers == [100 + 25 * 4 * 500, 100 + 25 * 500, 100 + 25 * 500, 100 + 25 * 500]
+
+
 # ---------------------------------------------------------------- booked
 
 

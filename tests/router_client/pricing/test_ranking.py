@@ -311,6 +311,26 @@ def test_a_booking_may_choose_among_the_first_equal_sources_and_each_reader_has_
     assert set(offered[2].sources) != set(offered[3].sources)
 
 
+@pytest.mark.parametrize("sizes", [(3_000, 2 << 20), (2 << 20, 3_000), (3_000, 0), (0, 3_000)])
+def test_of_equally_deep_copies_the_cheaper_one_is_read(sizes: tuple[int, int]) -> None:
+    me = worker("me", **PEER)
+    peers = [
+        worker(id, **{**PEER, "block_bytes": size}, role=Role.DECODE) for id, size in zip("ab", sizes, strict=True)
+    ]
+    both = {id: held(9_600, Tier.CPU_DRAM) for id in "ab"}
+    (result,) = rank(prompt(10_000), pool(me, *peers), both, EngineProfile())
+    assert result.source == "ab"[sizes.index(3_000)]
+
+
+def test_sources_are_equal_if_what_is_read_of_them_is() -> None:
+    """Sizes in other tiers change no price."""
+    others: dict[int, dict[str, Any]] = {2: {"tier_block_bytes": {"local_ssd": 5}}, 3: {"block_bytes": 2 << 20}}
+    peers = [worker(f"s{n}", **{**PEER, **others.get(n, {})}, role=Role.DECODE) for n in range(5)]
+    copies = {f"s{n}": held(9_600) for n in range(5)} | {"s1": HeldPrefix.of((Run(9_600, (Tier.HBM, Tier.CPU_DRAM)),))}
+    (quote,) = quote_candidates(prompt(10_000), Pool.of(pool(worker("w", **PEER), *peers)), copies, fingerprint=b"")
+    assert quote.fetching is not None and set(quote.fetching.sources) == {"s0", "s1", "s2", "s4"}
+
+
 def test_nothing_is_fetched_from_a_worker_that_the_request_may_not_have() -> None:
     workers = pool(worker("w1", **PEER), worker("w2", state=EngineState.DRAINING, **PEER))
     whole = Pool.of({**workers, "w2": workers["w2"].model_copy(update={"tenants": ("acme",)})})

@@ -1,8 +1,8 @@
 -- Folding one worker's messages into its record. The record is read in the same call and never taken from the caller, so a
 -- replay, a zombie or a second owner changes nothing.
 --
--- self: one worker of the call: {c = the call, see _apply.lua; worker = id; record; uses = {scope id -> 8 bytes for each of its
---   entries in touched, without the scope id}}
+-- self: one worker of the call: {c = the call, see _apply.lua; worker = id; record; uses = {incarnation -> {scope id -> 8 bytes
+--   for each of its entries in touched, without the scope id}}}
 -- event: as on the bus (kvatlas/bus/wire.py); if it has hashes, their two sums follow
 
 local CODE = {
@@ -70,7 +70,7 @@ local function touch(self, holder, scope_id)
   while at and at % 16 ~= 1 do
     at = string.find(touched, scope_id, at + 1, true)
   end
-  local use = self.uses[scope_id]
+  local use = self.uses[self.record[INCARNATION]][scope_id]
   if not at then
     new[#new + 1] = with_sizes(scope_id, '', use)
     return

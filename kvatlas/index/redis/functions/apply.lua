@@ -20,7 +20,7 @@
 --        scope: {scope id, 1 if two events may have a block in common, otherwise 0, number of blocks, some of their hashes,
 --        packed}
 --        position: {partition, stream creation us, stream seq before the batch, stream seq after it}
---        worker: {worker id, partition, {scope id -> block size, block bytes (2 x u32 BE)}, {group...}}
+--        worker: {worker id, partition, {incarnation -> {scope id -> its sizes, see _fold.lua}}, {group...}}
 --        group: {incarnation, first seq, last seq, {event...}}; if a message may come in parts, then also first step, 1 if the
 --          message ends with these events, {step after each event}; see _fold.lua. No event repeats a block.
 -- returns msgpack {{weight of each scope...}, counts in the order of COUNTS, {moved partition...}, {worker id, record...}};

@@ -8,29 +8,30 @@
 --      5 spent
 --      6... blocks and marks of each scope that is removed
 -- ARGV 1 holder
---      2 its list as it was read
---      3 the list without these scopes
--- returns 1; 0 if the list has changed, or one of the scopes has blocks or marks
+--      2 ids of these scopes, packed
+-- returns 1; 0 if one of the scopes has blocks or marks
 register_always('kvatlas_untouch', function(keys, args)
-  local touched, holder, before, rest = keys[1], args[1], args[2], args[3]
-  if redis.call('HGET', touched, holder) ~= before then
-    return 0
-  end
+  local touched, holder, gone = keys[1], args[1], split(args[2])
   for i = 6, #keys do
     if redis.call('EXISTS', keys[i]) == 1 then
       return 0
     end
   end
   local k = { touched = touched, held = keys[2], holders = keys[3], moments = keys[4], spent = keys[5] }
-  local gone, kept = {}, sizes_of(rest)
-  for scope_id in pairs(sizes_of(before)) do
-    gone[#gone + 1] = #scope_id == 8 and not kept[scope_id] and scope_id or nil
-  end
   settle_usage(k, { holder }, gone)
-  if rest == '' then
+  local is_gone, before, kept = {}, redis.call('HGET', touched, holder) or '', {}
+  for _, scope_id in ipairs(gone) do
+    is_gone[scope_id] = true
+  end
+  for at = 1, #before, 16 do
+    if not is_gone[string.sub(before, at, at + 7)] then
+      kept[#kept + 1] = string.sub(before, at, at + 15)
+    end
+  end
+  if #kept == 0 then
     redis.call('HDEL', touched, holder)
   else
-    redis.call('HSET', touched, holder, rest)
+    redis.call('HSET', touched, holder, table.concat(kept))
   end
   return 1
-end, 3, MOST_LIST)
+end, 2)

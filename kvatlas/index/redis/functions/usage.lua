@@ -11,13 +11,14 @@
 register_read_only('kvatlas_usage', function(keys, args)
   local k, holder = { holders = keys[1], held = keys[2], moments = keys[3], touched = keys[4] }, args[1]
   local touched, first, most = redis.call('HGET', k.touched, holder) or '', integer(args[2], 0, 1e9), integer(args[3], 1, 512)
-  -- a scope's entries follow each other, one for each of 5 tiers at most
-  local sizes, some, found = sizes_of(string.sub(touched, 16 * first + 1, 16 * (first + most + 4))), {}, {}
-  for at = 16 * first + 1, math.min(#touched, 16 * (first + most)), 16 do
-    if string.byte(touched, at + 8) == 0 then -- otherwise it is another entry of a scope
-      some[#some + 1] = string.sub(touched, at, at + 7)
+  local page = string.sub(touched, 16 * first + 1, 16 * (first + most + 4)) -- a scope has 5 entries at most
+  local some, found = {}, {}
+  for at = 1, math.min(#page, 16 * most), 16 do
+    if string.byte(page, at + 8) == 0 then -- otherwise it is another entry of a scope
+      some[#some + 1] = string.sub(page, at, at + 7)
     end
   end
+  local sizes = sizes_of(page)
   local block_ms = block_ms_of(k, { holder }, some)
   for i = 1, #block_ms, 2 do
     local place = string.sub(block_ms[i], 4)
