@@ -11,7 +11,6 @@ its source does not know has the reader's, so it is compared with the others for
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf
 from zlib import crc32
 
 from kvatlas.blocks.tiers import Tier

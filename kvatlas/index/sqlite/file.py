@@ -20,9 +20,8 @@ from kvatlas.index.protocol import DEFAULT_PARTITIONS, DEFAULT_SHARDS
 
 APPLICATION_ID = 0x6B766174
 VERSION = 3
-"""Version 2 keeps pinned blocks in a separate table; in version 3, tiers may have blocks of other sizes."""
-READABLE_VERSIONS = (2, 3)
-"""An older file becomes one of the newest version when it is opened."""
+"""Version 2 keeps pinned blocks in a separate table; version 3 a holder's block sizes by tier. A file of version 2 is read."""
+_READABLE = (2, VERSION)
 
 _TABLES = {
     "layout": ("id INTEGER", "partitions INTEGER, shards INTEGER"),
@@ -218,7 +217,7 @@ class IndexFile:
         [tables] = execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if tables and application != APPLICATION_ID:
             raise DamagedFile(self.path, "another program's database", "choose another file")
-        if tables and version not in READABLE_VERSIONS:
+        if tables and version not in _READABLE:
             raise LayoutMismatch(f"index file {self.path}: version {version}; this kvatlas expects {VERSION}")
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = NORMAL")
@@ -226,11 +225,11 @@ class IndexFile:
         [self._page_bytes] = execute("PRAGMA page_size").fetchone()
         if version != VERSION:
             with self._transaction():
-                for statements in _SAY.values():
-                    execute(statements.create)
-                execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        if version != VERSION:
-            execute(f"PRAGMA user_version = {VERSION}")
+                if not tables:
+                    for statements in _SAY.values():
+                        execute(statements.create)
+                    execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                execute(f"PRAGMA user_version = {VERSION}")
 
     def _layout(self, partitions: int | None, shards: int | None) -> tuple[int, int]:
         wanted = partitions or DEFAULT_PARTITIONS, shards or DEFAULT_SHARDS

@@ -59,14 +59,6 @@ async def test_resident_bytes_are_those_of_each_scopes_blocks(index: ResidencyIn
     assert rows == [(SCOPE, Tier.HBM, 2, 200), (adapter, Tier.CPU_DRAM, 1, 1_000)]
 
 
-async def test_an_incarnation_in_the_same_call_does_not_keep_the_sizes_of_the_one_before(index: ResidencyIndex) -> None:
-    a = MessageSource("a")
-    messages = [a.begin(1), sized(a, Stored(SCOPE.scope_id, Tier.CPU_DRAM, head(2)), SCOPE, 100, (Tier.CPU_DRAM, 25))]
-    messages += [a.begin(2), sized(a, Stored(SCOPE.scope_id, Tier.CPU_DRAM, head(2)), SCOPE, 100)]
-    await apply_messages(index, *messages)
-    assert [(row.tier, row.blocks, row.bytes) for row in await index.resident_blocks()] == [(Tier.CPU_DRAM, 2, 200)]
-
-
 async def test_the_size_is_told_by_model_and_tier(index: ResidencyIndex) -> None:
     other, adapter = Scope("other", "tokenizer"), Scope("model", "tokenizer", "adapter")
     a, b = MessageSource("a"), MessageSource("b")

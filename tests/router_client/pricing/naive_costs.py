@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, takewhile
-from math import ceil, inf
+from math import ceil
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, Role

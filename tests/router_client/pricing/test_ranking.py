@@ -245,21 +245,6 @@ def test_the_nearer_of_two_equal_copies_is_read() -> None:
     assert {term.name: term.us for term in result.terms}["domain"] == 0
 
 
-def test_of_equally_deep_copies_the_one_of_fewest_bytes_is_read_and_tiers_that_are_not_read_do_not_count() -> None:
-    def source(id: str, block_bytes: int, **by_tier: int) -> FleetRecord:
-        return worker(id, **PEER, role=Role.DECODE, block_bytes=block_bytes, tier_block_bytes=by_tier)
-
-    reader = worker("me", **PEER)
-    for sizes in ((3_000, 2 << 20), (2 << 20, 3_000)):
-        two = pool(source("a", 1 << 20, cpu_dram=sizes[0]), source("b", 1 << 20, cpu_dram=sizes[1]), reader)
-        in_dram = {id: held(9_600, Tier.CPU_DRAM) for id in "ab"}
-        (result,) = rank(prompt(10_000), two, in_dram, EngineProfile())
-        assert result.source == ("a" if sizes[0] < sizes[1] else "b")
-    three = pool(source("a", 1 << 20), source("b", 1 << 20, local_ssd=5), source("c", 0), reader)
-    quotes = quote_candidates(prompt(10_000), Pool.of(three), {id: held(9_600) for id in "abc"}, fingerprint=b"")
-    assert [set(quote.equal_sources) for quote in quotes if quote.source] == [{"a", "b"}]
-
-
 def test_a_sender_that_passes_no_source_on_gets_no_price_of_one() -> None:
     workers = pool(worker("w1", **PEER), worker("w2", state=EngineState.DRAINING, **PEER))
     (result,) = rank(replace(prompt(10_000), fetch_by=frozenset()), workers, {"w2": held(9_600)}, EngineProfile())
