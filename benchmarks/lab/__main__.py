@@ -1,8 +1,7 @@
 """`python -m benchmarks.lab [--study NAME] [TRACE...]`: compares policies on generated workloads and on these traces, and
 writes docs/results.md.
 
-Without a name, the chapters that take under 15 minutes together on two free cores; `full` repeats them with more requests,
-which takes hours.
+Without a name, the chapters in `SHORT`; `full` repeats them with more requests, which takes hours.
 """
 
 import argparse
