@@ -29,6 +29,8 @@ LEAST_LOOK_S = 0.01
 MISSING_LOOKS = 3
 """A store that has lost some of this router's requests for so many looks gets them again; one that has lost all, at once."""
 
+FORGOTTEN_S = 2.0
+"""Time after which a store that was not asked has dropped what waits here. Without waiting requests, nothing is asked."""
 REST_S = 0.5
 """Time out of the queue for a request whose router sees only workers that asked for a pause."""
 
@@ -124,6 +126,8 @@ class _Line:
     asking: asyncio.Task[None] | None = None
     seen: Turns | None = None
     missed: int = 0
+    shared_s: float = 0.0
+    """When the store was last asked."""
     served_at: float | None = None
     gap_s: float = 1.0
     """Smoothed time between two served requests."""
@@ -205,6 +209,9 @@ class AdmissionQueue:
 
     async def _wait(self, pool_id: str, line: _Line, ticket: _Ticket, book: Book[T]) -> T:
         line.tickets[ticket.request.id] = ticket
+        line.left.discard(
+            ticket.request.id
+        )  # a look between the store's answer and now may have taken it for one that left
         self._ask_for_turns(pool_id, line)
         try:
             async with asyncio.timeout(max(0.0, ticket.until_s - self._clock())):
@@ -260,7 +267,8 @@ class AdmissionQueue:
         left = line.left - {row.id for row in rows}
         turns, shared = await self._source.turns(pool_id, left, rows)
         line.seen = turns if shared else None
-        if shared or not line.tickets:  # without requests this router asks no more, and the store drops it
+        line.shared_s = now if shared else line.shared_s
+        if shared or not line.tickets or now - line.shared_s > FORGOTTEN_S:
             line.left -= left
         if shared:
             for row in rows:
