@@ -140,7 +140,8 @@ class MemoryReservations:
             return None
         blocked = self._take_turn(pool, booking, now)
         found, matches = self._evaluate(pool, booking.ask, now, held)
-        self._check_room(pool, booking, found, blocked, now)
+        if booking.waiting is not None:
+            self._check_room(pool, booking.router_id, booking.waiting, found, blocked, now)
         source_known = found.source in pool.workers
         self._reserve(pool, booking.id, booking, found, found.chosen, matches, now)
         if found.prefill is not None and booking.prefill_id is not None:
@@ -152,6 +153,12 @@ class MemoryReservations:
             cached = found.by_offer[found.computing].predicted_tokens or found.offers[found.computing].cached_tokens
             pool.queue.record_booked(booking.waiting, max(0, booking.input_tokens - cached), cached, now)
         return found
+
+    def wait_without_room(self, pool_id: str, router_id: str, waiting: WaitingRequest, found: Evaluation) -> None:
+        """Let a request wait unless the workers that were chosen without bookings have room. Raises MustWait and
+        QueueIsFull."""
+        pool, now = self._purge(pool_id)
+        self._check_room(pool, router_id, waiting, found, frozenset(), now)
 
     def turns_now(
         self, pool_id: str, router_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
@@ -250,15 +257,21 @@ class MemoryReservations:
         return blocked
 
     def _check_room(
-        self, pool: MemoryPool, booking: Booking, found: Evaluation, blocked: frozenset[str], now: int
+        self,
+        pool: MemoryPool,
+        router_id: str,
+        waiting: WaitingRequest,
+        found: Evaluation,
+        blocked: frozenset[str],
+        now: int,
     ) -> None:
-        """Let a request that may wait do so unless its workers have room. Raises MustWait and QueueIsFull."""
-        waiting, queue = booking.waiting, pool.queue
+        """Let a request wait unless its workers have room. Raises MustWait and QueueIsFull."""
+        queue = pool.queue
         chosen = {found.chosen, found.computing}
         full = any(found.by_offer[number].over & NO_ROOM for number in chosen)
-        if waiting is None or not (full or any(found.offers[number].worker_id in blocked for number in chosen)):
+        if not (full or any(found.offers[number].worker_id in blocked for number in chosen)):
             return
-        queue.enter(waiting, booking.router_id, now)
+        queue.enter(waiting, router_id, now)
         if full:
             queue.narrow(waiting.id)
         raise MustWait(queue.place_of(waiting.id, WaitReason.FULL if full else WaitReason.TURN))

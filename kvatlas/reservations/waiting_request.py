@@ -108,13 +108,15 @@ class Place:
 class MustWait(KvatlasError):
     """The request was not booked: it has a place in its pool's queue, and gets its turn later.
 
-    `request`: as it waits, if known; `alone`: in the queue of one router, since it decides without the store.
+    `request`: as it waits, if known; `filed`: False if the store has yet to give it a place, since it answered too late;
+    `alone`: in the queue of one router, which decides without the store.
     """
 
-    def __init__(self, place: Place, request: WaitingRequest | None = None) -> None:
+    def __init__(self, place: Place, request: WaitingRequest | None = None, *, filed: bool = True) -> None:
         super().__init__(f"waits for its turn behind about {place.ahead} requests")
         self.place = place
         self.request = request
+        self.filed = filed
         self.alone = False
 
 

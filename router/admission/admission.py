@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvatlas.errors import KvatlasError, Unreachable
-from kvatlas.reservations import MustWait, QueueLimits, WaitingRequest
-from kvatlas.reservations.room_and_slo import NO_ROOM
-from kvatlas.reservations.waiting_request import Place, WaitReason
+from kvatlas.reservations import QueueLimits, WaitingRequest
 from kvatlas_router.admission.queue import AdmissionQueue, Wait
 from kvatlas_router.disaggregation.pair_booker import Booked, PairBooker
 from kvatlas_router.outliers.avoidance import Avoidance, EnginesRest
@@ -140,13 +138,9 @@ class Admission:
     ) -> Booked:
         async def book(as_it_waits: WaitingRequest, blocked: frozenset[str]) -> Booked | None:
             try:
-                choice = await self.book(replace(prompt, waiting=as_it_waits), text, blocked)
+                return await self.book(replace(prompt, waiting=as_it_waits), text, blocked)
             except EnginesRest:
                 return None
-            if choice.over & NO_ROOM:  # the choice was made without reservations
-                await choice.done(status=0)
-                raise MustWait(Place(WaitReason.FULL, 0, self._queue.waiting(), 0))
-            return choice
 
         choice: Booked = await self._queue.admit(prompt.scope.pool_id, waiting, book, wait, prompt.wait_s)
         self._counters.queued += bool(wait)

@@ -113,7 +113,7 @@ class _Ticket:
         if not self.entered and error.request is not None:
             known = error.request
             self.request = replace(self.request, workers=known.workers, output_tokens=known.output_tokens)
-        self.entered = True
+        self.entered = error.filed
 
 
 @dataclass(slots=True)
