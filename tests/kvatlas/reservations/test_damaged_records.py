@@ -45,9 +45,19 @@ pytestmark = pytest.mark.anyio
 KEYS: Mapping[str, str] = {key.rpartition(":")[2].partition(".")[0]: key for key in pool_keys(POOL)}
 HASHES = (
     *("load", "reservations", "predictions", "anchors", "groups", "routers", "rates"),
-    *("waiting_requests", "queue", "counters"),
+    *("waiting", "queue_numbers", "queue_counters", "queue_charges"),
 )
-SETS = ("booked", "owned", "predicted", "deadlines", "samples", "order_queued", "order_mix", "lines")
+SETS = (
+    "booked",
+    "owned",
+    "predicted",
+    "deadlines",
+    "samples",
+    "order_queued",
+    "order_mix",
+    "queue_lines",
+    "queue_deadlines",
+)
 LIKENESS = b"likeness"
 WORKERS = ("a", "b", "c")
 FAR_US = 1 << 60

@@ -346,7 +346,7 @@ async def test_the_queue_leaves_nothing_behind(store: Store, clock: Clock) -> No
     for n in range(5):
         await line.ask(f"t{n % 2}", router=f"r{n}", workers=("a",) if n % 2 else None)
     await line.serve(first)
-    for key in pool_keys(POOL)[17:21]:
+    for key in pool_keys(POOL)[17:23]:
         kind = await store.client.type(key)
         size = await store.client.hlen(key) if kind == b"hash" else await store.client.exists(key)
         assert size <= 4, key

@@ -78,7 +78,7 @@ async def test_a_killed_routers_requests_give_way_and_the_order_survives_a_store
             for asking in [line.asking for line in routers[1].queue._lines.values()]:
                 assert asking is not None
                 asking.cancel()
-            await store.client.delete(*pool_keys(POOL)[17:21])
+            await store.client.delete(*pool_keys(POOL)[17:23])
             await until(lambda: alive_wait(pool, 4), what="all but the killed router's wait again")
             await routers[0].end(running)
             await until(lambda: len(pool.served) == 5, what="the others are served")
