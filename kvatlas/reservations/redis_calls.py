@@ -44,7 +44,7 @@ _PARTS = (
             "order_kv",
             "order_mix",
             "sources",
-            "waiting",
+            "queued_requests",
             "queue_numbers",
             "queue_counters",
             "queue_lines",

@@ -170,7 +170,7 @@ class Booker:
         pool_id = prompt.scope.pool_id
         self._report_to_own(pool_id)
         booking = self._new_booking(prompt, ask, leased=False, waits=True)
-        if booking.waiting is not None and not self._breaker.is_open:
+        if booking.waiting is not None and booking.waiting.may_wait and not self._breaker.is_open:
             waited_s, place = self._waited.get(pool_id, (-inf, None))
             if place is not None and monotonic() - waited_s < LEASE_US / 1e6:
                 raise MustWait(place, booking.waiting, filed=False)
@@ -188,7 +188,7 @@ class Booker:
     def wait_without_room(self, prompt: Prompt, evaluation: Evaluation) -> None:
         """Let a prompt that may wait do so unless what was chosen without reservations has room. Raises MustWait and
         QueueIsFull."""
-        if (waiting := prompt.waiting) is None:
+        if (waiting := prompt.waiting) is None or not waiting.may_wait:
             return
         try:
             self._own.wait_without_room(prompt.scope.pool_id, self._leases.router_id, waiting, evaluation)

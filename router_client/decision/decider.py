@@ -244,7 +244,7 @@ class Decider:
 
     def _waiting_among(self, prompt: Prompt, pool: Pool) -> Prompt:
         """The prompt, waiting only for workers of the narrowed pool that it fits on, if others in its pool are left out."""
-        if prompt.waiting is None:
+        if prompt.waiting is None or not prompt.waiting.may_wait:
             return prompt
         whole = self._fleet.last_known(prompt.scope.pool_id)
         fits = pool.fits_everywhere(prompt.input_tokens)
@@ -410,7 +410,7 @@ def _record_fetchable(case: Case) -> None:
 def _waiting_for(prompt: Prompt, pool: Pool, workers: Set[str]) -> Prompt:
     """The prompt, waiting only for those of these workers of the pool whose caches can hold it. It does not wait if there are
     none: room would never come."""
-    if prompt.waiting is None:
+    if prompt.waiting is None or not prompt.waiting.may_wait:
         return prompt
     fit = workers & pool.serving_prompts_of(prompt.input_tokens)
     return replace(prompt, waiting=prompt.waiting.among(fit) if fit else None)

@@ -40,7 +40,7 @@ end
 -- Forgets everything that was booked, reported, or waits. Needed when the store's clock went back (it is another server's, or
 -- was set): old data would count as fresh until the clock is back where it was.
 local function reset(keys)
-  for i = LOAD, CHARGES do
+  for i = LOAD, QUEUE_CHARGES do
     redis.call('UNLINK', keys[i])
   end
 end

@@ -4,7 +4,7 @@
 -- A line is <lane> <rank, 8 hex digits> <tenant>; lanes and tenants are 16 hex digits. An account is its end, <rank> <tenant>.
 -- A place is <0 if its program runs, else 1> <deadline in us, 16 digits> <us at which it arrived, 16 digits>.
 --
--- waiting          id (16 bytes) -> cmsgpack { router, line, place, prompt tokens, expected units, weight in thousandths,
+-- queued_requests  id (16 bytes) -> cmsgpack { router, line, place, prompt tokens, expected units, weight in thousandths,
 --                  tenant }
 -- queue_lines      by bytes: 'p' <line> <place> <id> what waits in a line; 'r' <router> \0 <id> what waits at a router; 't'
 --                  <lane> <rank> <counter of the account, 16 digits> <tenant> the lines in their order; 'm' <tenant> <lane>
@@ -70,30 +70,30 @@ local function account_of(row, tenant)
 end
 
 local function get_entry(keys, id)
-  local packed = redis.call('HGET', keys[WAITING_REQUESTS], id)
+  local packed = redis.call('HGET', keys[QUEUED_REQUESTS], id)
   return packed and unpack_record(packed, ENTRY_FORM, 'waiting request')
 end
 
 -- Adds to a number of the queue, which is removed at 0. Returns the sum.
 local function add_to_queue(keys, field, number)
-  local sum = redis.call('HINCRBY', keys[QUEUE], field, string.format('%d', number))
+  local sum = redis.call('HINCRBY', keys[QUEUE_NUMBERS], field, string.format('%d', number))
   if sum <= 0 then
-    redis.call('HDEL', keys[QUEUE], field)
+    redis.call('HDEL', keys[QUEUE_NUMBERS], field)
   end
   return sum
 end
 
 -- Returns a number of the queue.
 local function queue_number(keys, field)
-  return tonumber(redis.call('HGET', keys[QUEUE], field) or 0) or 0
+  return tonumber(redis.call('HGET', keys[QUEUE_NUMBERS], field) or 0) or 0
 end
 
 local function queue_sizes(keys)
-  return redis.call('HLEN', keys[WAITING_REQUESTS]), queue_number(keys, 'tokens')
+  return redis.call('HLEN', keys[QUEUED_REQUESTS]), queue_number(keys, 'tokens')
 end
 
 local function lanes_of(keys)
-  local names, lanes = redis.call('HGET', keys[QUEUE], 'lanes') or '', {}
+  local names, lanes = redis.call('HGET', keys[QUEUE_NUMBERS], 'lanes') or '', {}
   for at = 1, #names, LANE_END do
     lanes[#lanes + 1] = string.sub(names, at, at + LANE_END - 1)
   end
@@ -101,7 +101,7 @@ local function lanes_of(keys)
 end
 
 local function counter_of(keys, account)
-  return tonumber(redis.call('HGET', keys[COUNTERS], 'c' .. account) or 0) or 0
+  return tonumber(redis.call('HGET', keys[QUEUE_COUNTERS], 'c' .. account) or 0) or 0
 end
 
 -- Returns the member of `queue_lines` that puts a line in order.
@@ -116,16 +116,16 @@ end
 
 -- Changes a tenant's requests and tokens; drops one without requests. `weight`: its present one.
 local function count_tenant(keys, tenant, requests, tokens, weight)
-  local known = redis.call('HGET', keys[QUEUE], 't' .. tenant)
+  local known = redis.call('HGET', keys[QUEUE_NUMBERS], 't' .. tenant)
   local had_requests, had_tokens, had_weight = string.match(known or '0 0 0', '^(%d+) (%d+) (%d+)$')
   if not had_requests then
     damaged('tenant of a queue')
   end
   requests, weight = had_requests + requests, weight or tonumber(had_weight)
   if requests > 0 then
-    redis.call('HSET', keys[QUEUE], 't' .. tenant, string.format('%d %d %d', requests, had_tokens + tokens, weight))
+    redis.call('HSET', keys[QUEUE_NUMBERS], 't' .. tenant, string.format('%d %d %d', requests, had_tokens + tokens, weight))
   else
-    redis.call('HDEL', keys[QUEUE], 't' .. tenant)
+    redis.call('HDEL', keys[QUEUE_NUMBERS], 't' .. tenant)
     weight = 0
   end
   add_to_queue(keys, 'weights', weight - had_weight)
@@ -137,7 +137,7 @@ local function may_wait(keys, row)
   if requests < row.most_requests and (requests == 0 or tokens + row.tokens <= row.most_tokens) then
     return true
   end
-  local known = redis.call('HGET', keys[QUEUE], 't' .. row.tenant)
+  local known = redis.call('HGET', keys[QUEUE_NUMBERS], 't' .. row.tenant)
   local own_requests, own_tokens, own_weight = string.match(known or '0 0 0', '^(%d+) (%d+) (%d+)$')
   local share = row.weight / (queue_number(keys, 'weights') - (own_weight or 0) + row.weight)
   return (own_requests or 0) + 1 <= row.most_requests * share
@@ -149,28 +149,28 @@ end
 -- Forgets the counters of accounts that do not wait.
 local function forget_counters(keys)
   local gone = {}
-  for _, field in ipairs(redis.call('HKEYS', keys[COUNTERS])) do
-    if string.sub(field, 1, 1) ~= 'c' or redis.call('HEXISTS', keys[QUEUE], 'a' .. string.sub(field, 2)) == 0 then
+  for _, field in ipairs(redis.call('HKEYS', keys[QUEUE_COUNTERS])) do
+    if string.sub(field, 1, 1) ~= 'c' or redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'a' .. string.sub(field, 2)) == 0 then
       gone[#gone + 1] = field
     end
   end
   for at = 1, #gone, CHUNK do
-    redis.call('HDEL', keys[COUNTERS], unpack(gone, at, math.min(#gone, at + CHUNK - 1)))
+    redis.call('HDEL', keys[QUEUE_COUNTERS], unpack(gone, at, math.min(#gone, at + CHUNK - 1)))
   end
 end
 
 -- Changes the counter of an account, and so the place of its lines. Returns the counter.
 local function set_counter(keys, account, counter)
-  local known, after = redis.call('HGET', keys[COUNTERS], 'c' .. account), math.min(math.max(0, counter), MOST_COUNTER)
-  if not known and redis.call('HLEN', keys[COUNTERS]) >= MOST_COUNTERS then
+  local known, after = redis.call('HGET', keys[QUEUE_COUNTERS], 'c' .. account), math.min(math.max(0, counter), MOST_COUNTER)
+  if not known and redis.call('HLEN', keys[QUEUE_COUNTERS]) >= MOST_COUNTERS then
     forget_counters(keys)
   end
-  redis.call('HSET', keys[COUNTERS], 'c' .. account, string.format('%d', after))
-  if redis.call('HEXISTS', keys[QUEUE], 'a' .. account) == 1 then
+  redis.call('HSET', keys[QUEUE_COUNTERS], 'c' .. account, string.format('%d', after))
+  if redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'a' .. account) == 1 then
     local before = tonumber(known or 0) or 0
     for _, lane in ipairs(lanes_of(keys)) do
-      if redis.call('ZREM', keys[LINES], turn_member(lane, account, before)) == 1 then
-        redis.call('ZADD', keys[LINES], 0, turn_member(lane, account, after))
+      if redis.call('ZREM', keys[QUEUE_LINES], turn_member(lane, account, before)) == 1 then
+        redis.call('ZADD', keys[QUEUE_LINES], 0, turn_member(lane, account, after))
       end
     end
   end
@@ -180,7 +180,7 @@ end
 -- Returns the least counter of other tenants that wait in a lane with this account's rank; nil if there are none.
 local function least_in(keys, lane, account)
   local start, tenant = 't' .. lane .. string.sub(account, 1, 8), string.sub(account, 9)
-  for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[LINES], '[' .. start, '(' .. start .. 'g', 'LIMIT', 0, 2)) do
+  for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. start, '(' .. start .. 'g', 'LIMIT', 0, 2)) do
     if string.sub(member, 42) ~= tenant then
       return tonumber(string.sub(member, 26, 41))
     end
@@ -196,7 +196,7 @@ local function first_counter(keys, lane, account)
       least = there and math.min(least or there, there) or least
     end
   end
-  least = least or tonumber(redis.call('HGET', keys[COUNTERS], 'v' .. string.sub(account, 1, 8)) or 0) or 0
+  least = least or tonumber(redis.call('HGET', keys[QUEUE_COUNTERS], 'v' .. string.sub(account, 1, 8)) or 0) or 0
   return math.max(counter_of(keys, account), least)
 end
 
@@ -214,11 +214,11 @@ local function leave_queue(keys, gone, now)
   for i, one in ipairs(gone) do
     ids[i], ends[i] = one.id, 'e' .. one.id
   end
-  redis.call('HDEL', keys[WAITING_REQUESTS], unpack(ids))
+  redis.call('HDEL', keys[QUEUED_REQUESTS], unpack(ids))
   redis.call('ZREM', keys[QUEUE_DEADLINES], unpack(ends))
-  if redis.call('EXISTS', keys[WAITING_REQUESTS]) == 0 then
-    redis.call('UNLINK', keys[QUEUE], keys[LINES])
-    redis.call('HSET', keys[QUEUE], 'idle', string.format('%d', now))
+  if redis.call('EXISTS', keys[QUEUED_REQUESTS]) == 0 then
+    redis.call('UNLINK', keys[QUEUE_NUMBERS], keys[QUEUE_LINES])
+    redis.call('HSET', keys[QUEUE_NUMBERS], 'idle', string.format('%d', now))
     return
   end
   for _, one in ipairs(gone) do
@@ -244,15 +244,15 @@ local function leave_queue(keys, gone, now)
       members[#members + 1] = own_member(lane, account)
       add_to_queue(keys, 'lines', -1)
     elseif kind == 'c' then
-      redis.call('HDEL', keys[QUEUE], 'l' .. name, 'k' .. name)
+      redis.call('HDEL', keys[QUEUE_NUMBERS], 'l' .. name, 'k' .. name)
       local left = {}
       for _, other in ipairs(lanes_of(keys)) do
         left[#left + 1] = other ~= name and other or nil
       end
-      redis.call('HSET', keys[QUEUE], 'lanes', table.concat(left))
+      redis.call('HSET', keys[QUEUE_NUMBERS], 'lanes', table.concat(left))
     end
   end
-  redis.call('ZREM', keys[LINES], unpack(members))
+  redis.call('ZREM', keys[QUEUE_LINES], unpack(members))
   for tenant, of in pairs(tenants) do
     count_tenant(keys, tenant, of[1], of[2])
   end
@@ -264,7 +264,7 @@ end
 
 -- Drops what waits at a router that no longer asks, up to `most` requests. Returns how many.
 local function drop_waiting_of(keys, router, most, now)
-  local members = redis.call('ZRANGEBYLEX', keys[LINES], '[r' .. router .. '\0', '(r' .. router .. '\1', 'LIMIT', 0, most)
+  local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[r' .. router .. '\0', '(r' .. router .. '\1', 'LIMIT', 0, most)
   local gone = {}
   for _, member in ipairs(members) do
     local id = string.sub(member, -ID_BYTES)
@@ -272,7 +272,7 @@ local function drop_waiting_of(keys, router, most, now)
     if entry then
       gone[#gone + 1] = { id = id, entry = entry }
     else
-      redis.call('ZREM', keys[LINES], member)
+      redis.call('ZREM', keys[QUEUE_LINES], member)
     end
   end
   leave_queue(keys, gone, now)
@@ -311,13 +311,13 @@ local function renew_queue_lease(keys, router, now)
 end
 
 local function own_lines(keys, tenant)
-  return redis.call('ZLEXCOUNT', keys[LINES], '[m' .. tenant, '(m' .. tenant .. 'g')
+  return redis.call('ZLEXCOUNT', keys[QUEUE_LINES], '[m' .. tenant, '(m' .. tenant .. 'g')
 end
 
 -- Returns the lane in which a request may wait.
 local function lane_for(keys, row)
   local lane = row.lane
-  if lane == ALL_WORKERS or redis.call('HEXISTS', keys[QUEUE], 'c' .. lane) == 1
+  if lane == ALL_WORKERS or redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'c' .. lane) == 1
     or own_lines(keys, row.tenant) < MOST_LANES - #lanes_of(keys) then
     return lane
   end
@@ -328,8 +328,8 @@ end
 local function nearest_account(keys, lane, rank, tenant)
   local start = 'm' .. tenant .. lane
   local at = start .. string.format('%08x', rank)
-  local member = redis.call('ZRANGEBYLEX', keys[LINES], '[' .. at, '(' .. start .. 'g', 'LIMIT', 0, 1)[1]
-    or redis.call('ZREVRANGEBYLEX', keys[LINES], '(' .. at, '[' .. start, 'LIMIT', 0, 1)[1]
+  local member = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. at, '(' .. start .. 'g', 'LIMIT', 0, 1)[1]
+    or redis.call('ZREVRANGEBYLEX', keys[QUEUE_LINES], '(' .. at, '[' .. start, 'LIMIT', 0, 1)[1]
   return member and string.sub(member, -8) .. tenant
 end
 
@@ -338,7 +338,7 @@ local function account_for(keys, row, lane)
   local lines = queue_number(keys, 'lines')
   for shared, tenant in ipairs({ row.tenant, SHARED }) do
     local account, left = account_of(row, tenant), shared * MOST_LINES - lines
-    if redis.call('HEXISTS', keys[QUEUE], 'n' .. lane .. account) == 1 or own_lines(keys, tenant) < left then
+    if redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'n' .. lane .. account) == 1 or own_lines(keys, tenant) < left then
       return account
     end
     local nearest = nearest_account(keys, lane, row.rank, tenant)
@@ -351,14 +351,14 @@ end
 -- Adds a request to the queue, unless it waits already. Returns false if it may not wait.
 local function enter_queue(keys, row, router, now)
   renew_queue_lease(keys, router, now)
-  if redis.call('HEXISTS', keys[WAITING_REQUESTS], row.id) == 1 then
+  if redis.call('HEXISTS', keys[QUEUED_REQUESTS], row.id) == 1 then
     return true
   end
-  if redis.call('EXISTS', keys[WAITING_REQUESTS]) == 0 then
+  if redis.call('EXISTS', keys[QUEUED_REQUESTS]) == 0 then
     if now - queue_number(keys, 'idle') > FORGET_US then
-      redis.call('UNLINK', keys[COUNTERS], keys[CHARGES])
+      redis.call('UNLINK', keys[QUEUE_COUNTERS], keys[QUEUE_CHARGES])
     end
-    redis.call('UNLINK', keys[QUEUE], keys[LINES])
+    redis.call('UNLINK', keys[QUEUE_NUMBERS], keys[QUEUE_LINES])
   end
   local lane, tenant = lane_for(keys, row), row.tenant
   local account = account_for(keys, row, lane)
@@ -370,20 +370,20 @@ local function enter_queue(keys, row, router, now)
   local line, due = lane .. account, now + row.left
   local place = first .. padded(due) .. padded(math.max(0, now - row.age))
   local entry = { router, line, place, row.tokens, service_units(row.tokens, 0, row.output), row.weight, tenant }
-  if redis.call('HEXISTS', keys[QUEUE], 'n' .. line) == 0 then
+  if redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'n' .. line) == 0 then
     local counter = set_counter(keys, account, first_counter(keys, lane, account))
-    redis.call('ZADD', keys[LINES], 0, turn_member(lane, account, counter), 0, own_member(lane, account))
+    redis.call('ZADD', keys[QUEUE_LINES], 0, turn_member(lane, account, counter), 0, own_member(lane, account))
     add_to_queue(keys, 'lines', 1)
   end
-  redis.call('HSET', keys[WAITING_REQUESTS], row.id, cmsgpack.pack(entry))
+  redis.call('HSET', keys[QUEUED_REQUESTS], row.id, cmsgpack.pack(entry))
   redis.call('ZADD', keys[QUEUE_DEADLINES], string.format('%d', due), 'e' .. row.id)
-  redis.call('ZADD', keys[LINES], 0, 'p' .. line .. place .. row.id, 0, 'r' .. router .. '\0' .. row.id)
+  redis.call('ZADD', keys[QUEUE_LINES], 0, 'p' .. line .. place .. row.id, 0, 'r' .. router .. '\0' .. row.id)
   add_to_queue(keys, 'n' .. line, 1)
   add_to_queue(keys, 'a' .. account, 1)
   if add_to_queue(keys, 'c' .. lane, 1) == 1 then
     local workers = lane ~= STRAYS and row.workers
-    redis.call('HSET', keys[QUEUE], 'l' .. lane, workers and cmsgpack.pack(workers) or '')
-    redis.call('HSET', keys[QUEUE], 'lanes', (redis.call('HGET', keys[QUEUE], 'lanes') or '') .. lane)
+    redis.call('HSET', keys[QUEUE_NUMBERS], 'l' .. lane, workers and cmsgpack.pack(workers) or '')
+    redis.call('HSET', keys[QUEUE_NUMBERS], 'lanes', (redis.call('HGET', keys[QUEUE_NUMBERS], 'lanes') or '') .. lane)
   end
   add_to_queue(keys, 'o' .. router, 1)
   add_to_queue(keys, 'tokens', row.tokens)
@@ -412,14 +412,14 @@ end
 local function next_waiting(look, line, after)
   local keys, low = look.keys, after and '(' .. after or '[p' .. line
   while look.left > 0 do
-    local member = redis.call('ZRANGEBYLEX', keys[LINES], low, '(p' .. line .. '2', 'LIMIT', 0, 1)[1]
+    local member = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], low, '(p' .. line .. '2', 'LIMIT', 0, 1)[1]
     if not member then
       return nil
     end
     local id = string.sub(member, -ID_BYTES)
     local entry = get_entry(keys, id)
     if not entry then
-      redis.call('ZREM', keys[LINES], member)
+      redis.call('ZREM', keys[QUEUE_LINES], member)
     elseif tonumber(string.sub(entry[E_PLACE], 2, 17)) <= look.now or not is_alive(look, entry[E_ROUTER]) then
       leave_one(keys, id, entry, look.now)
     else
@@ -441,15 +441,15 @@ end
 -- Returns the first `most` requests of a lane in their order.
 local function first_in_lane(look, lane, most)
   local keys, heads, first = look.keys, {}, {}
-  local members = redis.call('ZRANGEBYLEX', keys[LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, most)
+  local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, most)
   for _, member in ipairs(members) do
     local rank, counter, tenant = string.sub(member, 18, 25), tonumber(string.sub(member, 26, 41)), string.sub(member, 42)
     local line = lane .. rank .. tenant
     local one = next_waiting(look, line)
     if one then
       heads[#heads + 1] = put_in_order(one, counter)
-    elseif redis.call('HEXISTS', keys[QUEUE], 'n' .. line) == 0 then
-      redis.call('ZREM', keys[LINES], member, own_member(lane, rank .. tenant))
+    elseif redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'n' .. line) == 0 then
+      redis.call('ZREM', keys[QUEUE_LINES], member, own_member(lane, rank .. tenant))
     end
   end
   while #first < most and heads[1] do
@@ -476,7 +476,7 @@ end
 -- Returns the workers of a lane; false for all.
 local function workers_of_lane(look, lane)
   if look.workers[lane] == nil then
-    local packed = redis.call('HGET', look.keys[QUEUE], 'l' .. lane)
+    local packed = redis.call('HGET', look.keys[QUEUE_NUMBERS], 'l' .. lane)
     look.workers[lane] = packed and packed ~= '' and cmsgpack.unpack(packed) or false
   end
   return look.workers[lane]
@@ -567,9 +567,9 @@ local function count_ahead(keys, id)
   local line, ahead = entry[E_LINE], 0
   local lane, rank, tenant = string.sub(line, 1, 16), string.sub(line, 17, 24), string.sub(line, 25)
   local start = 'p' .. line
-  local before = redis.call('ZLEXCOUNT', keys[LINES], '[' .. start, '(' .. start .. entry[E_PLACE] .. id)
+  local before = redis.call('ZLEXCOUNT', keys[QUEUE_LINES], '[' .. start, '(' .. start .. entry[E_PLACE] .. id)
   local own = padded(counter_of(keys, rank .. tenant)) .. tenant
-  local members = redis.call('ZRANGEBYLEX', keys[LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, MOST_AHEAD)
+  local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, MOST_AHEAD)
   for _, member in ipairs(members) do
     local other_rank, other = string.sub(member, 18, 25), string.sub(member, 26)
     if other_rank > rank then
@@ -591,7 +591,7 @@ local function narrow_window(keys, id)
   local entry = get_entry(keys, id)
   local lane = entry and string.sub(entry[E_LINE], 1, LANE_END)
   if lane and lane ~= STRAYS then
-    redis.call('HSET', keys[QUEUE], 'k' .. lane, 1)
+    redis.call('HSET', keys[QUEUE_NUMBERS], 'k' .. lane, 1)
   end
 end
 
@@ -600,38 +600,38 @@ local function record_queue_booked(keys, row, booking, uncached, cached, now)
   if row.program ~= '' then
     redis.call('ZADD', keys[QUEUE_DEADLINES], string.format('%d', now + PROGRAM_US), 'a' .. row.tenant .. row.program)
   end
-  if redis.call('EXISTS', keys[WAITING_REQUESTS]) == 0 then
+  if redis.call('EXISTS', keys[QUEUED_REQUESTS]) == 0 then
     return
   end
   local account, entry = account_of(row, row.tenant), get_entry(keys, row.id)
   if entry then
     account = string.sub(entry[E_LINE], ACCOUNT_AT)
     local window = 'k' .. string.sub(entry[E_LINE], 1, LANE_END)
-    redis.call('HSET', keys[QUEUE], window, math.min(MOST_WINDOW, 2 * math.max(1, queue_number(keys, window))))
+    redis.call('HSET', keys[QUEUE_NUMBERS], window, math.min(MOST_WINDOW, 2 * math.max(1, queue_number(keys, window))))
     leave_one(keys, row.id, entry, now)
   end
   local before, rank = counter_of(keys, account), string.sub(account, 1, 8)
   set_counter(keys, account, before + math.floor(service_units(uncached, cached, row.output) * 1000 / row.weight))
-  local served = tonumber(redis.call('HGET', keys[COUNTERS], 'v' .. rank) or 0) or 0
-  redis.call('HSET', keys[COUNTERS], 'v' .. rank, string.format('%d', math.max(served, before)))
-  if redis.call('HLEN', keys[CHARGES]) >= MOST_CHARGES then
-    redis.call('UNLINK', keys[CHARGES])
+  local served = tonumber(redis.call('HGET', keys[QUEUE_COUNTERS], 'v' .. rank) or 0) or 0
+  redis.call('HSET', keys[QUEUE_COUNTERS], 'v' .. rank, string.format('%d', math.max(served, before)))
+  if redis.call('HLEN', keys[QUEUE_CHARGES]) >= MOST_CHARGES then
+    redis.call('UNLINK', keys[QUEUE_CHARGES])
   end
-  redis.call('HSET', keys[CHARGES], booking, string.format('%s %d %d', account, row.weight, row.output))
+  redis.call('HSET', keys[QUEUE_CHARGES], booking, string.format('%s %d %d', account, row.weight, row.output))
 end
 
 -- Records that a booking ended. `output`: the tokens that its answer took, in place of the estimate; nil: unknown.
 local function record_queue_end(keys, booking, output)
-  local charge = redis.call('HGET', keys[CHARGES], booking)
+  local charge = redis.call('HGET', keys[QUEUE_CHARGES], booking)
   if not charge then
     return
   end
-  redis.call('HDEL', keys[CHARGES], booking)
+  redis.call('HDEL', keys[QUEUE_CHARGES], booking)
   local account, weight, expected = string.match(charge, CHARGE)
   if not account or #account ~= ACCOUNT_BYTES or tonumber(weight) < 1 then
     damaged('charge')
   end
-  if output and redis.call('HEXISTS', keys[COUNTERS], 'c' .. account) == 1 then
+  if output and redis.call('HEXISTS', keys[QUEUE_COUNTERS], 'c' .. account) == 1 then
     local more = math.floor(OUTPUT_UNITS * (output - expected) * 1000 / weight)
     set_counter(keys, account, counter_of(keys, account) + more)
   end

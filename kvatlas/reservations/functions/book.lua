@@ -141,7 +141,7 @@ end
 -- Chooses and reserves for a request that may wait. Returns the answer.
 local function book_in_turn(keys, args, row, owner, ask, now)
   local router, blocked = args[2], {}
-  if row.may_wait and redis.call('EXISTS', keys[WAITING_REQUESTS]) == 1 then
+  if row.may_wait and redis.call('EXISTS', keys[QUEUED_REQUESTS]) == 1 then
     if not enter_queue(keys, row, router, now) then
       return { QUEUE_IS_FULL, queue_sizes(keys) }
     end
