@@ -91,7 +91,7 @@ async def test_a_prompt_that_no_cache_can_hold_does_not_wait_and_others_wait_for
     client = RouterClient(MemoryIndex(), StaticFleet(workers), settings, reservations=RedisReservations(store))
     with pytest.raises(MustWait) as error:
         await client.reserve(waiting(2))
-    assert error.value.request is not None and error.value.request.workers == {"large"}
+    assert error.value.request is not None and error.value.request.workers == frozenset({"large"})
     assert (error.value.place.requests, error.value.alone) == (1, not booked)
 
 
@@ -100,7 +100,7 @@ async def test_a_prompt_that_follows_a_policy_waits_for_its_worker_only(store: S
     await report(store, workers)
     settings = RouterSettings(deadline_ms=60_000, most_deadline_ms=60_000)
     client = RouterClient(MemoryIndex(), StaticFleet(workers), settings, reservations=RedisReservations(store))
-    chosen = set()
+    chosen: set[str] = set()
     for number in range(2):
         with pytest.raises(MustWait) as error:
             await client.reserve(replace(waiting(number), strategy=Strategy.ROUND_ROBIN))
