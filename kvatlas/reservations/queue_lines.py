@@ -48,6 +48,8 @@ class QueueLines:
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
         self.places: dict[Line, list[Place]] = {}
+        self._accounts: list[tuple[int, int, str]] = []
+        """Rank, counter and tenant of all accounts that wait."""
         self._own: dict[str, list[tuple[str, int]]] = {}
         """By tenant, lane and rank of its lines."""
 
@@ -77,6 +79,8 @@ class QueueLines:
             stray = name == STRAYS
             lane = self.lanes[name] = Lane(None if stray else workers, MOST_WINDOW if stray else 1)
         if line not in self.places:
+            if not self.waits((rank, tenant)):
+                insort(self._accounts, (rank, counter, tenant))
             self.places[line] = []
             insort(lane.order, (rank, counter, tenant))
             insort(self._own.setdefault(tenant, []), (name, rank))
@@ -92,6 +96,8 @@ class QueueLines:
         del self.places[line]
         lane.order.remove((rank, counter, tenant))
         own.remove((name, rank))
+        if not self.waits((rank, tenant)):
+            self._accounts.remove((rank, counter, tenant))
         if not own:
             del self._own[tenant]
         if not lane.order:
@@ -105,21 +111,22 @@ class QueueLines:
     def move(self, account: Account, before: int, after: int) -> None:
         """Change the counter of an account, and so the place of its lines."""
         rank, tenant = account
-        for name, own in self._own.get(tenant, ()):
-            if own == rank:
-                order = self.lanes[name].order
-                del order[bisect_left(order, (rank, before, tenant))]
-                insort(order, (rank, after, tenant))
+        orders = [self.lanes[name].order for name, own in self._own.get(tenant, ()) if own == rank]
+        for order in (*orders, *([self._accounts] if orders else [])):
+            del order[bisect_left(order, (rank, before, tenant))]
+            insort(order, (rank, after, tenant))
 
     def least_counter(self, line: Line) -> int | None:
         """The least counter of other tenants that wait with the same rank: in the same lane, else in any; None if there are
         none."""
         lane, rank, tenant = line
-        least = self._least_in(lane, rank, tenant)
-        if least is not None:
-            return least
-        others = (self._least_in(other, rank, tenant) for other in self.lanes)
-        return min((other for other in others if other is not None), default=None)
+        there = self.lanes[lane].order if lane in self.lanes else []
+        for order in (there, self._accounts):
+            at = bisect_left(order, (rank, 0, ""))
+            for own_rank, counter, other in order[at : at + 2]:
+                if own_rank == rank and other != tenant:
+                    return counter
+        return None
 
     def width(self, lane: str) -> int:
         """The most requests of a lane that may be tried at once."""
@@ -138,8 +145,3 @@ class QueueLines:
             if 0 <= number < len(own) and own[number][0] == lane:
                 return lane, own[number][1], tenant
         return None
-
-    def _least_in(self, lane: str, rank: int, tenant: str) -> int | None:
-        order = self.lanes[lane].order if lane in self.lanes else []
-        at = bisect_left(order, (rank, 0, ""))
-        return next((counter for own, counter, other in order[at : at + 2] if own == rank and other != tenant), None)

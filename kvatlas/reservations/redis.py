@@ -145,7 +145,7 @@ class RedisReservations:
             del gone[:LEFT_A_CALL], rows[:WAITING_A_CALL]
             if not gone and not rows:
                 break
-        workers = [frozenset(worker.decode() for worker in lane) for lane in ahead]
+        workers = [frozenset(msgpack.unpackb(lane) if lane else ()) for lane in ahead]
         turns = {
             id: frozenset[str]().union(*(lane for number, lane in enumerate(workers[:passed], 1) if number != own_lane))
             for id, passed, own_lane in zip(flat[::3], flat[1::3], flat[2::3], strict=True)

@@ -7,8 +7,8 @@
 -- queued_requests  id (16 bytes) -> cmsgpack { router, line, place, prompt tokens, expected units, weight in thousandths,
 --                  tenant }
 -- queue_lines      by bytes: 'p' <line> <place> <id> what waits in a line; 'r' <router> \0 <id> what waits at a router; 't'
---                  <lane> <rank> <counter of the account, 16 digits> <tenant> the lines in their order; 'm' <tenant> <lane>
---                  <rank> a tenant's lines
+--                  <lane> <rank> <counter of the account, 16 digits> <tenant> the lines in their order; 'g' <rank> <counter>
+--                  <tenant> the accounts in theirs; 'm' <tenant> <lane> <rank> a tenant's lines
 -- queue_numbers    'tokens' all prompts'; 'lines' how many there are; 'lanes' their names, one after another; 'weights' the sum
 --                  of all tenants'; 'n' <line>, 'a' <account>, 'c' <lane>, 'o' <router> how many wait there; 't' <tenant> ->
 --                  "requests tokens weight"; 'l' <lane> -> cmsgpack list of its workers, '' for all; 'k' <lane> -> its window;
@@ -109,6 +109,11 @@ local function turn_member(lane, account, counter)
   return 't' .. lane .. string.sub(account, 1, 8) .. padded(counter) .. string.sub(account, 9)
 end
 
+-- Returns the member of `queue_lines` that puts an account in order.
+local function account_member(account, counter)
+  return 'g' .. string.sub(account, 1, 8) .. padded(counter) .. string.sub(account, 9)
+end
+
 -- Returns the member of `queue_lines` that lists a line with its tenant's.
 local function own_member(lane, account)
   return 'm' .. string.sub(account, 9) .. lane .. string.sub(account, 1, 8)
@@ -166,37 +171,38 @@ local function set_counter(keys, account, counter)
     forget_counters(keys)
   end
   redis.call('HSET', keys[QUEUE_COUNTERS], 'c' .. account, string.format('%d', after))
-  if redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'a' .. account) == 1 then
-    local before = tonumber(known or 0) or 0
-    for _, lane in ipairs(lanes_of(keys)) do
-      if redis.call('ZREM', keys[QUEUE_LINES], turn_member(lane, account, before)) == 1 then
-        redis.call('ZADD', keys[QUEUE_LINES], 0, turn_member(lane, account, after))
+  local before = tonumber(known or 0) or 0
+  if after ~= before and redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'a' .. account) == 1 then
+    local rank, start = string.sub(account, 1, 8), 'm' .. string.sub(account, 9)
+    local old, new = { account_member(account, before) }, { 0, account_member(account, after) }
+    for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. start, '(' .. start .. 'g')) do
+      if string.sub(member, -8) == rank then
+        local lane = string.sub(member, 18, 33)
+        old[#old + 1] = turn_member(lane, account, before)
+        new[#new + 1], new[#new + 2] = 0, turn_member(lane, account, after)
       end
     end
+    redis.call('ZREM', keys[QUEUE_LINES], unpack(old))
+    redis.call('ZADD', keys[QUEUE_LINES], unpack(new))
   end
   return after
 end
 
--- Returns the least counter of other tenants that wait in a lane with this account's rank; nil if there are none.
-local function least_in(keys, lane, account)
-  local start, tenant = 't' .. lane .. string.sub(account, 1, 8), string.sub(account, 9)
-  for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. start, '(' .. start .. 'g', 'LIMIT', 0, 2)) do
-    if string.sub(member, 42) ~= tenant then
-      return tonumber(string.sub(member, 26, 41))
+-- Returns the least counter of other tenants than this account's, of members that begin in this way; nil if there are none.
+local function least_of_others(keys, start, account)
+  local tenant, low, high = string.sub(account, 9), '[' .. start, '(' .. start .. 'g'
+  for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], low, high, 'LIMIT', 0, 2)) do
+    if string.sub(member, -16) ~= tenant then
+      return tonumber(string.sub(member, -32, -17))
     end
   end
 end
 
 -- Returns the counter at which an account begins to wait in a lane: that of others there, else of others in any lane.
 local function first_counter(keys, lane, account)
-  local least = least_in(keys, lane, account)
-  if not least then
-    for _, other in ipairs(lanes_of(keys)) do
-      local there = least_in(keys, other, account)
-      least = there and math.min(least or there, there) or least
-    end
-  end
-  least = least or tonumber(redis.call('HGET', keys[QUEUE_COUNTERS], 'v' .. string.sub(account, 1, 8)) or 0) or 0
+  local rank = string.sub(account, 1, 8)
+  local least = least_of_others(keys, 't' .. lane .. rank, account) or least_of_others(keys, 'g' .. rank, account)
+    or tonumber(redis.call('HGET', keys[QUEUE_COUNTERS], 'v' .. rank) or 0) or 0
   return math.max(counter_of(keys, account), least)
 end
 
@@ -243,6 +249,8 @@ local function leave_queue(keys, gone, now)
       members[#members + 1] = turn_member(lane, account, counter_of(keys, account))
       members[#members + 1] = own_member(lane, account)
       add_to_queue(keys, 'lines', -1)
+    elseif kind == 'a' then
+      members[#members + 1] = account_member(name, counter_of(keys, name))
     elseif kind == 'c' then
       redis.call('HDEL', keys[QUEUE_NUMBERS], 'l' .. name, 'k' .. name)
       local left = {}
@@ -379,7 +387,9 @@ local function enter_queue(keys, row, router, now)
   redis.call('ZADD', keys[QUEUE_DEADLINES], string.format('%d', due), 'e' .. row.id)
   redis.call('ZADD', keys[QUEUE_LINES], 0, 'p' .. line .. place .. row.id, 0, 'r' .. router .. '\0' .. row.id)
   add_to_queue(keys, 'n' .. line, 1)
-  add_to_queue(keys, 'a' .. account, 1)
+  if add_to_queue(keys, 'a' .. account, 1) == 1 then
+    redis.call('ZADD', keys[QUEUE_LINES], 0, account_member(account, counter_of(keys, account)))
+  end
   if add_to_queue(keys, 'c' .. lane, 1) == 1 then
     local workers = lane ~= STRAYS and row.workers
     redis.call('HSET', keys[QUEUE_NUMBERS], 'l' .. lane, workers and cmsgpack.pack(workers) or '')
@@ -395,7 +405,7 @@ end
 
 -- Begins to look at the queue.
 local function look_at_queue(keys, now)
-  return { keys = keys, now = now, alive = {}, workers = {}, left = MOST_REMOVED }
+  return { keys = keys, now = now, alive = {}, workers = {}, packed_workers = {}, left = MOST_REMOVED }
 end
 
 local function is_alive(look, router)
@@ -406,6 +416,10 @@ local function is_alive(look, router)
     look.alive[router] = alive
   end
   return alive
+end
+
+local function still_waits(look, entry)
+  return (tonumber(string.sub(entry[E_PLACE], 2, 17)) or 0) > look.now and is_alive(look, entry[E_ROUTER])
 end
 
 -- Returns the next request of a line that still waits, after a member of `queue_lines`; it drops some that do not.
@@ -420,10 +434,10 @@ local function next_waiting(look, line, after)
     local entry = get_entry(keys, id)
     if not entry then
       redis.call('ZREM', keys[QUEUE_LINES], member)
-    elseif tonumber(string.sub(entry[E_PLACE], 2, 17)) <= look.now or not is_alive(look, entry[E_ROUTER]) then
-      leave_one(keys, id, entry, look.now)
-    else
+    elseif still_waits(look, entry) then
       return { member = member, line = line, id = id, entry = entry }
+    else
+      leave_one(keys, id, entry, look.now)
     end
     look.left = look.left - 1
   end
@@ -476,25 +490,54 @@ end
 -- Returns the workers of a lane; false for all.
 local function workers_of_lane(look, lane)
   if look.workers[lane] == nil then
-    local packed = redis.call('HGET', look.keys[QUEUE_NUMBERS], 'l' .. lane)
+    local packed = look.packed_workers[lane]
     look.workers[lane] = packed and packed ~= '' and cmsgpack.unpack(packed) or false
   end
   return look.workers[lane]
+end
+
+-- Returns the first request of each lane; nil for one that has to be looked at by itself.
+local function heads_in_lanes(look, lanes)
+  local keys, lines, ids, heads = look.keys, {}, {}, {}
+  for i, lane in ipairs(lanes) do
+    local turn = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, 1)[1] or ''
+    local line = lane .. string.sub(turn, 18, 25) .. string.sub(turn, 42)
+    local member = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[p' .. line, '(p' .. line .. '2', 'LIMIT', 0, 1)[1] or ''
+    lines[i], ids[i] = { line, tonumber(string.sub(turn, 26, 41)) }, string.sub(member, -ID_BYTES)
+  end
+  for i, packed in ipairs(redis.call('HMGET', keys[QUEUED_REQUESTS], unpack(ids))) do
+    local entry = packed and unpack_record(packed, ENTRY_FORM, 'waiting request')
+    if entry and lines[i][2] and still_waits(look, entry) then
+      heads[i] = put_in_order({ line = lines[i][1], id = ids[i], entry = entry }, lines[i][2])
+    end
+  end
+  return heads
 end
 
 -- Returns the first requests of all lanes in their order, each with its lane. `wide`: as many as each lane's window may ever
 -- have, with `soon` if they are beyond the present one.
 local function first_of_lanes(look, wide)
   local keys, items, lanes = look.keys, {}, lanes_of(look.keys)
-  local share = math.max(1, math.floor(MOST_WINDOW / math.max(1, #lanes)))
-  for _, lane in ipairs(lanes) do
+  if not lanes[1] then
+    return items
+  end
+  local share, fields = math.max(1, math.floor(MOST_WINDOW / #lanes)), {}
+  for i, lane in ipairs(lanes) do
+    fields[i] = 'l' .. lane
+  end
+  for i, packed in ipairs(redis.call('HMGET', keys[QUEUE_NUMBERS], unpack(fields))) do
+    look.packed_workers[lanes[i]] = packed
+  end
+  local heads = share == 1 and heads_in_lanes(look, lanes) or {}
+  for i, lane in ipairs(lanes) do
     local width, window = share, MOST_WINDOW
     if lane == STRAYS then
       width = MOST_WINDOW
     else
       window = share > 1 and math.max(1, queue_number(keys, 'k' .. lane)) or 1
     end
-    for number, one in ipairs(first_in_lane(look, lane, wide and width or math.min(window, width))) do
+    local most = wide and width or math.min(window, width)
+    for number, one in ipairs(most == 1 and heads[i] and { heads[i] } or first_in_lane(look, lane, most)) do
       one.lane, one.number, one.soon = lane, number, number > window
       items[#items + 1] = one
     end

@@ -5,9 +5,9 @@
 --      2 ids of requests that wait no longer, one after another
 --      3 cmsgpack { rows of requests that wait, see _queue.lua... }
 -- returns cmsgpack { how many of its requests wait, how many of all routers, their prompts' tokens, { ids of those rows that
--- may not wait... }, 1 if one of its requests may be tried soon, { workers of each lane whose first request comes first...
--- }..., { id, how many of these lanes' workers it must leave to them, number of its own lane among them (0: none), ... } of its
--- requests that may be tried }
+-- may not wait... }, 1 if one of its requests may be tried soon, { packed list of the workers of each lane whose first request
+-- comes first... }, { id, how many of these lanes' workers it must leave to them, number of its own lane among them (0:
+-- none)... } of its requests that may be tried }
 local MOST_ROWS_A_CALL, MOST_LEFT = 16, 16
 
 register('kvatlas_pool_queue', function(keys, args)
@@ -47,7 +47,7 @@ register('kvatlas_pool_queue', function(keys, args)
     end
   end
   for i = 1, most do
-    lanes[i] = workers_of_lane(look, order[i]) or {}
+    lanes[i] = look.packed_workers[order[i]]
   end
   local own, requests, tokens = queue_number(keys, 'o' .. router), queue_sizes(keys)
   if own == 0 then
