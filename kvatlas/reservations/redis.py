@@ -57,7 +57,7 @@ IDS_A_CALL = 500
 MOST_SLICES = 10_000
 _NOT_IN_HBM, _TOO_MANY, _MUST_WAIT, _QUEUE_IS_FULL = -2, -3, -4, -5
 _WAIT_REASONS = {1: WaitReason.FULL, 2: WaitReason.TURN}
-WAITING_A_CALL, LEFT_A_CALL = 16, 16
+WAITING_A_CALL, LEFT_A_CALL = 8, 16
 """Limits of waiting requests that one call adds, and removes."""
 _INDEX = "INDEX "
 _TOO_LARGE = ("ask of ", "arguments of ")
@@ -138,7 +138,8 @@ class RedisReservations:
         gone, rows = list(left), [_waiting_row(one) for one in waiting]
         refused: set[bytes] = set()
         while True:
-            args = [router_id, b"".join(gone[:LEFT_A_CALL]), _pack(rows[:WAITING_A_CALL])]
+            last = len(gone) <= LEFT_A_CALL and len(rows) <= WAITING_A_CALL
+            args = [router_id, b"".join(gone[:LEFT_A_CALL]), _pack(rows[:WAITING_A_CALL]), int(last)]
             packed = await call_pool(self._store, "queue", pool_id, args)
             own, requests, tokens, refused_ids, near, ahead, flat = msgpack.unpackb(packed, raw=True)
             refused.update(refused_ids)

@@ -23,11 +23,12 @@
 --   is only charged }
 
 local LEASE_US, PROGRAM_US, FORGET_US = 1000000, 300000000, 60000000
-local MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 128, 512, 64
+local MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 64, 512, 64
 local MOST_COUNTERS, MOST_CHARGES, MOST_COUNTER = 2048, 65536, 9000000000000000
 local UNCACHED_UNITS, CACHED_UNITS, OUTPUT_UNITS = 10, 1, 20
 local MOST_LANE_WORKERS, MOST_RANK, MOST_COUNTED = 64, 4294967294, 2 ^ 40
-local MOST_DROPPED, MOST_REMOVED = 256, 16 -- that one call drops first, and finds in the order later
+local MOST_DROPPED, MOST_REMOVED, LINE_COSTS = 256, 16, 3 -- that one call drops first, and finds in the order later; a line
+-- that ends costs as much as some requests
 local ALL_WORKERS, STRAYS, SHARED = '0000000000000000', 'ffffffffffffffff', '0000000000000000'
 local E_ROUTER, E_LINE, E_PLACE, E_TOKENS, E_UNITS, E_WEIGHT, E_TENANT = 1, 2, 3, 4, 5, 6, 7
 local ENTRY_FORM = { 'string', 'string', 'string', 'number', 'number', 'number', 'string' }
@@ -270,21 +271,27 @@ local function leave_one(keys, id, entry, now)
   leave_queue(keys, { { id = id, entry = entry } }, now)
 end
 
--- Drops what waits at a router that no longer asks, up to `most` requests. Returns how many.
+-- Drops what waits at a router that no longer asks, as far as `most` goes. Returns what of it was used; `most` if there may be
+-- more.
 local function drop_waiting_of(keys, router, most, now)
   local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[r' .. router .. '\0', '(r' .. router .. '\1', 'LIMIT', 0, most)
-  local gone = {}
+  local gone, lines, used = {}, {}, 0
   for _, member in ipairs(members) do
     local id = string.sub(member, -ID_BYTES)
     local entry = get_entry(keys, id)
-    if entry then
+    if used >= most then
+      break
+    elseif entry then
       gone[#gone + 1] = { id = id, entry = entry }
+      used = used + (lines[entry[E_LINE]] and 1 or 1 + LINE_COSTS)
+      lines[entry[E_LINE]] = true
     else
       redis.call('ZREM', keys[QUEUE_LINES], member)
+      used = used + 1
     end
   end
   leave_queue(keys, gone, now)
-  return #members
+  return math.min(used, most)
 end
 
 -- Drops up to MOST_DROPPED requests that waited too long, or whose router no longer asks, and programs that no longer run.
@@ -613,14 +620,19 @@ local function count_ahead(keys, id)
   local before = redis.call('ZLEXCOUNT', keys[QUEUE_LINES], '[' .. start, '(' .. start .. entry[E_PLACE] .. id)
   local own = padded(counter_of(keys, rank .. tenant)) .. tenant
   local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, MOST_AHEAD)
-  for _, member in ipairs(members) do
+  local fields = { 'none' }
+  for i, member in ipairs(members) do
+    fields[i] = 'n' .. lane .. string.sub(member, 18, 25) .. string.sub(member, 42)
+  end
+  local numbers = redis.call('HMGET', keys[QUEUE_NUMBERS], unpack(fields))
+  for i, member in ipairs(members) do
     local other_rank, other = string.sub(member, 18, 25), string.sub(member, 26)
     if other_rank > rank then
       break
     elseif other == own and other_rank == rank then
       ahead = ahead + before
     else
-      local waiting = queue_number(keys, 'n' .. lane .. other_rank .. string.sub(member, 42))
+      local waiting = tonumber(numbers[i] or 0) or 0
       ahead = ahead + (other_rank < rank and waiting or math.min(waiting, before + (other < own and 1 or 0)))
     end
   end

@@ -4,11 +4,12 @@
 -- ARGV 1 router id
 --      2 ids of requests that wait no longer, one after another
 --      3 cmsgpack { rows of requests that wait, see _queue.lua... }
+--      4 1 to look for turns; 0 if another call follows
 -- returns cmsgpack { how many of its requests wait, how many of all routers, their prompts' tokens, { ids of those rows that
 -- may not wait... }, 1 if one of its requests may be tried soon, { packed list of the workers of each lane whose first request
 -- comes first... }, { id, how many of these lanes' workers it must leave to them, number of its own lane among them (0:
 -- none)... } of its requests that may be tried }
-local MOST_ROWS_A_CALL, MOST_LEFT = 16, 16
+local MOST_ROWS_A_CALL, MOST_LEFT = 8, 16
 
 register('kvatlas_pool_queue', function(keys, args)
   local router, left, rows = args[1], args[2], unpack_rows(args[3], MOST_ROWS_A_CALL)
@@ -35,7 +36,7 @@ register('kvatlas_pool_queue', function(keys, args)
       refused[#refused + 1] = row.id
     end
   end
-  local items = first_of_lanes(look, true)
+  local items = args[4] ~= '0' and first_of_lanes(look, true) or {}
   local found, order = turns_of(look, items)
   for _, one in ipairs(items) do
     near = one.entry[E_ROUTER] == router and 1 or near
@@ -55,4 +56,4 @@ register('kvatlas_pool_queue', function(keys, args)
   end
   expire_without_workers(keys)
   return cmsgpack.pack({ own, requests, tokens, refused, near, lanes, turns })
-end, 3, 131072)
+end, 4, 131072)
