@@ -57,6 +57,10 @@ async def test_a_request_waits_in_the_pools_queue_and_alone_while_the_store_is_a
         assert (turns.own, list(turns.turns), shared) == (2, [waiting(1).waiting.id], True)  # type: ignore[union-attr]
         with pytest.raises(QueueIsFull):
             await client.reserve(waiting(3, requests=2))
+        again = waiting(5).waiting
+        assert again is not None
+        again_at_once = replace(PROMPT, waiting=replace(again, may_wait=False))
+        assert (await client.reserve(again_at_once, avoid=["w0"])).worker_id in workers.keys() - {"w0"}
 
         line.cut()
         for _ in range(FAILURES + 1):  # a store that fails once may still keep the order
