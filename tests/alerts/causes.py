@@ -11,8 +11,10 @@ import nats
 from redis.asyncio import Redis
 
 from kvatlas.bus.subjects import events_subject
+from kvatlas.embedded.async_servers import EmbeddedServer
 from tests.alerts.fleet import Fleet
 from tests.alerts.odd_engine import OddEngine
+from tests.chaos.child_process import ChildProcess
 from tests.eventually import until
 from tests.http_client import http_client
 from tests.indexer.bus_publisher import BusPublisher
@@ -142,22 +144,28 @@ def tokens_beyond_32_bits(fleet: Fleet) -> AbstractAsyncContextManager[None]:
 
 
 @asynccontextmanager
-async def indexer_stutters(fleet: Fleet) -> AsyncIterator[None]:
-    """Half of the time it stands still."""
-
+async def _stuttering(server: ChildProcess | EmbeddedServer, stands_s: float, runs_s: float) -> AsyncIterator[None]:
     async def stutter() -> None:
         while True:
-            fleet.indexer.pause()
-            await anyio.sleep(2)  # its stutter
-            fleet.indexer.resume()
-            await anyio.sleep(1.5)  # its stutter
+            server.pause()
+            await anyio.sleep(stands_s)  # its stutter
+            server.resume()
+            await anyio.sleep(runs_s)  # its stutter
 
     async with anyio.create_task_group() as group:
         group.start_soon(stutter)
         yield
         group.cancel_scope.cancel()
-    if fleet.indexer.paused:
-        fleet.indexer.resume()
+    server.resume()
+
+
+def indexer_stutters(fleet: Fleet) -> AbstractAsyncContextManager[None]:
+    return _stuttering(fleet.indexer, 2, 1.5)
+
+
+def store_stutters(fleet: Fleet) -> AbstractAsyncContextManager[None]:
+    """It answers late, but in time for a decision."""
+    return _stuttering(fleet.valkey, 0.1, 0.05)
 
 
 @asynccontextmanager
@@ -297,9 +305,9 @@ CAUSES: Mapping[str, tuple[Cause, set[str]]] = {
             "KvatlasStoreFails",
             "KvatlasPartitionsWithoutOwner",
             "KvatlasDecisionsWithoutIndex",
-            "KvatlasDecisionsSlow",
         },
     ),
+    "store_stutters": (store_stutters, {"KvatlasDecisionsSlow"}),
     "store_is_nearly_full": (store_is_nearly_full, {"KvatlasStoreNearlyFull"}),
     "store_is_full": (store_is_full, {"KvatlasStoreOutOfMemory"}),
     "store_evicts": (store_evicts, {"KvatlasStoreEvicts"}),
