@@ -223,7 +223,7 @@ class Heartbeats:
         if beat.fleet_id is not None and self._fleet_id not in (None, beat.fleet_id):
             self._counters.heartbeats_refused += 1
             line = f"worker {worker_id} is ignored: its publisher is of fleet {beat.fleet_id}, this is fleet {self._fleet_id}"
-            self._log.report(worker_id, f"{line}; give each fleet a NATS (or an account) of its own")
+            self._log.report(worker_id, f"{line}; give each fleet its own NATS (or account)")
             return
         if (refusal := self._refusal(beat.endpoint)) is not None:
             self._counters.heartbeats_refused += 1

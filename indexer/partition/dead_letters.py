@@ -79,7 +79,7 @@ class DeadLetters:
             except (NatsError, APIError, TimeoutError) as error:
                 self._counters.dead_letters_dropped += len(self._letters)
                 self._letters.clear()
-                log.warning("dead letters dropped, not published: %s", str(error) or type(error).__name__)
+                log.warning("dead letters could not be published, and are lost: %s", str(error) or type(error).__name__)
 
     async def _make_stream(self) -> None:
         jetstream = self._client.jetstream()

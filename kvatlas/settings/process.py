@@ -121,11 +121,11 @@ class NatsSettings(ProcessSettings):
             if file is None or (name in given and not same_source):
                 continue
             if name in settings.model_fields_set and same_source:
-                raise SettingsError(f"{flag_of(name)} and {flag_of(name)}-file are both given; expected one of them")
+                raise SettingsError(f"{flag_of(name)} and {flag_of(name)}-file are both given; set only one of them")
             read[name] = read_secret(file, f"{flag_of(name)}-file")
         for kind in servers:
             if (getattr(settings, f"{kind}_cert_file") is None) != (getattr(settings, f"{kind}_key_file") is None):
-                raise SettingsError(f"--{kind}-cert-file and --{kind}-key-file belong together; expected both")
+                raise SettingsError(f"--{kind}-cert-file and --{kind}-key-file belong together; set both")
         if not read:
             return settings
         return super().load(**{**flags, **read})

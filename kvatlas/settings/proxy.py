@@ -173,7 +173,7 @@ class ProxySettings(RoutingSettings, ClientSettings):
         default=5.0,
         ge=0,
         le=600,
-        description="Seconds between being not ready and taking no more requests, when stopped.",
+        description="Seconds for which a stopping server is not ready but still accepts requests.",
     )
     grace_s: float = Field(
         default=180.0, ge=0, le=86_400, description="Seconds that running answers get after that, when stopped."

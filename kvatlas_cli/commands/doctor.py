@@ -25,15 +25,15 @@ RequestFlag = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="Follow one prompt: why is its overlap what it is? An OpenAI request, a router's hints, or token ids (with "
-        "--model-id); `-` for stdin.",
+        help="Explain the overlap of one prompt: a file with an OpenAI request, a router's hints, or token ids "
+        "(with --model-id); `-` for stdin.",
     ),
 ]
 
 
 @with_settings(DoctorSettings)
 def doctor(settings: DoctorSettings, request: RequestFlag = None, as_json: JsonFlag = False) -> None:
-    """Would a request be served well now? Then every finding and what to do; exit code 1 if one is an error."""
+    """Check if requests would be served well now, and print every finding with its fix; exit code 1 on errors."""
     found: list[Finding] = []
     run_query("doctor", settings, _examine(settings, found) if request is None else _follow(settings, request, found))
     if as_json:

@@ -22,7 +22,7 @@ def route(
     pd: PdFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Pick the worker on which a prompt costs least, and show every candidate's cost. Nothing is reserved."""
+    """Pick the cheapest worker for a prompt, and show every candidate's cost. Nothing is reserved."""
     prompt = read_prompt(settings, tokens, hints)
     run_query("route", settings, _route_pd(settings, prompt, as_json) if pd else _route(settings, prompt, as_json))
 

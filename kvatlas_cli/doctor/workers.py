@@ -71,7 +71,7 @@ def judge_missing(
         line += f"{join_names(silent)} (the last one was retired {since_s:,.0f} s ago)"
         yield Finding(check, Level.ERROR, line, "start `kvatlas publish` there again; after an hour they are forgotten")
     if never:
-        line = f"expected workers that are not there: {join_names(never)}"
+        line = f"expected workers are missing: {join_names(never)}"
         yield Finding(check, Level.ERROR, line, "start their engines and `kvatlas publish`, or change what is expected")
     if drained:
         line = f"workers that drained and left within the last hour: {join_names(drained)}"

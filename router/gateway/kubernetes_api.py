@@ -61,7 +61,7 @@ class KubernetesApi:
         except (OSError, httpx.HTTPError, ValueError) as error:
             raise KvatlasError(f"{path}: {' '.join(str(error).split())[:200]}") from error
         if not isinstance(found, dict):
-            raise KvatlasError(f"{path}: the answer is no object")
+            raise KvatlasError(f"{path}: the answer is not a JSON object")
         return found
 
 

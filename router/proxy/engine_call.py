@@ -69,9 +69,7 @@ class EngineCall:
         if path in FORMS or not self.body:
             return self
         if is_large(self.body):
-            raise InvalidValue(
-                f"the body has {len(self.body)} bytes; expected fewer, or tenants' caches could not be kept apart"
-            )
+            raise InvalidValue(f"the body has {len(self.body)} bytes, too many to keep tenants' caches apart")
         decoded = self.text.body if self.text is not None else read_object(self.body)[0]
         own = decoded.get("cache_salt")
         fields = {"cache_salt": salt_of(own if isinstance(own, str) and own else None)}

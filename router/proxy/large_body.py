@@ -31,9 +31,9 @@ async def find_model(body: bytes) -> str | None:
     WITHHELD at any depth.
     """
     if json.detect_encoding(body[:4]) != "utf-8":
-        raise UnreadableBody(f"the body has {len(body)} bytes; expected UTF-8 without a byte order mark in a large one")
+        raise UnreadableBody(f"the body has {len(body)} bytes; so large a body must be UTF-8 without a byte order mark")
     if body[:64].lstrip()[:1] != b"{":
-        raise UnreadableBody("the body is no JSON object")
+        raise UnreadableBody("the body is not a JSON object")
     at = depth = steps = 0
     key, names_value = b"", False
     model: str | None = None
@@ -43,7 +43,7 @@ async def find_model(body: bytes) -> str | None:
             await asyncio.sleep(0)
         if steps > MAX_STEPS:
             raise UnreadableBody(
-                f"the body has {len(body)} bytes with more than {MAX_STEPS} JSON values; expected fewer"
+                f"the body has {len(body)} bytes and more than {MAX_STEPS} JSON values, too many for a large body"
             )
         found = (_SHALLOW if depth == 1 else _DEEP).search(body, at, at + SLICE_BYTES)
         if found is None:
@@ -75,7 +75,7 @@ async def find_model(body: bytes) -> str | None:
             else:
                 _check_name(name, body)
     if depth or body[at:].strip():
-        raise UnreadableBody("the body is no JSON object: it does not end with one")
+        raise UnreadableBody("the body is not a JSON object: it does not end with one")
     return model
 
 
@@ -90,13 +90,13 @@ async def _end_of_text(body: bytes, start: int) -> int:
     for step in range(1, MAX_STEPS + 1):
         quote = body.find(b'"', at, at + SLICE_BYTES)
         if quote < 0 and at + SLICE_BYTES >= len(body):
-            raise UnreadableBody("the body is no JSON object: it ends in a text")
+            raise UnreadableBody("the body is not a JSON object: it ends in a text")
         if quote < 0 or step % SLICE_STEPS == 0:
             await asyncio.sleep(0)
         if quote >= 0 and _backslashes_before(body, start, quote) % 2 == 0:
             return quote + 1
         at = quote + 1 if quote >= 0 else at + SLICE_BYTES
-    raise UnreadableBody(f"the body has a text with more than {MAX_STEPS} quotes; expected fewer")
+    raise UnreadableBody(f"the body has a text with more than {MAX_STEPS} quotes, too many for a large body")
 
 
 def _backslashes_before(body: bytes, start: int, at: int) -> int:
