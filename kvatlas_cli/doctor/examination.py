@@ -42,7 +42,7 @@ SETTLE_S = 6.0
 """Longest wait for states that settle on their own during a rolling update. An indexer takes over a partition in 5 s."""
 _POLL_S = 0.2
 START = "indexers.start"
-_RETRIED = "once this is fixed, the indexers start by themselves"
+_RETRIED = "once this is fixed, the indexers start automatically"
 _CAUSES = (START, "nats.reachable", "store.reachable")
 _FOLLOWS = ("nats.stream", "nats.other", "indexers.members", "indexers.leases", "workers.index", "workers.settings")
 """Checks that fail because no indexer could start."""
@@ -181,7 +181,7 @@ async def _connect_nats(nats: NatsAccess, found: list[Finding], wait: bool, on_w
 
 def _cure_of(error: Unreachable, flag: str) -> str:
     if "certificate" in str(error):
-        return "processes connect by themselves once the server has a valid certificate"
+        return "processes connect automatically once the server has a valid certificate"
     if isinstance(error, AccessDenied):
         return f"check the credentials, and {flag}"
     return f"is it running, at this {flag}?"
