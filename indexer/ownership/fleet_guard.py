@@ -82,7 +82,7 @@ class FleetGuard:
                 try:
                     await self._check()
                 except (KvatlasError, RedisError) as error:
-                    log.debug("fleet not checked: %s", error)
+                    log.debug("fleet was not checked: %s", error)
         finally:
             await unsubscribe(subscription, self._client)
 

@@ -54,7 +54,7 @@ class DeadLetters:
         name = f"poison_{poison.reason}"
         setattr(self._counters, name, getattr(self._counters, name) + 1)
         why = _one_line(str(poison))
-        self._log.report(poison.reason, f"message on {subject} not applied ({poison.reason.value}): {why}")
+        self._log.report(poison.reason, f"message on {subject} was not applied ({poison.reason.value}): {why}")
         if len(self._letters) >= QUEUE_LETTERS:
             self._counters.dead_letters_dropped += 1
             return

@@ -81,7 +81,7 @@ class RepairLoop:
                 try:
                     await self.tick()
                 except (KvatlasError, RedisError, NatsError) as error:
-                    log.warning("workers' records not checked (%s), retrying in %g s", error, JUDGE_EVERY_S)
+                    log.warning("workers' records were not checked (%s), retrying in %g s", error, JUDGE_EVERY_S)
         finally:
             await unsubscribe(subscription, self._client)
 

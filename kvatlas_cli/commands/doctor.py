@@ -75,7 +75,9 @@ async def _list_pods(selector: str, found: list[Finding]) -> dict[str, str]:
             return await list_expected(api, selector)
         except KvatlasError as error:
             advice = "its service account needs the verb list on pods, as the collector's has"
-            found.append(Finding("workers.missing", Level.WARNING, f"pods with {selector} not listed: {error}", advice))
+            found.append(
+                Finding("workers.missing", Level.WARNING, f"pods with {selector} could not be listed: {error}", advice)
+            )
             return {}
 
 

@@ -198,7 +198,7 @@ class SharedStore:
             file.save(state)
         except OSError as error:
             publisher.counters.saves_failed += 1
-            log.warning("store %s: state not saved to %s: %s", self.worker_id, file.path, error.strerror)
+            log.warning("store %s: state was not saved to %s: %s", self.worker_id, file.path, error.strerror)
         else:
             publisher.counters.saves += 1
 

@@ -291,4 +291,4 @@ async def _report(call: Awaitable[None]) -> None:
     try:
         await call
     except Unreachable as error:
-        _log.warning("request not reported to the other routers: %s", error)
+        _log.warning("request was not reported to the other routers: %s", error)

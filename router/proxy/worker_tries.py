@@ -334,7 +334,7 @@ async def _end_booking(choice: Booked, status: int) -> None:
     try:
         await choice.done(status=status)
     except Unreachable as error:
-        _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
+        _log.warning("worker %s: booking was not released (%s); it expires", choice.worker_id, error)
 
 
 def _workers_of(choice: Booked) -> set[str]:
