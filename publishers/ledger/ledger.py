@@ -132,7 +132,8 @@ class Ledger:
         return self.block_bytes_of.of_worker(self.block_size)
 
     def set_told_block_bytes(self, block_bytes: int) -> None:
-        """Set the size from the engine's metrics, which is used if neither events nor settings give one."""
+        """Set the size from the engine's metrics, or from a shared store's writers, which is used if neither events nor
+        settings give one."""
         self.block_bytes_of.tell_metrics(block_bytes)
         self.lineage.read_block_bytes()
 
