@@ -290,3 +290,42 @@ async def test_what_an_engine_keeps_is_its_tenants_alone(store: Store, valkey_ur
             answer = await client.request(method, path, json=body, headers=bearer(OTHER))
             assert answer.status_code == 404, (method, path, answer.text)
         assert (await client.get("/v1/files", headers=bearer(OTHER))).status_code == 400
+        mine = await client.post("/v1/responses", json={**asked, "request_id": made}, headers=bearer(OTHER))
+        assert mine.json()["id"] != made
+        assert (await client.get(f"/v1/responses/{made}", headers=bearer(OTHER))).status_code == 404
+
+
+async def test_how_an_engine_calls_and_orders_requests_is_no_clients_choice(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    """Neither whose request one is within the engine, nor its place in the engine's queue, nor an adapter beside the model that
+    the client's key is checked for. Without tenants, all of it is passed on."""
+    chosen = {"rid": "acmes", "request_id": "acmes", "priority": -(2**31), "lora_path": "secret", "lora_id": "secret"}
+    async with (
+        faulty_engine(keeper("w1")) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        guarded_router(valkey_url, tmp_path) as guarded,
+        router_process(valkey_url) as open_to_all,
+        http_client(timeout=60) as client,
+    ):
+
+        async def reaches(url: str, path: str, **more: object) -> set[str]:
+            body = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": "Hi"}],
+                "input": "Hi",
+                "text": "Hi",
+                **more,
+            }
+            answer = await client.post(url + path, json=body, headers=bearer(OTHER))
+            assert answer.status_code == 200, answer.text
+            return chosen.keys() & set(await engine.requests[-1].json())
+
+        for path in (CHAT, "/v1/responses", "/v1/embeddings", "/generate", "/v1/rerank"):
+            named = {**chosen, "lora_path": ["secret"]} if path == "/generate" else chosen
+            assert not await reaches(guarded.url, path, **named)
+        assert await reaches(open_to_all.url, CHAT, **chosen) == chosen.keys()
+        hidden = await client.post(
+            guarded.url + "/generate", json={"text": "Hi", "lora_path": "secret"}, headers=bearer(OTHER)
+        )
+        assert hidden.status_code == 404  # the text is the model, as the key's models are checked by it
