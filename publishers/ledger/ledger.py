@@ -35,6 +35,7 @@ from kvatlas.events import Cleared, Heads, IndexEvent, Marked, ScopeUse, Snapsho
 from kvatlas.identity import OWN_CHAIN
 from kvatlas_publishers.engine_events import (
     EngineBatch,
+    EngineCleared,
     EngineDropped,
     EngineEvent,
     EngineHash,
@@ -190,6 +191,8 @@ class Ledger:
         residency, writes = self._residency, self.store_writes
         residency.forgotten.drop_unnamed()
         cleared = False
+        if self._connector.was_reset(batch.events):
+            batch = replace(batch, events=[EngineCleared((Tier.CPU_DRAM,)), *batch.events])
         self._reports.begin_batch()
         for at, event in enumerate(batch.events):
             if isinstance(event, EngineStored):
