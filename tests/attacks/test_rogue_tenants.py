@@ -199,6 +199,28 @@ async def test_a_client_may_use_what_its_limits_say(store: Store, valkey_url: st
         assert acmes.status_code == 200, "another client's limits are its own"
 
 
+async def test_a_client_that_leaves_before_the_end_pays_for_what_it_was_sent(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    """No engine reports a usage then, and fewer tokens were expected."""
+    async with (
+        running_fleet(store, {"w1": {"decode_step_us": 500, "num_gpu_blocks": 4_096}}),
+        guarded_router(valkey_url, tmp_path, clients_text(other="tokens_per_minute = 600")) as router,
+        http_client(base_url=router.url, timeout=60, headers=bearer(OTHER)) as client,
+    ):
+        asked = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 420, "stream": True}
+        async with client.stream("POST", COMPLETIONS, json=asked) as answer:
+            lines = answer.aiter_lines()
+            received = 0
+            while received < 400:
+                received += (await anext(lines)).startswith("data: ")
+
+        async def has_paid() -> bool:
+            return int((await client.get("/v1/models")).headers["x-ratelimit-remaining-tokens"]) < 400
+
+        await until(has_paid, what="the answer's tokens are counted")
+
+
 async def test_a_file_of_clients_is_read_again_and_a_bad_one_changes_nothing(
     store: Store, valkey_url: str, tmp_path: Path
 ) -> None:
