@@ -76,8 +76,8 @@ class Ranking:
 
     `unread`: number of candidates that a choice did not read, because none of them costs less than the chosen one.
     `left_out`: all other workers of the pool by id, each with the reason. `slo`: the request's. `remarks`: what was ignored
-    in the request, and why no worker can hold its blocks, one line each. `index`: who answered the lookup, and how old that
-    answer may be, if the router has a local copy of the index.
+    in the request, why no worker can hold its blocks, and for which none was looked up, one line each. `index`: who answered
+    the lookup, and how old that answer may be, if the router has a local copy of the index.
     """
 
     input_tokens: int

@@ -270,6 +270,7 @@ class AnswerRelay:
         self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, passed: bytes, seam: Seam | None
     ) -> None:
         request.sent_events, request.in_event = stream.events, stream.in_event
+        request.count_sent(stream.parts)
         if seam is not None:
             passed = seam.feed(passed)
             request.sent_events = seam.events
