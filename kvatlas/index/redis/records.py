@@ -173,8 +173,8 @@ def unpack_digest(packed: bytes | None) -> list[int]:
         words = msgpack.unpackb(packed)
     except (ValueError, msgpack.UnpackException):
         words = None
-    good = isinstance(words, list) and len(words) >= WORDS and all(type(word) is int for word in words)
-    return words[:WORDS] if good else [1] + [0] * (WORDS - 1)
+    good = isinstance(words, list) and len(words) == WORDS and all(type(word) is int for word in words)
+    return words if good else [1] + [0] * (WORDS - 1)
 
 
 class StoredMarks(NamedTuple):
