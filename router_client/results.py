@@ -300,7 +300,9 @@ class Choice(ChoiceData):
         if well and self.feedback is not None and usage is not None and timings is not None:
             self.feedback.record(usage, timings)
         if self.reservation is not None:
-            await self.reservation.end(_outcome_of(status))
+            outcome = _outcome_of(status)
+            tokens = 0 if outcome is Outcome.BROKEN else None
+            await self.reservation.end(outcome, tokens if usage is None else usage.completion_tokens)
 
 
 def _outcome_of(status: int) -> Outcome:

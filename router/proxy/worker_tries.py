@@ -322,7 +322,16 @@ class WorkerTries:
                 wait=request.wait,
             )
         else:
-            choice = await self._admission.book(prompt, request.text, attempts.tried, apart=attempts.apart)
+            choice = await self._admission.book_again(
+                prompt,
+                request.text,
+                attempts.tried,
+                request.trusted_header,
+                apart=attempts.apart,
+                tenant_id=request.caller.tenant_id,
+                priority=request.priority,
+                weight=request.caller.weight,
+            )
         try:
             yield choice
         finally:
