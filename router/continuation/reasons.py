@@ -40,8 +40,9 @@ class Why(StrEnum):
 class CannotContinue(KvatlasError):
     """The answer can't go on elsewhere."""
 
-    def __init__(self, why: Why) -> None:
-        super().__init__(f"the answer can't go on elsewhere: {why.value}")
+    def __init__(self, why: Why | None) -> None:
+        """`why` None: that is switched off."""
+        super().__init__(f"the answer can't go on elsewhere: {why.value if why is not None else 'switched off'}")
         self.why = why
 
 

@@ -31,13 +31,11 @@ _BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
 @dataclass(frozen=True, slots=True)
 class Rest:
     """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
-    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed. `end`: the
-    client lacks only this, so no engine is needed."""
+    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed."""
 
     parts: int = 0
     tokens: int = 0
     lag: int | None = 0
-    end: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Seam:
 
     `why`: why the answer can't go on, if it can't. `error`: the engine's error, which ends its answer; `withheld`: its events,
     which the client has not got. `events`: events with data that the client got. `ended`: so has the answer. `usage`: the
-    whole answer's.
+    whole answer's. `missing_end`: what else the client needs.
     """
 
     def __init__(self, text: TextRequest) -> None:
@@ -146,7 +144,7 @@ class Seam:
         """An event of the first engine's answer."""
         self._identity = self._identity or edits.identity_of(raw)
         if chunk.usage is not None:
-            self.usage.learn(chunk.usage)
+            self.usage.learn(chunk.usage, first=True)
         if chunk.other is not None:
             self._give_up(chunk.other)
         self._record(chunk)
@@ -154,6 +152,8 @@ class Seam:
 
     def _follow(self, raw: bytes, chunk: Chunk) -> bytes:
         """An event of another engine's answer. Empty if the client has it."""
+        if chunk.usage is not None:
+            self.usage.learn(chunk.usage, first=False)
         if chunk.opens:
             return b""
         if self._message is not None:
@@ -270,8 +270,6 @@ class Seam:
 
     def rest(self) -> Rest:
         """What the client lacks, once its engine is gone. Raises CannotContinue."""
-        if (end := self.missing_end) is not None:
-            return Rest(end=end)
         if self.why is not None:
             raise CannotContinue(self.why)
         sent = self._sent

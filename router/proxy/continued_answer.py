@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas.errors import InvalidValue, Unreachable
@@ -25,11 +25,19 @@ KindOf = Callable[[Scope], Awaitable[EngineKind]]
 ReadPrompt = Callable[[TextRequest], Awaitable[RequestPrompt]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """What another engine is asked for: the rest of the answer, `tokens` of which it gets, and the body of that request."""
+
+    rest: Rest
+    tokens: int
+    body: Mapping[str, Any]
+
+
 @dataclass(slots=True)
 class ContinuedAnswer:
-    """`seam`: between the engines' answers; None if it can't go on, because of `why` (None: that is switched off). `body`: asks
-    for the rest; None before an engine died. `lost`: how the last engine's part ended. `is_broken`: the client's answer ended
-    with an error."""
+    """`seam`: between the engines' answers; None if it can't go on, because of `why` (None: that is switched off). `goes_on`:
+    the current engine is not the first. `lost`: how the last engine's part ended."""
 
     request: ClientRequest
     counters: ContinuationCounters
@@ -37,9 +45,9 @@ class ContinuedAnswer:
     kind_of: KindOf
     why: Why | None = None
     seam: Seam | None = None
-    body: Mapping[str, Any] | None = None
+    goes_on: bool = False
     lost: Exception | None = None
-    is_broken: bool = False
+    _next: _Next | None = None
     _withheld: bytes = b""
     _reached: object = None
     _fields: Mapping[str, Any] = field(default_factory=dict)
@@ -71,71 +79,71 @@ class ContinuedAnswer:
     @property
     def may_go_on(self) -> bool:
         """True if another worker could go on now."""
-        if self.seam is None or self.seam.why is not None:
-            return False
-        return self.body is None or self._reached != self.seam.reached
+        return self.seam is not None and self.seam.why is None and not self._is_stuck(self.seam)
 
     @property
-    def api(self) -> Api | None:
-        """The API of the request for the rest."""
-        return None if self.seam is None or self.body is None else self.seam.asks
+    def next_body(self) -> Mapping[str, Any] | None:
+        """The body of the request for the rest; None: the client's own is sent."""
+        return None if self._next is None else self._next.body
 
     def fit(self, *, readable: bool) -> None:
         """Check the answer that an engine has begun. Raises CannotContinue unless it is a stream of events, as the first."""
         if readable:
             return
-        if self.body is not None:
+        if self._next is not None:
             raise CannotContinue(Why.UNREADABLE)
         if self.seam is not None:
             self.seam, self.why = None, Why.UNREADABLE
 
     def whole_usage(self, usage: Usage | None) -> Usage | None:
         """The whole answer's usage, from that of the last engine."""
-        if usage is None or self.seam is None or self.body is None:
+        if self.seam is None or (usage is not None and not self.goes_on):
             return usage
-        whole = self.seam.usage.sum(
-            {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
-        )
-        return replace(usage, prompt_tokens=whole["prompt_tokens"], completion_tokens=whole["completion_tokens"])
+        return self.seam.usage.whole
 
     # ------------------------------------------------------------ after an engine died
 
-    async def go_on(self, read: RequestPrompt, error: Exception) -> RequestPrompt | None:
-        """The prompt of the rest, once `error` ended the engine's part; None if the client's answer has ended instead."""
+    async def prepare(self, read: RequestPrompt, error: Exception) -> RequestPrompt:
+        """The prompt of the rest, once `error` ended the engine's part. Raises CannotContinue."""
         self.lost = error
         seam = self.seam
         if seam is None:
-            await self.end(self.why)
-            return None
+            raise CannotContinue(self.why)
         self._withheld = seam.withheld
+        if self._is_stuck(seam):
+            raise CannotContinue(Why.SAME_TOKEN)
+        rest = seam.rest()
         try:
-            if self.body is not None and self._reached == seam.reached:
-                raise CannotContinue(Why.SAME_TOKEN)
-            self._reached = seam.reached
-            rest = seam.rest()
-            if rest.end is not None:
-                await self.request.send({"type": "http.response.body", "body": rest.end})
-                return None
             seam.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
             tokens = await self._count(seam, rest)
             body = seam.body(rest, tokens)
             found = await self.read_prompt(TextRequest.of(seam.asks, body))
-            self.body = body
-            seam.resume(rest, tokens)
-        except CannotContinue as cannot:
-            await self.end(cannot.why)
-        except CannotTokenize:
-            await self.end(Why.TEMPLATE)
-        except (InvalidValue, UnknownModel, Unreachable):
-            await self.end(Why.NO_WORKER)
-        else:
-            _log.info("a stream goes on elsewhere after %d tokens: %s", tokens, error)
-            return found
-        return None
+        except CannotTokenize as cannot:
+            raise CannotContinue(Why.TEMPLATE) from cannot
+        except (InvalidValue, UnknownModel, Unreachable) as away:
+            raise CannotContinue(Why.NO_WORKER) from away
+        self._next = _Next(rest, tokens, body)
+        return found
+
+    def join(self) -> None:
+        """Let the engine that has begun to answer go on. Does nothing for the first one."""
+        if self._next is None or self.seam is None:
+            return
+        _log.info("a stream goes on elsewhere after %d tokens: %s", self._next.tokens, self.lost)
+        self.seam.resume(self._next.rest, self._next.tokens)
+        self._next, self.goes_on, self._reached = None, True, self.seam.reached
+        self.counters.resumed += 1
+
+    def stay(self) -> None:
+        """Let the current engine go on, since there is no other."""
+        self._next = None
+
+    def _is_stuck(self, seam: Seam) -> bool:
+        """True if the current engine took over here, and got no further."""
+        return self.goes_on and self._reached == seam.reached
 
     async def end(self, why: Why | None) -> None:
         """End the client's answer as its engine did."""
-        self.is_broken = True
         if why is not None:
             self.counters.count(why)
         withheld = (b"" if self.seam is None else self.seam.withheld) or self._withheld

@@ -100,9 +100,9 @@ def run(text: TextRequest, engines: Sequence[Engine], deaths: Sequence[int]) -> 
             got += seam.feed(event)
         if seam.ended:
             break
+        if (end := seam.missing_end) is not None:
+            return got + end
         rest = seam.rest()
-        if rest.end is not None:
-            return got + rest.end
         body = seam.body(rest, rest.tokens)
         seam.resume(rest, rest.tokens)
     assert seam.ended
