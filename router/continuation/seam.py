@@ -8,10 +8,19 @@ from kvatlas.fleet.records import EngineKind
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_parser import MOST_DATA_BYTES, Event, EventParser
 from kvatlas_router.continuation import edits
+from kvatlas_router.continuation.chat_events import ChatEvents
 from kvatlas_router.continuation.chunk import Chunk, read_chunk
+from kvatlas_router.continuation.generate_events import GenerateEvents
 from kvatlas_router.continuation.messages import END, MessageEvents, is_end, read_message_event
 from kvatlas_router.continuation.reasons import CannotContinue, Why
-from kvatlas_router.continuation.rest_request import begun_stop, body_of_rest, has_ids, most_tokens, stops_of
+from kvatlas_router.continuation.rest_request import (
+    begun_stop,
+    body_of_ids,
+    body_of_rest,
+    has_ids,
+    most_tokens,
+    stops_of,
+)
 from kvatlas_router.continuation.usage import WholeUsage, count
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
@@ -31,11 +40,13 @@ _BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
 @dataclass(frozen=True, slots=True)
 class Rest:
     """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
-    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed."""
+    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed.
+    `by_ids`: a chat goes on as a completion of token ids."""
 
     parts: int = 0
     tokens: int = 0
     lag: int | None = 0
+    by_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +76,32 @@ class Seam:
         self._text = text
         self.usage = WholeUsage()
         self._message = MessageEvents() if text.api is Api.MESSAGES else None
+        self._chat_events = ChatEvents() if text.api is Api.CHAT else None
+        self._generate = GenerateEvents() if text.api is Api.GENERATE else None
         self._chat = text.api.is_conversation
         options = text.body.get("stream_options")
         self._shows_usage = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
         self._with_ids = has_ids(text)
-        self._hides_ids = self._with_ids and text.body.get("return_token_ids") is not True
+        self._letters_are_ids = text.api is Api.TOKENS and text.body.get("output_mode") in (None, "tokens")
+        self._hides_ids = text.api not in (Api.TOKENS, Api.GENERATE) and text.body.get("return_token_ids") is not True
         self._most = most_tokens(text)
         self._stops = stops_of(text)
         self._parser = EventParser()
         self._identity: dict[str, bytes] = {}
         self._parts: list[_Part] = []
         self._ids = array("q")
+        self._prompt_ids = array("q")
+        """Of a chat; empty unless the answer can go on by ids."""
+        self._reasoned_ids = 0
+        """The ids up to the last part with reasoning."""
         self._letters = 0
         self._ahead = ""
         """What the client has, and the current engine has not repeated yet."""
         self._silent = 0
         """Tokens without text behind that: a letter may have several."""
-        self._resumed = self._speaks = False
+        self._resumed = self._speaks = self._by_ids = False
+        self._least_prompt_tokens = 0
+        """Of the next engine: fewer mean that its template left something out."""
         self._base_letters = 0
         self._finished = self._has_usage = False
         self._finished_at = 0
@@ -129,9 +149,9 @@ class Seam:
         elif event.cut:
             self._give_up(Why.LONG)
         elif self._resumed:
-            raw = self._follow(raw, read_chunk(event.data))
+            raw = self._follow(raw, self._read(event.data))
         elif self._message is None:
-            raw = self._begin(raw, read_chunk(event.data))
+            raw = self._begin(raw, self._read(event.data))
         elif (chunk := read_message_event(event)) is None:
             self.ended = self.ended or is_end(event)
         else:
@@ -140,20 +160,32 @@ class Seam:
         self.events += bool(raw)
         return raw
 
+    def _read(self, data: bytes) -> Chunk:
+        return read_chunk(data) if self._generate is None else self._generate.read(data)
+
     def _begin(self, raw: bytes, chunk: Chunk) -> bytes:
         """An event of the first engine's answer."""
         self._identity = self._identity or edits.identity_of(raw)
         if chunk.usage is not None:
             self.usage.learn(chunk.usage, first=True)
-        if chunk.other is not None:
+        if self._chat_events is not None:
+            self._chat_events.learn(raw, chunk)
+            self._prompt_ids.extend(chunk.prompt_ids or ())
+        if chunk.other is Why.REASONING and self._prompt_ids and chunk.ids is not None:
+            self._reasoned_ids = len(self._ids) + len(chunk.ids)
+        elif chunk.other is not None:
             self._give_up(chunk.other)
         self._record(chunk)
+        if not chunk.says and chunk.is_plain and chunk.ids is not None and self._hides_ids:
+            return b""  # engines send it for its ids alone
         return self._shown(raw, chunk) if self._message is None else raw
 
     def _follow(self, raw: bytes, chunk: Chunk) -> bytes:
         """An event of another engine's answer. Empty if the client has it."""
         if chunk.usage is not None:
             self.usage.learn(chunk.usage, first=False)
+            if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
+                raise CannotContinue(Why.TEMPLATE)
         if chunk.opens:
             return b""
         if self._message is not None:
@@ -182,6 +214,8 @@ class Seam:
                 self._record(chunk)
                 return b""
             raw = edits.with_text(raw, rest)
+            if not rest and not self._hides_ids:
+                raw = edits.with_ids(raw, ())
         self._record(chunk)
         if chunk.text:
             self._speaks, self._silent = True, 0
@@ -191,6 +225,10 @@ class Seam:
             if chunk.other is not None:
                 raise CannotContinue(Why.DIVERGED)
             return self._message.part(rest, last=chunk.finish is not None)
+        if self._generate is not None:
+            return self._generate.write(raw, self.usage.sum(chunk.usage or {}), rest)
+        if self._by_ids and self._chat_events is not None:
+            return self._shown(self._chat_events.part(raw, chunk, rest), chunk)
         raw = edits.without_role(edits.with_identity(raw, self._identity))
         raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
         return self._shown(raw, chunk)
@@ -214,6 +252,8 @@ class Seam:
 
     def _may_change(self, chunk: Chunk) -> bool:
         """True if the client gets nothing of the event that belongs to single tokens."""
+        if self._generate is not None:
+            return self._generate.whole
         return chunk.is_plain and (chunk.ids is None or self._hides_ids)
 
     def _record(self, chunk: Chunk) -> None:
@@ -225,7 +265,10 @@ class Seam:
             return
         before = self._parts[-1].tokens if self._parts else self.usage.before
         counted = None if chunk.usage is None else count(chunk.usage, "completion_tokens")
-        tokens = before + bool(chunk.text) if counted is None else self.usage.before + counted
+        some = int(bool(chunk.text)) if chunk.ids is None else len(chunk.ids)
+        tokens = before + some if counted is None else self.usage.before + counted
+        if chunk.ids is None:
+            del self._prompt_ids[:]
         self._ids.extend(chunk.ids or ())
         self._letters += len(chunk.text)
         self._parts.append(_Part(chunk.text, tokens, len(self._ids)))
@@ -235,10 +278,6 @@ class Seam:
             self._merge_parts(MOST_PARTS // 2)
         if self._letters > MOST_LETTERS:
             self._give_up(Why.LONG)
-        elif (
-            self._chat and chunk.text and self._letters < 4 * len(THINKING) and self._sent.lstrip().startswith(THINKING)
-        ):
-            self._give_up(Why.REASONING)
 
     def _merge_parts(self, number: int) -> None:
         last = self._parts[number - 1]
@@ -263,7 +302,8 @@ class Seam:
         """The last event that the client lacks, if it has all of the answer; empty if it has that too. None: it lacks more."""
         if self.ended:
             return b""
-        complete = self._finished and (self._has_usage or not self._text.wants_usage)
+        counts = self._has_usage or not self._text.wants_usage or self._generate is not None
+        complete = self._finished and counts
         if complete and self.why in (None, Why.REASONING, Why.TOOL_CALL):
             return DONE if self._message is None else END
         return None
@@ -273,17 +313,24 @@ class Seam:
         if self.why is not None:
             raise CannotContinue(self.why)
         sent = self._sent
+        by_ids = self._chat_events is not None and self._chat_events.can_write and bool(self._prompt_ids)
+        if not by_ids and self._chat and (self._reasoned_ids or sent.lstrip().startswith(THINKING)):
+            raise CannotContinue(Why.REASONING)
         letters = len(sent) - begun_stop(sent, self._stops)
         at = sum(len(part.text) for part in self._parts)
         kept = len(self._parts)
-        while kept and not self._may_end(sent, kept, at, letters):
+        while kept and not self._may_end(sent, kept, at, letters, by_ids=by_ids):
             kept -= 1
             at -= len(self._parts[kept].text)
-        tokens = self._parts[kept - 1].tokens if kept else 0
+        tokens, ids = (self._parts[kept - 1].tokens, self._parts[kept - 1].ids) if kept else (0, 0)
+        if ids <= self._reasoned_ids > 0:
+            raise CannotContinue(Why.REASONING)
+        if by_ids:
+            return Rest(kept, tokens, by_ids=True)
         longest = max(map(len, self._stops), default=1)
         return Rest(kept, tokens, None if self._message is not None else min(longest - 1, tokens))
 
-    def _may_end(self, sent: str, kept: int, at: int, letters: int) -> bool:
+    def _may_end(self, sent: str, kept: int, at: int, letters: int, *, by_ids: bool) -> bool:
         """May another engine get the answer up to this part? It must be able to generate a token, see whole stop strings, and
         read the text as it is: templates may strip white space."""
         last = self._parts[kept - 1]
@@ -293,17 +340,20 @@ class Seam:
             return False
         if not last.text:  # a token of a letter that is not complete, or one held back
             return False
-        if self._with_ids and (self._stops or not self._gives_ids(kept)):
+        if (self._with_ids or by_ids) and (self._stops or not self._gives_ids(kept)):
             return False
-        return at <= letters and not (self._chat and at and sent[at - 1].isspace())
+        return at <= letters and (by_ids or not (self._chat and at and sent[at - 1].isspace()))
 
     def _gives_ids(self, kept: int) -> bool:
         """True if the part's ids end with its text: an event of several may end within a letter."""
+        if self._letters_are_ids:
+            return True
         return self._parts[kept - 1].ids - (self._parts[kept - 2].ids if kept > 1 else 0) == 1
 
-    @property
-    def asks(self) -> Api:
+    def asks(self, rest: Rest) -> Api:
         """The API of the request for the rest."""
+        if rest.by_ids:
+            return Api.COMPLETIONS
         return self._text.api if self._message is None else Api.CHAT
 
     def of_engines(self, kind: EngineKind, model_id: str) -> None:
@@ -313,7 +363,9 @@ class Seam:
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
         """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
         kept = self._parts[: rest.parts]
-        ids = self._ids[: kept[-1].ids].tolist() if kept and self._with_ids else []
+        ids = self._ids[: kept[-1].ids].tolist() if kept and (self._with_ids or rest.by_ids) else []
+        if rest.by_ids:
+            return body_of_ids(self._text, self._prompt_ids, ids, tokens)
         return body_of_rest(self._text, self.text_of(rest), ids, tokens)
 
     def text_of(self, rest: Rest) -> str:
@@ -332,13 +384,22 @@ class Seam:
         self._letters = self._base_letters = sum(len(part.text) for part in self._parts)
         self.usage.before = tokens
         self._ahead = sent[self._letters :]
+        self._by_ids = rest.by_ids
+        exact = self._chat and rest.lag == 0 and self.usage.prompt_tokens is not None
+        self._least_prompt_tokens = (self.usage.prompt_tokens or 0) + tokens if exact else 0
+        if self._generate is not None:
+            self._generate.resume(self._ids, self._base_text)
         self._resumed, self._speaks = True, False
         self._parser = EventParser()
         self.error, self.withheld = None, b""
 
     @property
+    def _base_text(self) -> str:
+        return "".join(part.text for part in self._parts)
+
+    @property
     def _sent(self) -> str:
-        return "".join(part.text for part in self._parts) + self._ahead
+        return self._base_text + self._ahead
 
     def _give_up(self, why: Why) -> None:
         self.why = self.why or why

@@ -10,12 +10,13 @@ from router_client.learning.token_counts import Usage
 @dataclass(slots=True)
 class WholeUsage:
     """`prompt_tokens`, `cached_tokens`: of the client's prompt, as the first engine counted them; None: it did not.
-    `completion_tokens`: of the answer so far; None: not counted yet. `before`: the answer's tokens in the prompt of the last
-    engine."""
+    `completion_tokens`: of the answer so far; None: not counted yet; `details`: how the first engine divides them. `before`:
+    the answer's tokens in the prompt of the last engine."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    details: Mapping[str, Any] | None = None
     before: int = 0
 
     def learn(self, usage: Mapping[str, Any], *, first: bool) -> None:
@@ -26,6 +27,7 @@ class WholeUsage:
         if first:
             self.prompt_tokens = own
             self.cached_tokens = self.cached_tokens if cached is None else cached
+            self.details = usage.get("completion_tokens_details")
         elif self.prompt_tokens is None and own is not None:
             self.prompt_tokens = max(0, own - self.before)
         if not first and self.cached_tokens is None and cached is not None and self.prompt_tokens is not None:
@@ -46,6 +48,8 @@ class WholeUsage:
         summed = {**usage, "prompt_tokens": prompt, "completion_tokens": completion}
         if "total_tokens" in usage:
             summed["total_tokens"] = prompt + completion
+        if self.details is not None:
+            summed["completion_tokens_details"] = self.details
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict) and self.cached_tokens is not None:
             summed["prompt_tokens_details"] = {**details, "cached_tokens": self.cached_tokens}

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvatlas.errors import KvatlasError, Unreachable
+from kvatlas.fleet.records import EngineKind
 from kvatlas.telemetry import sampled_context
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_stream import EventStream
@@ -100,15 +101,15 @@ class AnswerRelay:
         """Send a request to the chosen engine, or to both engines of a pair; see `send_to_engine` and `send_to_pair`.
         `may_move`: see `SentTry`. `continued`: its answer, or what there is of it."""
         to_engine, text = request.for_engine, request.text
-        if text is not None and continued.seam is not None and (rest := continued.next_body) is not None:
-            text = replace(text, api=continued.seam.asks, body=rest)
-            to_engine = replace(to_engine, path=text.api.value, body=json.dumps(rest).encode())
+        if (rest := continued.next_request) is not None:
+            text = rest
+            to_engine = replace(to_engine, path=rest.api.value, body=json.dumps(rest.body).encode())
         self._counters.overhead.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         self._counters.sent += 1
         fields: dict[str, Any] = {}
         if text is not None:
             fields = dict(usage_fields(text)) if self._hides_usage(request, continued) else {}
-            fields |= continued.fields
+            fields |= continued.fields(text, _kind_of(choice))
         fetch = fetch_fields(choice, text.body) if text is not None else {}
         self._counters.fetching += bool(fetch)
         if isinstance(choice, PairChoice):
@@ -300,6 +301,10 @@ class AnswerRelay:
         text = request.text
         asks = self._ask_usage or continued.seam is not None
         return text is not None and asks and text.streamed and not text.wants_usage
+
+
+def _kind_of(choice: Booked) -> EngineKind:
+    return (choice.decode if isinstance(choice, PairChoice) else choice).endpoint.kind
 
 
 async def _report(call: Awaitable[None]) -> None:

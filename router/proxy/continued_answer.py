@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvatlas.errors import InvalidValue, Unreachable
@@ -27,10 +27,11 @@ ReadPrompt = Callable[[TextRequest], Awaitable[RequestPrompt]]
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """What another engine is asked for: the rest of the answer, `tokens` of which it gets, and the body of that request."""
+    """What another engine is asked for: the rest of the answer, `tokens` of which it gets, and the request's API and body."""
 
     rest: Rest
     tokens: int
+    api: Api
     body: Mapping[str, Any]
 
 
@@ -50,7 +51,7 @@ class ContinuedAnswer:
     _next: _Next | None = None
     _withheld: bytes = b""
     _reached: object = None
-    _fields: Mapping[str, Any] = field(default_factory=dict)
+    _prompt: RequestPrompt | None = None
 
     @classmethod
     def of(
@@ -68,13 +69,15 @@ class ContinuedAnswer:
             return answer
         answer.why = Why.OBJECT if request.objects is not None and request.objects.ids else why_not(text, mode)
         if answer.why is None:
-            answer.seam, answer._fields = Seam(text), counting_fields(text)
+            answer.seam = Seam(text)
         return answer
 
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """Fields that its requests need."""
-        return self._fields
+    def fields(self, text: TextRequest, kind: EngineKind) -> Mapping[str, Any]:
+        """Fields that a request for it, or for the rest, needs at this kind of engine."""
+        of_message = self.request.text is not None and self.request.text.api is Api.MESSAGES
+        if self.seam is None or of_message:
+            return {}
+        return counting_fields(text, kind, self.request.prompt_tokens)
 
     @property
     def may_go_on(self) -> bool:
@@ -82,9 +85,11 @@ class ContinuedAnswer:
         return self.seam is not None and self.seam.why is None and not self._is_stuck(self.seam)
 
     @property
-    def next_body(self) -> Mapping[str, Any] | None:
-        """The body of the request for the rest; None: the client's own is sent."""
-        return None if self._next is None else self._next.body
+    def next_request(self) -> TextRequest | None:
+        """The request for the rest; None: the client's own is sent."""
+        if self._next is None or self.request.text is None:
+            return None
+        return replace(self.request.text, api=self._next.api, body=self._next.body)
 
     def fit(self, *, readable: bool) -> None:
         """Check the answer that an engine has begun. Raises CannotContinue unless it is a stream of events, as the first."""
@@ -115,14 +120,17 @@ class ContinuedAnswer:
         rest = seam.rest()
         try:
             seam.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
-            tokens = await self._count(seam, rest)
+            tokens, api = await self._count(seam, rest), seam.asks(rest)
             body = seam.body(rest, tokens)
-            found = await self.read_prompt(TextRequest.of(seam.asks, body))
+            found = await self.read_prompt(TextRequest.of(api, body))
         except CannotTokenize as cannot:
             raise CannotContinue(Why.TEMPLATE) from cannot
         except (InvalidValue, UnknownModel, Unreachable) as away:
             raise CannotContinue(Why.NO_WORKER) from away
-        self._next = _Next(rest, tokens, body)
+        self._prompt = read if self._prompt is None else self._prompt
+        if api.is_conversation and not _begins_with(found, self._prompt):
+            raise CannotContinue(Why.TEMPLATE)
+        self._next = _Next(rest, tokens, api, body)
         return found
 
     def join(self) -> None:
@@ -165,3 +173,12 @@ class ContinuedAnswer:
         if counted is None:
             return rest.tokens
         return counted if rest.lag is None else min(rest.tokens, max(rest.tokens - rest.lag, counted))
+
+
+def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool:
+    """True if the prompt with a part of the answer begins with the prompt, as far as their tokens are known. Templates may add
+    something behind a prompt that they leave out before a partial answer, such as `<think>`."""
+    if longer.prompt_tokens is None or prompt.prompt_tokens is None:
+        return True
+    first, whole = prompt.prompt.tokens, longer.prompt.tokens
+    return first is None or whole is None or list(whole[: len(first)]) == list(first)

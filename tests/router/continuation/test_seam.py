@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas.fleet.records import EngineKind
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import DONE, Seam
@@ -91,7 +92,7 @@ def run(text: TextRequest, engines: Sequence[Engine], deaths: Sequence[int]) -> 
     """What a client gets of these engines, of which each but the last dies after so many events."""
     seam, got, body = Seam(text), b"", dict(text.body)
     for engine, death in zip(engines, [*deaths, -1], strict=True):
-        events = engine.stream({**body, **counting_fields(text)})
+        events = engine.stream({**body, **counting_fields(text, EngineKind.SGLANG, PROMPT_TOKENS)})
         if not text.wants_usage:
             events = [event for event in events if b'"choices":[]' not in event]
         least = 0 if seam.events else 2 if text.api is Api.CHAT else 1  # before: tried again
@@ -181,7 +182,7 @@ def test_an_engine_that_dies_after_its_last_event_leaves_nothing_to_say() -> Non
     seam = Seam(TextRequest.of(Api.COMPLETIONS, body_of(Api.COMPLETIONS, 9, wants_usage=True)))
     end = b'data: {"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
     assert seam.feed(end) == end
-    assert seam.rest().end == b""
+    assert seam.missing_end == b""
 
 
 def test_positions_of_tokens_in_the_text_go_on() -> None:
