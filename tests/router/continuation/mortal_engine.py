@@ -68,7 +68,9 @@ class _Relay:
     ) -> bool:
         head = await reader.readuntil(b"\r\n\r\n")
         body = await reader.readexactly(_length(head))
-        if head.startswith(b"POST /v1/") and b'"stream":true' in body.replace(b" ", b""):
+        if head.startswith((b"POST /v1/", b"POST /generate", b"POST /inference/")) and b'"stream":true' in body.replace(
+            b" ", b""
+        ):
             self._fate.asked.append((self._worker_id, body))
         if head.startswith(b"POST ") and self._stalled is not None:
             await self._stalled.wait()
@@ -109,7 +111,7 @@ def _length(head: bytes) -> int:
 @asynccontextmanager
 async def mortal_fleet(store: Store, workers: int = 3, **changed: Any) -> AsyncIterator[tuple[Fleet, Fate]]:
     """Engines that answer with text that any other goes on with, until their fate lets one die."""
-    settings = {"answers_text": True, "num_gpu_blocks": 4_096, **changed}
+    settings = {"answers_text": True, "enable_scale_out": True, "num_gpu_blocks": 4_096, **changed}
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(
             running_fleet(store, {f"w{number}": settings for number in range(workers)})

@@ -4,18 +4,22 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
 from kvatlas.store.connection import Store
 from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_simulator.http.chat_template import render
 from tests.chaos.child_process import ChildProcess
 from tests.eventually import until
-from tests.router.continuation.mortal_engine import Death, mortal_fleet, read_stream
+from tests.router.continuation.killed_engines import killed_engines
+from tests.router.continuation.mortal_engine import Death, mortal_engines, mortal_fleet, read_stream
 from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL, running_proxy
 from tests.router.proxy.test_openai_client import openai_client
@@ -67,6 +71,8 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+FIRST = {CHAT: 2, "/v1/messages": 3}
+"""Events up to the first content. Before that, the router tries again anyway."""
 _SALTS = itertools.count()
 
 
@@ -108,8 +114,7 @@ async def test_a_stream_goes_on_after_each_of_its_events(store: Store, valkey_ur
             undisturbed = await ask(client, path, body)
             assert undisturbed.endswith((b"data: [DONE]\n\n", b'"message_stop"}\n\n'))
             assert undisturbed == await ask(fleet.clients["w0"], path, body), "as the engine itself answers"
-            first = {CHAT: 2, COMPLETIONS: 1}.get(path, 3)  # the router tries again before the first content anyway
-            for after in range(first, events(undisturbed)):
+            for after in range(FIRST.get(path, 1), events(undisturbed)):
                 fate.death = (Death.KILLED, Death.RESET, Death.ENDED)[after % 3]
                 fate.after, fate.asked = [after], []
                 found = await ask(client, path, body)
@@ -174,18 +179,63 @@ async def test_the_official_client_sees_one_answer(store: Store, valkey_url: str
         assert (found[0], *found[2:]) == (text, ["length"], [12])
 
 
-async def test_a_stream_leaves_a_stalled_engine(
+EVERY_EVENT: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": [{"role": "user", "content": "{}: who holds the prefix?"}], "max_tokens": 6, **_USAGE}),
+    "text": (COMPLETIONS, {"prompt": "{}: who holds the prefix?", "max_tokens": 5}),
+    "message": ("/v1/messages", {"messages": [{"role": "user", "content": "{}: who holds it?"}], "max_tokens": 5}),
+    "generate": (
+        "/generate",
+        {"text": "{}: who holds it?", "sampling_params": {"temperature": 0, "max_new_tokens": 4}},
+    ),
+}
+"""Requests with a place for a number, so that each has a prompt of its own."""
+KILLED = frozenset({"chat", "message"})
+
+
+async def test_a_stream_goes_on_after_a_kill_or_a_stall_at_each_of_its_events(
     store: Store, valkey_url: str, no_budget: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All at once: each stream has a worker of its own that dies, by SIGKILL or without a word, and the others share three."""
     shorten_bounds(monkeypatch)
-    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, **_USAGE}
-    async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
-        undisturbed = await ask(client, path, body)
-        fate.death = Death.STALLED
-        for after in (2, 6, 10):
-            fate.after = [after]
-            assert await ask(client, path, body) == undisturbed, (after, await not_continued(client))
-            fate.revive()
+    async with mortal_fleet(store) as (fleet, _), AsyncExitStack() as stack:
+        numbers, asked, kills = itertools.count(), dict[str, tuple[str, dict[str, Any], bytes]](), dict[str, int]()
+        for name, (path, body) in EVERY_EVENT.items():
+            after, length = FIRST.get(path, 1), 99
+            while after < length:
+                for kills_it in (False, True)[: 1 + (name in KILLED)]:
+                    worker_id = f"{name}-{after}-{'killed' if kills_it else 'stalled'}"
+                    own = json.loads(json.dumps(body).replace("{}", f"{next(numbers)}"))
+                    undisturbed = await ask(fleet.clients["w0"], path, own, cache_salt=None)
+                    length = events(undisturbed)
+                    asked[worker_id] = path, own, undisturbed
+                    await fleet.holds(worker_id, prompt_of(Api(path), own))
+                    if kills_it:
+                        kills[worker_id] = after
+                    else:
+                        urls, fate = await stack.enter_async_context(mortal_engines({worker_id: fleet.urls["w1"]}))
+                        fate.death, fate.after = Death.STALLED, [after]
+                        await fleet.report(worker_id, urls[worker_id])
+                after += 1
+        killed = await stack.enter_async_context(killed_engines(kills, answers_text=True, num_gpu_blocks=4_096))
+        for worker_id, url in killed.items():
+            await fleet.report(worker_id, url)
+        client = await stack.enter_async_context(running_proxy(valkey_url, continue_answers="all"))
+
+        async def compare(worker_id: str) -> None:
+            path, own, undisturbed = asked[worker_id]
+            found = await ask(client, path, own, cache_salt=None)
+            assert found == undisturbed, (worker_id, await not_continued(client))
+
+        async with anyio.create_task_group() as tasks:
+            for worker_id in asked:
+                tasks.start_soon(compare, worker_id)
+        assert (await status(client))["proxy"]["continued"]["resumed"] == len(asked) > 30
+        assert len(kills) > 10
+
+
+def prompt_of(api: Api, body: Mapping[str, Any]) -> list[int]:
+    """The prompt's tokens in the simulator."""
+    return list((render(body["messages"]) if api.is_conversation else TextRequest.of(api, body).prompt).encode())
 
 
 async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url: str, no_budget: None) -> None:
