@@ -96,11 +96,21 @@ class _Relay:
         if self._fate.death is Death.STALLED:
             self._stalled = self._fate.revived
             await self._stalled.wait()
+            return await self._finish(writer, engine)
         if self._fate.death is Death.RESET:
             taken: socket.socket = writer.get_extra_info("socket")
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
         return False
+
+    @staticmethod
+    async def _finish(writer: asyncio.StreamWriter, engine: asyncio.StreamReader) -> bool:
+        """The rest of a stalled answer."""
+        while True:
+            size = await engine.readuntil(b"\r\n")
+            writer.write(size + await engine.readexactly(int(size, 16) + 2))
+            if int(size, 16) == 0:
+                return True
 
 
 def _length(head: bytes) -> int:
