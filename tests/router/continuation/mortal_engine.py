@@ -50,7 +50,7 @@ class _Relay:
         self._stalled: asyncio.Event | None = None
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
+        with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             engine, to_engine = await asyncio.open_connection(self._host, self._port)
             try:
                 while await self._relay(reader, writer, engine, to_engine):
