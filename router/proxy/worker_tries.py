@@ -256,8 +256,10 @@ class WorkerTries:
             if attempts.stalled is None:  # another worker went on, and died
                 await self._end_broken(attempts, Why.NO_WORKER)
                 return True
+            why = attempts.line or "no other worker is left to try"
         except CannotContinue as error:
-            _log.info("worker %s is stalled, and its stream stays: %s", stalled.choice.worker_id, error)
+            why = str(error)
+        _log.info("worker %s is stalled, and its stream waits for it: %s", stalled.choice.worker_id, why)
         attempts.answer.stay()
         attempts.stalled, attempts.read, attempts.request.decision = None, read, decision
         if attempts.tried == tried:

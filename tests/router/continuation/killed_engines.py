@@ -5,7 +5,7 @@ import multiprocessing
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import anyio
@@ -28,7 +28,7 @@ def _run(after: int, changed: Mapping[str, Any], ready: Connection) -> None:
 async def killed_engines(after: Mapping[str, int], **changed: Any) -> AsyncIterator[Mapping[str, str]]:
     """Their addresses by worker. `after`: the number of events that each sends. At the end, all must have been killed."""
     _CONTEXT.set_forkserver_preload([__name__])
-    running: dict[str, tuple[BaseProcess, Connection]] = {}
+    running: dict[str, tuple[ForkServerProcess, Connection]] = {}
     try:
         for worker_id, events in after.items():
             here, there = _CONTEXT.Pipe(duplex=False)

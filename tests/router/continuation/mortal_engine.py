@@ -18,7 +18,7 @@ from tests.router.proxy.engines import Fleet, running_fleet
 
 class Death(StrEnum):
     """`KILLED`: the kernel closes its connections. `RESET`: it resets them. `ENDED`: one more event comes, without its blank
-    line, then the end of the body. `STALLED`: nothing comes of what it computes."""
+    line, then the end of the body. `STALLED`: nothing comes of what it computes; its HTTP server still tokenizes."""
 
     ENDED = "ended"
     KILLED = "killed"
@@ -48,8 +48,13 @@ class _Relay:
         self._host, self._port = urlsplit(url).hostname, urlsplit(url).port
         self._fate = fate
         self._stalled: asyncio.Event | None = None
+        self._connections: set[asyncio.Task[None]] = set()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
         with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             engine, to_engine = await asyncio.open_connection(self._host, self._port)
             try:
@@ -58,6 +63,14 @@ class _Relay:
             finally:
                 to_engine.close()
         writer.close()
+
+    async def close(self, server: asyncio.Server) -> None:
+        """End all connections."""
+        server.close()
+        for task in self._connections:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
 
     async def _relay(
         self,
@@ -72,7 +85,13 @@ class _Relay:
             b" ", b""
         ):
             self._fate.asked.append((self._worker_id, body))
-        if head.startswith(b"POST ") and self._stalled is not None:
+        line = head.partition(b"\r\n")[0]
+        if (
+            line.startswith(b"POST ")
+            and b"/tokenize" not in line
+            and b"/render" not in line
+            and self._stalled is not None
+        ):
             await self._stalled.wait()
             self._stalled = None
         to_engine.write(head + body)
@@ -138,16 +157,13 @@ async def mortal_engines(urls: Mapping[str, str]) -> AsyncIterator[tuple[Mapping
     fate, found = Fate(), dict[str, str]()
     async with AsyncExitStack() as stack:
         for worker_id, url in urls.items():
-            server = await asyncio.start_server(_Relay(worker_id, url, fate).handle, "127.0.0.1", 0)
-            stack.push_async_callback(_close, server)
+            relay = _Relay(worker_id, url, fate)
+            server = await asyncio.start_server(relay.handle, "127.0.0.1", 0)
+            stack.push_async_callback(relay.close, server)
             host, port = server.sockets[0].getsockname()[:2]
             found[worker_id] = f"http://{host}:{port}"
         yield found, fate
         fate.revive()
-
-
-async def _close(server: asyncio.Server) -> None:
-    server.close()
 
 
 async def read_stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bytes:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -20,7 +19,6 @@ from kvatlas.store.connection import Store
 from kvatlas_router.outliers.retry_budget import RetryBudget
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_simulator.http.chat_template import render
-from tests.chaos.child_process import ChildProcess
 from tests.eventually import until
 from tests.router.continuation.killed_engines import killed_engines
 from tests.router.continuation.mortal_engine import Death, mortal_engines, mortal_fleet, read_stream
@@ -28,7 +26,7 @@ from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL, PATIENT_MS, SCOPE, Fleet, record, running_proxy
 from tests.router.proxy.test_openai_client import openai_client
 from tests.router.proxy.test_proxy import status
-from tests.simulator.running_engine import FREE_PORT, running_engine
+from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -204,7 +202,7 @@ async def test_a_stream_goes_on_after_a_kill_or_a_stall_at_each_of_its_events(
             length = events(await ask(fleet.clients["w0"], path, body))
             for after in range(FIRST.get(path, 1), length):
                 for stalls in (True, False):
-                    if stalls or path in (CHAT, "/v1/messages"):
+                    if stalls or path == CHAT:
                         name = names[len(asked)]
                         undisturbed = await ask(fleet.clients["w0"], path, body, model=name, cache_salt=None)
                         asked[name] = path, body, undisturbed
@@ -231,7 +229,9 @@ async def test_a_stream_goes_on_after_a_kill_or_a_stall_at_each_of_its_events(
         async with anyio.create_task_group() as tasks:
             for name in asked:
                 tasks.start_soon(compare, name)
-        assert (await status(client))["proxy"]["continued"]["resumed"] == len(asked) - 6 > 18  # six lack only their end
+        assert (
+            (await status(client))["proxy"]["continued"]["resumed"] == len(asked) - 5 > 14
+        )  # five lack only their end
 
 
 async def report_in_pool(fleet: Fleet, name: str, which: str, url: str) -> None:
@@ -247,7 +247,7 @@ async def report_in_pool(fleet: Fleet, name: str, which: str, url: str) -> None:
 
 def prompt_of(api: Api, body: Mapping[str, Any]) -> list[int]:
     """The prompt's tokens in the simulator."""
-    return list((render(body["messages"]) if api.is_conversation else TextRequest.of(api, body).prompt).encode())
+    return list((render(body["messages"]) if api.is_conversation else str(TextRequest.of(api, body).prompt)).encode())
 
 
 async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url: str, no_budget: None) -> None:
@@ -264,33 +264,6 @@ async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url
             assert (await status(client))["proxy"]["continued"]["resumed"] == 1
             await fleet.report("w1", fleet.urls["w0"])
             assert found == await ask(client, path, body)
-
-
-async def test_a_stream_goes_on_after_its_engines_process_was_killed(
-    store: Store, valkey_url: str, tmp_path: Path
-) -> None:
-    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, "cache_salt": None}
-    flags = ["--port", "0", "--endpoint", FREE_PORT, "--replay-endpoint", FREE_PORT, "--answers-text"]
-    killed = ChildProcess(
-        "engine",
-        ["simulate-engine", *flags, "--answer-fault", "kill", "--answer-fault-event", "5"],
-        "engine at",
-        tmp_path,
-    )
-    killed.start()
-    try:
-        await killed.ready()
-        url = next(word for word in killed.log_text().split() if word.startswith("http://")).rstrip(";,")
-        async with mortal_fleet(store, 1) as (fleet, _):
-            await fleet.report("w1", url)
-            await fleet.holds("w1", list(render(MESSAGES).encode()))
-            async with running_proxy(valkey_url, continue_answers="all") as client:
-                found = await ask(client, path, body)
-                assert (await status(client))["proxy"]["continued"]["resumed"] == 1
-                await until(lambda: not killed.is_running, what="the engine is gone")
-                assert found == await ask(client, path, body)
-    finally:
-        killed.close()
 
 
 async def test_a_stream_stays_at_a_stalled_engine_without_a_successor(
