@@ -15,10 +15,11 @@ _OF_TOKENS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_
 
 
 class GenerateEvents:
-    """Reads events, and writes those of later engines as the first one's. `whole`: each event has the whole answer."""
+    """Reads events, and writes those of later engines as the first one's. `whole`: each event has the whole answer; None: not
+    known after a single event."""
 
     def __init__(self) -> None:
-        self.whole = True
+        self.whole: bool | None = None
         self._id: object = None
         self._data: dict[str, Any] = {}
         self._seen, self._seen_text = 0, 0
@@ -37,7 +38,10 @@ class GenerateEvents:
             return Chunk(other=Why.UNREADABLE)
         if not isinstance(text := decoded.get("text", text_of_ids(ids)), str):
             return Chunk(other=Why.UNREADABLE)
-        self.whole = meta.get("completion_tokens") == len(ids)
+        if meta.get("completion_tokens") != len(ids):
+            self.whole = False
+        elif self._seen:
+            self.whole = True
         self._data = decoded
         self._id = self._id or meta.get("id")
         if self.whole:
@@ -68,9 +72,9 @@ class GenerateEvents:
         self._ids, self._text = ids[:], text
         self._seen = self._seen_text = 0
 
-    def write(self, raw: bytes, usage: Mapping[str, Any], rest: str) -> bytes:
-        """The event that was read last, as the first engine's. `usage`: of the whole answer. `rest`: its text that the client
-        has not got yet."""
+    def write(self, raw: bytes, usage: Mapping[str, Any], *, repeats: bool) -> bytes:
+        """The event that was read last, as the first engine's. `usage`: of the whole answer. `repeats`: the client has its part
+        of the answer."""
         decoded = self._data
         meta = {**decoded["meta_info"], **{name: usage[name] for name in usage if name in decoded["meta_info"]}}
         meta["id"] = self._id
@@ -85,7 +89,7 @@ class GenerateEvents:
                 if isinstance(meta.get(name), list):
                     meta[name] = [*self._of_tokens.get(name, ()), *meta[name]]
         else:
-            text, listed = rest, decoded["output_ids"] if rest else []
+            text, listed = ("", []) if repeats else (decoded.get("text", ""), decoded["output_ids"])
         changed = {**decoded, "output_ids": listed, "meta_info": meta} | ({"text": text} if "text" in decoded else {})
         said = json.dumps(changed, separators=(",", ":"), ensure_ascii=raw.isascii())
         return b"data: " + said.encode() + b"\n\n"

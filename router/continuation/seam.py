@@ -226,7 +226,7 @@ class Seam:
                 raise CannotContinue(Why.DIVERGED)
             return self._message.part(rest, last=chunk.finish is not None)
         if self._generate is not None:
-            return self._generate.write(raw, self.usage.sum(chunk.usage or {}), rest)
+            return self._generate.write(raw, self.usage.sum(chunk.usage or {}), repeats=rest != chunk.text)
         if self._by_ids and self._chat_events is not None:
             return self._shown(self._chat_events.part(raw, chunk, rest), chunk)
         raw = edits.without_role(edits.with_identity(raw, self._identity))
@@ -253,7 +253,7 @@ class Seam:
     def _may_change(self, chunk: Chunk) -> bool:
         """True if the client gets nothing of the event that belongs to single tokens."""
         if self._generate is not None:
-            return self._generate.whole
+            return self._generate.whole is not False
         return chunk.is_plain and (chunk.ids is None or self._hides_ids)
 
     def _record(self, chunk: Chunk) -> None:
@@ -337,6 +337,8 @@ class Seam:
         if self._most is not None and last.tokens >= self._most:
             return False
         if self._finished and kept >= self._finished_at:
+            return False
+        if self._generate is not None and self._generate.whole is None:
             return False
         if not last.text:  # a token of a letter that is not complete, or one held back
             return False
