@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from kvatlas.errors import Unreachable
@@ -23,6 +22,7 @@ from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, OpenedAnswer
+from kvatlas_router.proxy.attempts import Attempts, StalledAnswer
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.continued_answer import ContinuedAnswer, ReadPrompt
 from kvatlas_router.proxy.counters import ProxyCounters
@@ -49,43 +49,6 @@ AGAIN_S = 0.25
 """If no connection to any engine succeeded, they are tried again after this time."""
 LEAVE_AGAIN_S = 5.0
 """If no other worker goes on with a stalled engine's answer, others are tried again after this time."""
-
-
-@dataclass(frozen=True, slots=True)
-class _StalledAnswer:
-    """An answer whose engine stalls: its client gets the rest of it unless another worker goes on."""
-
-    choice: Booked
-    answer: StreamedAnswer
-    error: EngineHangs
-
-
-@dataclass(slots=True)
-class _Attempts:
-    """One request in a pool, and the outcome of its tries so far.
-
-    `refused`: the last unsuccessful answer, with its header. `doubted`: a worker whose refusal may be the request's own fault,
-    and its status. `free`: the last try reached no engine, so the next needs no budget. `paid`: the budget has already allowed
-    the next try. `apart`: two workers may compute prompt and answer. `read`: the prompt of the next try. `begun`: the client
-    has a part of an answer. `stalled`: that answer, while another worker is sought for the rest. `leave_at`: from this time of
-    the monotonic clock on, an answer may leave a stalled engine.
-    """
-
-    request: ClientRequest
-    read: RequestPrompt
-    answer: ContinuedAnswer
-    pool_id: str
-    number: int = 0
-    tried: frozenset[str] = frozenset()
-    line: str = ""
-    refused: tuple[WholeAnswer, tuple[bytes, bytes]] | None = None
-    doubted: tuple[str, int] | None = None
-    free: bool = False
-    paid: bool = False
-    apart: bool = True
-    begun: bool = False
-    stalled: _StalledAnswer | None = None
-    leave_at: float = 0.0
 
 
 class WorkerTries:
@@ -116,7 +79,7 @@ class WorkerTries:
         answer = ContinuedAnswer.of(
             request, self._continues, self._counters.continued, read_prompt, self._catalogue.kind_of
         )
-        attempts = _Attempts(request, read, answer, read.prompt.scope.pool_id)
+        attempts = Attempts(request, read, answer, read.prompt.scope.pool_id)
         self._outliers.retry_budget(attempts.pool_id).record_request()
         if await self._try_workers(attempts):
             return
@@ -135,7 +98,7 @@ class WorkerTries:
         self._counters.gave_up += 1
         await request.refuse(ErrorKind.UNAVAILABLE, attempts.line)
 
-    async def _try_workers(self, attempts: _Attempts) -> bool:
+    async def _try_workers(self, attempts: Attempts) -> bool:
         """Try workers until the client has its answer. False if none is left to try."""
         budget = self._outliers.retry_budget(attempts.pool_id)
         while attempts.number < self._most_attempts:
@@ -161,7 +124,7 @@ class WorkerTries:
                 attempts.tried = frozenset()
         return False
 
-    async def _try(self, attempts: _Attempts) -> bool:
+    async def _try(self, attempts: Attempts) -> bool:
         """Make one try. True if the client has its answer. Raises what booking raises."""
         request, pool_id, read, continued = attempts.request, attempts.pool_id, attempts.read, attempts.answer
         async with self._book(read, attempts) as choice:
@@ -216,7 +179,7 @@ class WorkerTries:
                     self._outliers.record_unknown(pool_id, one)
         return True
 
-    async def _go_on(self, attempts: _Attempts, worker_id: str, error: EngineLost | EngineFailed) -> bool:
+    async def _go_on(self, attempts: Attempts, worker_id: str, error: EngineLost | EngineFailed) -> bool:
         """Handle an answer whose engine died in the middle. False to let another worker go on; True if it has ended."""
         attempts.tried |= {worker_id}
         attempts.apart = False
@@ -228,7 +191,7 @@ class WorkerTries:
         return False
 
     async def _pass_on(
-        self, attempts: _Attempts, choice: Booked, header: tuple[bytes, bytes], opened: OpenedAnswer
+        self, attempts: Attempts, choice: Booked, header: tuple[bytes, bytes], opened: OpenedAnswer
     ) -> bool:
         """Pass an answer on. If its engine stalls, another worker goes on if one can: then False. Otherwise the client waits
         for the rest of it."""
@@ -237,14 +200,14 @@ class WorkerTries:
                 await self._relay.pass_on(attempts.request, choice, header, opened, attempts.answer)
             except EngineHangs as error:
                 assert isinstance(opened.answer, StreamedAnswer)
-                if await self._try_others(attempts, _StalledAnswer(choice, opened.answer, error)):
+                if await self._try_others(attempts, StalledAnswer(choice, opened.answer, error)):
                     return False
                 opened.answer.watched.stay()
                 attempts.leave_at = time.monotonic() + LEAVE_AGAIN_S
             else:
                 return True
 
-    async def _try_others(self, attempts: _Attempts, stalled: _StalledAnswer) -> bool:
+    async def _try_others(self, attempts: Attempts, stalled: StalledAnswer) -> bool:
         """Let another worker go on with an answer. False if none can, and the client has got nothing of any."""
         read, number, decision = attempts.read, attempts.number, attempts.request.decision
         tried = attempts.tried = attempts.tried | {stalled.choice.worker_id}
@@ -266,7 +229,7 @@ class WorkerTries:
             attempts.number = number
         return False
 
-    async def _leave_stalled(self, attempts: _Attempts) -> None:
+    async def _leave_stalled(self, attempts: Attempts) -> None:
         """Leave the engine whose answer stalled, now that another one answers."""
         stalled, attempts.stalled = attempts.stalled, None
         if stalled is None:
@@ -277,7 +240,7 @@ class WorkerTries:
         self._outliers.record_bad(attempts.pool_id, worker_id, str(stalled.error))
         _log.warning("worker %s: %s", worker_id, stalled.error)
 
-    async def _end_broken(self, attempts: _Attempts, why: Why | None) -> None:
+    async def _end_broken(self, attempts: Attempts, why: Why | None) -> None:
         """End a begun answer with its engine's error, since no worker can go on with it. Raises CannotContinue instead while
         its stalled engine may."""
         if attempts.stalled is not None:
@@ -287,7 +250,7 @@ class WorkerTries:
 
     async def _judge_failure(
         self,
-        attempts: _Attempts,
+        attempts: Attempts,
         worker_id: str,
         error: EngineRefused | EngineUnreachable | EngineLost | PrefillFailed,
         header: tuple[bytes, bytes],
@@ -328,7 +291,7 @@ class WorkerTries:
         _log.warning("worker %s: %s", worker_id, error)
         return True
 
-    def _may_move(self, attempts: _Attempts, others: frozenset[str], began: bool) -> bool:
+    def _may_move(self, attempts: Attempts, others: frozenset[str], began: bool) -> bool:
         """True if a request that waits at a stalled engine may move to one of these. It keeps waiting if the budget is used
         up."""
         if began and (not attempts.answer.may_go_on or time.monotonic() < attempts.leave_at):
@@ -340,7 +303,7 @@ class WorkerTries:
 
     async def _judge_refusal(
         self,
-        attempts: _Attempts,
+        attempts: Attempts,
         worker_id: str,
         refusal: EngineRefused,
         header: tuple[bytes, bytes],
@@ -369,7 +332,7 @@ class WorkerTries:
         await request.answer_whole(answer, header)
         return True
 
-    async def _blame_doubted(self, attempts: _Attempts, worker_id: str) -> None:
+    async def _blame_doubted(self, attempts: Attempts, worker_id: str) -> None:
         """Record the doubted worker's refusal as its own failure, since this worker answers the same request."""
         if attempts.doubted is None:
             return
@@ -391,7 +354,7 @@ class WorkerTries:
         await request.refuse(kind, str(error), retry_after_s=error.retry_after_s)
 
     @asynccontextmanager
-    async def _book(self, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Booked]:
+    async def _book(self, read: RequestPrompt, attempts: Attempts) -> AsyncIterator[Booked]:
         """Book a worker that was not tried yet. Leaving the block ends the booking unless it has already ended."""
         request, prompt = attempts.request, read.prompt
         if attempts.number == 1:
