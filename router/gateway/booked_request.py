@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvatlas.runtime.background_task import end_tasks
 from kvatlas_router.admission.admission import Admission
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.disaggregation.pair_booker import Booked
@@ -62,9 +63,7 @@ class LeftBookings:
 
     async def close(self) -> None:
         """End all of them now."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(list(self._tasks))
 
 
 async def _end_later(choice: Booked, end: Callable[[], Awaitable[None]]) -> None:
