@@ -333,7 +333,16 @@ async def test_two_engines_that_die_at_the_same_token_are_enough(
 
 
 @pytest.mark.parametrize(
-    ("fields", "why"), [({"temperature": 0.7}, "sampled"), ({"n": 2}, "choices"), ({"ignored": 1}, "no_worker")]
+    ("fields", "why"),
+    [
+        ({"temperature": 0.7}, "sampled"),
+        ({"n": 2}, "choices"),
+        ({"ignored": 1}, "no_worker"),
+        (
+            {"tools": [TOOL], "chat_template_kwargs": {"thinking": True}},
+            "template",
+        ),  # which begins the reasoning itself
+    ],
 )
 async def test_what_can_not_go_on_ends_with_an_error(
     store: Store, valkey_url: str, fields: dict[str, Any], why: str
