@@ -6,6 +6,7 @@ if its engine gives the ids of prompt and answer. Otherwise a chat's last messag
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvatlas.fleet.records import EngineKind
@@ -99,7 +100,8 @@ def begun_stop(sent: str, stops: Sequence[str]) -> int:
 
 
 def body_of_ids(text: TextRequest, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int) -> dict[str, Any]:
-    """The body of a completion that asks for the rest of a chat. `ids`: of the answer so far."""
+    """The body of a completion that asks for the rest of a conversation. `ids`: of the answer so far."""
+    text = _as_chat(text)
     body = {name: value for name, value in text.body.items() if name not in _OF_CHATS}
     most = most_tokens(text)
     limits = {"max_tokens": None if most is None else max(1, most - tokens)}
@@ -109,8 +111,7 @@ def body_of_ids(text: TextRequest, prompt_ids: Sequence[int], ids: Sequence[int]
 def body_of_rest(text: TextRequest, sent: str, ids: Sequence[int], tokens: int) -> dict[str, Any]:
     """The body that asks for the rest. `sent`, `ids`, `tokens`: the answer so far. Raises CannotTokenize for a conversation of
     another API whose chat is not known."""
-    if text.api is Api.MESSAGES:
-        text = TextRequest(Api.CHAT, chat_body(text), text.kind, text.model_id, text.tenant_id)
+    text = _as_chat(text)
     shorter = _shorter(text, tokens)
     nested = text.api in (Api.GENERATE, Api.TOKENS)
     body = {**text.body, **({"sampling_params": {**text.sampling, **shorter}} if nested else shorter)}
@@ -128,6 +129,10 @@ def body_of_rest(text: TextRequest, sent: str, ids: Sequence[int], tokens: int) 
     else:
         messages.append({"role": "assistant", "content": sent})
     return {**body, "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+
+
+def _as_chat(text: TextRequest) -> TextRequest:
+    return text if text.api is not Api.MESSAGES else replace(text, api=Api.CHAT, body=chat_body(text))
 
 
 def _shorter(text: TextRequest, tokens: int) -> dict[str, Any]:

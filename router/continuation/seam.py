@@ -1,7 +1,8 @@
 """What a client has of a streamed answer, and the events of other engines' answers that follow it without a seam."""
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvatlas.fleet.records import EngineKind
@@ -40,7 +41,7 @@ _BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
 class Rest:
     """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
     the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed.
-    `by_ids`: a chat goes on as a completion of token ids."""
+    `by_ids`: a conversation goes on as a completion of token ids."""
 
     parts: int = 0
     tokens: int = 0
@@ -335,6 +336,19 @@ class Seam:
         """Set what the engines are: it decides how they read a conversation."""
         self._text = self._text.of_engines(kind, model_id, self._text.tenant_id)
 
+    def by_ids(self, rest: Rest) -> Rest:
+        """The rest of a conversation whose template does not fit, if the ids of its prompt and its text are known. Raises
+        CannotContinue."""
+        reads_more = self._text.body.get("tools") or self._text.body.get("logprobs") or self._text.media_items
+        if reads_more or (self._chat_events is not None and not self._chat_events.can_write):
+            raise CannotContinue(Why.TEMPLATE)
+        return replace(rest, by_ids=True)
+
+    def body_of_ids(self, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int) -> dict[str, Any]:
+        """The body for the rest by ids, if the engine gave none. `tokens`: as its engines counted `ids`, which are of the
+        answer so far."""
+        return body_of_ids(self._text, prompt_ids, ids, tokens)
+
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
         """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
         ids = self._sent.ids_of(rest.parts) if self._with_ids or rest.by_ids else []
@@ -353,7 +367,7 @@ class Seam:
         self._base_letters = sent.letters
         self.usage.before = tokens
         self._by_ids = rest.by_ids
-        exact = self._chat and rest.lag == 0 and self.usage.prompt_tokens is not None
+        exact = self._chat and not rest.by_ids and rest.lag == 0 and self.usage.prompt_tokens is not None
         self._least_prompt_tokens = (self.usage.prompt_tokens or 0) + tokens if exact else 0
         if self._generate is not None:
             self._generate.resume(sent.ids, sent.text_of(rest.parts))

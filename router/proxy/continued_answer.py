@@ -1,7 +1,7 @@
 """One request's streamed answer, which another worker may go on with after its engine died."""
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,13 +123,15 @@ class ContinuedAnswer:
             tokens, api = await self._count(seam, rest), seam.asks(rest)
             body = seam.body(rest, tokens)
             found = await self.read_prompt(TextRequest.of(api, body))
+            self._prompt = read if self._prompt is None else self._prompt
+            if api.is_conversation and not _begins_with(found, self._prompt):
+                rest, api = seam.by_ids(rest), Api.COMPLETIONS
+                body = seam.body_of_ids(_ids_of(self._prompt), _ids_of(await self._read_text(seam, rest)), tokens)
+                found = await self.read_prompt(TextRequest.of(api, body))
         except CannotTokenize as cannot:
             raise CannotContinue(Why.TEMPLATE) from cannot
         except (InvalidValue, UnknownModel, Unreachable) as away:
             raise CannotContinue(Why.NO_WORKER) from away
-        self._prompt = read if self._prompt is None else self._prompt
-        if api.is_conversation and not _begins_with(found, self._prompt):
-            raise CannotContinue(Why.TEMPLATE)
         self._next = _Next(rest, tokens, api, body)
         return found
 
@@ -154,6 +156,7 @@ class ContinuedAnswer:
         """End the client's answer as its engine did."""
         if why is not None:
             self.counters.count(why)
+            _log.info("a stream ends with its engine: %s", CannotContinue(why))
         withheld = (b"" if self.seam is None else self.seam.withheld) or self._withheld
         if withheld:
             await self.request.send({"type": "http.response.body", "body": withheld})
@@ -163,16 +166,20 @@ class ContinuedAnswer:
     async def _count(self, seam: Seam, rest: Rest) -> int:
         """The tokens of the answer that the next engine gets. Engines hold back text that may begin a stop string, so tokens
         that they have counted may have no text yet; messages are not counted at all. Then the text is tokenized."""
-        text = seam.text_of(rest)
-        if rest.lag == 0 or not text:
+        if rest.lag == 0 or not rest.parts:
             return rest.tokens
-        asked = {"model": self.request.model, "prompt": text, "add_special_tokens": False}
-        if self.request.text is not None and (salt := self.request.text.cache_salt) is not None:
-            asked["cache_salt"] = salt  # it may name the tenant, whose engines alone may read the text
-        counted = (await self.read_prompt(TextRequest.of(Api.COMPLETIONS, asked))).prompt_tokens
+        counted = (await self._read_text(seam, rest)).prompt_tokens
         if counted is None:
             return rest.tokens
         return counted if rest.lag is None else min(rest.tokens, max(rest.tokens - rest.lag, counted))
+
+    async def _read_text(self, seam: Seam, rest: Rest) -> RequestPrompt:
+        """The answer that the next engine gets, as tokens."""
+        text = seam.text_of(rest)
+        asked = {"model": self.request.model, "prompt": text, "add_special_tokens": False}
+        if self.request.text is not None and (salt := self.request.text.cache_salt) is not None:
+            asked["cache_salt"] = salt  # it may name the tenant, whose engines alone may read the text
+        return await self.read_prompt(TextRequest.of(Api.COMPLETIONS, asked))
 
 
 def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool:
@@ -182,3 +189,10 @@ def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool:
         return True
     first, whole = prompt.prompt.tokens, longer.prompt.tokens
     return first is None or whole is None or list(whole[: len(first)]) == list(first)
+
+
+def _ids_of(prompt: RequestPrompt) -> Sequence[int]:
+    """Its token ids. Raises CannotContinue if they are not known."""
+    if prompt.prompt_tokens is None or prompt.prompt.tokens is None:
+        raise CannotContinue(Why.TEMPLATE)
+    return list(prompt.prompt.tokens)

@@ -294,7 +294,9 @@ class WorkerTries:
     def _may_move(self, attempts: Attempts, others: frozenset[str], began: bool) -> bool:
         """True if a request that waits at a stalled engine may move to one of these. It keeps waiting if the budget is used
         up."""
-        if began and (not attempts.answer.may_go_on or time.monotonic() < attempts.leave_at):
+        if began and (attempts.stalled is not None or time.monotonic() < attempts.leave_at):
+            return False
+        if began and not attempts.answer.may_go_on:
             return False
         if attempts.number >= self._most_attempts or not others - attempts.tried:
             return False

@@ -49,6 +49,10 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         CHAT,
         {"messages": MESSAGES, "max_tokens": 7, "chat_template_kwargs": {"thinking": True}, **_USAGE},
     ),
+    "the same with a stop string": (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 9, "stop": "zzz", "chat_template_kwargs": {"thinking": True}, **_USAGE},
+    ),
     "chat with tools": (CHAT, {"messages": MESSAGES, "max_tokens": 7, "tools": [TOOL], **_USAGE}),
     "chat with its ids shown": (CHAT, {"messages": MESSAGES, "max_tokens": 6, "return_token_ids": True, **_USAGE}),
     "generate": ("/generate", {"text": "Who holds it?", "sampling_params": {"temperature": 0, "max_new_tokens": 6}}),
