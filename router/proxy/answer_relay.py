@@ -183,6 +183,8 @@ class AnswerRelay:
             raise error_refusal(choice.url, stream.error, answer)
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
+        if goes_on and not stream.done:
+            raise EngineLost(f"{choice.url}: the stream ended before the answer")
         return OpenedAnswer(answer, stream, rest)
 
     async def begin(
