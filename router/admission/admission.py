@@ -140,7 +140,7 @@ class Admission:
         try:
             await choice.done(status=0)
         except Unreachable as error:
-            _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
+            _log.warning("worker %s: booking was not released (%s); it expires", choice.worker_id, error)
         self._queue.record_end(prompt.scope.pool_id)
 
     async def _book_in_turn(

@@ -251,7 +251,7 @@ class AdmissionQueue:
             try:
                 await self._ask(pool_id, line)
             except KvatlasError as error:
-                _log.warning("pool %s: turns of waiting requests not read (%s); trying again", pool_id, error)
+                _log.warning("pool %s: turns of waiting requests were not read (%s); trying again", pool_id, error)
             try:
                 async with asyncio.timeout(line.look_s):
                     await asyncio.sleep(LEAST_LOOK_S)

@@ -129,7 +129,7 @@ class Leases:
                     still_held = await self._reservations.renew_lease(pool_id, self.router_id, self.lease_us)
             except STORE_FAILURES as error:
                 _log.warning(
-                    "router %s: lease in pool %s not renewed (%s); trying again in %g s",
+                    "router %s: lease in pool %s was not renewed (%s); trying again in %g s",
                     self.router_id,
                     pool_id,
                     reason(error),

@@ -25,7 +25,15 @@ from kvatlas.fleet.records import (
 from kvatlas.fleet.tenants import include
 from kvatlas.reservations.likeness import likeness_of
 from kvatlas.reservations.room_and_slo import limit_of
-from router_client.pricing.candidates import BlockShape, Candidate, Group, KindRows, groups_of, shape_of
+from router_client.pricing.candidates import (
+    MOST_SHAPES,
+    BlockShape,
+    Candidate,
+    Group,
+    KindRows,
+    groups_of,
+    shape_of,
+)
 
 UNKNOWN_DISPLACED = 0.3
 """`FetchKnowledge.displaced_share` if the size of a cache is unknown."""
@@ -151,6 +159,18 @@ class Pool:
     def sizes(self) -> tuple[int, int, int]:
         """How many workers may get whole requests, prompts, and answers."""
         return len(self.candidates), len(self.prefillers), len(self.decoders)
+
+    @property
+    def looked_up_shapes(self) -> Mapping[BlockShape, frozenset[str]]:
+        """The shapes that prompts are looked up in: up to MOST_SHAPES, those of most workers that may get requests. A shared
+        store's counts for each of its readers. Workers of other shapes count as if they held nothing."""
+        if len(self.block_shapes) <= MOST_SHAPES:
+            return self.block_shapes
+        serving = [self.records[id].endpoint for id in self.serving]
+        holders = Counter(id for worker in serving for id in (worker.id, *worker.stores))
+        count = {shape: sum(holders[id] for id in ids) for shape, ids in self.block_shapes.items()}
+        common = sorted(count, key=lambda shape: (-count[shape], shape))[:MOST_SHAPES]
+        return {shape: self.block_shapes[shape] for shape in common}
 
     @property
     def serving(self) -> Set[str]:
