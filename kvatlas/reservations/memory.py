@@ -173,7 +173,7 @@ class MemoryReservations:
         """`release`, without waiting."""
         pool, now = self._pool(pool_id), self._clock_us()
         if id in pool.booked:
-            pool.queue.record_end(id, output_tokens)
+            pool.queue.record_end(id, output_tokens, called_off=outcome is Outcome.CALLED_OFF)
         if outcome is Outcome.CALLED_OFF:
             pool.called_off.add(now + CALLED_OFF_US, id)
         return self._drop_reservation(pool, id, outcome, now)
@@ -336,7 +336,7 @@ class MemoryReservations:
         reservation = pool.remove_booking(id)
         if reservation is None:
             return False
-        pool.queue.record_end(id, None)
+        pool.queue.record_end(id)
         if reservation.prefilling and outcome is Outcome.FINISHED:
             self._settle_prediction(pool, id, now)
         elif reservation.prefilling or outcome is Outcome.BROKEN:

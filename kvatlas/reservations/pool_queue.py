@@ -95,6 +95,7 @@ class _Charge:
     account: Account
     weight_milli: int
     output_tokens: int
+    units: int
 
 
 class PoolQueue:
@@ -233,15 +234,21 @@ class PoolQueue:
         self._served[account[0]] = max(self._served.get(account[0], 0), before)
         if len(self._charges) >= MOST_CHARGES:
             self._charges.clear()
-        self._charges[booking_id] = _Charge(account, request.weight_milli, request.output_tokens)
+        self._charges[booking_id] = _Charge(account, request.weight_milli, request.output_tokens, service)
 
-    def record_end(self, booking_id: bytes, output_tokens: int | None) -> None:
-        """Record that a booking ended. `output_tokens`: what its answer took, in place of the estimate; None: unknown."""
+    def record_end(self, booking_id: bytes, output_tokens: int | None = None, *, called_off: bool = False) -> None:
+        """Record that a booking ended. `output_tokens`: what its answer took, in place of the estimate; None: unknown. If it
+        was called off, nothing is charged."""
         charge = self._charges.pop(booking_id, None)
-        if charge is None or output_tokens is None or charge.account not in self._counters:
+        if charge is None or charge.account not in self._counters:
             return
-        more = OUTPUT_UNITS * (output_tokens - charge.output_tokens) * 1_000 // charge.weight_milli
-        self._set_counter(charge.account, self._counters[charge.account] + more)
+        if called_off:
+            more = -charge.units
+        elif output_tokens is not None:
+            more = OUTPUT_UNITS * (output_tokens - charge.output_tokens)
+        else:
+            return
+        self._set_counter(charge.account, self._counters[charge.account] + more * 1_000 // charge.weight_milli)
 
     def turns(self, router_id: str, left: Iterable[bytes], rows: Sequence[WaitingRequest], now: int) -> Turns:
         """Remove the requests that `left`, add others, and tell which of the router's requests may be tried."""

@@ -162,7 +162,7 @@ class Decider:
         if not self._settings.booking.reservations:
             evaluation = evaluate_without_bookings(ask, case.pool, listed)
             if book:
-                self._booker.wait_without_room(case.prompt, evaluation)
+                self._booker.wait_without_room(case.prompt, _choosing(evaluation, case.followed))
             listed = with_source(listed, evaluation.worker_id, evaluation.source)
             return self._choose(case, listed, evaluation.by_offer, evaluation.chosen)
         failure = "reservations: no recent answer" if not behind or trying else ""
@@ -414,6 +414,12 @@ def _waiting_for(prompt: Prompt, pool: Pool, workers: Set[str]) -> Prompt:
         return prompt
     fit = workers & pool.serving_prompts_of(prompt.input_tokens)
     return replace(prompt, waiting=prompt.waiting.among(fit) if fit else None)
+
+
+def _choosing(evaluation: Evaluation, followed: str | None) -> Evaluation:
+    """The evaluation, with the followed worker chosen, if any."""
+    numbers = (number for number, offer in enumerate(evaluation.offers) if offer.worker_id == followed)
+    return replace(evaluation, chosen=next(numbers, evaluation.chosen))
 
 
 def _narrow_ask(ask: Ask, worker_id: str) -> Ask:

@@ -16,7 +16,7 @@
 -- queue_counters   'c' <account> -> service of what was booked while requests waited; 'v' <rank> -> the highest before a
 --                  booking
 -- queue_deadlines  'e' <id> a request may wait no longer; 'q' <router> it no longer asks; 'a' <program> it no longer runs
--- queue_charges    id of a booking -> <account> "weight in thousandths, output tokens" with which it was charged
+-- queue_charges    id of a booking -> "<account> <weight in thousandths> <output tokens> <units>" with which it was charged
 --
 -- row, cmsgpack: { id, tenant, weight in thousandths, rank, program (16 hex digits; '': none), prompt tokens, output tokens, us
 --   since it arrived, us that it may wait, lane, { workers... } (0: all), most requests, most tokens, 1 if it may wait, 0 if it
@@ -33,7 +33,7 @@ local ALL_WORKERS, STRAYS, SHARED = '0000000000000000', 'ffffffffffffffff', '000
 local E_ROUTER, E_LINE, E_PLACE, E_TOKENS, E_UNITS, E_WEIGHT, E_TENANT = 1, 2, 3, 4, 5, 6, 7
 local ENTRY_FORM = { 'string', 'string', 'string', 'number', 'number', 'number', 'string' }
 local LANE_END, ACCOUNT_AT, ACCOUNT_BYTES = 16, 17, 24 -- within a line
-local CHARGE = '^(%x+) (%d+) (%d+)$'
+local CHARGE = '^(%x+) (%d+) (%d+) (%d+)$'
 
 local function service_units(uncached, cached, output)
   return UNCACHED_UNITS * uncached + CACHED_UNITS * cached + OUTPUT_UNITS * output
@@ -666,28 +666,31 @@ local function record_queue_booked(keys, row, booking, uncached, cached, now)
     leave_one(keys, row.id, entry, now)
   end
   local before, rank = counter_of(keys, account), string.sub(account, 1, 8)
-  set_counter(keys, account, before + math.floor(service_units(uncached, cached, row.output) * 1000 / row.weight))
+  local units = service_units(uncached, cached, row.output)
+  set_counter(keys, account, before + math.floor(units * 1000 / row.weight))
   local served = tonumber(redis.call('HGET', keys[QUEUE_COUNTERS], 'v' .. rank) or 0) or 0
   redis.call('HSET', keys[QUEUE_COUNTERS], 'v' .. rank, string.format('%d', math.max(served, before)))
   if redis.call('HLEN', keys[QUEUE_CHARGES]) >= MOST_CHARGES then
     redis.call('UNLINK', keys[QUEUE_CHARGES])
   end
-  redis.call('HSET', keys[QUEUE_CHARGES], booking, string.format('%s %d %d', account, row.weight, row.output))
+  local charge = string.format('%s %d %d %d', account, row.weight, row.output, units)
+  redis.call('HSET', keys[QUEUE_CHARGES], booking, charge)
 end
 
--- Records that a booking ended. `output`: the tokens that its answer took, in place of the estimate; nil: unknown.
-local function record_queue_end(keys, booking, output)
+-- Records that a booking ended. `output`: the tokens that its answer took, in place of the estimate; nil: unknown. If it was
+-- called off, nothing is charged.
+local function record_queue_end(keys, booking, output, called_off)
   local charge = redis.call('HGET', keys[QUEUE_CHARGES], booking)
   if not charge then
     return
   end
   redis.call('HDEL', keys[QUEUE_CHARGES], booking)
-  local account, weight, expected = string.match(charge, CHARGE)
+  local account, weight, expected, units = string.match(charge, CHARGE)
   if not account or #account ~= ACCOUNT_BYTES or tonumber(weight) < 1 then
     damaged('charge')
   end
-  if output and redis.call('HEXISTS', keys[QUEUE_COUNTERS], 'c' .. account) == 1 then
-    local more = math.floor(OUTPUT_UNITS * (output - expected) * 1000 / weight)
-    set_counter(keys, account, counter_of(keys, account) + more)
+  if (output or called_off) and redis.call('HEXISTS', keys[QUEUE_COUNTERS], 'c' .. account) == 1 then
+    local more = called_off and -units or OUTPUT_UNITS * (output - expected)
+    set_counter(keys, account, counter_of(keys, account) + math.floor(more * 1000 / weight))
   end
 end

@@ -30,7 +30,8 @@ register('kvatlas_pool_ends', function(keys, args)
       if outcome == '' then
         known = record_first_token(keys, id, reservation, now)
       else
-        record_queue_end(keys, id, output ~= '' and integer(output, 0, MOST_COUNTED) or nil)
+        local tokens = output ~= '' and integer(output, 0, MOST_COUNTED) or nil
+        record_queue_end(keys, id, tokens, outcome == OUTCOME.called_off)
         known = drop_reservation(keys, id, reservation, outcome, now)
       end
     end

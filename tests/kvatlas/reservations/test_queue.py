@@ -86,8 +86,8 @@ class Line:
         assert found is not None
         return found.worker_id
 
-    async def release(self, number: int, output_tokens: int | None = None) -> None:
-        await self.reservations.release(POOL, id_of(number), Outcome.FINISHED, output_tokens)
+    async def release(self, number: int, output_tokens: int | None = None, outcome: Outcome = Outcome.FINISHED) -> None:
+        await self.reservations.release(POOL, id_of(number), outcome, output_tokens)
 
     async def turns(self, router: str = "r") -> list[int]:
         """The numbers of a router's requests that may be tried."""
@@ -437,6 +437,30 @@ async def test_the_actual_length_of_an_answer_replaces_the_estimate(line: Line) 
     assert order[2:] == [short[1], long[1]]
 
 
+async def test_a_booking_that_is_called_off_is_not_charged(line: Line) -> None:
+    first, _ = await line.ask("x")
+    waiting = [(await line.ask(tenant))[0] for tenant in "ttuu"]
+    await line.release(first)
+    (off,) = await line.turns()
+    assert await line.retry(off) == "a"
+    await line.release(off, outcome=Outcome.CALLED_OFF)
+    last, _ = await line.ask("x", may_wait=False)
+    for number in await line.turns():
+        await line.retry(number)
+    order = await line.serve(last)
+    tenant = set(waiting[:2] if off in waiting[:2] else waiting[2:])
+    assert len(set(order[:2]) & tenant) == 1 and set(order) == set(waiting) - {off}
+
+
+async def test_a_router_learns_whether_its_turn_is_near(line: Line) -> None:
+    await line.ask()
+    for _ in range(MOST_WINDOW):
+        await line.ask(router="first")
+    await line.ask(router="last")
+    for router, near in (("first", True), ("last", False)):
+        assert (await line.reservations.turns(POOL, router, [], [])).near is near
+
+
 async def test_counters_stay_whole_numbers_of_16_digits(line: Line) -> None:
     limits = QueueLimits(9, 1 << 50)
     first, _ = await line.ask("x")
@@ -520,6 +544,7 @@ steps = st.lists(
     | st.tuples(st.just("try"), st.sampled_from(ROUTERS))
     | st.tuples(st.just("leave"), st.integers(1, 30))
     | st.tuples(st.just("release"), st.integers(1, 30))
+    | st.tuples(st.just("off"), st.integers(1, 30))
     | st.tuples(st.just("end"), st.tuples(st.integers(1, 30), st.sampled_from([0, 33, 9_000])))
     | st.tuples(st.just("again"), st.integers(1, 30))
     | st.tuples(st.just("pass"), st.sampled_from([1, 90_000, 600_000, 70 * SECOND_US])),
@@ -552,6 +577,8 @@ async def test_both_languages_keep_the_same_order(store: Store, clock: Clock, st
                 return await line.reservations.turns(POOL, router, [waiting.id], [])
             if what == "release":
                 await line.release(int(str(value)))
+            if what == "off":
+                await line.release(int(str(value)), outcome=Outcome.CALLED_OFF)
             if what == "end":
                 await line.release(*value)  # type: ignore[misc]
         except QueueIsFull as error:
