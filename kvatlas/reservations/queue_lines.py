@@ -2,7 +2,7 @@
 
 A line has the requests of one tenant with one priority in one lane, the requests that may go to the same workers.
 
-Lanes and lines are bounded, and nobody can use them up: a tenant may begin another one as long as it has fewer lines than are
+Lanes and lines are bounded, and no tenant can use them up: it may begin another one as long as it has fewer lines than are
 left (dynamic thresholds: Choudhury and Hahne, 1998). Above that:
 
 - Requests for other sets of workers wait in one lane, the strays. It holds up no other lane, and many of its requests are tried
