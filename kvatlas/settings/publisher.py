@@ -17,7 +17,6 @@ from kvatlas.settings.field_types import (
     EngineUrl,
     GroupList,
     Labels,
-    LMCacheEndpoint,
     Name,
     NatsUrl,
     PartitionCount,
@@ -200,11 +199,10 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         default=None,
         description="For a shared store: microseconds to read a MiB (5 GiB/s: 195); default: those of its tier.",
     )
-    lmcache_endpoint: LMCacheEndpoint | None = Field(
+    lmcache_endpoint: ZmqEndpoint | None = Field(
         default=None,
-        description="Address of the LMCache multiprocess server that the engine is attached to, e.g. tcp://127.0.0.1:5555, "
-        "or grpc://127.0.0.1:5555 (extra lmcache): the content of its CPU memory is published too. For a shared store: its own "
-        "server.",
+        description="Address of the LMCache multiprocess server that the engine is attached to, e.g. tcp://127.0.0.1:5555: "
+        "the content of its CPU memory is published too. For a shared store: its own server.",
     )
     mooncake_endpoint: ZmqEndpoint | None = Field(
         default=None,

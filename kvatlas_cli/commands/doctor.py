@@ -16,6 +16,7 @@ from kvatlas_cli.doctor import Finding, Level, examine, follow_request, read_req
 from kvatlas_cli.doctor.expected_workers import list_expected, read_expected
 from kvatlas_cli.doctor.heartbeats import Told
 from kvatlas_cli.flags import JsonFlag, with_settings
+from kvatlas_cli.logs import printable
 from kvatlas_cli.output import count_text, line_width, print_json, print_notice, wrap
 from kvatlas_cli.runner import run_query
 
@@ -119,9 +120,11 @@ def _print(found: list[Finding]) -> None:
     margin = " " * (_LEVEL_WIDTH + 1 + _CHECK_WIDTH + 1)
     width = line_width() or 0
     for one in found:
-        _print_wrapped(f"{one.level.value:{_LEVEL_WIDTH}} {one.check:{_CHECK_WIDTH}} {one.line}", margin, width)
+        _print_wrapped(
+            f"{one.level.value:{_LEVEL_WIDTH}} {one.check:{_CHECK_WIDTH}} {printable(one.line)}", margin, width
+        )
         if one.advice:
-            _print_wrapped(f"{margin}-> {one.advice}", f"{margin}   ", width)
+            _print_wrapped(f"{margin}-> {printable(one.advice)}", f"{margin}   ", width)
     counts = Counter(one.level for one in found)
     print(f"{count_text(counts[Level.ERROR], 'error')}, {count_text(counts[Level.WARNING], 'warning')}")
 

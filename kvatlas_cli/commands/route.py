@@ -6,6 +6,7 @@ import typer
 
 from kvatlas.settings import PromptSettings
 from kvatlas_cli.flags import JsonFlag, with_settings
+from kvatlas_cli.logs import printable
 from kvatlas_cli.output import print_json, print_table
 from kvatlas_cli.prompt_query import HintsFlag, TokensFlag, open_router, read_prompt
 from kvatlas_cli.runner import run_query
@@ -58,4 +59,4 @@ async def _route_pd(settings: PromptSettings, prompt: Prompt, as_json: bool) -> 
     if as_json:
         print_json(pair.explanation())
     else:
-        print(pair.explain())
+        print("\n".join(map(printable, pair.explain().split("\n"))))

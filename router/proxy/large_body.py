@@ -7,6 +7,7 @@ routed only by its length.
 import asyncio
 import json
 import re
+from collections.abc import Collection
 
 from kvatlas_router.proxy.json_body import UnreadableBody
 from router_client.pricing.transfer_protocol import WITHHELD, NotForClients
@@ -24,11 +25,11 @@ _COLON = re.compile(rb"\s*:")
 _SHALLOW = re.compile(rb'["{}\[\]:,]')
 
 
-async def find_model(body: bytes) -> str | None:
+async def find_model(body: bytes, refused: Collection[str] = ()) -> str | None:
     """The text under `model` in a JSON object; None without one. The engine judges the rest of the body.
 
     Raises UnreadableBody if the body is not exactly one object, or has too many values to scan; NotForClients for a field of
-    WITHHELD at any depth.
+    WITHHELD at any depth, or one of `refused` in the object itself.
     """
     if json.detect_encoding(body[:4]) != "utf-8":
         raise UnreadableBody(f"the body has {len(body)} bytes; so large a body must be UTF-8 without a byte order mark")
@@ -73,14 +74,14 @@ async def find_model(body: bytes) -> str | None:
             if name == "model":
                 model = None  # unless a text follows
             else:
-                _check_name(name, body)
+                _check_name(name, body, refused)
     if depth or body[at:].strip():
         raise UnreadableBody("the body is not a JSON object: it does not end with one")
     return model
 
 
-def _check_name(name: str | None, body: bytes) -> None:
-    if name in WITHHELD:
+def _check_name(name: str | None, body: bytes, refused: Collection[str] = ()) -> None:
+    if name in WITHHELD or name in refused:
         raise NotForClients(f"{name} is in a body of {len(body)} bytes; remove it from large bodies")
 
 

@@ -374,7 +374,7 @@ def test_another_layout_version_is_refused(cli: Cli, words: tuple[str, ...]) -> 
         with Redis.from_url(server.url) as client:
             client.hset(LAYOUT, mapping={"version": SWITCHED_VERSION + 1, "partitions": 64, "shards": 1})
         done = cli(*words, "--redis-url", server.url, stdin="1 2 3")
-        line = f"layout version {SWITCHED_VERSION + 1}; this kvatlas expects {SWITCHED_VERSION} at most"
+        line = f"layout version {SWITCHED_VERSION + 1}; this kvatlas expects {LAYOUT_VERSION} or {SWITCHED_VERSION}"
         assert (done.code, done.err) == (1, f"kvatlas: Redis at {server.url}: {line}\n")
 
 
