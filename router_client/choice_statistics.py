@@ -84,9 +84,7 @@ class ChoiceStatistics:
         self.counters.open_index += cause == "index"
         self.counters.open_fleet += cause == "fleet"
         self.counters.open_booking += cause == "booking"
-        self._log.report(
-            cause, f"chosen without the store's help: {choice.why}; choices continue with what this router knows"
-        )
+        self._log.report(cause, f"chosen without the store: {choice.why}; choices continue with what this router knows")
 
     def record_answer(
         self,

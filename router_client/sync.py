@@ -45,9 +45,15 @@ class SyncChoice(ChoiceData):
         """Report the first token: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
         self._run(self._choice.first_token)
 
-    def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
+    def done(
+        self,
+        status: int = 200,
+        usage: Usage | None = None,
+        timings: Timings | None = None,
+        whole: Usage | None = None,
+    ) -> None:
         """Report the end of the request; see `Choice.done`. Leaving the block of `route` does the same."""
-        self._run(self._choice.done, status, usage, timings)
+        self._run(self._choice.done, status, usage, timings, whole)
 
     def _run(self, report: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -69,9 +75,15 @@ class SyncPairChoice(PairChoiceData):
         """Report the first token: the prefill worker is free again."""
         self.decode._run(self._pair.first_token)
 
-    def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
+    def done(
+        self,
+        status: int = 200,
+        usage: Usage | None = None,
+        timings: Timings | None = None,
+        whole: Usage | None = None,
+    ) -> None:
         """Report the end of the request; see `Choice.done`. Leaving the block of `route_pd` does the same."""
-        self.decode._run(self._pair.done, status, usage, timings)
+        self.decode._run(self._pair.done, status, usage, timings, whole)
 
 
 _DATA_FIELDS = tuple(field.name for field in fields(ChoiceData))

@@ -112,7 +112,7 @@ def _facts(replica: Replica) -> Sequence[Fact]:
     pending = sum(one.pending for one in partitions)
     late_s = counters.event_lag.quantile(0.99)
     facts = [
-        Fact("ready", Cell("yes", Tone.GOOD) if replica.ready else Cell("no: NATS or the store is away", Tone.BAD)),
+        Fact("ready", Cell("yes", Tone.GOOD) if replica.ready else Cell("no: NATS or the store is down", Tone.BAD)),
         Fact("replicas", number_cell(len(replica.membership.members))),
         Fact("partitions here", Cell(f"{len(partitions)} of {replica.stream_partitions}")),
         Fact("messages pending", _pending_cell(pending)),

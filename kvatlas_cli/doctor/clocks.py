@@ -8,7 +8,7 @@ from kvatlas_cli.doctor.report import Finding, Level, join_names
 MAX_SKEW_US = 1_000_000
 WRONG_US = 60_000_000
 """Above this difference a clock is plainly wrong, and all figures that depend on it are meaningless."""
-_ADVICE = "synchronise the clocks (NTP); reported lags and ages are wrong by the difference"
+_ADVICE = "synchronize the clocks (NTP); reported lags and ages are wrong by the difference"
 
 
 def judge_clocks(

@@ -93,7 +93,9 @@ def judge_conditions(conditions: Mapping[str, RouterCondition]) -> Iterator[Find
         if one.store_is_far:
             yield _describe_distance(where, one)
         if one.choices and one.fell_open >= MANY * one.choices:
-            line = f"{where}: {one.fell_open:,} of {one.choices:,} choices of the last minute lacked the store's help"
+            line = (
+                f"{where}: {one.fell_open:,} of {one.choices:,} choices of the last minute were made without the store"
+            )
             advice = "see store.distance and the store's load (SLOWLOG GET); a router's copy of the index (--replica) asks less"
             yield Finding("routers.store", Level.WARNING, line, advice)
         if lost := one.refused + one.no_workers:
@@ -111,7 +113,7 @@ def _judge_proof(where: str, one: RouterCondition) -> Iterator[Finding]:
         return
     if one.limits_shared is False:
         line = f"{where}: clients' limits per minute are not shared through the store: each router counts alone"
-        advice = "see routers.store and the router's log; write the store's users again after an upgrade (kvatlas auth redis)"
+        advice = "see routers.store and the router's log; after an upgrade, run kvatlas auth redis again"
         yield Finding("routers.limits", Level.WARNING, line, advice)
     if one.proves_tenants:
         yield Finding("routers.proof", Level.OK, f"{where}: each request proves its tenant")

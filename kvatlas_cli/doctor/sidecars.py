@@ -91,7 +91,7 @@ async def _read(url: str) -> StatusPage:
     except (httpx.HTTPError, TimeoutError) as error:
         return StatusPage(url, error=str(error) or "no answer in time")
     except DATA_ERRORS:
-        return StatusPage(url, error="it is no status page of kvatlas")
+        return StatusPage(url, error="it is not a status page of kvatlas")
 
 
 def _worker_of(status: dict[str, Any]) -> PublishedWorker:

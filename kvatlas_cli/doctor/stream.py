@@ -113,7 +113,7 @@ _CURES = {
     "wrong_partition": "give its publisher the --partitions of the store's layout",
     "identity": "change what its publisher publishes, or the identities (`kvatlas auth nats`)",
     "wrong_subject": "it publishes for another worker: give each publisher its own --worker-id",
-    "incarnation": "the clock of the publisher's machine is wrong: synchronise it",
+    "incarnation": "the clock of the publisher's machine is wrong: synchronize it",
 }
 
 
@@ -184,7 +184,7 @@ def _wrong_limits(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if int(config.get(name, -1)) > 0:
             yield f"stream {STREAM} has {name} {config[name]}: messages are dropped before they are read", _RECREATE
     if config.get("no_ack"):
-        yield f"stream {STREAM} does not acknowledge messages: publishers wait for ever", _RECREATE
+        yield f"stream {STREAM} does not acknowledge messages: publishers wait forever", _RECREATE
 
 
 def _limits_text(config: Mapping[str, Any]) -> str:

@@ -134,7 +134,7 @@ def _facts(parts: RequestRouter, exchange: Exchange) -> Sequence[Fact]:
     ]
     for name, workers, why in (
         ("ejected workers", ejected, "they fail while others answer"),
-        ("stalled workers", stalled, "their engines make no progress though they have work"),
+        ("stalled workers", stalled, "their engines have work but make no progress"),
     ):
         if workers:
             facts.append(Fact(name, Cell(f"{len(workers)}: {', '.join(sorted(workers))}", Tone.BAD, why)))

@@ -213,7 +213,7 @@ def _check_issuer(name: str, issuer: Issuer) -> None:
     if (issuer.keys_file is None) == (issuer.keys_url is None):
         raise InvalidValue(f"issuers.{name} needs exactly one of keys_file and keys_url")
     if issuer.keys_url is not None and not is_key_address(issuer.keys_url):
-        raise InvalidValue(f"issuers.{name}.keys_url is no https address; http is allowed only for loopback")
+        raise InvalidValue(f"issuers.{name}.keys_url is not an https address; http is allowed only for loopback")
 
 
 def is_key_address(url: str) -> bool:

@@ -96,7 +96,7 @@ class Proof:
         if not is_tenant_name(tenant_id) or not (
             matches(tenant_id, client.tenants) if client.front else tenant_id in client.tenants
         ):
-            raise ForeignTenant("this client may not speak for the tenant that the header names")
+            raise ForeignTenant("this client may not use the tenant that the header names")
         by = f"{name}/{tenant_id}" if client.front else name
         caller = client.caller(by, tenant_id, is_front=client.front)
         if len(self._callers) >= MOST_CALLERS:

@@ -116,7 +116,7 @@ class BudgetedTokenizer:
         slot = asyncio.ensure_future(self._slots.acquire())
         try:
             if not await self._is_done_in_time(slot, began_s):
-                line = f"the tokenizer is busy with {len(self._pending)} prompts, and no slot got free within"
+                line = f"the tokenizer is busy with {len(self._pending)} prompts, and no slot became free within"
                 raise CannotTokenize(Why.BUSY, f"{line} {self._waited_ms(began_s):g} ms")
         except BaseException:
             if not slot.cancel() and not slot.cancelled():

@@ -96,7 +96,7 @@ class Leases:
                     await self._reservations.end_lease(pool_id, self.router_id)
         except STORE_FAILURES as error:
             _log.warning(
-                "router %s: lease not given up (%s); its reservations end when the lease expires",
+                "router %s: lease was not released (%s); its reservations end when the lease expires",
                 self.router_id,
                 reason(error),
             )

@@ -37,9 +37,9 @@ class IndexLookup:
         """`look_up` within a share of the deadline; if that fails, an empty lookup and the reason. After failures a choice is
         made without the index, and another lookup is tried in the background."""
         if self.load_only:
-            why = "the router is switched to load alone"
+            why = "the router is set to choose by load only"
         elif prompt.strategy is Strategy.LOAD:
-            why = "the request asks for load alone"
+            why = "the request asks for a choice by load only"
         elif not self._breaker.may_call():
             why = _NO_ANSWER
         elif self._breaker.is_open:

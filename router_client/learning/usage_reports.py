@@ -80,4 +80,4 @@ class AnswerUsage:
             await asyncio.sleep(REPORT_S)
             was, reachable = reachable, await self.report()
             if was and not reachable:
-                _log.warning("usage not reported: the store does not answer; trying again every %g s", REPORT_S)
+                _log.warning("usage was not reported: the store does not answer; trying again every %g s", REPORT_S)

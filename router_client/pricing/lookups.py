@@ -131,7 +131,7 @@ def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
     if pool.sources or pool.stores:
         return "what workers read from elsewhere depends on what all of them hold"
     if pool.kind_rows.have_marks:
-        return "marks are looked up apart"
+        return "marks are looked up separately"
     if len(pool.block_shapes) > MOST_LOOKED_UP_CHAINS:
         return "the workers' blocks have too many shapes for one call"
     blocks = sum(prompt.input_tokens // (shape.block_size * shape.granularity) for shape in pool.block_shapes)

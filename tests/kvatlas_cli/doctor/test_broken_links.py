@@ -77,7 +77,7 @@ LINKS = (
         "--tenant-id",
     ),
     Link("chain", "pools.chains", "external:default: chain; own: ", "let all engines report token ids", Level.WARNING),
-    Link("clock", "clocks", "clock +90.", "synchronise the clocks"),
+    Link("clock", "clocks", "clock +90.", "synchronize the clocks"),
     Link("version", "nats.refused", "(version): message version 9", "the same version of kvatlas everywhere"),
     Link("old", "workers.versions", "0.0.1: old", "upgrade indexers first", Level.INFO),
     Link("twin-b", "workers.address", "twin-a, twin-b have the same address, http://twin:80", "--engine-url"),

@@ -126,7 +126,7 @@ async def test_with_the_kill_switch_the_index_is_not_called(index: BreakableInde
     router.load_only = True
     choice = await router.reserve(PROMPT, dry_run=True)
     assert (choice.basis, index.asked) == (Basis.LOAD, 1)
-    assert "switched to load alone" in choice.explain()
+    assert "set to choose by load only" in choice.explain()
 
 
 async def test_a_fleet_that_can_not_be_read_is_used_as_last_known(index: BreakableIndex) -> None:
