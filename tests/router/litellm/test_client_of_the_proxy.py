@@ -65,7 +65,7 @@ async def test_a_stream_whose_engine_dies_is_one_answer(
             choices = [choice for part in parts for choice in part.choices]
             reasons = [choice.finish_reason for choice in choices if choice.finish_reason]
             text = "".join(choice.delta.content or "" for choice in choices)
-            return text, reasons, max(getattr(part, "usage", None).completion_tokens for part in parts[-1:])
+            return text, reasons, parts[-1].usage.completion_tokens
 
         undisturbed = await ask()
         fate.after = [6]
