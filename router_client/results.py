@@ -76,8 +76,8 @@ class Ranking:
 
     `unread`: number of candidates that a choice did not read, because none of them costs less than the chosen one.
     `left_out`: all other workers of the pool by id, each with the reason. `slo`: the request's. `remarks`: what was ignored
-    in the request, and why no worker can hold its blocks, one line each. `index`: who answered the lookup, and how old that
-    answer may be, if the router has a local copy of the index.
+    in the request, why no worker can hold its blocks, and for which none was looked up, one line each. `index`: who answered
+    the lookup, and how old that answer may be, if the router has a local copy of the index.
     """
 
     input_tokens: int
@@ -307,7 +307,9 @@ class Choice(ChoiceData):
         if well and self.feedback is not None and usage is not None and timings is not None:
             self.feedback.record(usage, timings)
         if self.reservation is not None:
-            await self.reservation.end(_outcome_of(status))
+            outcome = _outcome_of(status)
+            tokens = 0 if outcome is Outcome.BROKEN else None
+            await self.reservation.end(outcome, tokens if usage is None else usage.completion_tokens)
 
 
 def _outcome_of(status: int) -> Outcome:

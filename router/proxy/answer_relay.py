@@ -289,6 +289,7 @@ class AnswerRelay:
         self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, passed: bytes, seam: Seam | None
     ) -> None:
         request.sent_events, request.in_event = stream.events, stream.in_event
+        request.count_sent(stream.parts)
         if seam is not None:
             passed = seam.feed(passed)
             request.sent_events = seam.events
@@ -314,4 +315,4 @@ async def _report(call: Awaitable[None]) -> None:
     try:
         await call
     except Unreachable as error:
-        _log.warning("request not reported to the other routers: %s", error)
+        _log.warning("request was not reported to the other routers: %s", error)

@@ -370,7 +370,16 @@ class WorkerTries:
                 wait=request.wait,
             )
         else:
-            choice = await self._admission.book(prompt, request.text, attempts.tried, apart=attempts.apart)
+            choice = await self._admission.book_again(
+                prompt,
+                request.text,
+                attempts.tried,
+                request.trusted_header,
+                apart=attempts.apart,
+                tenant_id=request.caller.tenant_id,
+                priority=request.priority,
+                weight=request.caller.weight,
+            )
         try:
             yield choice
         finally:
@@ -382,7 +391,7 @@ async def _end_booking(choice: Booked, status: int) -> None:
     try:
         await choice.done(status=status)
     except Unreachable as error:
-        _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
+        _log.warning("worker %s: booking was not released (%s); it expires", choice.worker_id, error)
 
 
 def _workers_of(choice: Booked) -> set[str]:
