@@ -15,7 +15,6 @@
     answer_relay.py     one try on one worker: sends the request, passes its answer on
     predicted_try.py    how long a try should take
     client_request.py   the client's side: its request, answers and errors to it, and its line in the access log
-    error_events.py     how a stream that has begun reports an error in its protocol
     reported_usage.py   usage and times of an answer
     headers.py          which headers are forwarded, and the decision header
     request_trace.py    continues the caller's trace

@@ -14,9 +14,9 @@ from starlette.types import Message, Receive, Send
 
 from kvatlas_router.admission.queue import Wait
 from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.error_events import error_event
 from kvatlas_router.answers.event_parser import can_be_read
 from kvatlas_router.engine_objects.object_use import ObjectUse
-from kvatlas_router.proxy.error_events import error_event
 from kvatlas_router.proxy.headers import RawHeaders, for_client, queue_header
 from kvatlas_router.proxy.request_trace import describe_answer
 from kvatlas_router.tenancy.caller import ANYBODY, Caller

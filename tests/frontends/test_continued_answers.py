@@ -1,6 +1,7 @@
 """Streams of vLLM's and SGLang's own servers go on at another engine of the same kind."""
 
 import json
+import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -58,7 +59,10 @@ def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RetryBudget, "take", lambda _: True)
 
 
-async def test_a_stream_goes_on_at_another_engine(fleet: Fleet, model: str, valkey_url: str, no_budget: None) -> None:
+async def test_a_stream_goes_on_at_another_engine(
+    fleet: Fleet, model: str, valkey_url: str, no_budget: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvatlas_router.proxy")  # it says why a stream did not go on
     store = await open_store(valkey_url, wait=False)
     try:
         await store.client.flushall()
