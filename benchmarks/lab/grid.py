@@ -143,9 +143,9 @@ def run_grid(
         speeds = list(pool.map(partial(_full_speed, requests=requests), cases))
         runs = [
             Run(case.name, load, policy, seed, requests, speed)
+            for seed in range(FIRST_SEED, FIRST_SEED + seeds)  # first, so that the seeds of an interrupted study are whole
             for case, speed in zip(cases, speeds, strict=True)
             for load in loads
-            for seed in range(FIRST_SEED, FIRST_SEED + seeds)
             for policy in policies
         ]
         missing = [run for run in runs if run not in known]
