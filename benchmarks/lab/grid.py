@@ -143,7 +143,9 @@ def run_grid(
         speeds = list(pool.map(partial(_full_speed, requests=requests), cases))
         runs = [
             Run(case.name, load, policy, seed, requests, speed)
-            for seed in range(FIRST_SEED, FIRST_SEED + seeds)  # first, so that the seeds of an interrupted study are whole
+            for seed in range(
+                FIRST_SEED, FIRST_SEED + seeds
+            )  # first, so that the seeds of an interrupted study are whole
             for case, speed in zip(cases, speeds, strict=True)
             for load in loads
             for policy in policies
