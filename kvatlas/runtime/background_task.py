@@ -1,19 +1,33 @@
-"""One asyncio task that starts and stops with the object that owns it."""
+"""One asyncio task that starts and stops with the object that owns it, and the end of any tasks.
+
+Python 3.11's `wait_for`, used in redis-py and nats-py, swallows a cancellation that arrives together with its result. So a
+task may need to be cancelled more than once. anyio's task groups do that; tasks of asyncio's end with `end_tasks`.
+"""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 AGAIN_S = 5.0
-"""If a cancelled task still runs after this long, it is cancelled again. Longer than any body needs to clean up."""
+"""If a cancelled task still runs after this long, it is cancelled again. Longer than any task needs to clean up."""
+
+
+async def end_tasks(tasks: Collection[asyncio.Future[Any]], *, again_s: float = AGAIN_S) -> None:
+    """Cancel the tasks and wait until all have ended; their errors are dropped. A task that swallowed the cancellation is
+    cancelled again every `again_s`, which must be longer than the tasks need to clean up."""
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=again_s)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # retrieved, so that asyncio does not log it
 
 
 class BackgroundTask:
-    """A task that may be started and stopped any number of times. Its body loops `while task.running`.
-
-    Python 3.11's `wait_for`, used in redis-py and nats-py, may swallow a cancellation. A body that loops sees the flag; one
-    that waits for something else by then is cancelled again after AGAIN_S.
-    """
+    """A task that may be started and stopped any number of times. Its body loops `while task.running`, so it ends even if it
+    swallows a cancellation."""
 
     def __init__(self, body: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         self._body = body
@@ -33,8 +47,5 @@ class BackgroundTask:
         self.running = False
         if task is None:
             return False
-        while not task.done():
-            task.cancel()
-            await asyncio.wait([task], timeout=AGAIN_S)
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks([task], again_s=AGAIN_S)
         return True

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from redis.exceptions import RedisError
 
 from kvatlas.errors import LayoutMismatch, Unreachable
+from kvatlas.runtime.background_task import end_tasks
 
 T = TypeVar("T")
 
@@ -77,10 +78,7 @@ class LateCalls:
 
     async def close(self) -> None:
         """Cancel the calls that are still running."""
-        late = list(self._late)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await end_tasks(list(self._late))
 
     async def _measure(self, call: Coroutine[Any, Any, T], waiter: "asyncio.Future[None]") -> T:
         """The call's result; `waiter` wakes up once this task is done."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvatlas.errors import KvatlasError
+from kvatlas.runtime.background_task import end_tasks
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_stream import EventStream
@@ -135,8 +136,7 @@ async def _both_at_once(what: PairRequest, send: Send) -> AsyncIterator[Answer]:
 
 async def _stop(task: "asyncio.Task[None]") -> None:
     """Stop the prefill request. Its connection closes if the engine still answers, since nothing would read it."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await end_tasks([task])
 
 
 async def _read_good(worker: Choice, answer: Answer) -> bytes:
@@ -144,7 +144,7 @@ async def _read_good(worker: Choice, answer: Answer) -> bytes:
     EngineLost."""
     if isinstance(answer, StreamedAnswer):
         stream = EventStream(hide_usage=False)
-        async for chunk in answer.chunks():
+        async for chunk in answer:
             stream.feed(chunk)
         error = stream.error if answer.events else None
     else:

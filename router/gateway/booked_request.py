@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvatlas.runtime.background_task import end_tasks
 from kvatlas_router.admission.admission import Admission
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.disaggregation.pair_booker import Booked
@@ -62,9 +63,7 @@ class LeftBookings:
 
     async def close(self) -> None:
         """End all of them now."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(list(self._tasks))
 
 
 async def _end_later(choice: Booked, end: Callable[[], Awaitable[None]]) -> None:
@@ -128,7 +127,7 @@ class BookedRequest:
         self._moved = True
         self._watched.leave()  # the gateway gave up on the worker, as a client may
         outliers, first = self._parts.outliers, self._booked
-        line = f"the gateway went on to {served}"
+        line = f"the gateway moved on to {served}"
         outliers.record_bad(first.pool_id, first.choice.worker_id, line, unreachable=True)
         await self._end()
         moved = await self._parts.move(first.prompt, served)

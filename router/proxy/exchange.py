@@ -9,6 +9,7 @@ from opentelemetry.trace import use_span
 
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.identity import Scope
+from kvatlas.runtime.background_task import end_tasks
 from kvatlas.telemetry import sampled_context, step_span
 from kvatlas.telemetry.duration_series import OTHER, Durations
 from kvatlas_router.admission.admission import Admission
@@ -100,9 +101,7 @@ class Exchange:
                 gone = True
                 self._counters.gone += 1
         finally:
-            for task in (answering, leaving):
-                task.cancel()
-            await asyncio.wait((answering, leaving))
+            await end_tasks([answering, leaving])
             del self._running[answering]
             with use_span(request.span):
                 self._record_end(request)

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.runtime.background_task import end_tasks
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.telemetry import sampled_context
 from kvatlas_router.tokens.counters import TokenCounters
@@ -87,9 +88,7 @@ class BudgetedTokenizer:
 
     async def aclose(self) -> None:
         """Cancel the pending calls."""
-        for task in self._pending:
-            task.cancel()
-        await asyncio.gather(*self._pending, return_exceptions=True)
+        await end_tasks(list(self._pending))
 
     async def _tokenize_in_time(self, request: TextRequest) -> Tokens:
         began_s = asyncio.get_running_loop().time()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+from kvatlas.runtime.background_task import end_tasks
+
 T = TypeVar("T")
 
 LAST_LOOKS = 20
@@ -28,8 +30,7 @@ async def wait_patiently(
     except BaseException:
         task.add_done_callback(partial(_discard, discard))
         if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
         raise
 
 

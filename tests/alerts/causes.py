@@ -3,6 +3,7 @@
 import resource
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from itertools import count
 
 import anyio
 import httpx
@@ -10,12 +11,15 @@ import msgpack
 import nats
 from redis.asyncio import Redis
 
-from kvatlas.bus.subjects import events_subject
+from kvatlas.bus.subjects import alive_subject, events_subject
+from kvatlas.embedded.async_servers import EmbeddedServer
+from kvatlas.fleet.records import EngineState
 from tests.alerts.fleet import Fleet
 from tests.alerts.odd_engine import OddEngine
+from tests.chaos.child_process import ChildProcess
 from tests.eventually import until
 from tests.http_client import http_client
-from tests.indexer.bus_publisher import BusPublisher
+from tests.indexer.bus_publisher import BusPublisher, heartbeat
 from tests.publishers.fake_engine import FakeEngine
 
 
@@ -81,6 +85,8 @@ async def worker_in_doubt(fleet: Fleet) -> AsyncIterator[None]:
         group.start_soon(beat)
         yield
         group.cancel_scope.cancel()
+    leaves = heartbeat(ghost, acked_seq=5).model_copy(update={"state": EngineState.DRAINING})
+    await client.publish(alive_subject("ghost"), leaves.pack())  # otherwise it is missed for an hour
     await client.close()
 
 
@@ -108,14 +114,14 @@ async def wrong_event_port(fleet: Fleet) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def sent_events(fleet: Fleet, payload: bytes, *, lost: int = 0) -> AsyncIterator[None]:
-    """Batches on the wrong sidecar's event socket; before each, so many that no replay has."""
+async def sent_events(fleet: Fleet, payload: Callable[[int], bytes], *, lost: int = 0) -> AsyncIterator[None]:
+    """Batches on the wrong sidecar's event socket, made from their number; before each, so many that no replay has."""
     async with FakeEngine(ports=fleet.wrong_ports, buffer=0) as engine, anyio.create_task_group() as group:
 
         async def send() -> None:
-            while True:
+            for number in count():
                 engine.next_seq += lost
-                await engine.send(payload)
+                await engine.send(payload(number))
                 await anyio.sleep(0.5 if lost else 0.2)  # a paced feed
 
         fleet.wrong_sidecar.start()
@@ -128,36 +134,44 @@ async def sent_events(fleet: Fleet, payload: bytes, *, lost: int = 0) -> AsyncIt
 
 
 def events_of_something_else(fleet: Fleet) -> AbstractAsyncContextManager[None]:
-    return sent_events(fleet, b"no batch of events")
+    return sent_events(fleet, lambda _: b"no batch of events")
 
 
 def events_are_lost(fleet: Fleet) -> AbstractAsyncContextManager[None]:
-    return sent_events(fleet, msgpack.packb([1.0, [], 0]), lost=3)
+    return sent_events(fleet, lambda _: msgpack.packb([1.0, [], 0]), lost=3)
 
 
 def tokens_beyond_32_bits(fleet: Fleet) -> AbstractAsyncContextManager[None]:
-    stored = {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": None, "token_ids": [1 << 40] * 16}
-    batch = [1.0, [{**stored, "block_size": 16, "lora_id": None, "medium": "GPU"}], 0]
-    return sent_events(fleet, msgpack.packb(batch))
+    def batch(number: int) -> bytes:
+        stored = {"type": "BlockStored", "block_hashes": [number], "parent_block_hash": None, "medium": "GPU"}
+        return msgpack.packb([1.0, [{**stored, "token_ids": [1 << 40] * 16, "block_size": 16, "lora_id": None}], 0])
+
+    return sent_events(fleet, batch)
 
 
 @asynccontextmanager
-async def indexer_stutters(fleet: Fleet) -> AsyncIterator[None]:
-    """Half of the time it stands still."""
-
+async def _stuttering(server: ChildProcess | EmbeddedServer, stands_s: float, runs_s: float) -> AsyncIterator[None]:
     async def stutter() -> None:
         while True:
-            fleet.indexer.pause()
-            await anyio.sleep(2)  # its stutter
-            fleet.indexer.resume()
-            await anyio.sleep(1.5)  # its stutter
+            server.pause()
+            await anyio.sleep(stands_s)  # its stutter
+            server.resume()
+            await anyio.sleep(runs_s)  # its stutter
 
     async with anyio.create_task_group() as group:
         group.start_soon(stutter)
         yield
         group.cancel_scope.cancel()
-    if fleet.indexer.paused:
-        fleet.indexer.resume()
+    server.resume()
+
+
+def indexer_stutters(fleet: Fleet) -> AbstractAsyncContextManager[None]:
+    return _stuttering(fleet.indexer, 2, 1.5)
+
+
+def store_stutters(fleet: Fleet) -> AbstractAsyncContextManager[None]:
+    """It answers late, but in time for a decision."""
+    return _stuttering(fleet.valkey, 0.1, 0.05)
 
 
 @asynccontextmanager
@@ -297,9 +311,9 @@ CAUSES: Mapping[str, tuple[Cause, set[str]]] = {
             "KvatlasStoreFails",
             "KvatlasPartitionsWithoutOwner",
             "KvatlasDecisionsWithoutIndex",
-            "KvatlasDecisionsSlow",
         },
     ),
+    "store_stutters": (store_stutters, {"KvatlasDecisionsSlow"}),
     "store_is_nearly_full": (store_is_nearly_full, {"KvatlasStoreNearlyFull"}),
     "store_is_full": (store_is_full, {"KvatlasStoreOutOfMemory"}),
     "store_evicts": (store_evicts, {"KvatlasStoreEvicts"}),

@@ -35,8 +35,7 @@ def test_up_found_the_events_of_every_engine(fleet: Fleet, router: httpx.Client)
 
 
 def test_doctor_finds_no_fault(fleet: Fleet, router: httpx.Client) -> None:
-    levels = {one["level"] for one in _kvatlas(fleet, "doctor")}
-    assert levels <= {"ok", "info"}
+    assert [one for one in _kvatlas(fleet, "doctor") if one["level"] not in ("ok", "info")] == []
 
 
 def test_a_prefix_goes_to_the_engine_that_holds_it(fleet: Fleet, router: httpx.Client) -> None:

@@ -16,7 +16,6 @@ NEEDS = {
     "replica": "import kvatlas.index.local_copy, kvatlas.bus.connection",
     "router": "import kvatlas_router.proxy_service, kvatlas_router.tenancy.issuer",
     "gateway": "import kvatlas_router.gateway.service",
-    "lmcache": "import kvatlas_publishers.feed.lmcache_grpc.kv_events_pb2, grpc",
     "litellm": "import kvatlas_router.litellm",
     "embedded": "from kvatlas.embedded.valkey import ValkeyProcess\nfrom kvatlas.embedded.nats import NatsProcess\n"
     "with ValkeyProcess(), NatsProcess(): pass",

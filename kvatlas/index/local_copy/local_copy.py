@@ -38,7 +38,7 @@ from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.layout import Layout, layout_errors, read_layout
 from kvatlas.index.redis.shard_reader import ShardReader
-from kvatlas.runtime.background_task import BackgroundTask
+from kvatlas.runtime.background_task import BackgroundTask, end_tasks
 from kvatlas.runtime.backoff import Backoff
 from kvatlas.store.connection import Store
 from kvatlas.telemetry import export_metrics
@@ -240,9 +240,7 @@ class IndexReplica:
         try:
             return await self._keep_current(layout, readers, copy, feed, feeding)
         finally:
-            for task in (feeding, sweeping):
-                task.cancel()
-            await asyncio.gather(feeding, sweeping, return_exceptions=True)
+            await end_tasks([feeding, sweeping])
             if not self._task.running:
                 await self._file.save(copy, feed)
 

@@ -24,6 +24,7 @@ from kvatlas.bus.wire import WORKER_ID, RawMessage
 from kvatlas.identity import shard_of
 from kvatlas.index.local_copy.counters import ReplicaCounters
 from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.runtime.background_task import end_tasks
 from kvatlas.runtime.backoff import Backoff
 from kvatlas.runtime.wakeup import Wakeup
 
@@ -34,6 +35,7 @@ PROBE_TIMEOUT_S = 2.0
 MOST_PROBES = 64
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+END_AGAIN_S = 0.1
 
 log = logging.getLogger("kvatlas.replica")
 
@@ -108,9 +110,7 @@ class StreamFeed:
                 await consumer.pull()
                 why = await consumer.wait_until_lost()
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await end_tasks(tasks, again_s=END_AGAIN_S)
             if errors:
                 raise errors[0]
             return why

@@ -35,14 +35,21 @@ class Scripts:
     def of(self, prompt: list[int]) -> Script:
         text = self._tokenizer.decode(prompt, skip_special_tokens=False)
         said, slow = _SAY.findall(text), _SLOW.findall(text)
-        answer = self._tokenizer.encode(_rest(said[-1] if said else ANSWER, text), add_special_tokens=False).ids
+        answer = self._rest(said[-1] if said else ANSWER, text)
         return Script(tuple(answer), float(slow[-1]) if slow else 0.0, bool(_FAIL.search(text)))
 
+    def _rest(self, answer: str, prompt: str) -> list[int]:
+        """The answer's tokens without what the prompt ends with, which may end within a token."""
+        sent = next((answer[:at] for at in range(len(answer), 0, -1) if prompt.endswith(answer[:at])), "")
+        ids = self._encode(answer)
+        ends = (at for at in range(len(ids)) if self._tokenizer.decode(ids[:at], skip_special_tokens=False) == sent)
+        at = next(ends, None)
+        return ids[at:] if at is not None else self._encode(answer[len(sent) :])
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     def id_of(self, text: str) -> int | None:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._encode(text)
         return ids[0] if len(ids) == 1 else None
-
-
-def _rest(answer: str, prompt: str) -> str:
-    """The answer without what the prompt ends with."""
-    return next((answer[at:] for at in range(len(answer), 0, -1) if prompt.endswith(answer[:at])), answer)

@@ -5,7 +5,7 @@ import anyio
 import pytest
 
 from kvatlas.runtime import background_task
-from kvatlas.runtime.background_task import BackgroundTask
+from kvatlas.runtime.background_task import BackgroundTask, end_tasks
 
 pytestmark = pytest.mark.anyio
 
@@ -57,3 +57,21 @@ async def test_a_body_that_waits_after_a_swallowed_cancellation_is_cancelled_aga
     await waits.wait()
     with anyio.fail_after(60):
         assert await task.stop()
+
+
+async def test_tasks_end_even_if_each_swallows_a_cancellation_or_fails() -> None:
+    started = []
+
+    async def swallow(times: int) -> None:
+        started.append(times)
+        for _ in range(times):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+        raise ValueError("not raised to the caller")
+
+    tasks = [asyncio.create_task(swallow(times)) for times in (0, 1, 3)]
+    with anyio.fail_after(60):
+        while len(started) < len(tasks):
+            await asyncio.sleep(0)
+        await end_tasks(tasks, again_s=0.01)
+    assert all(task.done() for task in tasks)
