@@ -101,7 +101,7 @@ def is_fetchable(record: FleetRecord) -> bool:
 class ReportedLoads(dict[str, Load | None]):
     """Each worker's load from its record, computed on first access; None: not reported.
 
-    Choices in the store use none, so reading a thousand workers several times a second computes none.
+    A choice in the store needs only what `arrivals` makes of them, once for each reading.
     """
 
     def __init__(self, records: Mapping[str, FleetRecord]) -> None:
