@@ -158,7 +158,7 @@ bench: $(READY) ## measure every budget
 bench-longer: $(READY) ## measure how routing scales, many routers against one, the proxy's overhead, accuracy, rebuilds
 	$(BIN)/python -m benchmarks.longer
 
-lab: $(READY) ## replay TRACES="FILE ..." (else generated workloads) under every policy; docs/results.md (STUDY=full, live, terms, ...: parts)
+lab: $(READY) ## replay TRACES="FILE ..." (else generated workloads) under every policy; docs/results.md (STUDY=full, terms, ...: parts)
 	$(BIN)/python -m benchmarks.lab $(if $(STUDY),--study $(STUDY)) $(if $(SEEDS),--seeds $(SEEDS)) $(TRACES)
 
 $(PEER_READY): benchmarks/peer/requirements.txt | $(READY)

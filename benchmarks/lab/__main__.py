@@ -12,51 +12,31 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.lab import grid
-from benchmarks.lab.backends import write_backends
-from benchmarks.lab.document import SIZES_PICTURE, Stopwatch, to_table, write_chapter
-from benchmarks.lab.live import write_live
+from benchmarks.lab.document import Stopwatch, to_table, write_chapter
 from benchmarks.peer.dynamo.processes import PYTHON
 from kvatlas_simulator.lab.comparison import Point, Study, compare
-from kvatlas_simulator.lab.fleet_size import find_fleet_sizes
 from kvatlas_simulator.lab.generated_requests import WORKLOADS, generate
 from kvatlas_simulator.lab.policies.catalogue import DYNAMO_POLICIES
-from kvatlas_simulator.lab.report import SIZE_COLUMNS, save_sizes_picture, size_rows, sizes_title
 from kvatlas_simulator.lab.requests import Workload
 from kvatlas_simulator.lab.traces import read_trace
 
-GENERATED = ("agents", "tenants-bursty")
-MOST_REQUESTS = 1_000
+JOBS = len(os.sched_getaffinity(0))
+GENERATED = ("agents",)
+MOST_REQUESTS = 600
 GRID_REQUESTS = {"short": 300, "full": 1_500}
 GRID_SEEDS = 5
 POINT = Point(workers=8, cache_tokens=500_000, speed=2.0)
 FLAGS = "--workers 8 --cache-tokens 500000 --speed 2"
-SIZED = (
-    "round-robin",
-    "session",
-    "inference-extension",
-    "least-prefill-tokens",
-    "prefix-tokens",
-    "lmetric",
-    "kvatlas",
-    "oracle",
-)
-SIZED_POINT = Point(workers=48, cache_tokens=500_000, speed=4.0)
-SIZED_SEEDS = 2
-GOOD_SHARE = 0.9
 UNRELIABLE = ("kvatlas", "kvatlas-no-events", "inference-extension")
-DELAYS_MS = (5.0, 500.0, 2_000.0, 10_000.0, 60_000.0)
-LOSSES = (0.0, 0.001, 0.01, 0.1)
-
-
-def _jobs() -> int:
-    return os.cpu_count() or 1
+DELAYS_MS = (5.0, 2_000.0, 60_000.0)
+LOSSES = (0.0, 0.01, 0.1)
 
 
 def _write_grid(traces: Sequence[str], watch: Stopwatch, study: str, seeds: int, kept: Path | None) -> None:
     """Write the one table of rivals."""
     requests, dynamo = GRID_REQUESTS[study], DYNAMO_POLICIES if PYTHON.exists() else ()
-    policies = (grid.OUR, *grid.RIVALS, *dynamo, grid.CEILING)
-    results = grid.run_grid(grid.cases_of(traces), policies, grid.LOADS, seeds, requests, str(PYTHON), _jobs(), kept)
+    policies = (grid.OUR, *grid.RIVALS, *(grid.OTHERS if study == "full" else ()), *dynamo)
+    results = grid.run_grid(grid.cases_of(traces), policies, grid.LOADS, seeds, requests, str(PYTHON), JOBS, kept)
     command = f'make lab STUDY={study if study == "full" else "grid"} SEEDS={seeds} TRACES="{" ".join(traces)}"'
     write_chapter("grid", grid.to_markdown(results, command, seeds, requests), watch)
 
@@ -65,35 +45,10 @@ def _write_terms(traces: Sequence[str], watch: Stopwatch, study: str, seeds: int
     """Write the chapter on the terms of the cost."""
     requests = GRID_REQUESTS[study]
     results = grid.run_grid(
-        grid.cases_of(traces), (grid.OUR, *grid.TERMS), grid.BUSY_LOADS, seeds, requests, str(PYTHON), _jobs(), kept
+        grid.cases_of(traces), (grid.OUR, *grid.TERMS), grid.BUSY_LOADS, seeds, requests, str(PYTHON), JOBS, kept
     )
     command = f'make lab STUDY=terms SEEDS={seeds} TRACES="{" ".join(traces)}"'
     write_chapter("terms", grid.terms_to_markdown(results, command, seeds, requests), watch)
-
-
-def _write_fleet_sizes(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    """Write the chapter on the workers that a policy saves."""
-    pages = [
-        "## Worker-hours for the same goodput",
-        "The fewest workers with which the same share of requests is good, and their hours.",
-        "",
-    ]
-    policies = (*SIZED, *DYNAMO_POLICIES) if PYTHON.exists() else SIZED
-    for workload in workloads:
-        study = Study(workload, policies, [SIZED_POINT], SIZED_SEEDS, dynamo_python=str(PYTHON))
-        point = (
-            f"--workers {SIZED_POINT.workers} --cache-tokens {SIZED_POINT.cache_tokens} --speed {SIZED_POINT.speed:g}"
-        )
-        point = f"{point} --seeds {SIZED_SEEDS} --good-share {GOOD_SHARE}"
-        command = f"{_command(workload)} {point} --policies {','.join(policies)}"
-        sizes = find_fleet_sizes(study, GOOD_SHARE, _jobs())
-        if workload is workloads[0]:
-            save_sizes_picture(sizes, SIZES_PICTURE)
-            pages.append(f"![worker-hours, {workload.name}]({SIZES_PICTURE.name})\n")
-        title = sizes_title(study, SIZED_POINT, GOOD_SHARE)
-        table = to_table(SIZE_COLUMNS, size_rows(sizes))
-        pages.append(f"### {workload.name}\n\n```\n{command}\n```\n\n{title}\n\n{table}\n")
-    write_chapter("sizes", "\n".join(pages), watch)
 
 
 def _write_events(workloads: Sequence[Workload], watch: Stopwatch) -> None:
@@ -110,7 +65,7 @@ def _write_events(workloads: Sequence[Workload], watch: Stopwatch) -> None:
         given = f"{flag} {','.join(f'{value:g}' for value in values)}"
         command = f"{_command(workload)} {FLAGS} --seeds 1 --policies {','.join(UNRELIABLE)} {given}"
         rows: list[tuple[str, ...]] = []
-        for cell in compare(study, _jobs()):
+        for cell in compare(study, JOBS):
             name, mean = cell.summary.policy, cell.summary.mean
             if name == "kvatlas":
                 name += (
@@ -135,8 +90,8 @@ def _load(name: str, requests: int) -> Workload:
 
 
 ON_GRID = {"grid": _write_grid, "terms": _write_terms}
-CHAPTERS = {"sizes": _write_fleet_sizes, "events": _write_events, "backends": write_backends, "live": write_live}
-SHORT = ("grid", "events", "backends")
+CHAPTERS = {"events": _write_events}
+SHORT = ("grid", "events")
 """Chapters of the short study."""
 
 

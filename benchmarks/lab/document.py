@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import resource
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,21 +12,19 @@ from pathlib import Path
 from kvatlas.version import own_version
 
 RESULTS = Path("docs/results.md")
-SIZES_PICTURE = Path("docs/worker-hours.png")
-CHAPTERS = ("grid", "terms", "sizes", "events", "live", "backends")
+CHAPTERS = ("grid", "terms", "events")
 """The chapters, in order."""
 
 HEAD = """# Routing policies compared
-Written by `make lab` and `make lab STUDY=...`; don't edit. Each chapter ends with its version, machine and run time.
+Written by `make lab` and `make lab STUDY=...`; don't edit. Each chapter ends with its commit, machine and run time.
 Conclusions: [replay](replay.md).
 
-Requests are replayed against simulated engines in **virtual time**: the figures don't depend on the machine (except in the
-last two chapters), and equal seeds give equal figures. kvatlas runs its real ledger, wire codec, index, cost model,
-reservations and learned rates; a test compares the engines' steps with those of the project's simulator. Step costs: in the
-first two chapters those of a 70-billion-parameter model on four accelerators (`benchmarks/lab/grid.py` derives them), in
-the others the simulator's defaults, roughly an 8-billion-parameter model on one. None is measured on a card. Block sizes are
-the trace's. Seeds shift each session by up to 3 s, or by the tick of the trace's clock; ± is the 95 % interval of
-the mean.
+Requests are replayed against simulated engines in **virtual time**: the figures don't depend on the machine, and equal seeds
+give equal figures. kvatlas runs its real ledger, wire codec, index, cost model, reservations and learned rates; a test compares
+the engines' steps with those of the project's simulator. Step costs: in the chapters on workloads and terms those of a
+70-billion-parameter model on four accelerators (`benchmarks/lab/grid.py` derives them), in the one on events the simulator's
+defaults, roughly an 8-billion-parameter model on one. None is measured on a card. Seeds shift each session by up to 3 s, or by
+the tick of the trace's clock.
 
 `kvatlas replay --help` explains the policies. The oracle sees the true caches, queues and costs when a request arrives, and
 sends it to the engine that would answer it soonest. It can't see later requests, so it is no bound for the whole workload.
@@ -57,9 +56,15 @@ def write_chapter(name: str, text: str, watch: Stopwatch, path: Path = RESULTS) 
     parts = _MARK.split(written)[1:]
     chapters = dict(zip(parts[::2], parts[1::2], strict=True))
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    chapters[name] = f"{text.rstrip()}\n\nkvatlas {own_version()}; {machine}; {watch}.\n\n"
+    chapters[name] = f"{text.rstrip()}\n\nkvatlas {own_version()}, commit {_commit()}; {machine}; {watch}.\n\n"
     marked = (f"<!-- chapter: {one} -->\n{chapters[one]}" for one in CHAPTERS if one in chapters)
     path.write_text(f"{HEAD}\n{''.join(marked)}".rstrip() + "\n")
+
+
+def _commit() -> str:
+    """The commit that the working tree is at."""
+    described = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
 
 
 def to_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -90,7 +90,10 @@ class RoutingPolicy:
 
     def ask(self, case: Case, quotes: Sequence[Quote]) -> Ask:
         """Build the booking's ask: which of these is the cheapest under load? Raises InvalidValue for a bad token id."""
-        return build_ask(case.prompt, quotes, case.lookup.chains, self._settings, case.pool.usual_block_size)
+        pool = case.pool
+        return build_ask(
+            case.prompt, quotes, case.lookup.chains, self._settings, pool.usual_block_size, arrivals=pool.arrivals
+        )
 
     def ask_look_alikes(self, case: Case, quotes: LookAlikeQuotes) -> Ask:
         """Build the same ask for named workers and look-alikes."""
@@ -119,15 +122,16 @@ class RoutingPolicy:
             least_members=least_members(pool),
             ring=quotes.ring,
             lookup=lookup,
+            arrivals=pool.arrivals,
         )
 
-    def criteria(self, prompt: Prompt) -> Criteria:
+    def criteria(self, prompt: Prompt, pool: Pool) -> Criteria:
         """The terms and limits of results, the same as in the ask."""
         limits = self._settings.limits
         factor = limits.slo_factor if limits.slo is SloMode.PENALTY else 0.0
         booking = self._settings.booking
         filters = limits.slo is SloMode.FILTER
-        return Criteria(prompt.slo, booking.again_factor, booking.interference_factor, factor, filters)
+        return Criteria(prompt.slo, booking.again_factor, booking.interference_factor, pool.arrivals, factor, filters)
 
     def choose_followed(self, prompt: Prompt, pool: Pool) -> str | None:
         """The worker that the followed policy chooses; None without such a policy, or if its choice is not a candidate."""

@@ -116,10 +116,13 @@ class PrefixCache:
             node.hits += 1
             self._touch(node)
             if node.gpu_block_ids:
-                block = self._pool[node.gpu_block_ids[0]]
-                self._pool.reference(block)
-                self._update_candidates(node)
-                block_ids.append(block.block_id)
+                block_id = node.gpu_block_ids[0]
+                self._pool.reference(self._pool[block_id])
+                if len(node.gpu_block_ids) == 1 and not node.on_cpu:
+                    self._candidates.discard(block_id)
+                else:
+                    self._update_candidates(node)  # a hit moves the other copies too
+                block_ids.append(block_id)
         if self._report_hits and block_ids:
             self._events.append(_stored(prefix[: len(block_ids)], Medium.GPU))
         return block_ids + self._swap_in(prefix[len(block_ids) :])
@@ -308,7 +311,8 @@ class PrefixCache:
                 self._candidates.put(block_id, self._key(block, node))
             else:
                 self._candidates.discard(block_id)
-        self._cpu_tier.update_candidate(node)
+        if node.on_cpu:
+            self._cpu_tier.update_candidate(node)
 
     def _prune(self, node: PrefixNode) -> None:
         """Call after a node lost a copy: drops it from the tree if it was the last one, and updates the nodes above."""

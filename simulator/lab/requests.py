@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvatlas.blocks.hashing import extend_chain
@@ -56,7 +57,7 @@ class LabRequest:
 
     def prompt_chain(self, block_tokens: int) -> bytes:
         """The packed sequence hashes of the prompt's full blocks, as the ledger computes them from the engine's events."""
-        return extend_chain(written(self.prompt_contents(block_tokens)), 2)
+        return _chain(self.prompt_contents(block_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,12 @@ class Workload:
     @property
     def prompt_tokens(self) -> int:
         return sum(request.input_tokens for request in self.requests)
+
+
+@lru_cache(maxsize=4_096)
+def _chain(contents: tuple[int, ...]) -> bytes:
+    """The packed sequence hashes of full blocks with these contents. Cached, because each policy asks for the same prompts."""
+    return extend_chain(written(contents), 2)
 
 
 def written(contents: Sequence[int]) -> list[int]:

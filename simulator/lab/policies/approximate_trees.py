@@ -7,6 +7,7 @@ engine, and drop the least recently used first.
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.index.memory.index import MemoryIndex
@@ -39,10 +40,14 @@ class SentPrefixes:
             self._blocks.popitem(last=False)
 
 
-def packed_chain(request: LabRequest, block_tokens: int) -> list[bytes]:
+def packed_chain(request: LabRequest, block_tokens: int) -> Sequence[bytes]:
     """A prompt's blocks as scope and sequence hash, for `SentPrefixes`."""
-    packed = request.identity.scope.scope_id, request.prompt_chain(block_tokens)
-    return [packed[0] + packed[1][at : at + HASH_BYTES] for at in range(0, len(packed[1]), HASH_BYTES)]
+    return _split(request.identity.scope.scope_id, request.prompt_chain(block_tokens))
+
+
+@lru_cache(maxsize=4_096)
+def _split(scope_id: bytes, chain: bytes) -> Sequence[bytes]:
+    return tuple(scope_id + chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES))
 
 
 class SglangRouter(OpenRequests):
@@ -130,7 +135,7 @@ class InferenceExtension(OpenRequests):
     def _remember(self, request: LabRequest, chosen: int) -> None:
         self._sent[chosen].add(self._chain(request))
 
-    def _chain(self, request: LabRequest) -> list[bytes]:
+    def _chain(self, request: LabRequest) -> Sequence[bytes]:
         chain = packed_chain(request, self._block_tokens)
         return chain[: max(1, self.MOST_TOKENS // self._block_tokens)] if self.MOST_TOKENS else chain
 

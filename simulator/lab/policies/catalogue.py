@@ -110,9 +110,9 @@ POLICIES: Mapping[str, PolicyKind] = {
     "kvatlas-true-rates": _atlas("prices are the engines' costs", AtlasSettings(true_rates=True)),
     "kvatlas-true-loads": _atlas("sees loads and queues at each choice", AtlasSettings(true_loads=True)),
     "kvatlas-true-loads-and-rates": _atlas("both", AtlasSettings(true_loads=True, true_rates=True)),
-    "kvatlas-again": _atlas(
-        "computing a prefix that another engine is computing costs 16 times its prefill more",
-        AtlasSettings(BookingSettings(again_factor=16.0)),
+    "kvatlas-no-again": _atlas(
+        "computing a prefix that another engine is computing costs no more than its prefill",
+        AtlasSettings(BookingSettings(again_factor=0.0)),
     ),
     DYNAMO: PolicyKind(
         f"NVIDIA Dynamo's selection service ({PACKAGE}, as it ships; see --dynamo-python)",
