@@ -10,23 +10,31 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import anyio
 import httpx
-import litellm
 import pytest
-from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
 
 from kvatlas.embedded.free_port import free_port
 from kvatlas.store.connection import Store
-from kvatlas_router.litellm.proxy_server import ProxyServerRouting
 from tests.eventually import until
 from tests.http_client import http_client
+from tests.lazy_module import LazyModule
 from tests.router.proxy.engines import MODEL, SCOPE, running_fleet
 from tests.router.proxy.raw_engine import raw_engine
 from tests.router.tokens.small_model import save_simulators
+
+if TYPE_CHECKING:
+    import litellm
+    from litellm.llms.custom_httpx import async_client_cleanup
+
+    from kvatlas_router.litellm import proxy_server
+else:
+    litellm = LazyModule("litellm")
+    async_client_cleanup = LazyModule("litellm.llms.custom_httpx.async_client_cleanup")
+    proxy_server = LazyModule("kvatlas_router.litellm.proxy_server")
 
 PYTHON = os.environ.get("KVATLAS_LITELLM_PROXY", "")
 # the warnings are LiteLLM's own
@@ -53,7 +61,7 @@ FAILS = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\n{}"
 class ProxyRouter:
     """A Router as the proxy server uses it: each request is logged, announced to the callbacks, and then sent."""
 
-    def __init__(self, store: Store, routing: ProxyServerRouting, router: litellm.Router) -> None:
+    def __init__(self, store: Store, routing: "proxy_server.ProxyServerRouting", router: "litellm.Router") -> None:
         self._store = store
         self.routing = routing
         self._router = router
@@ -107,12 +115,12 @@ async def proxy_router(
     monkeypatch.setitem(sys.modules, "litellm.proxy.proxy_server", SimpleNamespace(llm_router=router))
     monkeypatch.setenv("KVATLAS_REDIS_URL", redis_url)
     monkeypatch.setenv("KVATLAS_TOKENIZER", "none")
-    routing = ProxyServerRouting()
+    routing = proxy_server.ProxyServerRouting()
     try:
         yield ProxyRouter(store, routing, router)
     finally:
         await anyio.to_thread.run_sync(routing.close)
-        await close_litellm_async_clients()
+        await async_client_cleanup.close_litellm_async_clients()
         litellm.in_memory_llm_clients_cache.flush_cache()
 
 
