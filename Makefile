@@ -139,20 +139,15 @@ SERVER_sglang := sglang==0.5.23
 
 AGENTS := @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0
 
-integrations: $(READY) .litellm-proxy/.ready .ray/.ready ## test with LiteLLM's proxy server and Ray Serve (installs both)
-	KVATLAS_LITELLM_PROXY=$(CURDIR)/.litellm-proxy/bin/python KVATLAS_RAY=$(CURDIR)/.ray/bin/python \
-		$(BIN)/python -m pytest -q tests/router/litellm/test_proxy_server.py tests/router_client/test_ray_serve.py
+integrations: $(READY) .ray/.ready ## test with Ray Serve (installs it)
+	KVATLAS_RAY=$(CURDIR)/.ray/bin/python $(BIN)/python -m pytest -q tests/router_client/test_ray_serve.py
 
-.litellm-proxy/.ready .ray/.ready: Makefile pyproject.toml
+.ray/.ready: Makefile pyproject.toml
 	@rm -rf $(@D)
 	@$(PYTHON) -m venv $(@D)
-	@echo "Installing $(INSTALLS_$(patsubst .%,%,$(@D))) into $(@D)"
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(INSTALLS_$(patsubst .%,%,$(@D))) '.[tokenizer]'
+	@echo "Installing Ray Serve into $(@D)"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'ray[serve]==2.60.0' '.[tokenizer]'
 	@touch $@
-
-# the proxy server of this version does not start with a later fastapi
-INSTALLS_litellm-proxy := 'litellm[proxy]==1.97.0' fastapi==0.136.3
-INSTALLS_ray := 'ray[serve]==2.60.0'
 
 demo: $(DEMO_READY) ## run the whole system on this machine: 4 simulated engines, round-robin against kvatlas
 	$(BIN)/kvatlas demo

@@ -45,25 +45,25 @@ SUMMARIES = {
     "publish": "Follow one engine's KV events and publish its blocks to the index. "
     "SIGUSR1 drains it: no new requests for its workers.",
     "collect": "Publish for every engine of a Kubernetes namespace that has a label, without changing its pod.",
-    "router": "Serve the OpenAI API and send each request to the engine on which it costs least.",
+    "router": "Serve the OpenAI API and send each request to the engine that can answer it at the lowest cost.",
     "epp": "Choose the engine for each request of a gateway: an endpoint picker over Envoy's external processing.",
-    "index-server": "Answer other routers' questions who holds a prompt, over HTTP and gRPC. It changes nothing.",
+    "index-server": "Answer other routers' queries about who holds a prompt, over HTTP and gRPC. It changes nothing.",
     "simulate-engine": "Run a simulated engine: a real paged KV cache behind vLLM's HTTP and event sockets, without a model.",
     "export": "Print every residency as one JSON line, with the hash as 16 hex digits (JSON numbers don't carry 64 bits).",
-    "locate": "Show who holds one block: worker, tier, bytes, flags, and when the worker was last heard.",
-    "children": "Show who holds the blocks that follow one; without HASH, first blocks. It needs the side index "
-    "(`--side-index`).",
-    "remove": "Take one block of a worker out of the index, by its publisher; it is back when the engine stores it again.",
+    "locate": "Show who holds one block: worker, tier, bytes, flags, and the time of the worker's last heartbeat.",
+    "children": "Show who holds the blocks after HASH; without it, the first blocks. Needs the side index (`--side-index`).",
+    "remove": "Remove one of a worker's blocks from the index; it returns when the engine stores it again.",
     "workers": "List the workers: engine, state, blocks held, load, incarnation, age of the last heartbeat.",
     "usage": "Show what each tenant, adapter, program and model used: byte-seconds resident, cached tokens, time saved.",
-    "rates": "Show each worker's learned rates for the cost profile `engine`; the defaults if none are learned yet.",
-    "layout": "List the store's layouts, switch to one that was filled next to the current one, or delete one.",
+    "rates": "Show each worker's learned rates for the cost profile `engine`, or the defaults if none are learned yet.",
+    "layout": "List the store's layouts, switch to another one that is filled, or delete one.",
     "audit": "Compare every publisher's ledger with every block in the index; exit code 1 if they differ.",
-    "doctor": "Would a request be served well now? Then every finding and what to do; exit code 1 if one is an error.",
+    "doctor": "Check if requests would be served well now, and print every finding with its fix; exit code 1 on errors.",
     "top": "Show workers, lag, hit rates and routers' answers live in a terminal; elsewhere print them once.",
     "auth": "Write users of NATS and of Redis, with their permissions.",
-    "overlap": "Show what each worker and shared store holds of a prompt: resident and usable blocks and tokens, by tier.",
-    "route": "Pick the worker on which a prompt costs least, and show every candidate's cost. Nothing is reserved.",
+    "overlap": "Show how much of a prompt each worker and shared store holds: resident and usable blocks and "
+    "tokens, by tier.",
+    "route": "Pick the cheapest worker for a prompt, and show every candidate's cost. Nothing is reserved.",
 }
 """Summaries for the list of commands; a command's own help has the same text."""
 

@@ -76,7 +76,7 @@ class Collector:
             found = await self._api.list_objects("v1", "pods", self._settings.selector)
         except KvatlasError as error:
             if self._unread != str(error):
-                _log.warning("pods not listed (%s); following those in the last list", error)
+                _log.warning("pods could not be listed (%s); following those in the last list", error)
             self._unread = str(error)
             return
         self._unread = ""

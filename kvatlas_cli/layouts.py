@@ -46,7 +46,7 @@ class LayoutState(NamedTuple):
 
 @with_settings(LayoutSettings)
 def layout(settings: LayoutSettings, as_json: JsonFlag = False) -> None:
-    """List the store's layouts, switch to one that was filled next to the current one, or delete one."""
+    """List the store's layouts, switch to another one that is filled, or delete one."""
     run_query("layout", settings, _layout(settings, as_json))
 
 

@@ -119,9 +119,12 @@ def notice_text(line: str) -> str:
 
 def escape(text: str) -> str:
     """The text as one line of printable characters, truncated if it is very long."""
-    if not text.isprintable():
-        text = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[: MOST_LETTERS + 1])
-    return cut(text)
+    return cut(text if text.isprintable() else printable(text[: MOST_LETTERS + 1]))
+
+
+def printable(text: str) -> str:
+    """The text as one line of printable characters: terminals obey the others, which may be in any name."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def cut(text: str) -> str:

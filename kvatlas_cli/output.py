@@ -10,7 +10,7 @@ from typing import Any
 
 from kvatlas.quantities import age_text as age_text
 from kvatlas.quantities import count_text as count_text
-from kvatlas_cli.logs import notice_text
+from kvatlas_cli.logs import notice_text, printable
 
 PLAIN_WIDTH = 240
 """Width of tables for programs and files."""
@@ -47,6 +47,7 @@ def wrap(text: str, width: int, indent: str, further: str) -> list[str]:
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table. If its lines don't fit, print each row as a paragraph that begins with its first cell."""
     width = line_width() or PLAIN_WIDTH
+    rows = [[printable(cell) for cell in row] for row in rows]
     if rows and _table_width(columns, rows) > width:
         print(title)
         for row in rows:

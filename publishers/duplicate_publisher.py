@@ -93,7 +93,7 @@ class DuplicatePublisherWatch:
             return
         if (other := heartbeat.fleet_id) is not None and self._fleet_id not in (None, other):
             line = f"a publisher of fleet {other} publishes it here too and is ignored; this one is of fleet {self._fleet_id}"
-            self._log.report("fleet", f"{line}; give each fleet a NATS (or an account) of its own")
+            self._log.report("fleet", f"{line}; give each fleet its own NATS (or account)")
             return
         own = self._changelog.outbox.incarnation
         if not self._changelog.record_heartbeat(heartbeat.incarnation):

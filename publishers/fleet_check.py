@@ -39,7 +39,7 @@ class FleetCheck:
         if found.fleet != self._fleet_id:
             raise OtherFleet(
                 f"{self._nats} is of fleet {found.fleet} (indexer {found.member}); expected fleet {self._fleet_id}, as "
-                "--fleet-id says; give each fleet a NATS (or an account) of its own"
+                "--fleet-id says; give each fleet its own NATS (or account)"
             )
 
     async def run(self) -> None:

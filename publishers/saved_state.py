@@ -24,7 +24,7 @@ _CHECKSUM_BYTES = 16
 class SavedState:
     """`ledger` and `continuity` are the results of their `dump`; `incarnation` is the last one published. `started_us`: start
     time of the engine's process in microseconds since 1970, 0 if unknown. `weight_version` (empty if unknown) and
-    `adapter_roots`: as the engine last reported them; states of earlier publishers have neither."""
+    `adapter_roots`: as the engine last reported them."""
 
     worker_id: str
     incarnation: int
@@ -102,8 +102,9 @@ class StateFile:
         if _checksum(body) != content[len(_MAGIC) : at]:
             raise InvalidValue("wrong checksum: it was torn or changed")
         try:
-            worker_id, incarnation, continuity, ledger, started_us, *model = msgpack.unpackb(body)
-            weight_version, adapter_roots = model or ("", {})
+            worker_id, incarnation, continuity, ledger, started_us, weight_version, adapter_roots = msgpack.unpackb(
+                body
+            )
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise InvalidValue(f"content is not a state: {error}") from error
         if worker_id != self._worker_id:

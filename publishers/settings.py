@@ -88,49 +88,13 @@ class PublisherSettings(BaseModel):
 
     @classmethod
     def of(cls, settings: PublishSettings) -> Self:
-        """From a process's settings. With a data-parallel rank, the worker is that rank."""
+        """From a process's settings, which have the same names. With a data-parallel rank, the worker is that rank."""
         rank = settings.dp_rank
-        return cls(
-            worker_id=settings.worker_id if rank is None else rank_worker_id(settings.worker_id, rank),
-            model_id=settings.model_id,
-            tokenizer_id=settings.tokenizer_id,
-            tenant_id=settings.tenant_id,
-            engine=settings.engine,
-            block_size=settings.block_size,
-            block_bytes=settings.block_bytes,
-            token_bytes=_token_bytes(settings),
-            granularity=settings.granularity,
-            set_semantics=settings.set_semantics,
-            salt_is_tenant=settings.salt_is_tenant,
-            eagle=settings.eagle,
-            eagle_groups=settings.eagle_groups,
-            chunk_size=settings.chunk_size,
-            scheduler_block_size=settings.scheduler_block_size,
-            hybrid=settings.hybrid,
-            store_ttl_s=settings.store_ttl_s,
-            shared_store=settings.shared_store,
-            read_setup_us=settings.read_setup_us,
-            read_us_per_mib=settings.read_us_per_mib,
-            adapter_ids=settings.adapter_ids,
-            dp_rank=rank,
-            engine_url=settings.engine_url,
-            engine_access=settings.engine_access,
-            advertise_url=settings.advertise_url,
-            role=settings.role,
-            bootstrap_port=settings.bootstrap_port,
-            labels=settings.labels,
-            locality_domain=settings.locality_domain,
-            transfer_groups=settings.transfer_groups,
-            kv_connector=settings.kv_connector,
-            kv_port=None if settings.kv_port is None else settings.kv_port + (rank or 0),
-            kv_tiers=settings.kv_tiers,
-            partitions=settings.partitions,
-            outbox_bytes=settings.outbox_bytes,
-            events=settings.events,
-            engine_id=settings.engine_id,
-            hash_chain=settings.hash_chain,
-            fleet_id=settings.fleet_id,
-        )
+        given = {name: getattr(settings, name) for name in cls.model_fields if hasattr(settings, name)}
+        if rank is not None:
+            given["worker_id"] = rank_worker_id(settings.worker_id, rank)
+            given["kv_port"] = None if settings.kv_port is None else settings.kv_port + rank
+        return cls(**given, token_bytes=_token_bytes(settings))
 
     @property
     def ledger(self) -> LedgerSettings:

@@ -347,7 +347,9 @@ class EngineSidecar:
             yield self._state_file
         except OSError as error:
             publisher.counters.saves_failed += 1
-            log.warning("worker %s: state not saved to %s: %s", self.worker_id, self._state_file.path, error.strerror)
+            log.warning(
+                "worker %s: state was not saved to %s: %s", self.worker_id, self._state_file.path, error.strerror
+            )
         else:
             publisher.counters.saves += 1
             self._saved_at = batches

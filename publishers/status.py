@@ -7,7 +7,6 @@ takes a batch of the open event forms, JSON or msgpack, for the worker named by 
 
 from collections.abc import Mapping, Sequence
 from secrets import token_hex
-from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,20 +16,13 @@ from starlette.routing import Route
 from kvatlas.errors import EngineEventError
 from kvatlas.runtime.certificate_files import certificates_in_use
 from kvatlas.telemetry.metrics_page import METRICS_ROUTE
-from kvatlas_publishers.engine_events import EngineBatch
 from kvatlas_publishers.publisher import Publisher
+from kvatlas_publishers.sources.open_engine import OpenEngine
 from kvatlas_publishers.status_page import status_page
 
 
-class BatchTaker(Protocol):
-    """Takes batches of the open event forms."""
-
-    def take(self, payload: bytes) -> EngineBatch:
-        """Record a batch. Raises EngineEventError if it is not a batch."""
-
-
 def application(
-    published: Sequence[Publisher], workers: int, takers: Mapping[str, BatchTaker] | None = None
+    published: Sequence[Publisher], workers: int, takers: Mapping[str, OpenEngine] | None = None
 ) -> Starlette:
     """`published` grows until all of the process's `workers` are published. `takers`: by worker, those that accept batches
     here."""

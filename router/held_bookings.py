@@ -226,7 +226,7 @@ class HeldBookings:
                     self._counters.held_done += not held.ended_elsewhere
                 await choice.done(200 if held.well else 0, held.usage, held.timings)
         except Unreachable as error:  # a reservation that could not be released expires
-            _log.warning("held booking %s not released (%s); it ends when its lease expires", id, error)
+            _log.warning("held booking %s was not released (%s); it ends when its lease expires", id, error)
         finally:
             self._held.pop(str(id), None)
             if not held.choice.done():
@@ -245,7 +245,7 @@ class HeldBookings:
                 try:
                     booked = await self._client.find_booked(pool_id, list(by_id))
                 except STORE_FAILURES as error:
-                    _log.debug("held bookings of pool %s not checked: %s", pool_id, error)
+                    _log.debug("held bookings of pool %s were not checked: %s", pool_id, error)
                     continue
                 for id in by_id.keys() - booked:
                     by_id[id].ended_elsewhere = True

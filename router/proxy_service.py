@@ -105,17 +105,17 @@ async def _drain(application: ProxyApplication, settings: ProxySettings, serving
     with anyio.CancelScope(shield=True):
         application.draining = True
         if settings.drain_s:
-            _log.info("stopping: not ready any more; taking requests for %g s more", settings.drain_s)
+            _log.info("stopping: not ready; accepting requests for another %g s", settings.drain_s)
             await anyio.sleep(settings.drain_s)
         if application.feed is not None:
             application.feed.close()  # its followers would keep the server waiting
         serving.cancel()  # the server stops listening and waits for running requests
         if running := application.exchange.in_flight:
-            _log.info("stopping: %d requests have up to %g s to end", running, settings.grace_s)
+            _log.info("stopping: %d requests have up to %g s to finish", running, settings.grace_s)
         with anyio.move_on_after(settings.grace_s):
             await application.exchange.wait_until_idle()
         if cut := application.exchange.cut():
-            _log.warning("stopping: %d requests still ran after %g s; ended with an error", cut, settings.grace_s)
+            _log.warning("stopping: %d requests still ran after %g s, and ended with an error", cut, settings.grace_s)
 
 
 @asynccontextmanager

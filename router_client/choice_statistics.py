@@ -97,32 +97,34 @@ class ChoiceStatistics:
         chosen_us: int,
         usage: Usage,
         timings: Timings | None,
+        whole: Usage | None = None,
     ) -> None:
         """Record the answer to a request. `basis` None: its usage can't be compared with the prediction. `chosen_us`: Unix
-        time in microseconds."""
+        time in microseconds. `whole`: see `Choice.done`."""
         if self.feed.followed:
             self.feed.publish(describe_request(prompt, result, usage, timings, chosen_us))
         if self._output_lengths is not None:
-            self._output_lengths.record(prompt, usage.completion_tokens)
+            self._output_lengths.record(prompt, (whole or usage).completion_tokens)
         if basis is not None:
             endpoint = pool.records[result.worker_id].endpoint
             self.answers.record(prompt, result, endpoint, basis, usage)
             self._bounds.record(prompt, result, endpoint, usage)
             self._fetches.record(prompt.scope.pool_id, result, usage)
-            self._count_savings(prompt, pool, result, usage)
+            self._count_savings(prompt, pool, result, usage, whole or usage)
 
-    def _count_savings(self, prompt: Prompt, pool: Pool, result: SelectionResult, usage: Usage) -> None:
+    def _count_savings(self, prompt: Prompt, pool: Pool, result: SelectionResult, usage: Usage, whole: Usage) -> None:
         if (cached := usage.cached_tokens) is None:
             return
         self.history.record_answer(result.worker_id, usage.prompt_tokens, cached)
         counters, predicted = self.counters, result.cached_tokens
         if cached != predicted:
             (counters.found_more if cached > predicted else counters.found_fewer).add(abs(cached - predicted))
-        prices = pool.profile.prices(Plan(result.worker_id, usage.prompt_tokens, 0))
-        counters.prompt_tokens += usage.prompt_tokens
+        cached = min(cached, whole.prompt_tokens) if whole.cached_tokens is None else whole.cached_tokens
+        prices = pool.profile.prices(Plan(result.worker_id, whole.prompt_tokens, 0))
+        counters.prompt_tokens += whole.prompt_tokens
         counters.saved_tokens += cached
         saved_us = (prices.token_us + prices.token_squared_us * cached) * cached
         counters.saved_s += saved_us / 1e6
         if self.usage is not None:
-            use = AnswerUse(1, usage.prompt_tokens, cached, round(saved_us))
+            use = AnswerUse(1, whole.prompt_tokens, cached, round(saved_us))
             self.usage.count(User(prompt.scope, prompt.program), use)

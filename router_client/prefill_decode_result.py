@@ -137,12 +137,18 @@ class PairChoice(PairChoiceData):
             await self.prefill.done()
         await self.decode.first_token()
 
-    async def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
+    async def done(
+        self,
+        status: int = 200,
+        usage: Usage | None = None,
+        timings: Timings | None = None,
+        whole: Usage | None = None,
+    ) -> None:
         """Report the end of the request; see `Choice.done`. Leaving the block of `route_pd` does the same."""
         if self.prefill is not None:
-            await asyncio.gather(self.prefill.done(status), self.decode.done(status, usage, timings))
+            await asyncio.gather(self.prefill.done(status), self.decode.done(status, usage, timings, whole))
         else:
-            await self.decode.done(status, usage, timings)
+            await self.decode.done(status, usage, timings, whole)
 
 
 def _explain_indented(choice: ChoiceData) -> str:

@@ -76,8 +76,8 @@ class Ranking:
 
     `unread`: number of candidates that a choice did not read, because none of them costs less than the chosen one.
     `left_out`: all other workers of the pool by id, each with the reason. `slo`: the request's. `remarks`: what was ignored
-    in the request, and why no worker can hold its blocks, one line each. `index`: who answered the lookup, and how old that
-    answer may be, if the router has a local copy of the index.
+    in the request, why no worker can hold its blocks, and for which none was looked up, one line each. `index`: who answered
+    the lookup, and how old that answer may be, if the router has a local copy of the index.
     """
 
     input_tokens: int
@@ -279,28 +279,37 @@ class Choice(ChoiceData):
 
     reservation: Reservation | None = field(default=None, compare=False)
     feedback: Feedback | None = field(default=None, compare=False)
-    answered: Callable[[Usage, Timings | None], None] | None = field(default=None, compare=False)
+    answered: Callable[[Usage, Timings | None, Usage | None], None] | None = field(default=None, compare=False)
 
     async def first_token(self) -> None:
         """Report the first token: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
         if self.reservation is not None:
             await self.reservation.first_token()
 
-    async def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
+    async def done(
+        self,
+        status: int = 200,
+        usage: Usage | None = None,
+        timings: Timings | None = None,
+        whole: Usage | None = None,
+    ) -> None:
         """Report the end of the request: answered if `status` is 2xx, broken by its engine's failure if it is 500 or more,
         otherwise failed (0: without an answer). Leaving the block of `route` does the same, as failed if by an exception. A
         second call changes no booking.
 
         `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`) the
-        worker's rates are learned from it.
+        worker's rates are learned from it. `whole`: of the client's request, if this worker generated only the end of its
+        answer, and `usage` counts the rest of it as prompt.
         """
         well = 200 <= status < 300
         if well and self.answered is not None and usage is not None:
-            self.answered(usage, timings)
+            self.answered(usage, timings, whole)
         if well and self.feedback is not None and usage is not None and timings is not None:
             self.feedback.record(usage, timings)
         if self.reservation is not None:
-            await self.reservation.end(_outcome_of(status))
+            outcome = _outcome_of(status)
+            tokens = 0 if outcome is Outcome.BROKEN else None
+            await self.reservation.end(outcome, tokens if usage is None else usage.completion_tokens)
 
 
 def _outcome_of(status: int) -> Outcome:

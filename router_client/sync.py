@@ -5,18 +5,16 @@ with SyncRouterClient.open("redis://127.0.0.1:6379") as router:
         print(choice.url, choice.explain())
 """
 
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from kvatlas.blocks.residency import BlockKey, Residency
 from kvatlas.cost.learned_rates import LearnedRates
-from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
-from kvatlas.reservations import Outcome, Turns, WaitingRequest
 from kvatlas.store.access import RedisAccess
 from router_client.client import Request, RouterClient
 from router_client.counters import RouterCounters
@@ -27,10 +25,9 @@ from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.learning.timings import Timings
 from router_client.learning.token_counts import Usage
 from router_client.loop_thread import LoopThread
-from router_client.overlap_result import PromptOverlap
 from router_client.prefill_decode_result import PairChoice, PairChoiceData
 from router_client.request_feed import RequestFeed
-from router_client.results import Choice, ChoiceData, Ranking
+from router_client.results import Choice, ChoiceData
 from router_client.settings import RouterSettings
 
 P = ParamSpec("P")
@@ -48,9 +45,15 @@ class SyncChoice(ChoiceData):
         """Report the first token: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
         self._run(self._choice.first_token)
 
-    def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
+    def done(
+        self,
+        status: int = 200,
+        usage: Usage | None = None,
+        timings: Timings | None = None,
+        whole: Usage | None = None,
+    ) -> None:
         """Report the end of the request; see `Choice.done`. Leaving the block of `route` does the same."""
-        self._run(self._choice.done, status, usage, timings)
+        self._run(self._choice.done, status, usage, timings, whole)
 
     def _run(self, report: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -72,9 +75,15 @@ class SyncPairChoice(PairChoiceData):
         """Report the first token: the prefill worker is free again."""
         self.decode._run(self._pair.first_token)
 
-    def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
+    def done(
+        self,
+        status: int = 200,
+        usage: Usage | None = None,
+        timings: Timings | None = None,
+        whole: Usage | None = None,
+    ) -> None:
         """Report the end of the request; see `Choice.done`. Leaving the block of `route_pd` does the same."""
-        self.decode._run(self._pair.done, status, usage, timings)
+        self.decode._run(self._pair.done, status, usage, timings, whole)
 
 
 _DATA_FIELDS = tuple(field.name for field in fields(ChoiceData))
@@ -88,6 +97,18 @@ def _wrap(choice: Choice, thread: LoopThread) -> SyncChoice:
 def _wrap_pair(pair: PairChoice, thread: LoopThread) -> SyncPairChoice:
     prefill = None if pair.prefill is None else _wrap(pair.prefill, thread)
     return SyncPairChoice(_wrap(pair.decode, thread), prefill, pair.ranking, _pair=pair)
+
+
+def _waiting(
+    call: Callable[Concatenate[RouterClient, P], Coroutine[Any, Any, T]],
+) -> "Callable[Concatenate[SyncRouterClient, P], T]":
+    """The call for threads: it waits for the result."""
+
+    @wraps(call)
+    def wait(router: "SyncRouterClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return router._thread.run(call, router._client, *args, **kwargs)
+
+    return wait
 
 
 class SyncRouterClient:
@@ -178,39 +199,18 @@ class SyncRouterClient:
         """The name of this router's lease."""
         return self._client.router_id
 
-    def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
-        """Every worker of the scope's pool by id, including those that get no requests now. If the store does not answer
-        within the deadline, the last-read workers. Raises Unreachable if there are none."""
-        return self._thread.run(self._client.workers, scope)
-
-    def record_end(self, pool_id: str, id: bytes, outcome: Outcome | None) -> bool:
-        """Record how a reservation of any of the pool's routers ended, or (None) that its first token has arrived. False if it
-        does not (or no longer) exist. Raises Unreachable."""
-        return self._thread.run(self._client.record_end, pool_id, id, outcome)
-
-    def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
-        """The reservations among these, of any router of the pool, that have not ended. Raises Unreachable."""
-        return self._thread.run(self._client.find_booked, pool_id, ids)
+    workers = _waiting(RouterClient.workers)
+    record_end = _waiting(RouterClient.record_end)
+    find_booked = _waiting(RouterClient.find_booked)
+    locate = _waiting(RouterClient.locate)
+    children = _waiting(RouterClient.children)
+    overlap = _waiting(RouterClient.overlap)
+    rank = _waiting(RouterClient.rank)
+    turns = _waiting(RouterClient.turns)
 
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
         """See `RouterClient.rates`."""
         return self._client.rates(scope)
-
-    def locate(self, scope: Scope, block: int | BlockKey) -> Sequence[Residency]:
-        """See `RouterClient.locate`."""
-        return self._thread.run(self._client.locate, scope, block)
-
-    def children(self, scope: Scope, prefix: int | BlockKey | None = None) -> Sequence[Residency]:
-        """See `RouterClient.children`."""
-        return self._thread.run(self._client.children, scope, prefix)
-
-    def overlap(self, request: Request) -> PromptOverlap:
-        """The resident and usable blocks and tokens of the prompt on each worker of the pool, by tier."""
-        return self._thread.run(self._client.overlap, request)
-
-    def rank(self, request: Request) -> Ranking:
-        """Every candidate with every term of its cost, cheapest first; empty without candidates."""
-        return self._thread.run(self._client.rank, request)
 
     def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> SyncChoice:
         """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
@@ -233,10 +233,6 @@ class SyncRouterClient:
             choice.done(status=0)
             raise
         choice.done()
-
-    def turns(self, pool_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]) -> tuple[Turns, bool]:
-        """See `RouterClient.turns`."""
-        return self._thread.run(self._client.turns, pool_id, left, waiting)
 
     def reserve_pd(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> SyncPairChoice:
         """The pair that `route_pd` would choose, reserved until `pair.done()`; see `reserve`. Raises NoWorkers."""

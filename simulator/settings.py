@@ -92,7 +92,7 @@ class EngineSettings(ProcessSettings):
 
     max_num_seqs: Positive = Field(default=256, description="Sequences that run at the same time.")
     max_num_batched_tokens: Positive = Field(default=8_192, description="Tokens computed in one step.")
-    queue_limit: Positive = Field(default=1_024, description="Waiting requests; further ones are answered with 503.")
+    queue_limit: Positive = Field(default=1_024, description="Limit of waiting requests; any more get a 503.")
 
     speed_up: float = Field(default=1.0, gt=0, le=1e6, description="Simulated seconds per real second.")
     prefill_us_per_token: float = Field(

@@ -41,7 +41,7 @@ class LibraryExpiry:
                 await self.tick(monotonic())
             except (KvatlasError, RedisError) as error:
                 self._counters.store_errors += 1
-                log.warning("unused function libraries not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
+                log.warning("unused function libraries were not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
 
     async def tick(self, now_s: float) -> None:
         """Delete libraries that have had no mark for UNUSED_S, as far as this replica knows."""

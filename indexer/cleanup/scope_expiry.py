@@ -40,7 +40,7 @@ class ScopeExpiry:
                 await self.tick()
             except (KvatlasError, RedisError) as error:
                 self._counters.store_errors += 1
-                log.warning("unused scopes not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
+                log.warning("unused scopes were not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
 
     async def tick(self) -> None:
         """Delete the scopes that are unused now."""

@@ -113,7 +113,7 @@ class Heartbeats:
                     await self.tick()
                 except (KvatlasError, RedisError) as error:
                     self._counters.store_errors += 1
-                    log.warning("fleet records not written (%s), retrying in %g s", error, WRITE_EVERY_S)
+                    log.warning("fleet records were not written (%s), retrying in %g s", error, WRITE_EVERY_S)
                     await anyio.sleep(WRITE_EVERY_S)
                 await anyio.sleep(SHORTEST_PAUSE_S)
         finally:
@@ -165,7 +165,7 @@ class Heartbeats:
                 except DATA_ERRORS as error:
                     self._counters.records_bad += 1
                     self._detector.forget({worker_id}.__contains__)
-                    line = f"worker {worker_id}: fleet record not written: {type(error).__name__} {error}"
+                    line = f"worker {worker_id}: fleet record was not written: {type(error).__name__} {error}"
                     self._log.report(worker_id, line, logging.ERROR)
 
     async def _adopt(self, now_s: float) -> None:
@@ -223,7 +223,7 @@ class Heartbeats:
         if beat.fleet_id is not None and self._fleet_id not in (None, beat.fleet_id):
             self._counters.heartbeats_refused += 1
             line = f"worker {worker_id} is ignored: its publisher is of fleet {beat.fleet_id}, this is fleet {self._fleet_id}"
-            self._log.report(worker_id, f"{line}; give each fleet a NATS (or an account) of its own")
+            self._log.report(worker_id, f"{line}; give each fleet its own NATS (or account)")
             return
         if (refusal := self._refusal(beat.endpoint)) is not None:
             self._counters.heartbeats_refused += 1

@@ -21,7 +21,7 @@ from kvatlas.store.connection import Store
 
 ANSWER_S = 1.0
 CHECK_S = 15.0
-_CURE = "give each fleet a NATS (or an account) of its own, or the same --redis-url (to move a store: --fleet-id)"
+_CURE = "give each fleet its own NATS (or account), or the same --redis-url (to move a store: --fleet-id)"
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -82,7 +82,7 @@ class FleetGuard:
                 try:
                     await self._check()
                 except (KvatlasError, RedisError) as error:
-                    log.debug("fleet not checked: %s", error)
+                    log.debug("fleet was not checked: %s", error)
         finally:
             await unsubscribe(subscription, self._client)
 
@@ -131,7 +131,7 @@ class FleetGuard:
             return  # its store, or one that has just lost all its data
         line = (
             f"indexer {asking.member} of another fleet, with the store {asking.store_name}, uses this NATS; it was refused: "
-            f"give its fleet a NATS (or an account) of its own, or this fleet's store, {own.store_name}"
+            f"give its fleet its own NATS (or account), or this fleet's store, {own.store_name}"
         )
         self._log.report(f"fleet {asking.member}", line)
         await self._client.publish(msg.reply, own.pack())
@@ -141,7 +141,7 @@ class FleetGuard:
         if asking.fleet != own.fleet:
             line = (
                 f"a publisher of another fleet, {asking.fleet}, uses this NATS, for {asking.member}; it was refused: "
-                "give its fleet a NATS (or an account) of its own"
+                "give its fleet its own NATS (or account)"
             )
             self._log.report(f"fleet {asking.member}", line)
         await self._client.publish(inbox, FleetIdentity(fleet=own.fleet, member=own.member).pack())

@@ -84,7 +84,7 @@ class Membership:
                         on_settled = None
                 except (KvatlasError, RedisError, NatsError, TimeoutError) as error:
                     why = str(error) or type(error).__name__
-                    log.warning("member %s: leases not renewed (%s), retrying", self.member_id, why)
+                    log.warning("member %s: leases were not renewed (%s), retrying", self.member_id, why)
                     await self._stop_expired()
                 period_s = ACQUIRE_EVERY_S if self._acquiring else RENEW_EVERY_S
                 await anyio.sleep(max(0.05, period_s - (monotonic() - began_s)))

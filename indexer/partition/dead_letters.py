@@ -54,7 +54,7 @@ class DeadLetters:
         name = f"poison_{poison.reason}"
         setattr(self._counters, name, getattr(self._counters, name) + 1)
         why = _one_line(str(poison))
-        self._log.report(poison.reason, f"message on {subject} not applied ({poison.reason.value}): {why}")
+        self._log.report(poison.reason, f"message on {subject} was not applied ({poison.reason.value}): {why}")
         if len(self._letters) >= QUEUE_LETTERS:
             self._counters.dead_letters_dropped += 1
             return
@@ -79,7 +79,7 @@ class DeadLetters:
             except (NatsError, APIError, TimeoutError) as error:
                 self._counters.dead_letters_dropped += len(self._letters)
                 self._letters.clear()
-                log.warning("dead letters dropped, not published: %s", str(error) or type(error).__name__)
+                log.warning("dead letters could not be published, and are lost: %s", str(error) or type(error).__name__)
 
     async def _make_stream(self) -> None:
         jetstream = self._client.jetstream()

@@ -81,7 +81,7 @@ class RepairLoop:
                 try:
                     await self.tick()
                 except (KvatlasError, RedisError, NatsError) as error:
-                    log.warning("workers' records not checked (%s), retrying in %g s", error, JUDGE_EVERY_S)
+                    log.warning("workers' records were not checked (%s), retrying in %g s", error, JUDGE_EVERY_S)
         finally:
             await unsubscribe(subscription, self._client)
 
@@ -142,7 +142,7 @@ class RepairLoop:
     def _check_memory(self, rooms: Mapping[int, Room]) -> None:
         evicting = {shard for shard, room in rooms.items() if room.evicts}
         for shard in sorted(evicting - self.evicting):
-            log.error("shard %d: the store evicts keys by itself; expected maxmemory-policy noeviction", shard)
+            log.error("shard %d: the store evicts keys; set maxmemory-policy to noeviction", shard)
         self.evicting = evicting
         self.out_of_memory = {shard for shard, room in rooms.items() if room.free <= 0}
 

@@ -67,7 +67,7 @@ def _read(request: Request) -> tuple[Scope, BlockName | None]:
 
 def _named(name: BlockName | None) -> BlockName:
     if name is None:
-        raise InvalidValue("no block named; expected hash or engine_hash")
+        raise InvalidValue("no block is named; give hash or engine_hash")
     return name
 
 

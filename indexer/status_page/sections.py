@@ -1,4 +1,4 @@
-"""Sections of a replica's page: partitions with owner and lag, the fleet's workers, and a probe of overlaps."""
+"""Sections of a replica's page: partitions with owner and lag, and the fleet's workers."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,6 @@ from kvatlas.status_page.server import Source, StatusPage
 from kvatlas.status_page.workers import workers_section
 from kvatlas_indexer.indexer_process import Replica
 from kvatlas_indexer.partition.reader import PartitionStatus
-from kvatlas_indexer.status_page.overlap_probe import OverlapProbe
 
 MANY_PENDING = 1_000
 OUT_OF_REACH = Cell("on its own page", Tone.QUIET, "another replica reads it")
@@ -38,8 +37,7 @@ def status_page(replica: Replica, index: ResidencyIndex, fleet: FleetStore) -> S
         return await workers_section(await fleet.all(), index.digest)
 
     sources = [Source("partitions", "Partitions", partitions), Source("workers", "Workers", workers)]
-    probe = OverlapProbe(index, fleet)
-    return StatusPage("indexer", lambda: replica.member_id, lambda: _facts(replica), sources, probe, (RedisError,))
+    return StatusPage("indexer", lambda: replica.member_id, lambda: _facts(replica), sources, failures=(RedisError,))
 
 
 def partitions_section(replica: Replica, leases: dict[int, str]) -> Section:

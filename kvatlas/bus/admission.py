@@ -83,7 +83,7 @@ class Admission:
             return None
         if headers and self._fleet_id is not None and headers.get(FLEET, self._fleet_id) != self._fleet_id:
             line = f"its publisher is of fleet {headers[FLEET]:.12}, this is fleet {self._fleet_id}"
-            raise PoisonMessage(PoisonReason.FLEET, f"{line}; give each fleet a NATS (or an account) of its own")
+            raise PoisonMessage(PoisonReason.FLEET, f"{line}; give each fleet its own NATS (or account)")
         try:
             raw = decode_raw(payload)
         except WireError as error:

@@ -192,4 +192,4 @@ async def _close(client: Client, consumer: str, subscription: Subscription | Non
             if client.is_connected:
                 await client.publish(f"$JS.API.CONSUMER.DELETE.{STREAM}.{consumer}", b"")
     except NatsError as error:
-        log.debug("consumer %s not deleted (%s), left to its inactive threshold", consumer, error)
+        log.debug("consumer %s was not deleted (%s); NATS deletes it when it is inactive", consumer, error)

@@ -71,7 +71,7 @@ class Identity(BaseModel):
             return []
         found = list(islice((name for text in self.workers for name in _expand(text)), MAX_WORKERS + 1))
         if len(found) > MAX_WORKERS:
-            raise InvalidValue(f"more than {MAX_WORKERS} workers; expected several publishers")
+            raise InvalidValue(f"more than {MAX_WORKERS} workers; split them among several publishers")
         return [check_worker_id(name) for name in found]
 
 
@@ -88,7 +88,9 @@ class Identities:
                 raise InvalidValue(f"publisher {user!r:.80}; expected 1 to 64 characters from A-Z a-z 0-9 _ -")
             if not identity.names_workers:
                 if self._others is not None:
-                    raise InvalidValue(f"publishers {self._others} and {user} both speak for all workers; expected one")
+                    raise InvalidValue(
+                        f"publishers {self._others} and {user} both publish for all workers; only one may"
+                    )
                 self._others = user
             for worker_id in identity.worker_ids():
                 other = self._user_of.setdefault(worker_id, user)

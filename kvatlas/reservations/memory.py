@@ -22,6 +22,7 @@ from kvatlas.reservations.protocol import (
     STALE_US,
     Ask,
     Booking,
+    BookingEnd,
     Evaluation,
     Offer,
     Outcome,
@@ -79,15 +80,15 @@ class MemoryReservations:
         self._settle_prediction(pool, id, now)
         return True
 
-    async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
-        return self.release_now(pool_id, id, outcome)
+    async def release(self, pool_id: str, id: bytes, outcome: Outcome, output_tokens: int | None = None) -> bool:
+        return self.release_now(pool_id, id, outcome, output_tokens)
 
-    async def record_ends(self, pool_id: str, ends: Sequence[tuple[bytes, Outcome | None]]) -> None:
-        for id, outcome in ends:
+    async def record_ends(self, pool_id: str, ends: Sequence[BookingEnd]) -> None:
+        for id, outcome, output_tokens in ends:
             if outcome is None:
                 await self.record_first_token(pool_id, id)
             else:
-                self.release_now(pool_id, id, outcome)
+                self.release_now(pool_id, id, outcome, output_tokens)
 
     async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
         return self._pool(pool_id).booked.keys() & set(ids)
@@ -140,7 +141,8 @@ class MemoryReservations:
             return None
         blocked = self._take_turn(pool, booking, now)
         found, matches = self._evaluate(pool, booking.ask, now, held)
-        self._check_room(pool, booking, found, blocked, now)
+        if booking.waiting is not None and booking.waiting.may_wait:
+            self._check_room(pool, booking.router_id, booking.waiting, found, blocked, now)
         source_known = found.source in pool.workers
         self._reserve(pool, booking.id, booking, found, found.chosen, matches, now)
         if found.prefill is not None and booking.prefill_id is not None:
@@ -150,8 +152,15 @@ class MemoryReservations:
             pool.busy_until_us[found.source] = max(now, pool.busy_until_us.get(found.source, 0)) + fetching.us
         if booking.waiting is not None:
             cached = found.by_offer[found.computing].predicted_tokens or found.offers[found.computing].cached_tokens
-            pool.queue.record_booked(booking.waiting, max(0, booking.input_tokens - cached), cached, now)
+            uncached = max(0, booking.input_tokens - cached)
+            pool.queue.record_booked(booking.waiting, booking.id, uncached, cached, now)
         return found
+
+    def wait_without_room(self, pool_id: str, router_id: str, waiting: WaitingRequest, found: Evaluation) -> None:
+        """Let a request wait unless the workers that were chosen without bookings have room. Raises MustWait and
+        QueueIsFull."""
+        pool, now = self._purge(pool_id)
+        self._check_room(pool, router_id, waiting, found, frozenset(), now)
 
     def turns_now(
         self, pool_id: str, router_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
@@ -160,9 +169,11 @@ class MemoryReservations:
         pool, now = self._purge(pool_id)
         return pool.queue.turns(router_id, left, waiting, now)
 
-    def release_now(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
+    def release_now(self, pool_id: str, id: bytes, outcome: Outcome, output_tokens: int | None = None) -> bool:
         """`release`, without waiting."""
         pool, now = self._pool(pool_id), self._clock_us()
+        if id in pool.booked:
+            pool.queue.record_end(id, output_tokens)
         if outcome is Outcome.CALLED_OFF:
             pool.called_off.add(now + CALLED_OFF_US, id)
         return self._drop_reservation(pool, id, outcome, now)
@@ -242,7 +253,7 @@ class MemoryReservations:
     def _take_turn(self, pool: MemoryPool, booking: Booking, now: int) -> frozenset[str]:
         """The workers that a request must leave to others. Raises MustWait, also if it is not its turn, and QueueIsFull."""
         waiting, queue = booking.waiting, pool.queue
-        if waiting is None or not queue:
+        if waiting is None or not waiting.may_wait or not queue:
             return frozenset()
         queue.enter(waiting, booking.router_id, now)
         if (blocked := queue.blocked_for(waiting.id)) is None:
@@ -250,15 +261,21 @@ class MemoryReservations:
         return blocked
 
     def _check_room(
-        self, pool: MemoryPool, booking: Booking, found: Evaluation, blocked: frozenset[str], now: int
+        self,
+        pool: MemoryPool,
+        router_id: str,
+        waiting: WaitingRequest,
+        found: Evaluation,
+        blocked: frozenset[str],
+        now: int,
     ) -> None:
-        """Let a request that may wait do so unless its workers have room. Raises MustWait and QueueIsFull."""
-        waiting, queue = booking.waiting, pool.queue
+        """Let a request wait unless its workers have room. Raises MustWait and QueueIsFull."""
+        queue = pool.queue
         chosen = {found.chosen, found.computing}
         full = any(found.by_offer[number].over & NO_ROOM for number in chosen)
-        if waiting is None or not (full or any(found.offers[number].worker_id in blocked for number in chosen)):
+        if not (full or any(found.offers[number].worker_id in blocked for number in chosen)):
             return
-        queue.enter(waiting, booking.router_id, now)
+        queue.enter(waiting, router_id, now)
         if full:
             queue.narrow(waiting.id)
         raise MustWait(queue.place_of(waiting.id, WaitReason.FULL if full else WaitReason.TURN))
@@ -319,6 +336,7 @@ class MemoryReservations:
         reservation = pool.remove_booking(id)
         if reservation is None:
             return False
+        pool.queue.record_end(id, None)
         if reservation.prefilling and outcome is Outcome.FINISHED:
             self._settle_prediction(pool, id, now)
         elif reservation.prefilling or outcome is Outcome.BROKEN:

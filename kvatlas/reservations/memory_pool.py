@@ -5,16 +5,14 @@ Nothing here iterates over all bookings: with ten thousand open ones, another bo
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Evidence
+from kvatlas.reservations.deadlines import Deadlines
 from kvatlas.reservations.pool_queue import PoolQueue
 from kvatlas.reservations.protocol import LoadReport
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
-
-SLACK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,42 +46,6 @@ class PredictedPrefix:
         return len(self.hashes) // HASH_BYTES
 
 
-class Deadlines:
-    """When each id is due; an id has one time."""
-
-    def __init__(self) -> None:
-        self._due_us: dict[bytes, int] = {}
-        self._heap: list[tuple[int, bytes]] = []
-
-    def __contains__(self, id: bytes) -> bool:
-        return id in self._due_us
-
-    def add(self, due_us: int, id: bytes) -> None:
-        """Set the time when an id is due, replacing an earlier one."""
-        self._due_us[id] = due_us
-        heappush(self._heap, (due_us, id))
-        if len(self._heap) > 2 * len(self._due_us) + SLACK:  # discarded ids stay in the heap until they are due
-            self._heap = [(due_us, id) for id, due_us in self._due_us.items()]
-            heapify(self._heap)
-
-    def discard(self, id: bytes) -> None:
-        self._due_us.pop(id, None)
-
-    def list_due(self, until_us: int) -> list[tuple[int, bytes]]:
-        """(due time, id) of the ids that are due by then, earliest first."""
-        return sorted((due_us, id) for id, due_us in self._due_us.items() if due_us <= until_us)
-
-    def take_due(self, now_us: int) -> list[bytes]:
-        """Remove and return the ids that are due by now."""
-        due: list[bytes] = []
-        while self._heap and self._heap[0][0] <= now_us:
-            due_us, id = heappop(self._heap)
-            if self._due_us.get(id) == due_us:
-                del self._due_us[id]
-                due.append(id)
-        return due
-
-
 @dataclass(slots=True)
 class PoolWorker:
     """A worker's report, and its bookings. The load sample covers bookings up to `covered_us`; `uncovered` has the others,
@@ -96,7 +58,7 @@ class PoolWorker:
     likeness: bytes = b""
     limit: Limit = UNKNOWN_LIMIT
     booked: set[bytes] = field(default_factory=set)
-    uncovered: Deadlines = field(default_factory=Deadlines)
+    uncovered: Deadlines[bytes] = field(default_factory=Deadlines)
     running: int = 0
     queued_tokens: int = 0
     kv_tokens: int = 0
@@ -120,14 +82,14 @@ class MemoryPool:
         self.workers: dict[str, PoolWorker] = {}
         self.booked: dict[bytes, BookedRequest] = {}
         self.predictions: dict[bytes, PredictedPrefix] = {}
-        self.called_off = Deadlines()
+        self.called_off: Deadlines[bytes] = Deadlines()
         self.routers: dict[str, int] = {}
         self.busy_until_us: dict[str, int] = {}
         """When the fetches that are booked at each source should have ended."""
         self.queue = PoolQueue()
         self.rates: dict[str, Evidence] = {} if rates is None else rates
-        self.ends = Deadlines()
-        self.prediction_ends = Deadlines()
+        self.ends: Deadlines[bytes] = Deadlines()
+        self.prediction_ends: Deadlines[bytes] = Deadlines()
         self._of_router: defaultdict[str, set[bytes]] = defaultdict(set)
         self._of_worker: defaultdict[str, set[bytes]] = defaultdict(set)
         self._steps: Counter[str] = Counter()

@@ -2,27 +2,31 @@
 
 1. **Priority**: lower first.
 2. **Tenants**: the one that got least. A tenant's counter grows with the service that its requests take, divided by its weight
-   (`kvatlas.reservations.waiting_request.units`). One that begins to wait starts where the others are: idling saves nothing
-   up.
+   (`kvatlas.reservations.waiting_request.units`). One that begins to wait in a lane starts where the others there are: neither
+   idling nor waiting elsewhere saves anything up. When a request ends, its answer's actual length replaces the estimate.
 3. **Within a tenant**: requests of programs that already run come before the first ones of new programs; then those whose
    deadline is nearest; then those that arrived first.
 
 A request may be tried when it is among the first few, its lane's window. The window doubles whenever one of them finds room,
 and shrinks to the first one when there is none, so many freed places are given out at once.
 
-**Lanes** are requests that may go to the same workers. The first one of a lane leaves the workers of each lane whose first
-request comes before it to that lane, and may go to all others.
+**Lanes** are requests that may go to the same workers (`kvatlas.reservations.queue_lines`). The first one of a lane leaves the
+workers of each lane whose first request comes before it to that lane, and may go to all others.
 
 A router's requests wait as long as it asks for its turns (`LEASE_US`).
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from kvatlas.reservations.deadlines import Deadlines
+from kvatlas.reservations.queue_lines import MOST_AHEAD, MOST_WINDOW, STRAYS, Account, Line, QueueLines
+from kvatlas.reservations.queue_lines import Place as LinePlace
 from kvatlas.reservations.waiting_request import (
-    ALL_WORKERS,
+    OUTPUT_UNITS,
     Place,
     QueueIsFull,
     Turns,
@@ -37,35 +41,31 @@ PROGRAM_US = 300_000_000
 """A program runs as long as its last request was booked at most this long ago."""
 FORGET_US = 60_000_000
 """Counters are forgotten when no request has waited for this long."""
-MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 8, 512, 64
-"""Requests of all lanes that may be tried at once, lanes, lines after which new tenants share one, and lines that are counted
-for a place."""
-SHARED = "0" * 16
-"""The tenant of lines above MOST_LINES."""
+MOST_COUNTERS, MOST_CHARGES = 2_048, 65_536
+"""Counters above which those of tenants that do not wait are forgotten, and charges above which estimates stand."""
+MOST_COUNTER = 9_000_000_000_000_000
+"""A whole number that the store's Lua computes exactly, of 16 digits."""
 
-_Line = tuple[str, int, str]
-"""Lane, priority, tenant."""
-_Key = tuple[int, int, tuple[int, int, int, bytes]]
+
+class _Key(NamedTuple):
+    """A request's order among those of all lanes. `order`: rank, counter, place; never before that of the one before it in its
+    lane, of which it is number `number`."""
+
+    order: tuple[int, int, LinePlace]
+    number: int
+    lane: str
+    id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """`place`: not the first of its program, deadline, arrival, id: its order within its line."""
-
     router: str
-    line: _Line
-    place: tuple[int, int, int, bytes]
+    line: Line
+    place: LinePlace
     tokens: int
     units: int
     weight_milli: int
     tenant: str
-
-
-@dataclass(slots=True)
-class _Lane:
-    workers: frozenset[str] | None
-    window: int = 1
-    entries: int = 0
 
 
 @dataclass(slots=True)
@@ -80,11 +80,21 @@ class _State:
     """What is dropped when nothing waits any more."""
 
     entries: dict[bytes, _Entry] = field(default_factory=dict)
-    lines: dict[_Line, list[tuple[int, int, int, bytes]]] = field(default_factory=dict)
-    lanes: dict[str, _Lane] = field(default_factory=dict)
+    lines: QueueLines = field(default_factory=QueueLines)
     tenants: dict[str, _Tenant] = field(default_factory=dict)
-    own: Counter[str] = field(default_factory=Counter)
+    own: dict[str, set[bytes]] = field(default_factory=dict)
+    ends: Deadlines[bytes] = field(default_factory=Deadlines)
     tokens: int = 0
+    weights: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Charge:
+    """What a booking was charged with."""
+
+    account: Account
+    weight_milli: int
+    output_tokens: int
 
 
 class PoolQueue:
@@ -92,22 +102,25 @@ class PoolQueue:
 
     def __init__(self) -> None:
         self._state = _State()
-        self._counters: dict[tuple[int, str], int] = {}
+        self._counters: dict[Account, int] = {}
         self._served: dict[int, int] = {}
+        self._charges: dict[bytes, _Charge] = {}
         self._idle_us = 0
         self._leases: dict[str, int] = {}
-        self._programs: dict[tuple[str, str], int] = {}
+        self._programs: Deadlines[tuple[str, str]] = Deadlines()
 
     def __len__(self) -> int:
         return len(self._state.entries)
 
     def purge(self, now: int) -> None:
         """Drop requests that waited too long, and those of routers that no longer ask."""
-        for id, entry in list(self._state.entries.items()):
-            if entry.place[1] <= now or self._leases.get(entry.router, 0) <= now:
+        for router in [router for router, until in self._leases.items() if until <= now]:
+            del self._leases[router]
+            for id in list(self._state.own.get(router, ())):
                 self.remove(id, now)
-        self._leases = {router: until for router, until in self._leases.items() if until > now}
-        self._programs = {program: until for program, until in self._programs.items() if until > now}
+        for id in self._state.ends.take_due(now):
+            self.remove(id, now)
+        self._programs.take_due(now)
 
     def renew_lease(self, router_id: str, now: int) -> None:
         """Keep a router's requests for another LEASE_US."""
@@ -122,32 +135,31 @@ class PoolQueue:
         if not state.entries and now - self._idle_us > FORGET_US:
             self._counters.clear()
             self._served.clear()
+            self._charges.clear()
         tenant = digest(request.tenant)
-        lane = request.lane
-        if lane not in state.lanes and len(state.lanes) >= MOST_LANES:
-            lane = ALL_WORKERS
-        line = (lane, request.rank, tenant)
-        if line not in state.lines and len(state.lines) >= MOST_LINES:
-            line = (lane, request.rank, SHARED)
-        if not self._may_wait(request, tenant) or (line not in state.lines and len(state.lines) >= 2 * MOST_LINES):
+        lane = state.lines.lane_for(request.lane, tenant)
+        line = state.lines.line_for(lane, request.rank, tenant)
+        if line is None or not self._may_wait(request, tenant):
             raise QueueIsFull(len(state.entries), state.tokens)
         first = int((tenant, request.program) not in self._programs)
         place = (first, now + request.left_us, now - request.age_us, request.id)
         entry = _Entry(
             router_id, line, place, request.input_tokens, request.expected_units, request.weight_milli, tenant
         )
-        if not any(other[1:] == line[1:] for other in state.lines):
-            account = line[1:]
-            self._counters[account] = max(self._counters.get(account, 0), self._served.get(line[1], 0))
+        account = line[1:]
+        if line not in state.lines.places:
+            start = state.lines.least_counter(line)
+            start = self._served.get(account[0], 0) if start is None else start
+            self._set_counter(account, max(self._counters.get(account, 0), start))
         state.entries[request.id] = entry
-        insort(state.lines.setdefault(line, []), place)
-        workers = request.workers if lane == request.lane else None
-        state.lanes.setdefault(lane, _Lane(workers)).entries += 1
-        account_of = state.tenants.setdefault(tenant, _Tenant(request.weight_milli))
+        state.lines.add(line, place, self._counters[account], request.workers)
+        account_of = state.tenants.setdefault(tenant, _Tenant(0))
+        state.weights += request.weight_milli - account_of.weight_milli
         account_of.weight_milli = request.weight_milli
         account_of.requests += 1
         account_of.tokens += entry.tokens
-        state.own[router_id] += 1
+        state.own.setdefault(router_id, set()).add(request.id)
+        state.ends.add(place[1], request.id)
         state.tokens += entry.tokens
 
     def remove(self, id: bytes, now: int) -> bool:
@@ -156,18 +168,17 @@ class PoolQueue:
         entry = state.entries.pop(id, None)
         if entry is None:
             return False
-        line, lane, tenant = state.lines[entry.line], state.lanes[entry.line[0]], state.tenants[entry.tenant]
-        del line[bisect_left(line, entry.place)]
-        if not line:
-            del state.lines[entry.line]
-        lane.entries -= 1
-        if not lane.entries:
-            del state.lanes[entry.line[0]]
+        tenant, own = state.tenants[entry.tenant], state.own[entry.router]
+        state.lines.remove(entry.line, entry.place, self._counters[entry.line[1:]])
         tenant.requests -= 1
         tenant.tokens -= entry.tokens
         if not tenant.requests:
+            state.weights -= tenant.weight_milli
             del state.tenants[entry.tenant]
-        state.own[entry.router] -= 1
+        own.remove(id)
+        if not own:
+            del state.own[entry.router]
+        state.ends.discard(id)
         state.tokens -= entry.tokens
         if not state.entries:
             self._state, self._idle_us = _State(), now
@@ -178,11 +189,11 @@ class PoolQueue:
         state = self._state
         entry = state.entries[id]
         lane, rank, tenant = entry.line
-        before = bisect_left(state.lines[entry.line], entry.place)
+        before = bisect_left(state.lines.places[entry.line], entry.place)
         own = (self._counters[rank, tenant], tenant)
         ahead = 0
-        for line in self._lines_of(lane)[:MOST_AHEAD]:
-            waiting = len(state.lines[line])
+        for line, counter in state.lines.lines_of(lane, MOST_AHEAD):
+            waiting = len(state.lines.places[line])
             if line[1] > rank:
                 break
             if line == entry.line:
@@ -190,31 +201,47 @@ class PoolQueue:
             elif line[1] < rank:
                 ahead += waiting
             else:
-                ahead += min(waiting, before + ((self._counters[line[1:]], line[2]) < own))
+                ahead += min(waiting, before + ((counter, line[2]) < own))
         return Place(reason, ahead, len(state.entries), state.tokens)
 
     def blocked_for(self, id: bytes) -> frozenset[str] | None:
         """The workers that a request must leave to others if it is tried now; None if it is not its turn."""
-        return self._turns_of(self._state.entries[id].line[0]).get(id)
+        return self._turns(self._windows(wide=False), id).get(id)
 
     def narrow(self, id: bytes) -> None:
         """Record that a request found no room."""
-        self._state.lanes[self._state.entries[id].line[0]].window = 1
+        if (name := self._state.entries[id].line[0]) != STRAYS:
+            self._state.lines.lanes[name].window = 1
 
-    def record_booked(self, request: WaitingRequest, uncached_tokens: int, cached_tokens: int, now: int) -> None:
+    def record_booked(
+        self, request: WaitingRequest, booking_id: bytes, uncached_tokens: int, cached_tokens: int, now: int
+    ) -> None:
         """Record that a request was booked. If it or others waited, its tenant is charged."""
+        tenant = digest(request.tenant)
         if request.program:
-            self._programs[digest(request.tenant), request.program] = now + PROGRAM_US
+            self._programs.add(now + PROGRAM_US, (tenant, request.program))
         if not self._state.entries:
             return
-        tenant = digest(request.tenant)
+        account = (request.rank, tenant)
         if (entry := self._state.entries.get(request.id)) is not None:
-            lane, tenant = self._state.lanes[entry.line[0]], entry.line[2]
+            lane, account = self._state.lines.lanes[entry.line[0]], entry.line[1:]
             lane.window = min(MOST_WINDOW, 2 * lane.window)
             self.remove(request.id, now)
-        self._charge(
-            (request.rank, tenant), request.weight_milli, units(uncached_tokens, cached_tokens, request.output_tokens)
-        )
+        before = self._counters.get(account, 0)
+        service = units(uncached_tokens, cached_tokens, request.output_tokens)
+        self._set_counter(account, before + service * 1_000 // request.weight_milli)
+        self._served[account[0]] = max(self._served.get(account[0], 0), before)
+        if len(self._charges) >= MOST_CHARGES:
+            self._charges.clear()
+        self._charges[booking_id] = _Charge(account, request.weight_milli, request.output_tokens)
+
+    def record_end(self, booking_id: bytes, output_tokens: int | None) -> None:
+        """Record that a booking ended. `output_tokens`: what its answer took, in place of the estimate; None: unknown."""
+        charge = self._charges.pop(booking_id, None)
+        if charge is None or output_tokens is None or charge.account not in self._counters:
+            return
+        more = OUTPUT_UNITS * (output_tokens - charge.output_tokens) * 1_000 // charge.weight_milli
+        self._set_counter(charge.account, self._counters[charge.account] + more)
 
     def turns(self, router_id: str, left: Iterable[bytes], rows: Sequence[WaitingRequest], now: int) -> Turns:
         """Remove the requests that `left`, add others, and tell which of the router's requests may be tried."""
@@ -228,16 +255,15 @@ class PoolQueue:
             except QueueIsFull:
                 refused.add(row.id)
         state = self._state
-        turns = {
-            id: blocked
-            for lane in state.lanes
-            for id, blocked in self._turns_of(lane).items()
-            if state.entries[id].router == router_id
-        }
-        own = state.own[router_id]
+        windows = self._windows(wide=True)
+        near = any(state.entries[one.id].router == router_id for first in windows.values() for one in first)
+        for name, first in windows.items():
+            del first[state.lines.lanes[name].window :]
+        turns = {id: blocked for id, blocked in self._turns(windows).items() if state.entries[id].router == router_id}
+        own = len(state.own.get(router_id, ()))
         if not own:
             self._leases.pop(router_id, None)
-        return Turns(own, len(state.entries), state.tokens, frozenset(refused), turns)
+        return Turns(own, len(state.entries), state.tokens, frozenset(refused), turns, near)
 
     # ------------------------------------------------------------ pieces
 
@@ -248,53 +274,69 @@ class PoolQueue:
         if waiting < limits.requests and (not waiting or state.tokens + tokens <= limits.tokens):
             return True
         own = state.tenants.get(tenant) or _Tenant(0)
-        weights = sum(one.weight_milli for one in state.tenants.values()) - own.weight_milli + request.weight_milli
-        share = request.weight_milli / weights
+        share = request.weight_milli / (state.weights - own.weight_milli + request.weight_milli)
         return own.requests + 1 <= limits.requests * share and own.tokens + tokens <= limits.tokens * share
 
-    def _lines_of(self, lane: str) -> list[_Line]:
-        lines = [line for line in self._state.lines if line[0] == lane]
-        return sorted(lines, key=lambda line: (line[1], self._counters[line[1:]], line[2]))
+    def _windows(self, *, wide: bool) -> dict[str, list[_Key]]:
+        """The first requests of each lane, in their order. `wide`: as many as its window may ever have."""
+        lines = self._state.lines
+        widths = {name: lines.width(name) for name in lines.lanes}
+        return {
+            name: self._first(name, widths[name] if wide else min(lane.window, widths[name]))
+            for name, lane in lines.lanes.items()
+        }
 
-    def _window(self, lane: str) -> list[tuple[_Key, bytes]]:
-        """The first requests of a lane, in their order."""
+    def _first(self, lane: str, most: int) -> list[_Key]:
+        """A lane's first requests. Lines of one lane with equal counters are in the order of their tenants' digests; requests
+        of different lanes, in that of their places."""
         state = self._state
-        most = max(1, min(state.lanes[lane].window, MOST_WINDOW // len(state.lanes)))
-        heads: list[tuple[_Key, _Line, int]] = []
+        heads: list[tuple[tuple[int, int, str, LinePlace], Line, int]] = []
 
-        def add(line: _Line, number: int, counter: int) -> None:
-            if number < len(state.lines[line]):
-                heads.append(((line[1], counter, state.lines[line][number]), line, number))
+        def add(line: Line, number: int, counter: int) -> None:
+            places = state.lines.places[line]
+            if number < len(places):
+                heads.append(((line[1], counter, line[2], places[number]), line, number))
 
-        for line in self._lines_of(lane)[:most]:
-            add(line, 0, self._counters[line[1:]])
-        first: list[tuple[_Key, bytes]] = []
+        for line, counter in state.lines.lines_of(lane, most):
+            add(line, 0, counter)
+        first: list[_Key] = []
         while heads and len(first) < most:
             head = min(heads)
             heads.remove(head)
-            key, line, number = head
-            id = key[2][3]
-            entry = state.entries[id]
-            first.append((key, id))
-            add(line, number + 1, key[1] + entry.units * 1_000 // entry.weight_milli)
+            (rank, counter, _, place), line, number = head
+            entry, order = state.entries[place[3]], (rank, counter, place)
+            first.append(_Key(max(order, first[-1].order) if first else order, len(first), lane, place[3]))
+            add(line, number + 1, min(MOST_COUNTER, counter + entry.units * 1_000 // entry.weight_milli))
         return first
 
-    def _turns_of(self, lane: str) -> dict[bytes, frozenset[str]]:
-        """A lane's requests that may be tried now, with the workers that each must leave to other lanes."""
-        state = self._state
-        heads = [(self._window(other)[0][0], of.workers) for other, of in state.lanes.items() if other != lane]
-        mine = state.lanes[lane].workers
-        turns = {}
-        for key, id in self._window(lane):
-            ahead = [workers for head, workers in heads if head < key]
-            if None in ahead:
-                continue
-            blocked = frozenset[str]().union(*(workers for workers in ahead if workers is not None))
-            if mine is None or mine - blocked:
-                turns[id] = blocked
+    def _turns(self, windows: dict[str, list[_Key]], until: bytes | None = None) -> dict[bytes, frozenset[str]]:
+        """The requests that may be tried now, with the workers that each must leave to other lanes; up to one request, if
+        given."""
+        lanes = self._state.lines.lanes
+        taken: Counter[str] = Counter()
+        """By worker, how many of these lanes may go to it."""
+        passed: set[str] = set()
+        """Lanes whose first request came before."""
+        holder: str | None = None
+        """The lane among these that may go to all workers."""
+        turns: dict[bytes, frozenset[str]] = {}
+        for _, _, name, id in sorted(one for first in windows.values() for one in first):
+            mine, own = lanes[name].workers or frozenset(), int(name in passed)
+            if holder in (None, name) and (not mine or any(taken[worker] == own for worker in mine)):
+                turns[id] = frozenset(one for one, times in taken.items() if times > (own if one in mine else 0))
+            if id == until:
+                break
+            if not own and name != STRAYS:
+                passed.add(name)
+                taken.update(mine)
+                holder = name if not mine and holder is None else holder
         return turns
 
-    def _charge(self, account: tuple[int, str], weight_milli: int, service: int) -> None:
-        before = self._counters.get(account, 0)
-        self._served[account[0]] = max(self._served.get(account[0], 0), before)
-        self._counters[account] = before + service * 1_000 // weight_milli
+    def _set_counter(self, account: Account, counter: int) -> None:
+        if account not in self._counters and len(self._counters) + len(self._served) >= MOST_COUNTERS:
+            lines = self._state.lines
+            self._counters = {one: count for one, count in self._counters.items() if lines.waits(one)}
+            self._served.clear()
+        before, after = self._counters.get(account, 0), min(max(0, counter), MOST_COUNTER)
+        self._counters[account] = after
+        self._state.lines.move(account, before, after)

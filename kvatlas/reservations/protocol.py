@@ -257,6 +257,14 @@ class Outcome(StrEnum):
     CALLED_OFF = "called_off"
 
 
+class BookingEnd(NamedTuple):
+    """The first token of a reservation (`outcome` None), or its end; `output_tokens` None: unknown."""
+
+    id: bytes
+    outcome: Outcome | None
+    output_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """A worker's load sample, `age_us` old. `covers`: it includes the bookings made ARRIVAL_US before it was taken.
@@ -344,10 +352,11 @@ class Reservations(Protocol):
         """Record that the request's first token has arrived. False if the reservation does not exist, or this was recorded
         before."""
 
-    async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
-        """End a reservation. False if it does not (or no longer) exist."""
+    async def release(self, pool_id: str, id: bytes, outcome: Outcome, output_tokens: int | None = None) -> bool:
+        """End a reservation. False if it does not (or no longer) exist. `output_tokens`: those of the answer, if known: the
+        queue's fairness counts them in place of the estimate."""
 
-    async def record_ends(self, pool_id: str, ends: Sequence[tuple[bytes, Outcome | None]]) -> None:
+    async def record_ends(self, pool_id: str, ends: Sequence[BookingEnd]) -> None:
         """`record_first_token` (outcome None) and `release` for many reservations, in order."""
 
     async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:

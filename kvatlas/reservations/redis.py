@@ -22,6 +22,7 @@ from kvatlas.reservations.protocol import (
     STALE_US,
     Ask,
     Booking,
+    BookingEnd,
     Evaluation,
     LookAlikes,
     LookAlikesUnknown,
@@ -56,7 +57,7 @@ IDS_A_CALL = 500
 MOST_SLICES = 10_000
 _NOT_IN_HBM, _TOO_MANY, _MUST_WAIT, _QUEUE_IS_FULL = -2, -3, -4, -5
 _WAIT_REASONS = {1: WaitReason.FULL, 2: WaitReason.TURN}
-WAITING_A_CALL, LEFT_A_CALL = 16, 16
+WAITING_A_CALL, LEFT_A_CALL = 8, 16
 """Limits of waiting requests that one call adds, and removes."""
 _INDEX = "INDEX "
 _TOO_LARGE = ("ask of ", "arguments of ")
@@ -137,19 +138,20 @@ class RedisReservations:
         gone, rows = list(left), [_waiting_row(one) for one in waiting]
         refused: set[bytes] = set()
         while True:
-            args = [router_id, b"".join(gone[:LEFT_A_CALL]), _pack(rows[:WAITING_A_CALL])]
+            last = len(gone) <= LEFT_A_CALL and len(rows) <= WAITING_A_CALL
+            args = [router_id, b"".join(gone[:LEFT_A_CALL]), _pack(rows[:WAITING_A_CALL]), int(last)]
             packed = await call_pool(self._store, "queue", pool_id, args)
-            own, requests, tokens, refused_ids, lanes, flat = msgpack.unpackb(packed, raw=True)
+            own, requests, tokens, refused_ids, near, ahead, flat = msgpack.unpackb(packed, raw=True)
             refused.update(refused_ids)
             del gone[:LEFT_A_CALL], rows[:WAITING_A_CALL]
             if not gone and not rows:
                 break
-        workers = dict(zip(lanes[::2], lanes[1::2], strict=True))
+        workers = [frozenset(msgpack.unpackb(lane) if lane else ()) for lane in ahead]
         turns = {
-            id: frozenset(worker.decode() for lane in ahead for worker in workers[lane])
-            for id, ahead in zip(flat[::2], flat[1::2], strict=True)
+            id: frozenset[str]().union(*(lane for number, lane in enumerate(workers[:passed], 1) if number != own_lane))
+            for id, passed, own_lane in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
         }
-        return Turns(own, requests, tokens, frozenset(refused), turns)
+        return Turns(own, requests, tokens, frozenset(refused), turns, bool(near))
 
     def _pack_ask(self, ask: Ask) -> bytes:
         if ask.lookup is None:
@@ -164,12 +166,12 @@ class RedisReservations:
         return _pack_ask(ask, _pack_lookup(ask.lookup, shards[0], self._odd[1]))
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
-        return (await self._end(pool_id, [(id, None)]))[0]
+        return (await self._end(pool_id, [BookingEnd(id, None)]))[0]
 
-    async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
-        return (await self._end(pool_id, [(id, outcome)]))[0]
+    async def release(self, pool_id: str, id: bytes, outcome: Outcome, output_tokens: int | None = None) -> bool:
+        return (await self._end(pool_id, [BookingEnd(id, outcome, output_tokens)]))[0]
 
-    async def record_ends(self, pool_id: str, ends: Sequence[tuple[bytes, Outcome | None]]) -> None:
+    async def record_ends(self, pool_id: str, ends: Sequence[BookingEnd]) -> None:
         for first in range(0, len(ends), ENDS_A_CALL):
             await self._end(pool_id, ends[first : first + ENDS_A_CALL])
 
@@ -188,8 +190,11 @@ class RedisReservations:
             if not await call_pool(self._store, "leave", pool_id, [router_id]):
                 return
 
-    async def _end(self, pool_id: str, ends: Sequence[tuple[bytes, Outcome | None]]) -> list[bool]:
-        flat = chain.from_iterable((id, "" if outcome is None else outcome.value) for id, outcome in ends)
+    async def _end(self, pool_id: str, ends: Sequence[BookingEnd]) -> list[bool]:
+        flat = chain.from_iterable(
+            (id, "" if outcome is None else outcome.value, "" if tokens is None else tokens)
+            for id, outcome, tokens in ends
+        )
         return list(map(bool, await call_pool(self._store, "ends", pool_id, [CALLED_OFF_US, *flat])))
 
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
@@ -359,6 +364,7 @@ def _waiting_row(request: WaitingRequest) -> tuple[Any, ...]:
         request.lane,
         0 if request.workers is None else sorted(request.workers),
         *request.limits,
+        int(request.may_wait),
     )
 
 

@@ -47,7 +47,8 @@ class WaitingRequest:
 
     `priority`: lower goes first. `weight`: the tenant's share of the pool, relative to other tenants. `program`: the agent or
     conversation that it belongs to; empty if unknown. `age_us`: how long ago it arrived; `left_us`: how long it may still wait.
-    `workers`: those it may go to; None: all of its pool, or too many to name.
+    `workers`: those it may go to; None: all of its pool, or too many to name. `may_wait` False: its tenant is only charged, as
+    for another try of a request that was already booked once.
     """
 
     id: bytes
@@ -61,6 +62,7 @@ class WaitingRequest:
     age_us: int = 0
     left_us: int = 30_000_000
     workers: frozenset[str] | None = None
+    may_wait: bool = True
 
     def among(self, workers: Collection[str]) -> "WaitingRequest":
         """The request, if it may go only to these workers."""
@@ -108,13 +110,15 @@ class Place:
 class MustWait(KvatlasError):
     """The request was not booked: it has a place in its pool's queue, and gets its turn later.
 
-    `request`: as it waits, if known; `alone`: in the queue of one router, since it decides without the store.
+    `request`: as it waits, if known; `filed`: False if the store has yet to give it a place, since it answered too late;
+    `alone`: in the queue of one router, which decides without the store.
     """
 
-    def __init__(self, place: Place, request: WaitingRequest | None = None) -> None:
+    def __init__(self, place: Place, request: WaitingRequest | None = None, *, filed: bool = True) -> None:
         super().__init__(f"waits for its turn behind about {place.ahead} requests")
         self.place = place
         self.request = request
+        self.filed = filed
         self.alone = False
 
 
@@ -132,7 +136,7 @@ class Turns:
     """The state of a pool's queue for one router. `own`: its requests that wait; `requests`, `tokens`: all that wait.
 
     `refused`: requests that it added, but that may not wait. `turns`: its requests that may be tried now, each with the workers
-    that it must leave to others.
+    that it must leave to others. `near`: one of its requests is among those that may be tried soon.
     """
 
     own: int
@@ -140,3 +144,4 @@ class Turns:
     tokens: int
     refused: frozenset[bytes] = frozenset()
     turns: Mapping[bytes, frozenset[str]] = field(default_factory=dict)
+    near: bool = False

@@ -123,7 +123,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._take_body()
             if self._bare_bytes > MOST_HEADER_BYTES and not self._refused:
                 self._counters.headers += 1
-                self._refuse(431, f"the headers have more than {MOST_HEADER_BYTES} bytes; expected fewer")
+                self._refuse(431, f"the headers are longer than {MOST_HEADER_BYTES} bytes, which is the limit")
             start = end
         del self._unread[:start]
 
@@ -286,9 +286,7 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._counters.slow += 1
             rate = f"{LEAST_BYTES_PER_S} bytes a second after {BODY_GRACE_S:g} s"
-            self._refuse(
-                408, f"the body is not complete; expected all of it within {self._access.body_s:g} s, and {rate}"
-            )
+            self._refuse(408, f"the body is not complete; it must arrive within {self._access.body_s:g} s, and {rate}")
 
     def _end_late(self) -> None:
         self._counters.too_late += 1

@@ -72,15 +72,15 @@ class HttpBorder:
             await self._refuse(scope, send, 400, line, (b"connection", b"close"))
         elif head_bytes > MOST_HEADER_BYTES:  # it came at once, so the protocol did not look
             self._counters.headers += 1
-            line = f"the headers have more than {MOST_HEADER_BYTES} bytes; expected fewer"
+            line = f"the headers are longer than {MOST_HEADER_BYTES} bytes, which is the limit"
             await self._refuse(scope, send, 431, line, (b"connection", b"close"))
         elif headers.get(b"upgrade", b"").lower() == b"websocket":
             self._counters.upgrade += 1
-            line = 'WebSockets are not served; expected plain HTTP requests, streamed with `"stream": true`'
+            line = 'WebSockets are not supported; send plain HTTP requests, streamed with `"stream": true`'
             await self._refuse(scope, send, 400, line, (b"connection", b"close"))
         elif not self._is_allowed(scope, headers.get(b"authorization", b"")):
             self._counters.denied += 1
-            line = "no valid token; expected `Authorization: Bearer TOKEN`"
+            line = "no valid token; send `Authorization: Bearer TOKEN`"
             await self._refuse(scope, send, 401, line, (b"www-authenticate", b"Bearer"))
         else:
             refuse = partial(self._record_too_long, scope)

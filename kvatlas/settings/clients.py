@@ -33,17 +33,17 @@ class ClientSettings(HttpSettings):
     )
     control_port: Port | None = Field(
         default=None,
-        description="Port for operators; 0: any free port. Default: --port plus 1,000; but --port itself for a server on "
-        "loopback without files of tokens.",
+        description="Port for operators; 0: any free port. Default: --port plus 1,000, or --port itself on "
+        "loopback without token files.",
     )
     control_token_file: Path | None = Field(
         default=None,
-        description="File with the bearer tokens of the port for operators, one a line. Default: --http-token-file.",
+        description="File with the bearer tokens of the port for operators, one per line. Default: --http-token-file.",
     )
     clients_file: Path | None = Field(
         default=None,
-        description="TOML file of the clients that may use this server: their keys, certificates or tokens prove tenants, "
-        "and limits are counted by them. Default: every client may, and there is one tenant.",
+        description="TOML file of the clients that may use this server, with their keys or certificates, tenants "
+        "and limits. Default: every client may use it, and there is one tenant.",
     )
 
     @classmethod
@@ -52,7 +52,7 @@ class ClientSettings(HttpSettings):
         settings = super().load(**flags)
         _ = settings.control_http  # raises
         if settings.clients_file is not None and settings.http_token_file is not None:
-            raise SettingsError("--clients-file and --http-token-file are both given; expected one of them")
+            raise SettingsError("--clients-file and --http-token-file are both given; set only one of them")
         return settings
 
     @property

@@ -45,10 +45,12 @@ class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
     router: bool = Field(default=False, description="Also start a router for the given engines.")
     router_port: Port = Field(default=8080, description="Port of that router; 0: any free port.")
     nats_port: Port | None = Field(
-        default=None, description="Port of the embedded NATS; 0: any free port. Default: 4222 with --router, else 0."
+        default=None,
+        description="Port of the embedded NATS; 0: any free port. Default: 4222 with --router, otherwise 0.",
     )
     redis_port: Port | None = Field(
-        default=None, description="Port of the embedded Valkey; 0: any free port. Default: 6379 with --router, else 0."
+        default=None,
+        description="Port of the embedded Valkey; 0: any free port. Default: 6379 with --router, otherwise 0.",
     )
     status_port: Port | None = Field(default=None, description="Port of the indexer's status page; default: no page.")
     side_index: bool | None = Field(
@@ -94,9 +96,7 @@ class CollectSettings(EngineAccessSettings, NatsSettings):
     )
     engine_port: Annotated[Port, Field(ge=1)] = Field(default=8000, description="HTTP port of each engine.")
     fleet_id: FleetId | None = fleet_id_field()
-    state_dir: Path | None = Field(
-        default=None, description="Folder for what the engines hold; default: a temporary one."
-    )
+    state_dir: Path | None = Field(default=None, description="Folder for the saved ledgers; default: a temporary one.")
     partitions: PartitionCount = Field(default=64, description="Partitions of the event stream, as for the indexers.")
 
 
@@ -107,7 +107,7 @@ class RecordSettings(ProcessSettings):
     minutes: float = Field(default=60.0, gt=0, le=1e6, description="For how long.")
     mib: Positive = Field(default=64, description="Stop when this many MiB are written, before they are compressed.")
     model_id: Name | None = Field(default=None, description="Record requests for this model only; default: all.")
-    token_file: Path | None = Field(default=None, description="File that holds a token that the routers ask for.")
+    token_file: Path | None = Field(default=None, description="File with the token that the routers require.")
 
     @field_validator("routers")
     @classmethod
@@ -134,7 +134,7 @@ class LayoutSettings(QuerySettings):
     """`kvatlas layout`."""
 
     answer: int | None = Field(
-        default=None, ge=0, description="Let the layout with this number answer, as soon as it holds all workers."
+        default=None, ge=0, description="Switch to the layout with this number as soon as it holds all workers."
     )
     delete: int | None = Field(default=None, ge=0, description="Delete the layout with this number and its blocks.")
     deadline_s: float = Field(default=300.0, gt=0, description="Seconds to wait until the layout holds all workers.")
@@ -167,18 +167,18 @@ class DoctorSettings(ScopeSettings, EngineAccessSettings):
     )
     status_urls: CommaList = Field(
         default=(),
-        description="Status pages of publishers, indexers and routers to ask too, separated by commas: finds publishers on "
-        "another NATS, and certificates that expire.",
+        description="Status pages of publishers, indexers and routers to check too, separated by commas. They show "
+        "publishers on another NATS, and certificates that expire.",
     )
     expected: Path | None = Field(
         default=None,
-        description="File with the ids of all workers that should be there, a line each, or with what `kubectl get pods -o "
-        "name` prints; - for stdin. Default: those of the last hour.",
+        description="File with the ids of all workers that should exist, one per line, or with the output of "
+        "`kubectl get pods -o name`; - for stdin. Default: the workers of the last hour.",
     )
     expected_selector: Text | None = Field(
         default=None,
-        description="Labels of the engines' pods in this pod's namespace, as kubectl's --selector takes them: each should be a "
-        "worker. Needs a service account that may list pods, as the collector's.",
+        description="Labels of the engines' pods in this pod's namespace, as in kubectl's --selector; each pod "
+        "should be a worker. Needs a service account that may list pods, such as the collector's.",
     )
     strict: bool = Field(default=False, description="Exit with 1 for warnings too.")
 
@@ -194,7 +194,7 @@ class BlockSettings(ScopeSettings):
 
     chain: Annotated[str, AfterValidator(check_chain)] = Field(
         default=OWN_CHAIN,
-        description="What the hash is of: own, or external:NAME of an engine that names its blocks itself.",
+        description="Chain of the hash: own, or external:NAME for an engine's own block hashes.",
     )
 
     @property

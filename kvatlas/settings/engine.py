@@ -17,12 +17,12 @@ class EngineAccessSettings(ProcessSettings):
 
     engine_key_file: Path | None = Field(
         default=None,
-        description="File with the API key that our own calls to engines carry (token ids, models, health, metrics): one key, "
-        "or lines of WORKER KEY.",
+        description="File with the API key for kvatlas' own calls to engines (token ids, models, health, metrics): "
+        "one key, or lines of WORKER KEY.",
     )
     engine_ca_file: Path | None = Field(
         default=None,
-        description="Certificates that engines' own are checked against; default: the system's, or SSL_CERT_FILE.",
+        description="File with the authorities of engines' certificates; default: the system's, or SSL_CERT_FILE.",
     )
 
     @classmethod

@@ -27,7 +27,7 @@ MAX_SECONDS = 10 * 365 * 86_400
 
 
 def _url(*schemes: str, port: bool = False) -> AfterValidator:
-    """`port`: a tcp:// or grpc:// URL must have one."""
+    """`port`: a tcp:// URL must have one."""
     return AfterValidator(_url_check(*schemes, port=port))
 
 
@@ -42,7 +42,7 @@ def _url_check(*schemes: str, port: bool = False) -> Callable[[str], str]:
             raise ValueError(f"{expected}, with a port from 0 to 65535") from error
         if parts.scheme not in schemes or not (parts.netloc or parts.path.strip("/")):
             raise ValueError(expected)
-        if port and parts.scheme in ("tcp", "grpc") and number is None and not value.rpartition(":")[2].isdigit():
+        if port and parts.scheme == "tcp" and number is None and not value.rpartition(":")[2].isdigit():
             raise ValueError(f"{expected}, and a port")
         return value
 
@@ -127,7 +127,6 @@ def _split_labels(value: Any) -> Any:
 NatsUrl = Annotated[str, AfterValidator(_check_nats_urls)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis_urls)]
 ZmqEndpoint = Annotated[str, _url(*ZMQ_SCHEMES, port=True)]
-LMCacheEndpoint = Annotated[str, _url(*ZMQ_SCHEMES, "grpc", port=True)]
 HttpUrl = Annotated[Url, _url(*HTTP_SCHEMES)]
 EngineUrl = Annotated[str, AfterValidator(_check_engine_url)]
 Inbox = Annotated[str, AfterValidator(_check_inbox)]

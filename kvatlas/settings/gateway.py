@@ -66,36 +66,35 @@ class GatewaySettings(RoutingSettings):
         "Kubernetes, of the pool and the pod's namespace.",
     )
     fallbacks: Count = Field(
-        default=0, description="Further endpoints in each answer, for the gateway's retries; some gateways take none."
+        default=0,
+        description="Additional endpoints in each answer, for the gateway's retries; some gateways accept none.",
     )
     prefill_header: str = Field(
         default="",
-        description="Request header that tells the engines' sidecars the address of the prefill worker (llm-d: "
-        "x-prefiller-host-port); without it one worker does both.",
+        description="Request header with the prefill worker's address, for the engines' sidecars (llm-d: "
+        "x-prefiller-host-port). Without it, one worker does both.",
     )
     kv_source_header: str = Field(
         default="",
-        description="Request header that tells the engines' sidecars the address of the worker to fetch KV from (llm-d: "
-        "x-kv-cache-source-host-port); without it the request's body names it to the engine.",
+        description="Request header with the address of the worker to fetch KV from, for the engines' sidecars "
+        "(llm-d: x-kv-cache-source-host-port). Without it, the request's body has the address.",
     )
     response_mode: Literal["whole", "headers", "none"] = Field(
         default="whole",
-        description="How much of an answer passes through here: `whole` reads usage and times, `headers` asks the gateway "
-        "for its headers only, `none` leaves a request when it was sent.",
+        description="Part of an answer that passes through the picker: `whole`, to read usage and times, only its "
+        "`headers`, or `none`.",
     )
     pick_deadline_ms: float = Field(
-        default=1_000.0, gt=0, description="Milliseconds for a decision; then the answer is 503."
+        default=1_000.0, gt=0, description="Milliseconds for a decision; after that, the request gets a 503."
     )
-    max_body_mib: int = Field(
-        default=64, ge=1, le=1024, description="MiB that a body may have; a longer one is refused."
-    )
+    max_body_mib: int = Field(default=64, ge=1, le=1024, description="Largest body in MiB; a larger one is refused.")
     drain_s: int = Field(
         default=5,
         ge=0,
         le=600,
-        description="Seconds between being not ready and taking no more requests, when stopped.",
+        description="Seconds for which a stopping server is not ready but still accepts requests.",
     )
-    grace_s: int = Field(default=120, ge=0, le=86_400, description="Seconds that running answers get after that.")
+    grace_s: int = Field(default=120, ge=0, le=86_400, description="Seconds for running answers after that.")
     conformance: bool = Field(
         default=False, description="Obey the test headers of the Inference Extension's conformance suite."
     )
@@ -108,9 +107,9 @@ class GatewaySettings(RoutingSettings):
             absent = "tls_key" if settings.tls_key is None else "tls_certificate"
             raise SettingsError(missing_line(absent, "both a certificate and its key, or neither"))
         if settings.plaintext and settings.tls_certificate is not None:
-            raise SettingsError("--plaintext and --tls-certificate are both given; expected one of them")
+            raise SettingsError("--plaintext and --tls-certificate are both given; set only one of them")
         if settings.kubernetes_pool and settings.pods:
-            raise SettingsError("--kubernetes-pool and --pods are both given; expected one of them")
+            raise SettingsError("--kubernetes-pool and --pods are both given; set only one of them")
         return settings
 
     @property

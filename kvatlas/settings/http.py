@@ -23,7 +23,7 @@ class HttpSettings(ProcessSettings):
     }
 
     http_body_bytes: Positive = Field(
-        default=_DEFAULT.body_bytes, description="Largest body of a request in bytes; a longer one gets a 413."
+        default=_DEFAULT.body_bytes, description="Largest request body in bytes; a larger one gets a 413."
     )
     http_body_s: float = Field(
         default=_DEFAULT.body_s,
@@ -35,22 +35,24 @@ class HttpSettings(ProcessSettings):
         description="Seconds that an idle connection stays open; longer than clients and balancers keep theirs.",
     )
     http_connections: Positive = Field(
-        default=_DEFAULT.connections, description="Connections at a time; a further one gets a 503, except for probes."
+        default=_DEFAULT.connections, description="Simultaneous connections; any more get a 503, except probes."
     )
     http_address_connections: Positive | None = Field(
         default=None,
-        description="Connections of one client address at a time; raise it behind a gateway. Default: three quarters of all.",
+        description="Simultaneous connections of one client address; raise it behind a gateway. Default: three "
+        "quarters of all.",
     )
     http_cert_file: Path | None = Field(default=None, description="Certificate of the HTTP server; default: no TLS.")
     http_key_file: Path | None = Field(default=None, description="Key of that certificate.")
     http_client_ca_file: Path | None = Field(
         default=None,
-        description="Certificates that clients' own are checked against; a client may show one. Default: none is asked for.",
+        description="File with the authorities of clients' certificates, which clients may but need not show. "
+        "Default: clients are not asked for one.",
     )
     http_token_file: Path | None = Field(
         default=None,
-        description="File with the bearer tokens that requests may have, one a line; probes need none. Default: no "
-        "request needs any.",
+        description="File with the bearer tokens that requests need, one per line; probes need none. Default: "
+        "requests need no token.",
     )
 
     @classmethod
@@ -58,7 +60,7 @@ class HttpSettings(ProcessSettings):
         """See `ProcessSettings.load`. Certificate and key belong together, and a token file must be readable."""
         settings = super().load(**flags)
         if (settings.http_cert_file is None) != (settings.http_key_file is None):
-            raise SettingsError("--http-cert-file and --http-key-file belong together; expected both")
+            raise SettingsError("--http-cert-file and --http-key-file belong together; set both")
         if settings.http_client_ca_file is not None and settings.http_cert_file is None:
             raise SettingsError("--http-client-ca-file needs TLS; add --http-cert-file and --http-key-file")
         _ = settings.http  # raises

@@ -26,9 +26,10 @@ class IndexerSettings(Settings, HttpSettings):
     member_id: WorkerId | None = Field(default=None, description="Name of this replica; default: host name and pid.")
     fleet_id: FleetId | None = Field(
         default=None,
-        description="Fleet that this indexer is of, 12 hexadecimal digits; it refuses a store or a NATS of another one. An "
-        "empty store joins it, also while its other indexers keep another one (to move to another Redis; `kvatlas doctor` "
-        "shows the id). Default: that of store and NATS, or a new one.",
+        description="Id of this indexer's fleet, 12 hexadecimal digits. The indexer refuses a store or a NATS of "
+        "another fleet. An empty store joins the fleet, even while other indexers use another store, "
+        "to move to another Redis (`kvatlas doctor` shows the id). Default: the fleet of store and "
+        "NATS, or a new one.",
     )
     partitions: PartitionCount | None = Field(
         default=None,
@@ -44,7 +45,7 @@ class IndexerSettings(Settings, HttpSettings):
         default=None,
         ge=0,
         le=9_999,
-        description="Number of the layout to fill, beside the one that answers (`kvatlas layout`); default: that one.",
+        description="Number of the layout to fill; default: the layout that answers (`kvatlas layout`).",
     )
     side_index: bool | None = Field(
         default=None,
@@ -53,15 +54,15 @@ class IndexerSettings(Settings, HttpSettings):
     )
     identities: Path | None = Field(
         default=None,
-        description="File that says for which workers, tenants, models and addresses each publisher may speak "
-        "(`kvatlas auth nats` writes it); default: all may speak for all.",
+        description="File with the workers, tenants, models and addresses that each publisher may publish "
+        "(`kvatlas auth nats` writes it); default: no limits.",
     )
     status_host: Name = Field(default="127.0.0.1", description="Address of the status page.")
     status_port: Port | None = Field(
         default=None, description="Port of the status page; 0: any free port; default: no page."
     )
     scrub_period_s: float = Field(
-        default=600.0, gt=0, description="Seconds in which every holder's blocks are recounted against its digest."
+        default=600.0, gt=0, description="Seconds in which the scrub recounts all blocks once."
     )
     stream_replicas: Positive = Field(
         default=1, description="Replicas of the event stream, if this indexer creates it."

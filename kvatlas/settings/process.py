@@ -41,7 +41,7 @@ class ProcessSettings(BaseSettings):
         default="info", description="Lowest level of the log lines on stderr."
     )
     log_format: Literal["console", "json"] = Field(
-        default="console", description="Log lines for people, or one JSON object a line."
+        default="console", description="Human-readable log lines, or one JSON object per line."
     )
 
     @classmethod
@@ -101,9 +101,9 @@ class NatsSettings(ProcessSettings):
     nats_url_file: Path | None = Field(default=None, description="File that holds the URL of NATS.")
     nats_creds_file: Path | None = Field(default=None, description="Credentials for NATS: a JWT and its seed.")
     nats_nkey_file: Path | None = Field(default=None, description="Credentials for NATS: the seed of an NKey.")
-    nats_ca_file: Path | None = Field(default=None, description="Certificates that NATS' own is checked against.")
-    nats_cert_file: Path | None = Field(default=None, description="Certificate to show to NATS.")
-    nats_key_file: Path | None = Field(default=None, description="Key of the certificate shown to NATS.")
+    nats_ca_file: Path | None = Field(default=None, description="File with the authorities of NATS' certificate.")
+    nats_cert_file: Path | None = Field(default=None, description="Client certificate for NATS.")
+    nats_key_file: Path | None = Field(default=None, description="Key of the client certificate for NATS.")
     nats_inbox: Inbox | None = Field(
         default=None, description="Prefix of this user's inboxes in NATS; default: _INBOX.USER for a user in the URL."
     )
@@ -121,11 +121,11 @@ class NatsSettings(ProcessSettings):
             if file is None or (name in given and not same_source):
                 continue
             if name in settings.model_fields_set and same_source:
-                raise SettingsError(f"{flag_of(name)} and {flag_of(name)}-file are both given; expected one of them")
+                raise SettingsError(f"{flag_of(name)} and {flag_of(name)}-file are both given; set only one of them")
             read[name] = read_secret(file, f"{flag_of(name)}-file")
         for kind in servers:
             if (getattr(settings, f"{kind}_cert_file") is None) != (getattr(settings, f"{kind}_key_file") is None):
-                raise SettingsError(f"--{kind}-cert-file and --{kind}-key-file belong together; expected both")
+                raise SettingsError(f"--{kind}-cert-file and --{kind}-key-file belong together; set both")
         if not read:
             return settings
         return super().load(**{**flags, **read})
@@ -153,9 +153,9 @@ class ServerSettings(NatsSettings):
 
     redis_url: RedisUrl | None = Field(default=None, description="Redis or Valkey.")
     redis_url_file: Path | None = Field(default=None, description="File that holds the URL of Redis.")
-    redis_ca_file: Path | None = Field(default=None, description="Certificates that Redis' own is checked against.")
-    redis_cert_file: Path | None = Field(default=None, description="Certificate to show to Redis.")
-    redis_key_file: Path | None = Field(default=None, description="Key of the certificate shown to Redis.")
+    redis_ca_file: Path | None = Field(default=None, description="File with the authorities of Redis' certificate.")
+    redis_cert_file: Path | None = Field(default=None, description="Client certificate for Redis.")
+    redis_key_file: Path | None = Field(default=None, description="Key of the client certificate for Redis.")
 
     @property
     def redis(self) -> RedisAccess:

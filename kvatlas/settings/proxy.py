@@ -38,7 +38,8 @@ class RoutingSettings(LookupSettings):
     host: Name = Field(default="127.0.0.1", description="Address to listen on.")
     output_tokens: OutputTokens = Field(
         default=DEFAULT_DECODE_TOKENS,
-        description="Expected output in tokens of a request without max_tokens, until a model's answers have shown theirs.",
+        description="Expected output tokens of a request without max_tokens, until the model's answers show their "
+        "length.",
     )
     cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="Cost profile to price with.")
     rates_file: Path | None = Field(
@@ -66,7 +67,7 @@ class RoutingSettings(LookupSettings):
         description="Treatment of a worker that would miss the SLO: reported in the answer, priced higher, or left out.",
     )
     slo_ttft_ms: float = Field(default=800.0, gt=0, description="SLO: milliseconds to the first token.")
-    slo_tpot_ms: float = Field(default=80.0, gt=0, description="SLO: milliseconds for each further token.")
+    slo_tpot_ms: float = Field(default=80.0, gt=0, description="SLO: milliseconds for each later token.")
     shed: bool = Field(default=False, description="Answer 503 if every engine would miss the SLO by far.")
     select_labels: Labels = Field(
         default_factory=dict, description="Use only workers with these labels: name=value pairs, separated by commas."
@@ -92,9 +93,10 @@ class RoutingSettings(LookupSettings):
     )
     queue_requests: Count = Field(
         default=0,
-        description="Requests that may wait in the router while every engine of a model is full; 0: they go to full engines.",
+        description="Requests that may wait in the router while every engine of a model is full; 0: no queue, "
+        "requests go to full engines.",
     )
-    queue_tokens: Positive = Field(default=1_000_000, description="Prompt tokens of the requests that may wait.")
+    queue_tokens: Positive = Field(default=1_000_000, description="Limit of prompt tokens over all waiting requests.")
     queue_wait_s: float = Field(default=30.0, gt=0, description="Seconds after which a waiting request gets a 429.")
     tenant_header: str = Field(
         default="",
@@ -102,12 +104,13 @@ class RoutingSettings(LookupSettings):
     )
     priority_header: str = Field(
         default="",
-        description="Request header with the priority in the queue, a number: lower is earlier. Trusted likewise.",
+        description="Request header with the priority in the queue, a number; lower is earlier. Trusted: a gateway "
+        "must set it.",
     )
     decision_header: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Explain the choice in a header of each answer. auto: to keys that may see it; without --clients-file on "
-        "loopback.",
+        description="Explain the choice in a header of each answer. auto: for keys that may see it, or on loopback "
+        "without --clients-file.",
     )
     ask_usage: bool = Field(
         default=True, description="Request usage for streams too, and strip it if the client did not ask for it."
@@ -136,7 +139,7 @@ class ProxySettings(RoutingSettings, ClientSettings):
         default=1,
         ge=1,
         le=256,
-        description="Processes that share the port; each has a port for operators of its own, counted up.",
+        description="Processes that share the port. Each has its own port for operators, counted up.",
     )
     share_port: bool = Field(
         default=False, description="Let other processes listen on the same port too (SO_REUSEPORT)."
@@ -149,8 +152,8 @@ class ProxySettings(RoutingSettings, ClientSettings):
     )
     disaggregate: bool = Field(
         default=True,
-        description="Let a prefill worker (publish --role prefill) compute the prompt where that is cheaper than one worker "
-        "for both.",
+        description="Let a prefill worker (publish --role prefill) compute the prompt if that is cheaper than one "
+        "worker for both.",
     )
     credentials_to: CommaList = Field(
         default=(),
@@ -162,21 +165,22 @@ class ProxySettings(RoutingSettings, ClientSettings):
     )
     allow_path: PathList = Field(
         default=(),
-        description="Further paths of engines that clients may use, separated by commas; /x/* stands for all below /x/. "
-        "Default: the inference calls of vLLM, SGLang and TensorRT-LLM.",
+        description="Additional paths of engines that clients may use, separated by commas; /x/* means all below "
+        "/x/. Default: only the inference calls of vLLM, SGLang and TensorRT-LLM.",
     )
     request_hints: bool = Field(
         default=False,
-        description="Obey the headers X-KVAtlas-Strategy, -Priority, -Session, -Allow and -Deny of requests. Trusted likewise.",
+        description="Obey the headers X-KVAtlas-Strategy, -Priority, -Session, -Allow and -Deny of requests. "
+        "Trusted: a gateway must set or remove them.",
     )
     drain_s: float = Field(
         default=5.0,
         ge=0,
         le=600,
-        description="Seconds between being not ready and taking no more requests, when stopped.",
+        description="Seconds for which a stopping server is not ready but still accepts requests.",
     )
     grace_s: float = Field(
-        default=180.0, ge=0, le=86_400, description="Seconds that running answers get after that, when stopped."
+        default=180.0, ge=0, le=86_400, description="Seconds for running answers after that, when stopped."
     )
     cors_origins: CommaList = Field(
         default=(), description="Origins of web pages that may use the proxy, separated by commas; *: all."

@@ -17,7 +17,6 @@ from kvatlas.settings.field_types import (
     EngineUrl,
     GroupList,
     Labels,
-    LMCacheEndpoint,
     Name,
     NatsUrl,
     PartitionCount,
@@ -44,8 +43,8 @@ from kvatlas.validation import (
 def fleet_id_field() -> Any:
     return Field(
         default=None,
-        description="Fleet that the workers are of (`kvatlas doctor` shows its id): on the NATS of another one nothing is "
-        "published. Default: whichever fleet uses this NATS.",
+        description="Id of the workers' fleet (`kvatlas doctor` shows it). Nothing is published on another fleet's "
+        "NATS. Default: the fleet that uses this NATS.",
     )
 
 
@@ -91,12 +90,13 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     )
     events: bool = Field(
         default=True,
-        description="The engine publishes KV events. Without them routers predict what it holds from what they send to it.",
+        description="The engine publishes KV events. Without them, routers predict its cache from the requests "
+        "that they send to it.",
     )
     source: Literal["-"] | None = Field(
         default=None,
-        description="Where batches of the open event forms come from, if not from a ZMQ socket: - for JSON lines on standard "
-        "input. They may be sent to the status page too (POST /events).",
+        description="Source of batches of the open event forms, if it is not a ZMQ socket: - for JSON lines on "
+        "standard input. The status page accepts them too (POST /events).",
     )
     engine_id: Name | None = Field(
         default=None,
@@ -127,7 +127,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         description="The model's config.json, or its folder: layers, KV heads, head size and data type give the bytes a block.",
     )
     kv_cache_dtype: Text = Field(
-        default="auto", description="Data type of the KV cache, as the engine's flag says it; auto: the model's."
+        default="auto", description="Data type of the KV cache, as in the engine's flag; auto: the model's."
     )
     dp_rank: Rank | None = Field(
         default=None, description="Data-parallel rank N: N is added to the ports, and the worker is W-dpN."
@@ -147,12 +147,13 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     partitions: PartitionCount = Field(default=64, description="Partitions of the stream, as in the store's layout.")
     set_semantics: bool = Field(
         default=False,
-        description="The engine reports cache hits as stored again, or a removal with the last copy only: don't count copies.",
+        description="Don't count copies, because the engine reports cache hits as stored again, or only the "
+        "removal of the last copy.",
     )
     salt_is_tenant: bool = Field(default=False, description="Use an event's cache salt as its tenant.")
     distrust_poison: bool = Field(
         default=False,
-        description="Drop all known blocks at an event of an unknown kind too, even if it names none.",
+        description="Drop all known blocks after an event of an unknown kind, even if it names no blocks.",
     )
     eagle: bool = Field(
         default=False, description="The engine speculates with EAGLE: it reuses one block less of a hit."
@@ -167,7 +168,8 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     )
     hybrid: bool = Field(
         default=False,
-        description="The model also has other than full attention, which the engine's events don't show (SGLang's hybrids).",
+        description="The model does not only have full attention, and the engine's events don't show that "
+        "(SGLang's hybrids).",
     )
     scheduler_block_size: Count = Field(
         default=0,
@@ -176,32 +178,31 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     adapter_ids: Labels = Field(
         default_factory=dict,
         max_length=MAX_ITEMS,
-        description="Names of adapters by the ids of an engine that sends no names (vLLM before 0.14): id=name pairs, "
+        description="Names of adapters, for an engine that sends only their ids (vLLM before 0.14): id=name pairs, "
         "separated by commas. Blocks of other adapters are left out.",
     )
     store_ttl_s: Annotated[int, Field(ge=0, le=MAX_SECONDS)] = Field(
         default=0,
-        description="Seconds for which to publish a block that a connector stored where removals are not reported (Mooncake, "
-        "files, object stores). 0: it is left out.",
+        description="Seconds for which to publish blocks whose removal the connector does not report (Mooncake, "
+        "files, object stores). 0: they are left out.",
     )
     shared_store: WorkerId | None = Field(
         default=None,
-        description="The shared store that the engine's connector reads and writes: the --worker-id of the publisher of kind "
-        "store that it has.",
+        description="The shared store that the engine's connector reads and writes, by the --worker-id of the "
+        "store's publisher.",
     )
     read_setup_us: Count | None = Field(
         default=None,
-        description="For a shared store: microseconds until a read's first byte; default: as usual for its tier.",
+        description="For a shared store: microseconds until a read's first byte; default: those of its tier.",
     )
     read_us_per_mib: Count | None = Field(
         default=None,
-        description="For a shared store: microseconds to read a MiB (5 GiB/s: 195); default: as usual for its tier.",
+        description="For a shared store: microseconds to read a MiB (5 GiB/s: 195); default: those of its tier.",
     )
-    lmcache_endpoint: LMCacheEndpoint | None = Field(
+    lmcache_endpoint: ZmqEndpoint | None = Field(
         default=None,
-        description="Address of the LMCache multiprocess server that the engine is attached to, e.g. tcp://127.0.0.1:5555, "
-        "or grpc://127.0.0.1:5555 (extra lmcache): the content of its CPU memory is published too. For a shared store: its own "
-        "server.",
+        description="Address of the LMCache multiprocess server that the engine is attached to, e.g. tcp://127.0.0.1:5555: "
+        "the content of its CPU memory is published too. For a shared store: its own server.",
     )
     mooncake_endpoint: ZmqEndpoint | None = Field(
         default=None,
@@ -235,8 +236,8 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     )
     kv_port: BootstrapPort | None = Field(
         default=None,
-        description="Port at which other engines fetch this engine's KV; its host is that of --advertise-url or --engine-url. "
-        "A data-parallel rank is added. Default: they can't.",
+        description="Port at which other engines fetch this engine's KV; the host is that of --advertise-url or "
+        "--engine-url. A data-parallel rank is added. Default: other engines can't fetch.",
     )
     kv_tiers: TierList = Field(
         default=(),
@@ -279,14 +280,14 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
             raise SettingsError(missing_line("engine_url", expected))
         settings._check_connector()
         if settings.dp_rank is not None and settings.dp_size is not None:
-            raise SettingsError("--dp-rank and --dp-size are both given; expected one of them")
+            raise SettingsError("--dp-rank and --dp-size are both given; set only one of them")
         return settings
 
     def _check_connector(self) -> None:
         """Check that fetch settings come with a connector: without one nothing is fetched."""
         for flag, given in (("--kv-port", self.kv_port), ("--kv-tiers", self.kv_tiers)):
             if given and self.kv_connector is None:
-                raise SettingsError(f"{flag} is given without --kv-connector; expected both")
+                raise SettingsError(f"{flag} is given without --kv-connector; set both")
         if self.kv_connector is KvConnector.P2P and self.engine not in (EngineKind.VLLM, EngineKind.MOCK):
             raise SettingsError(f"--kv-connector is p2p, but --engine is {self.engine.value}; expected --engine vllm")
 

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from kvatlas.status_page.content import Fact, Section
-from kvatlas.status_page.probe import Form
+from kvatlas.status_page.probe import Form, PromptKind
 from kvatlas.version import own_version
 
 REFRESH_MS = 2_000
@@ -28,6 +28,7 @@ def render(role: str, name: str, facts: Sequence[Fact], sections: Sequence[Secti
         facts=facts,
         sections=sections,
         form=form,
+        kinds=PromptKind,
         version=own_version(),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         refresh_ms=REFRESH_MS,

@@ -36,16 +36,15 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A filled-in form. `model`: one of the names that the probe offered, or empty; `adapter`, `tenant`: empty unless given."""
+    """A filled-in form. `model`: one of the names that the probe offered, or empty; `tenant`: empty unless given."""
 
     kind: PromptKind
     prompt: str
     model: str = ""
-    adapter: str = ""
     tenant: str = ""
 
     @classmethod
-    def parse(cls, body: bytes, kinds: Sequence[PromptKind]) -> Self:
+    def parse(cls, body: bytes) -> Self:
         """Parse a URL-encoded form. Raises InvalidValue for anything else, and for an empty prompt."""
         try:
             fields = parse_qs(body.decode("ascii"), max_num_fields=MAX_FIELDS, errors="strict")
@@ -53,11 +52,11 @@ class Query:
             raise InvalidValue(f"the form can't be read: {error}") from error
         kind = _field(fields, "kind")
         prompt = (fields.get("prompt") or [""])[0].replace("\r\n", "\n")  # browsers end lines with \r\n
-        if kind not in kinds:
-            raise InvalidValue(f"kind is {kind!r}; expected one of {', '.join(kinds)}")
+        if kind not in _LABELS:
+            raise InvalidValue(f"kind is {kind!r}; expected one of {', '.join(_LABELS)}")
         if not prompt.strip():
             raise InvalidValue("the prompt is empty; paste text or token ids")
-        names = {name: _field(fields, name) for name in ("model", "adapter", "tenant")}
+        names = {name: _field(fields, name) for name in ("model", "tenant")}
         return cls(PromptKind(kind), prompt, **names)
 
 
@@ -71,14 +70,6 @@ def _field(fields: Mapping[str, Sequence[str]], name: str) -> str:
 class Probe(Protocol):
     """Answers the queries of a form."""
 
-    @property
-    def kinds(self) -> Sequence[PromptKind]:
-        """Kinds of text that may be pasted."""
-
-    @property
-    def asks_adapter(self) -> bool:
-        """True if an adapter can be named besides the model."""
-
     async def models(self) -> Mapping[str, str]:
         """Models to choose from: what the form sends, and what it shows. Raises KvatlasError."""
 
@@ -90,9 +81,7 @@ class Probe(Protocol):
 class Form:
     """A probe's form on the page. `error`: why the last query failed; `answer`: its answer."""
 
-    kinds: Sequence[PromptKind]
     models: Mapping[str, str]
-    asks_adapter: bool
     query: Query | None = None
     error: str = ""
     answer: Section | None = None

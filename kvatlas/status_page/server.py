@@ -73,7 +73,7 @@ class StatusPage:
         form = await self._form()
         assert form is not None
         try:
-            query = Query.parse(await _read(request), form.kinds)
+            query = Query.parse(await _read(request))
         except ClientDisconnect:
             return Response()
         except _TooLong:
@@ -99,7 +99,7 @@ class StatusPage:
     async def _form(self) -> Form | None:
         if self._probe is None:
             return None
-        form = Form(self._probe.kinds, {}, self._probe.asks_adapter)
+        form = Form({})
         try:
             async with asyncio.timeout(SECTION_S):
                 return replace(form, models=await self._probe.models())

@@ -268,7 +268,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, (RedisTimeoutError, TimeoutError)):
         return "no answer in time"
     if isinstance(error, AuthenticationError) and "HELLO must be called" in str(error):
-        return "it asks for credentials; expected them in the URL"
+        return "it requires credentials; put them into the URL"
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 

@@ -43,7 +43,7 @@ class ReadReplicas:
             return ((await connections.call([command], retry=True))[0],)
         except (RedisError, OSError, TimeoutError) as error:
             self._checked[node.name] = monotonic(), False
-            self._log.report(node.name, f"replica {node.name}: not used ({error}), asking its primary")
+            self._log.report(node.name, f"replica {node.name} is not used ({error}), asking its primary")
             return None
 
     def _replica_of(self, key: str | bytes) -> ClusterNode | None:

@@ -16,6 +16,7 @@ from kvatlas_cli.doctor import Finding, Level, examine, follow_request, read_req
 from kvatlas_cli.doctor.expected_workers import list_expected, read_expected
 from kvatlas_cli.doctor.heartbeats import Told
 from kvatlas_cli.flags import JsonFlag, with_settings
+from kvatlas_cli.logs import printable
 from kvatlas_cli.output import count_text, line_width, print_json, print_notice, wrap
 from kvatlas_cli.runner import run_query
 
@@ -25,15 +26,15 @@ RequestFlag = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="Follow one prompt: why is its overlap what it is? An OpenAI request, a router's hints, or token ids (with "
-        "--model-id); `-` for stdin.",
+        help="Explain the overlap of one prompt: a file with an OpenAI request, a router's hints, or token ids "
+        "(with --model-id); `-` for stdin.",
     ),
 ]
 
 
 @with_settings(DoctorSettings)
 def doctor(settings: DoctorSettings, request: RequestFlag = None, as_json: JsonFlag = False) -> None:
-    """Would a request be served well now? Then every finding and what to do; exit code 1 if one is an error."""
+    """Check if requests would be served well now, and print every finding with its fix; exit code 1 on errors."""
     found: list[Finding] = []
     run_query("doctor", settings, _examine(settings, found) if request is None else _follow(settings, request, found))
     if as_json:
@@ -75,7 +76,9 @@ async def _list_pods(selector: str, found: list[Finding]) -> dict[str, str]:
             return await list_expected(api, selector)
         except KvatlasError as error:
             advice = "its service account needs the verb list on pods, as the collector's has"
-            found.append(Finding("workers.missing", Level.WARNING, f"pods with {selector} not listed: {error}", advice))
+            found.append(
+                Finding("workers.missing", Level.WARNING, f"pods with {selector} could not be listed: {error}", advice)
+            )
             return {}
 
 
@@ -117,9 +120,11 @@ def _print(found: list[Finding]) -> None:
     margin = " " * (_LEVEL_WIDTH + 1 + _CHECK_WIDTH + 1)
     width = line_width() or 0
     for one in found:
-        _print_wrapped(f"{one.level.value:{_LEVEL_WIDTH}} {one.check:{_CHECK_WIDTH}} {one.line}", margin, width)
+        _print_wrapped(
+            f"{one.level.value:{_LEVEL_WIDTH}} {one.check:{_CHECK_WIDTH}} {printable(one.line)}", margin, width
+        )
         if one.advice:
-            _print_wrapped(f"{margin}-> {one.advice}", f"{margin}   ", width)
+            _print_wrapped(f"{margin}-> {printable(one.advice)}", f"{margin}   ", width)
     counts = Counter(one.level for one in found)
     print(f"{count_text(counts[Level.ERROR], 'error')}, {count_text(counts[Level.WARNING], 'warning')}")
 

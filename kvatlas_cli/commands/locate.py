@@ -24,9 +24,7 @@ HashArgument = Annotated[
 ]
 PrefixFlag = Annotated[
     str | None,
-    typer.Option(
-        help="Hash of the block before it, which makes HASH a block key; `root` before a prompt's first block."
-    ),
+    typer.Option(help="Hash of the block before HASH; the two form a block key. `root` for a prompt's first block."),
 ]
 EngineHashFlag = Annotated[
     str | None,
@@ -43,7 +41,7 @@ def locate(
     engine_hash: EngineHashFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show who holds one block: worker, tier, bytes, flags, and when the worker was last heard."""
+    """Show who holds one block: worker, tier, bytes, flags, and the time of the worker's last heartbeat."""
     name = _named(read_block_name(settings.scope, sequence_hash, prefix, engine_hash))
     run_query("locate", settings, _locate(settings, name, sequence_hash or engine_hash or "", as_json))
 
@@ -56,7 +54,7 @@ def children(
     engine_hash: EngineHashFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show who holds the blocks that follow one; without HASH, first blocks. It needs the side index (`--side-index`)."""
+    """Show who holds the blocks after HASH; without it, the first blocks. Needs the side index (`--side-index`)."""
     name = read_block_name(settings.scope, sequence_hash, prefix, engine_hash)
     run_query("children", settings, _children(settings, name, sequence_hash or engine_hash or "", as_json))
 
@@ -70,14 +68,14 @@ def remove(
     engine_hash: EngineHashFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Take one block of a worker out of the index, by its publisher; it is back when the engine stores it again."""
+    """Remove one of a worker's blocks from the index; it returns when the engine stores it again."""
     name = _named(read_block_name(settings.scope, sequence_hash, prefix, engine_hash))
     run_query("remove", settings, _remove(settings, worker, name, as_json))
 
 
 def _named(name: BlockName | None) -> BlockName:
     if name is None:
-        raise SettingsError("no block named; expected HASH or --engine-hash")
+        raise SettingsError("no block is named; give HASH or --engine-hash")
     return name
 
 

@@ -14,7 +14,7 @@ from router_client import Prompt, PromptOverlap, WorkerOverlap
 def overlap(
     settings: PromptSettings, tokens: TokensFlag = None, hints: HintsFlag = None, as_json: JsonFlag = False
 ) -> None:
-    """Show what each worker and shared store holds of a prompt: resident and usable blocks and tokens, by tier."""
+    """Show how much of a prompt each worker and shared store holds: resident and usable blocks and tokens, by tier."""
     run_query("overlap", settings, _overlap(settings, read_prompt(settings, tokens, hints), as_json))
 
 

@@ -18,7 +18,7 @@ from kvatlas_cli.store_connection import connect_store
 
 @with_settings(QuerySettings)
 def rates(settings: QuerySettings, as_json: JsonFlag = False) -> None:
-    """Show each worker's learned rates for the cost profile `engine`; the defaults if none are learned yet."""
+    """Show each worker's learned rates for the cost profile `engine`, or the defaults if none are learned yet."""
     run_query("rates", settings, _rates(settings, as_json))
 
 

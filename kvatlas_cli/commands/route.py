@@ -6,6 +6,7 @@ import typer
 
 from kvatlas.settings import PromptSettings
 from kvatlas_cli.flags import JsonFlag, with_settings
+from kvatlas_cli.logs import printable
 from kvatlas_cli.output import print_json, print_table
 from kvatlas_cli.prompt_query import HintsFlag, TokensFlag, open_router, read_prompt
 from kvatlas_cli.runner import run_query
@@ -22,7 +23,7 @@ def route(
     pd: PdFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Pick the worker on which a prompt costs least, and show every candidate's cost. Nothing is reserved."""
+    """Pick the cheapest worker for a prompt, and show every candidate's cost. Nothing is reserved."""
     prompt = read_prompt(settings, tokens, hints)
     run_query("route", settings, _route_pd(settings, prompt, as_json) if pd else _route(settings, prompt, as_json))
 
@@ -58,4 +59,4 @@ async def _route_pd(settings: PromptSettings, prompt: Prompt, as_json: bool) -> 
     if as_json:
         print_json(pair.explanation())
     else:
-        print(pair.explain())
+        print("\n".join(map(printable, pair.explain().split("\n"))))

@@ -9,7 +9,7 @@ from kvatlas_cli.runner import run_service
 
 @with_settings(ProxySettings)
 def router(settings: ProxySettings) -> None:
-    """Serve the OpenAI API and send each request to the engine on which it costs least."""
+    """Serve the OpenAI API and send each request to the engine that can answer it at the lowest cost."""
     from kvatlas_router.proxy_service import run_proxy  # needs the extra
 
     if settings.processes == 1:
@@ -32,7 +32,7 @@ def print_router_ready(url: str) -> None:
 
 @with_settings(IndexServerSettings)
 def index_server(settings: IndexServerSettings) -> None:
-    """Answer other routers' questions who holds a prompt, over HTTP and gRPC. It changes nothing."""
+    """Answer other routers' queries about who holds a prompt, over HTTP and gRPC. It changes nothing."""
     from kvatlas_router.queries.service import run_index_server  # needs the extra
 
     run_service(

@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager, suppress
 
 from kvatlas.bus.connection import connect_nats
 from kvatlas.errors import Unreachable
+from kvatlas.fleet.records import Heartbeat
 from kvatlas.settings import TopSettings
-from kvatlas_cli.doctor.heartbeats import HeartbeatListener, ReceivedHeartbeat
+from kvatlas_cli.doctor.heartbeats import HeartbeatListener
 from kvatlas_cli.flags import with_settings
+from kvatlas_cli.logs import printable
 from kvatlas_cli.output import PLAIN_WIDTH, print_notice
 from kvatlas_cli.runner import run_service
 from kvatlas_cli.store_connection import connect_store, open_index
@@ -36,11 +38,11 @@ async def _top(settings: TopSettings) -> None:
             return
         await asyncio.sleep(FIRST_HEARTBEATS_S)
         for line in render(await sampler.read(), None, View(), PLAIN_WIDTH, None):
-            print(line)
+            print(printable(line))
 
 
 @asynccontextmanager
-async def _heartbeats(settings: TopSettings) -> AsyncIterator[Mapping[str, ReceivedHeartbeat]]:
+async def _heartbeats(settings: TopSettings) -> AsyncIterator[Mapping[str, Heartbeat]]:
     """Collect the workers' heartbeats inside the block; none without NATS, with a notice."""
     listener = HeartbeatListener()
     try:

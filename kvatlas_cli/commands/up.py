@@ -85,7 +85,7 @@ def up(settings: UpSettings, engine: EngineFlag = None, as_json: JsonFlag = Fals
     names = [flags["worker_id"] for flags in engines]
     for name in names:
         if names.count(name) > 1:
-            raise SettingsError(f"--engine names worker {name} twice; expected each once (worker= sets another name)")
+            raise SettingsError(f"--engine names worker {name} twice; set another name with worker=")
     metrics_page = settings.router or settings.status_port is not None
     run_service("up", settings, _up(settings, engines, as_json), metrics_page=metrics_page)
 

@@ -15,7 +15,7 @@ from kvatlas.bus.stream import StreamInfo, stream_fleet
 from kvatlas.bus.subjects import partition_of
 from kvatlas.errors import AccessDenied, InvalidValue, KvatlasError, Unreachable
 from kvatlas.fleet.identities import Identities
-from kvatlas.fleet.records import LEFT_OUT, EngineEndpoint, FleetRecord, Liveness
+from kvatlas.fleet.records import LEFT_OUT, EngineEndpoint, FleetRecord, Heartbeat, Liveness
 from kvatlas.fleet_store.departures import Departure
 from kvatlas.fleet_store.fleet_identity import read_store_identity
 from kvatlas.fleet_store.fleet_store import FleetStore
@@ -31,7 +31,7 @@ from kvatlas_cli.doctor import clocks, indexers, pools, routers, service_answer,
 from kvatlas_cli.doctor import store as store_checks
 from kvatlas_cli.doctor.certificates import judge_certificates, own_certificates
 from kvatlas_cli.doctor.fleets import judge_fleet
-from kvatlas_cli.doctor.heartbeats import HeartbeatListener, ReceivedHeartbeat, Told
+from kvatlas_cli.doctor.heartbeats import HeartbeatListener, Told
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 LONGEST_S = 9.0
@@ -42,7 +42,7 @@ SETTLE_S = 6.0
 """Longest wait for states that settle on their own during a rolling update. An indexer takes over a partition in 5 s."""
 _POLL_S = 0.2
 START = "indexers.start"
-_RETRIED = "once this is fixed, the indexers start by themselves"
+_RETRIED = "once this is fixed, the indexers start automatically"
 _CAUSES = (START, "nats.reachable", "store.reachable")
 _FOLLOWS = ("nats.stream", "nats.other", "indexers.members", "indexers.leases", "workers.index", "workers.settings")
 """Checks that fail because no indexer could start."""
@@ -86,7 +86,7 @@ class _Fleet(NamedTuple):
     index_records: dict[str, WorkerRecord] | None
     behind: set[str]
 
-    def unsettled(self, partitions: int, heard: Mapping[str, ReceivedHeartbeat]) -> list[str]:
+    def unsettled(self, partitions: int, heard: Mapping[str, Heartbeat]) -> list[str]:
         """States that may last only seconds, while indexers, publishers or engines are being replaced."""
         if not self.members:
             return []
@@ -95,7 +95,7 @@ class _Fleet(NamedTuple):
             found.append(f"an owner of {free} partitions")
         new = {id for id in heard if id not in self.records}
         lost = {id for id in heard if id in self.records and self.records[id].liveness is Liveness.LOST}
-        behind = {id for id in self.behind if not heard[id].heartbeat.diagnoses}
+        behind = {id for id in self.behind if not heard[id].diagnoses}
         if late := new | lost | behind:
             found.append(f"the index to catch up with {join_names(late)}")
         return found
@@ -181,7 +181,7 @@ async def _connect_nats(nats: NatsAccess, found: list[Finding], wait: bool, on_w
 
 def _cure_of(error: Unreachable, flag: str) -> str:
     if "certificate" in str(error):
-        return "processes connect by themselves once the server has a valid certificate"
+        return "processes connect automatically once the server has a valid certificate"
     if isinstance(error, AccessDenied):
         return f"check the credentials, and {flag}"
     return f"is it running, at this {flag}?"
@@ -330,7 +330,7 @@ def _judge_served(
             unindexed[id] = "its blocks wait for a snapshot"
     unindexed |= {id: "the index is behind" for id in fleet.behind if id not in unindexed}
     for id, received in (heard or {}).items():
-        if any(one.name == LEFT_OUT for one in received.heartbeat.diagnoses):
+        if any(one.name == LEFT_OUT for one in received.diagnoses):
             unindexed[id] = "its events are left out"
     obstacles = []
     if not fleet.members:
@@ -371,13 +371,13 @@ def _judge_served(
 
 def _examine_pools(
     fleet: Mapping[str, FleetRecord],
-    heard: Mapping[str, ReceivedHeartbeat],
+    heard: Mapping[str, Heartbeat],
     stored: Mapping[str, Mapping[str, StoredReport]],
 ) -> list[Finding]:
     by_pool = _by_pool(fleet)
     names = {pool_id: _pool_name(records[0].endpoint) for pool_id, records in by_pool.items()}
     found = list(pools.judge_pools({names[pool_id]: records for pool_id, records in by_pool.items()}))
-    found += pools.judge_served_names([one.heartbeat for one in heard.values()])
+    found += pools.judge_served_names(list(heard.values()))
     for pool_id in by_pool:
         reports = {id: one.report for id, one in stored[pool_id].items()}
         found += routers.judge_answers(names[pool_id], reports)
@@ -397,7 +397,7 @@ async def _read_settled(
     store: Store,
     index: RedisIndex | None,
     partitions: int,
-    heard: Mapping[str, ReceivedHeartbeat],
+    heard: Mapping[str, Heartbeat],
     settle_s: float,
     on_step: Told,
 ) -> _Fleet:
@@ -414,7 +414,7 @@ async def _read_settled(
         await anyio.sleep(_POLL_S)
 
 
-async def _read_fleet(store: Store, index: RedisIndex | None, heard: Mapping[str, ReceivedHeartbeat]) -> _Fleet:
+async def _read_fleet(store: Store, index: RedisIndex | None, heard: Mapping[str, Heartbeat]) -> _Fleet:
     number = index.layout.number if index is not None else 0
     members, leases = await indexers.read_indexers(store, await store_time_us(store), number)
     records = await FleetStore(store).all()
@@ -422,7 +422,7 @@ async def _read_fleet(store: Store, index: RedisIndex | None, heard: Mapping[str
         return _Fleet(members, leases, records, None, set())
     shards: Sequence[Sequence[WorkerRecord]] = [await index.records(shard) for shard in range(index.shards)]
     of_index = {one.worker_id: one for shard in shards for one in shard}
-    behind = {id for id, one in heard.items() if workers.is_behind(one.heartbeat, of_index.get(id))}
+    behind = {id for id, one in heard.items() if workers.is_behind(one, of_index.get(id))}
     return _Fleet(members, leases, records, of_index, behind)
 
 

@@ -16,7 +16,7 @@ def judge_fleet(
     """`stored`: the fleet in the store; `streams`: the event stream's fleet; None: not set. `others`: workers heard from other
     fleets, by fleet."""
     if stored is not None and streams is not None and stored.fleet != streams:
-        line = f"{nats} is of fleet {streams}, and {store} of fleet {stored.fleet}"
+        line = f"{nats} belongs to fleet {streams}, and {store} to fleet {stored.fleet}"
         advice = "give each fleet its own NATS (or account); is this the --redis-url of the indexers on this NATS?"
         yield Finding("fleet", Level.ERROR, line, advice)
     for fleet_id, ids in (others or {}).items():

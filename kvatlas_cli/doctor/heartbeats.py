@@ -24,21 +24,13 @@ Told = Callable[[str], None]
 """Called with a line that describes the current step."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedHeartbeat:
-    """A heartbeat, and its time of arrival by our clock."""
-
-    heartbeat: Heartbeat
-    received_us: int
-
-
 @dataclass(slots=True)
 class HeartbeatListener:
     """The last heartbeat of each worker, and how far its clock is ahead, by its least delayed heartbeat. `yielded`: heartbeats
     of publishers that gave way to another publisher of the same worker."""
 
-    yielded: dict[str, ReceivedHeartbeat] = field(default_factory=dict)
-    heard: dict[str, ReceivedHeartbeat] = field(default_factory=dict)
+    yielded: dict[str, Heartbeat] = field(default_factory=dict)
+    heard: dict[str, Heartbeat] = field(default_factory=dict)
     ahead_us: dict[str, int] = field(default_factory=dict)
     malformed: str = ""
 
@@ -55,9 +47,9 @@ class HeartbeatListener:
             return
         now_us = time.time_ns() // 1_000
         if heartbeat.yielded:
-            self.yielded[heartbeat.worker_id] = ReceivedHeartbeat(heartbeat, now_us)
+            self.yielded[heartbeat.worker_id] = heartbeat
             return
-        self.heard[heartbeat.worker_id] = ReceivedHeartbeat(heartbeat, now_us)
+        self.heard[heartbeat.worker_id] = heartbeat
         if heartbeat.sent_us:
             ahead_us = heartbeat.sent_us - now_us
             self.ahead_us[heartbeat.worker_id] = max(ahead_us, self.ahead_us.get(heartbeat.worker_id, ahead_us))
@@ -65,14 +57,14 @@ class HeartbeatListener:
     @property
     def hears_up(self) -> bool:
         """True if an engine that is up was heard."""
-        return any(one.heartbeat.state is EngineState.UP for one in self.heard.values())
+        return any(one.state is EngineState.UP for one in self.heard.values())
 
     def drop_other_fleets(self, fleet_id: str | None) -> dict[str, list[str]]:
         """Forget workers of fleets other than this one, and return their ids by fleet. `fleet_id` None: unknown, so forget
         none."""
         found: dict[str, list[str]] = {}
         for id, one in sorted(self.heard.items()):
-            theirs = one.heartbeat.fleet_id
+            theirs = one.fleet_id
             if theirs is not None and fleet_id not in (None, theirs):
                 found.setdefault(theirs, []).append(id)
                 del self.heard[id]
@@ -98,7 +90,7 @@ async def hear_workers(nats: NatsAccess, listen_s: float) -> Heard:
         listener = HeartbeatListener()
         await listener.start(client)
         await anyio.sleep(listen_s)
-        heartbeats = {worker_id: one.heartbeat for worker_id, one in listener.heard.items()}
+        heartbeats = dict(listener.heard)
         replies = await ask_publishers(client, heartbeats, ControlOp.STATUS, STATUS_S)
         return Heard(heartbeats, {id: reply.status for id, reply in replies.items() if reply.status is not None})
     finally:

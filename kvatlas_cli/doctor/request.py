@@ -116,13 +116,13 @@ class RequestFollower:
         content = request.content
         if request.body is not None:
             if scope is None:
-                raise InvalidValue(f"--request {request.source}: it names no model; expected one, or --model-id")
+                raise InvalidValue(f"--request {request.source}: it names no model; add one, or --model-id")
             return await self._prompt_of_call(request.body, scope, fleet)
         if isinstance(content, dict):
             known = Fallbacks() if scope is None else _fallbacks(scope)
             return Prompt.of_hints(RequestHints.parse(content), known)
         if scope is None:
-            raise InvalidValue(f"--request {request.source}: token ids alone; expected --model-id too")
+            raise InvalidValue(f"--request {request.source}: it has only token ids; add --model-id")
         return Prompt.of_tokens(scope, content)
 
     async def _prompt_of_call(

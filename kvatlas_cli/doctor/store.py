@@ -45,6 +45,7 @@ def judge_servers(servers: Sequence[ServerFacts], libraries: Collection[str]) ->
         yield _judge_listpack(server)
         yield _judge_functions(server, libraries)
         yield _judge_memory(server)
+        yield from _judge_connections(server)
         yield _judge_persistence(server)
 
 
@@ -152,6 +153,20 @@ def _judge_memory(server: ServerFacts) -> Finding:
             "store.memory", Level.WARNING, line, "raise maxmemory, or run the publishers with --granularity 4"
         )
     return Finding("store.memory", Level.OK, line)
+
+
+def _judge_connections(server: ServerFacts) -> Iterator[Finding]:
+    """Nothing of a server that does not show its limit."""
+    used, limit = int(server.info.get("connected_clients", 0)), int(server.info.get("maxclients", 0))
+    if not limit:
+        return
+    share, line = used / limit, f"{server.name} has {used:,} of at most {limit:,} connections ({used / limit:.0%})"
+    if share < FILLING:
+        yield Finding("store.connections", Level.OK, line)
+        return
+    level = Level.ERROR if share >= FULL else Level.WARNING
+    advice = "CLIENT LIST shows whose they are, and CLIENT KILL USER ends a user's; if all are needed, raise maxclients"
+    yield Finding("store.connections", level, line + ": no more can be opened when they are all taken", advice)
 
 
 def _judge_persistence(server: ServerFacts) -> Finding:

@@ -11,7 +11,6 @@ from kvatlas.identity import instance_of
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.reservations.protocol import STALE_US
 from kvatlas.version import own_version
-from kvatlas_cli.doctor.heartbeats import ReceivedHeartbeat
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 
@@ -26,7 +25,7 @@ MOST_ALIKE = 8
 def judge_workers(
     fleet: Mapping[str, FleetRecord],
     index_records: Mapping[str, WorkerRecord] | None,
-    heard: Mapping[str, ReceivedHeartbeat] | None,
+    heard: Mapping[str, Heartbeat] | None,
     *,
     nats: str = "",
     behind: Iterable[str] = (),
@@ -71,7 +70,7 @@ def judge_missing(
         line += f"{join_names(silent)} (the last one was retired {since_s:,.0f} s ago)"
         yield Finding(check, Level.ERROR, line, "start `kvatlas publish` there again; after an hour they are forgotten")
     if never:
-        line = f"expected workers that are not there: {join_names(never)}"
+        line = f"expected workers are missing: {join_names(never)}"
         yield Finding(check, Level.ERROR, line, "start their engines and `kvatlas publish`, or change what is expected")
     if drained:
         line = f"workers that drained and left within the last hour: {join_names(drained)}"
@@ -80,13 +79,11 @@ def judge_missing(
         yield Finding(check, Level.OK, "no worker is missing")
 
 
-def judge_duplicates(
-    heard: Mapping[str, ReceivedHeartbeat], yielded: Mapping[str, ReceivedHeartbeat]
-) -> Iterator[Finding]:
+def judge_duplicates(heard: Mapping[str, Heartbeat], yielded: Mapping[str, Heartbeat]) -> Iterator[Finding]:
     """Workers with two publishers. `yielded`: heartbeats of publishers that gave way to another one."""
     for worker_id, one in sorted(yielded.items()):
-        silent = one.heartbeat.endpoint.url or "an unknown address"
-        counts = heard[worker_id].heartbeat.endpoint.url if worker_id in heard else ""
+        silent = one.endpoint.url or "an unknown address"
+        counts = heard[worker_id].endpoint.url if worker_id in heard else ""
         line = (
             f"{worker_id} has two publishers: the one of {counts or 'an unknown address'} counts; the one of {silent} is "
             "ignored, and so is its engine"
@@ -101,11 +98,11 @@ def is_behind(heartbeat: Heartbeat, record: WorkerRecord | None) -> bool:
     return heartbeat.acked_seq >= 0 and (heartbeat.incarnation, heartbeat.acked_seq) > applied
 
 
-def judge_identities(heard: Iterable[ReceivedHeartbeat], identities: Identities) -> Iterator[Finding]:
+def judge_identities(heard: Iterable[Heartbeat], identities: Identities) -> Iterator[Finding]:
     """Workers that the indexers refuse."""
     for one in heard:
         try:
-            identities.check_endpoint(one.heartbeat.endpoint)
+            identities.check_endpoint(one.endpoint)
         except InvalidValue as error:
             advice = "change what its publisher advertises, or the identities (`kvatlas auth nats`)"
             tenant = f", {error.tenant_id}" if isinstance(error, TenantRefused) else ""
@@ -114,7 +111,7 @@ def judge_identities(heard: Iterable[ReceivedHeartbeat], identities: Identities)
 
 def _judge_heartbeats(
     fleet: Mapping[str, FleetRecord],
-    heard: Mapping[str, ReceivedHeartbeat] | None,
+    heard: Mapping[str, Heartbeat] | None,
     nats: str,
     listened_s: float,
     now_us: int,
@@ -149,11 +146,11 @@ def _judge_heartbeats(
         yield Finding(check, Level.OK, f"{heard_count} of {heard_count} workers heard")
 
 
-def _judge_diagnoses(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]:
+def _judge_diagnoses(heard: Mapping[str, Heartbeat]) -> Iterator[Finding]:
     """Publishers' own diagnoses. Equal ones are grouped; only the first few with the same cure are shown in full."""
     by_cure: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for id, one in sorted(heard.items()):
-        for diagnosis in one.heartbeat.diagnoses:
+        for diagnosis in one.diagnoses:
             by_cure[diagnosis.name, diagnosis.cure][diagnosis.seen].append(id)
     for (_, cure), by_seen in by_cure.items():
         shown = list(by_seen.items())
@@ -163,12 +160,12 @@ def _judge_diagnoses(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding
             yield Finding("workers.settings", Level.ERROR, f"{join_names(more)}: likewise", cure)
 
 
-def _judge_versions(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]:
+def _judge_versions(heard: Mapping[str, Heartbeat]) -> Iterator[Finding]:
     """Publishers of other versions. Versions work together, but it helps to know which behaves how, and whether an upgrade is
     complete."""
     workers: dict[str, list[str]] = defaultdict(list)
     for id, one in heard.items():
-        workers[one.heartbeat.version or "before 0.1.0"].append(id)
+        workers[one.version or "before 0.1.0"].append(id)
     if set(workers) - {own_version()}:
         parts = "; ".join(f"{version}: {join_names(ids)}" for version, ids in sorted(workers.items()))
         line = f"publishers of other versions than this kvatlas {own_version()}: {parts}"
@@ -177,12 +174,12 @@ def _judge_versions(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]
         )
 
 
-def _judge_engines(fleet: Mapping[str, FleetRecord], heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]:
+def _judge_engines(fleet: Mapping[str, FleetRecord], heard: Mapping[str, Heartbeat]) -> Iterator[Finding]:
     states: dict[EngineState, list[str]] = defaultdict(list)
     awaited: dict[str, int] = {}
     engines = [id for id, record in fleet.items() if not record.endpoint.is_store]
     for id in engines:
-        since_s = heard[id].heartbeat.awaited_s if id in heard else None
+        since_s = heard[id].awaited_s if id in heard else None
         if fleet[id].state is EngineState.DOWN and since_s is not None and since_s < STARTING_S:
             awaited[id] = since_s
         else:

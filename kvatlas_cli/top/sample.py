@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvatlas.blocks.digest import WORDS, Digest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import partition_of
-from kvatlas.fleet.records import Diagnosis, FleetRecord
+from kvatlas.fleet.records import Diagnosis, FleetRecord, Heartbeat
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.index import RedisIndex
@@ -16,7 +16,6 @@ from kvatlas.predictions.accuracy import AnswerReport
 from kvatlas.predictions.store import read_answer_reports
 from kvatlas.store.clock import store_time_us
 from kvatlas.store.connection import Store
-from kvatlas_cli.doctor.heartbeats import ReceivedHeartbeat
 from kvatlas_cli.doctor.indexers import read_indexers
 
 READS_AT_ONCE = 16
@@ -67,7 +66,7 @@ class FleetSample:
 class FleetSampler:
     """Call `read` now and then. `heard`: the last heartbeats, updated meanwhile; empty without NATS."""
 
-    def __init__(self, store: Store, index: RedisIndex, heard: Mapping[str, ReceivedHeartbeat]) -> None:
+    def __init__(self, store: Store, index: RedisIndex, heard: Mapping[str, Heartbeat]) -> None:
         self._store = store
         self._index = index
         self._heard = heard
@@ -91,7 +90,7 @@ class FleetSampler:
                 record,
                 blocks[worker_id],
                 _count_behind(heard, of_index.get(worker_id)),
-                heard.heartbeat.diagnoses if heard is not None else (),
+                heard.diagnoses if heard is not None else (),
                 partition,
                 leases.get(partition, ""),
             )
@@ -119,10 +118,10 @@ class FleetSampler:
         return [_router_of(router_id, model_id, report) for router_id, report in sorted(reports.items())]
 
 
-def _count_behind(heard: ReceivedHeartbeat | None, record: WorkerRecord | None) -> int | None:
-    if heard is None or record is None or heard.heartbeat.incarnation != record.incarnation:
+def _count_behind(heard: Heartbeat | None, record: WorkerRecord | None) -> int | None:
+    if heard is None or record is None or heard.incarnation != record.incarnation:
         return None
-    return max(0, heard.heartbeat.acked_seq - record.seq)
+    return max(0, heard.acked_seq - record.seq)
 
 
 def _router_of(router_id: str, model_id: str, report: AnswerReport) -> RouterSample:

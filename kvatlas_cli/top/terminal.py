@@ -9,6 +9,8 @@ import tty
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from kvatlas_cli.logs import printable
+
 _KEYS = {
     "\x1b[A": "up",
     "\x1b[B": "down",
@@ -39,7 +41,7 @@ class Terminal:
 
     def show(self, lines: Sequence[str]) -> None:
         """Replace the screen's content; no line may be wider than the screen."""
-        text = "\r\n".join(f"{line}\x1b[K" for line in lines)
+        text = "\r\n".join(f"{printable(line)}\x1b[K" for line in lines)
         sys.stdout.write(f"\x1b[H{text}\x1b[J")
         sys.stdout.flush()
 

@@ -19,8 +19,6 @@ _DTYPE_BYTES = {
     **dict.fromkeys(("float16", "half", "bfloat16"), 2),
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8"), 1),
 }
-DTYPES = ("auto", *_DTYPE_BYTES)
-"""Data types of the cache; `auto`: the model's own."""
 _CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 

@@ -45,10 +45,6 @@ class ChunkEvents:
             batch = unpack(payload, max_bytes=MAX_BATCH_BYTES)
         except InvalidValue as error:
             raise EngineEventError(f"batch of {error}") from error
-        return self.events_of(batch)
-
-    def events_of(self, batch: Any) -> list[EngineEvent]:
-        """The events of a decoded batch. Raises EngineEventError, as `decode` does."""
         records = batch.get("events") if isinstance(batch, dict) else None
         if not isinstance(records, list) or type(batch.get("incarnation")) is not int:
             raise EngineEventError(f"batch {batch!r:.80}; expected a map with incarnation and events")

@@ -95,11 +95,6 @@ class Continuity:
         """True if something is held, but the last replay that should have confirmed it was incomplete."""
         return self._failures > 0
 
-    @property
-    def last_digest(self) -> bytes | None:
-        """Digest of the last payload taken."""
-        return None if self.last_seq is None else self._digests.get(self.last_seq)
-
     # ---------------------------------------------------------------- what came
 
     def offer(self, seq: int, payload: bytes) -> Step:

@@ -1,7 +1,6 @@
-"""Follows the events of LMCache's multiprocess server (0.5.6), over the transport that the endpoint names: ZMQ, or gRPC
-(`kvatlas_publishers.feed.lmcache_grpc`).
+"""Follows the events of LMCache's multiprocess server (0.5.6) over ZMQ, its default transport.
 
-Over ZMQ a DEALER sends `[request id, operation, payload...]`, each frame msgpack; the server answers `[request id, operation,
+A DEALER sends `[request id, operation, payload...]`, each frame msgpack; the server answers `[request id, operation,
 answer]`. `subscribe_kv_events(instance_id, model_name, cursor, max_events)` gets many answers: each batch follows once the
 previous one is acknowledged by `[request id, b"", b"ack"]`. An answer without its last frame is the end. A subscription lapses
 if its instance sends no `ping`.
@@ -12,7 +11,6 @@ When a subscription ends for any reason, we withdraw all chunks of the server an
 import logging
 import secrets
 from collections.abc import Callable
-from importlib.util import find_spec
 from time import monotonic
 
 import anyio
@@ -21,14 +19,13 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from kvatlas.errors import EngineEventError, SettingsError
+from kvatlas.errors import EngineEventError
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.engine_events import EngineBatch, EngineEvent
 from kvatlas_publishers.engines.lmcache import MAX_EVENTS, ChunkEvents
 from kvatlas_publishers.feed.zmq_sockets import open_socket
 from kvatlas_publishers.ledger.ledger import Ledger
 
-GRPC = "grpc://"
 SUBSCRIBE = "subscribe_kv_events"
 PING = 22
 """The ping operation's number. Newer operations have names."""
@@ -53,11 +50,7 @@ class LMCacheSubscription:
         *,
         on_batch: Callable[[EngineBatch], object],
     ) -> None:
-        """`model_name`: the engine's name for its model in LMCache. `ledger`: returns the ledger in use. Raises SettingsError
-        for gRPC if the extra for it is not installed."""
-        if endpoint.startswith(GRPC) and find_spec("grpc") is None:
-            expected = "expected tcp://, or gRPC's packages: pip install 'kvatlas[lmcache]'"
-            raise SettingsError(f"--lmcache-endpoint is {endpoint}; {expected}")
+        """`model_name`: the engine's name for its model in LMCache. `ledger`: returns the ledger in use."""
         self._endpoint = endpoint
         self._model_name = model_name
         self._ledger = ledger
@@ -98,20 +91,6 @@ class LMCacheSubscription:
     async def _follow(self, context: zmq.asyncio.Context) -> None:
         """Follow one subscription until it ends. Raises EngineEventError with the reason; returns if `restart` was called."""
         self._subscribed = False
-        if self._endpoint.startswith(GRPC):
-            from kvatlas_publishers.feed.lmcache_grpc import stream  # needs the extra
-
-            await stream.follow(
-                self._endpoint.removeprefix(GRPC),
-                self._instance_id,
-                self._model_name,
-                lambda batch: self._take(self._chunks.events_of(batch)),
-                is_over=lambda: self._again,
-                ping_s=PING_S,
-                silent_s=SILENT_S,
-                look_s=LOOK_S,
-            )
-            return
         with open_socket(context, zmq.DEALER) as socket:
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             try:

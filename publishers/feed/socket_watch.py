@@ -112,7 +112,7 @@ class SocketWatch:
         if not self._rank:
             return cure
         there = f"if rank {self._rank} runs on another node, its event socket is there: set --endpoint to that node"
-        return f"{there}, or run the rank's publisher on it; else {cure}"
+        return f"{there}, or run the rank's publisher on it; otherwise {cure}"
 
     def replay_suspicion(self, connection: Connection) -> Suspicion | None:
         """What seems wrong with the replay socket now."""

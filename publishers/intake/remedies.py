@@ -67,7 +67,7 @@ def _no_events(where: Circumstances) -> tuple[str, str]:
 
 
 def _holes(where: Circumstances) -> tuple[str, str]:
-    why = "batches are lost again and again: each time all known blocks are dropped"
+    why = "batches are lost repeatedly, and all known blocks are dropped each time"
     if where.replay:
         return why, "raise the engine's buffer_steps and hwm; check that its replay socket answers in time"
     return why, "start the engine with replay_endpoint in --kv-events-config, and set --replay-endpoint to it"

@@ -4,7 +4,7 @@ The first source with a value counts:
 
     the engine's events    of the scope and tier, then of the scope's device tier
     the settings           --block-bytes, or a model's configuration
-    the engine's metrics
+    the engine's metrics   of a shared store: what most of its writers give
     the engine's events    of the scope's other tiers
 """
 

@@ -12,7 +12,7 @@ adapter, salt, extra keys, lookahead, local hashes or nil, chain, packed sequenc
 hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. `unproven`: see `Residency.unproven`; nil if the
 engine uses keys. `small blocks`: [parts of a block, [[hash, anchor, number]]], see `marks.small_blocks`. `untold keys`: keys of
 blocks that the engine's events omit; `reports`: see `HitReports.dump`; `bytes by tier`: for each namespace, [tier, bytes per
-block] from events; earlier versions saved none of these three. Usable residency and marks are not saved: they are computed from
+block] from events. Usable residency and marks are not saved: they are computed from
 the rest.
 """
 
@@ -39,8 +39,6 @@ from kvatlas_publishers.ledger.lineage import Lineage, Place
 from kvatlas_publishers.ledger.residency import Residency
 
 VERSION = 7
-NOT_SAVED_EARLIER: tuple[Any, ...] = ("", (False, ()), None)
-"""`untold keys`, `reports` and `bytes by tier` of a ledger saved without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,15 +275,13 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
         if version != VERSION:
             raise InvalidValue(f"saved ledger of version {version!r:.40}; expected {VERSION}")
         saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = fields
-        variants, told, ahead, unproven, (parts, small_blocks), *later = engine
-        untold_keys, reports, tier_bytes, *_ = [*later, *NOT_SAVED_EARLIER[len(later) :]]
+        variants, told, ahead, unproven, (parts, small_blocks), untold_keys, reports, tier_bytes = engine
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
-        by_tier = tier_bytes is not None  # otherwise the size may be another tier's
         saved = SavedLedger(
             block_size=block_size,
             namespaces=[
-                (adapter, salt, packed, _integers(parents), chain, block_bytes if by_tier else 0)
+                (adapter, salt, packed, _integers(parents), chain, block_bytes)
                 for adapter, salt, packed, parents, chain, block_bytes in namespaces
             ],
             names=names,
@@ -323,10 +319,7 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             small_blocks=[(part, anchor, number) for part, anchor, number in small_blocks],
             untold_keys=untold_keys,
             reports=reports,
-            tier_bytes=[
-                [(Tier(tier), size) for tier, size in one]
-                for one in (tier_bytes if by_tier else [()] * len(namespaces))
-            ],
+            tier_bytes=[[(Tier(tier), size) for tier, size in one] for one in tier_bytes],
         )
     except InvalidValue:
         raise

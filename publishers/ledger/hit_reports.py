@@ -1,8 +1,9 @@
 """Distinguishes events of new copies from reports of cache hits, which look the same on the wire.
 
 vLLM reports the hits of a request with `kv_cache_report_mode: "full"` as if they were stored. Such a report begins at the
-prompt's first block and has one event per group. All its blocks of full attention are held, and so is the last block of a
-window or mamba group; earlier blocks of those groups may be gone. So events store new copies if one of them
+prompt's first block and has one event per group. All its blocks of full attention are held, and so are the last window of a
+sliding group and the last block of a mamba group; earlier blocks of those groups may be gone. So events store new copies if one
+of them
 
 - has a parent,
 - leaves out blocks (`EngineStored.token_ids` cover more blocks than it names), or
@@ -28,7 +29,7 @@ from kvatlas_publishers.ledger.engine_groups import EngineGroups
 MOST_DOUBTS = 131_072
 """Limit of doubtful hashes per group (about 100 bytes each). Beyond it, only hashes with a certain copy are kept."""
 
-_LAST_IS_HELD = (AttentionKind.SLIDING_WINDOW, AttentionKind.SLIDING_WINDOW_MLA, AttentionKind.MAMBA)
+_WINDOWS = (AttentionKind.SLIDING_WINDOW, AttentionKind.SLIDING_WINDOW_MLA)
 
 
 class HitReports:
@@ -162,7 +163,12 @@ class HitReports:
         if self._groups.is_full(event.group):
             return [True] * count
         told = self._groups.told.get(event.group)
-        return [False] * (count - 1) + [told is not None and told.kind in _LAST_IS_HELD] * min(count, 1)
+        last = 0
+        if told is not None and told.kind is AttentionKind.MAMBA:
+            last = 1
+        elif told is not None and told.kind in _WINDOWS:
+            last = max(1, -(-((told.window_tokens or 0) - 1) // max(1, event.block_size)))
+        return [at >= count - last for at in range(count)]
 
     def _parts(self, event: EngineStored, taken: Sequence[bool]) -> Iterator[EngineStored]:
         """The runs of the event's blocks that are taken."""

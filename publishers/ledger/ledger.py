@@ -35,6 +35,7 @@ from kvatlas.events import Cleared, Heads, IndexEvent, Marked, ScopeUse, Snapsho
 from kvatlas.identity import OWN_CHAIN
 from kvatlas_publishers.engine_events import (
     EngineBatch,
+    EngineCleared,
     EngineDropped,
     EngineEvent,
     EngineHash,
@@ -132,7 +133,8 @@ class Ledger:
         return self.block_bytes_of.of_worker(self.block_size)
 
     def set_told_block_bytes(self, block_bytes: int) -> None:
-        """Set the size from the engine's metrics, which is used if neither events nor settings give one."""
+        """Set the size from the engine's metrics, or from a shared store's writers, which is used if neither events nor
+        settings give one."""
         self.block_bytes_of.tell_metrics(block_bytes)
         self.lineage.read_block_bytes()
 
@@ -189,6 +191,8 @@ class Ledger:
         residency, writes = self._residency, self.store_writes
         residency.forgotten.drop_unnamed()
         cleared = False
+        if self._connector.was_reset(batch.events):
+            batch = replace(batch, events=[EngineCleared((Tier.CPU_DRAM,)), *batch.events])
         self._reports.begin_batch()
         for at, event in enumerate(batch.events):
             if isinstance(event, EngineStored):

@@ -1,15 +1,16 @@
 """Sends an engine publisher's notices about a shared store to the store's publisher (thin; core NATS)."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
+from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import shared_store_subject
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas_publishers.counters import PublisherCounters
-from kvatlas_publishers.ledger.connectors.shared_store_notice import StoreCleared, encode
+from kvatlas_publishers.ledger.connectors.shared_store_notice import StoreChange, StoreCleared, encode
 from kvatlas_publishers.ledger.ledger import Ledger
 
 EVERY_S = 5.0
@@ -34,24 +35,21 @@ class StoreNotifier:
 
     def collect(self) -> None:
         """Take the ledger's changes of the store."""
-        ledger = self._ledger()
-        writes, size = ledger.store_writes, ledger.block_size
+        writes = self._ledger().store_writes
         changes = writes.take() if writes is not None else []
-        if not changes or size is None:  # without a size, no block is known yet
+        if not changes or not self._encode(changes):  # without a size, no block is known yet
             return
-        self._waiting.extend(encode(size, ledger.uses_keys, changes))
         if len(self._waiting) > MOST_WAITING:
             self._counters.store_notices_lost += len(self._waiting)
             self._waiting.clear()
-            self._waiting.extend(encode(size, ledger.uses_keys, [StoreCleared()]))
+            self._encode([StoreCleared()])
         self._wakeup.wake()
 
     async def run(self) -> None:
         while True:
             await self._wakeup.wait(LOOK_S if self._waiting else EVERY_S)
-            ledger = self._ledger()
-            if not self._waiting and ledger.block_size is not None:
-                self._waiting.extend(encode(ledger.block_size, ledger.uses_keys, []))
+            if not self._waiting:
+                self._encode([])
             while self._waiting and self._client.is_connected:
                 notice = self._waiting.popleft()
                 try:
@@ -60,3 +58,12 @@ class StoreNotifier:
                     self._counters.store_notices_lost += 1
                 else:
                     self._counters.store_notices += 1
+
+    def _encode(self, changes: Sequence[StoreChange]) -> bool:
+        """Add the notices of these changes to those that wait. False if the engine's block size is not known yet."""
+        ledger = self._ledger()
+        if ledger.block_size is None:
+            return False
+        block_bytes = ledger.sizes.bytes_in(Tier.OBJECT_STORE)
+        self._waiting.extend(encode(ledger.block_size, ledger.uses_keys, changes, block_bytes=block_bytes))
+        return True

@@ -6,6 +6,7 @@ and written again by the next save.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic, time
@@ -36,6 +37,8 @@ from kvatlas_publishers.saved_state import SavedState, StateFile
 from kvatlas_publishers.settings import PublisherSettings
 from kvatlas_publishers.shared_store.receiver import adapters_gone, events_of, objects_of
 
+MOST_WRITERS = 1_024
+"""Limit of writers whose block sizes are remembered."""
 SAVE_EVERY_S = 60.0
 CLEAR_LOOK_S = 1.0
 
@@ -57,6 +60,8 @@ class SharedStore:
         self._state_file = StateFile(settings.state_dir, self.worker_id) if settings.state_dir else None
         if self._state_file is not None:
             self._state_file.check_writable()
+        self._told_bytes: dict[str, int] = {}
+        """Bytes of a block in the store, by writer."""
         self._log = RateLimitedLog(log, f"store {self.worker_id}: ")
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
@@ -140,12 +145,23 @@ class SharedStore:
             self._log.report(f"notice {who}", f"notice of worker {who:.64} refused: {error}")
             return
         publisher.counters.store_notices += 1
+        if notice.block_bytes:
+            self._tell_block_bytes(writer, notice.block_bytes)
         for adapter in adapters_gone(notice):
             publisher.forget_adapter(adapter)
         if any(not isinstance(change, StoredInStore) for change in notice.changes):
             self._drop_saved(f"worker {writer} reported that blocks are gone")
         if events:
             publisher.record(EngineBatch(events))
+
+    def _tell_block_bytes(self, writer: str, block_bytes: int) -> None:
+        """Set the size that most writers give, which counts unless the store's own settings give one."""
+        told = self._told_bytes
+        if told.get(writer) == block_bytes or (writer not in told and len(told) >= MOST_WRITERS):
+            return
+        told[writer] = block_bytes
+        ((usual, _),) = Counter(told.values()).most_common(1)
+        self._publisher.ledger.set_told_block_bytes(usual)
 
     def _on_master(self, batch: EngineBatch) -> None:
         """Take a report of Mooncake's master: blocks that it stored and evicted for all writers."""
@@ -198,7 +214,7 @@ class SharedStore:
             file.save(state)
         except OSError as error:
             publisher.counters.saves_failed += 1
-            log.warning("store %s: state not saved to %s: %s", self.worker_id, file.path, error.strerror)
+            log.warning("store %s: state was not saved to %s: %s", self.worker_id, file.path, error.strerror)
         else:
             publisher.counters.saves += 1
 

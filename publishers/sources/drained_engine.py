@@ -4,10 +4,6 @@ Nothing is saved: events returned after the last save would be lost, and answers
 publisher starts empty, and learns of blocks as the engine stores them.
 """
 
-import logging
-from collections.abc import Callable
-
-import anyio
 import zmq.asyncio
 from nats.aio.client import Client
 
@@ -15,22 +11,19 @@ from kvatlas.settings import PublishSettings
 from kvatlas_publishers.feed.dead_letters import DeadLetters
 from kvatlas_publishers.feed.event_drain import EventDrain
 from kvatlas_publishers.publisher import Publisher
-from kvatlas_publishers.settings import PublisherSettings
-
-log = logging.getLogger("kvatlas.publisher")
+from kvatlas_publishers.sources.eventless_engine import EventlessEngine
 
 
-class DrainedEngine:
-    """One such engine. It has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
+class DrainedEngine(EventlessEngine):
+    """One such engine. A restart is seen in its events."""
 
     def __init__(self, settings: PublishSettings) -> None:
-        self._settings = PublisherSettings.of(settings)
-        self.worker_id = self._settings.worker_id
+        super().__init__(settings)
         letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None
         self._dead_letters = DeadLetters(letters, self.worker_id)
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Do nothing: events are requested over HTTP."""
+        """Make the publisher; events are requested over HTTP."""
         self._publisher = publisher = Publisher(self._settings, nats=client, begin=False)
         assert self._settings.engine_url is not None, "settings of a drained engine have its address"
         self._drain = EventDrain(
@@ -44,19 +37,5 @@ class DrainedEngine:
             access=self._settings.engine_access,
         )
 
-    def close(self) -> None:
-        """Do nothing: no socket is open."""
-
-    async def run(self, ready: Callable[[Publisher], None]) -> None:
-        """Publish until cancelled; after `open`."""
-        publisher = self._publisher
-        assert publisher.engine.poller is not None, "settings of a drained engine have its address"
-        await publisher.engine.poller.poll_once()
-        async with publisher:
-            publisher.begin_publishing()
-            try:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._drain.run)
-                    ready(publisher)
-            finally:
-                await publisher.close_gently()
+    async def _follow(self) -> None:
+        await self._drain.run()

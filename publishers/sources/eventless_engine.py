@@ -20,7 +20,9 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class EventlessEngine:
-    """One such engine rank. It has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
+    """One such engine rank. It has the methods of `kvatlas_publishers.sidecar.EngineSidecar`.
+
+    Engines whose events come without a socket derive from it: `_follow` reads them, `_start_over` drops what they told."""
 
     def __init__(self, settings: PublishSettings) -> None:
         self._settings = PublisherSettings.of(settings)
@@ -28,7 +30,7 @@ class EventlessEngine:
         self._was_up = False
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Do nothing: only the engine's pages are read."""
+        """Make the publisher; no socket is opened."""
         self._publisher = Publisher(
             self._settings,
             nats=client,
@@ -41,17 +43,21 @@ class EventlessEngine:
         """Do nothing: no socket is open."""
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
-        """Publish until cancelled; after `open`."""
-        publisher, poller = self._publisher, self._publisher.engine.poller
-        assert poller is not None, "settings without events have the engine's address"
-        await poller.poll_once()
+        """Publish until cancelled, or until the events end; after `open`."""
+        publisher = self._publisher
+        if publisher.engine.poller is not None:
+            await publisher.engine.poller.poll_once()
         async with publisher:
             publisher.begin_publishing()
             try:
                 ready(publisher)
-                await anyio.sleep_forever()
+                await self._follow()
             finally:
                 await publisher.close_gently()
+
+    async def _follow(self) -> None:
+        """Follow the engine's events until cancelled, or until they end."""
+        await anyio.sleep_forever()
 
     def _on_engine_change(self, state: EngineState) -> None:
         """Handle a change of the engine's state: one that was down may have lost its cache, even if no page says when its

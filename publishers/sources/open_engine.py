@@ -8,7 +8,7 @@ batches. When standard input ends, everything read is published and the worker l
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from time import monotonic
 
 import anyio
@@ -16,7 +16,6 @@ import zmq.asyncio
 from nats.aio.client import Client
 
 from kvatlas.errors import EngineEventError
-from kvatlas.fleet.records import EngineState
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.settings import PublishSettings
 from kvatlas_publishers.engine_events import EngineBatch
@@ -24,8 +23,7 @@ from kvatlas_publishers.engines import MAX_PAYLOAD_BYTES
 from kvatlas_publishers.feed.dead_letters import DeadLetters
 from kvatlas_publishers.feed.open_batches import OpenBatches
 from kvatlas_publishers.feed.undecodable import STARTING_OVER, Distrust
-from kvatlas_publishers.publisher import Publisher
-from kvatlas_publishers.settings import PublisherSettings
+from kvatlas_publishers.sources.eventless_engine import EventlessEngine
 
 READ_BYTES = 1 << 16
 LINES_AT_ONCE = 64
@@ -35,51 +33,29 @@ FLUSH_S = 30.0
 log = logging.getLogger("kvatlas.publisher")
 
 
-class OpenEngine:
-    """One such engine. It has the methods of `EngineSidecar`, and `take` for batches posted to the page."""
+class OpenEngine(EventlessEngine):
+    """One such engine; `take` is for batches posted to the page."""
 
     def __init__(self, settings: PublishSettings) -> None:
-        self._settings = PublisherSettings.of(settings)
-        self.worker_id = self._settings.worker_id
+        super().__init__(settings)
         self._from_stdin = settings.source is not None
         self._distrust = Distrust()
         self._distrust_unknown = settings.distrust_poison
         letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None
         self._dead_letters = DeadLetters(letters, self.worker_id)
         self._log = RateLimitedLog(log, f"worker {self.worker_id}: ")
-        self._was_up = False
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Do nothing: there is no socket."""
-        self._publisher = publisher = Publisher(
-            self._settings,
-            nats=client,
-            begin=False,
-            on_engine_change=self._on_engine_change,
-            on_engine_restart=lambda: self._start_over("engine restarted"),
-        )
-        self._batches = OpenBatches(publisher)
+        super().open(client, context)
+        self._batches = OpenBatches(self._publisher)
 
-    def close(self) -> None:
-        """Do nothing: no socket is open."""
-
-    async def run(self, ready: Callable[[Publisher], None]) -> None:
-        """Publish until cancelled, or until standard input has ended; after `open`."""
-        publisher = self._publisher
-        if publisher.engine.poller is not None:
-            await publisher.engine.poller.poll_once()
-        async with publisher:
-            publisher.begin_publishing()
-            try:
-                ready(publisher)
-                if not self._from_stdin:
-                    await anyio.sleep_forever()
-                await self._read_lines(_stdin_chunks())
-                log.info("worker %s: standard input ended; publishing what was read, then exiting", self.worker_id)
-                with anyio.move_on_after(FLUSH_S):
-                    await publisher.flush()
-            finally:
-                await publisher.close_gently()
+    async def _follow(self) -> None:
+        if not self._from_stdin:
+            await anyio.sleep_forever()
+        await self._read_lines(_stdin_chunks())
+        log.info("worker %s: standard input ended; publishing what was read, then exiting", self.worker_id)
+        with anyio.move_on_after(FLUSH_S):
+            await self._publisher.flush()
 
     def take(self, payload: bytes) -> EngineBatch:
         """Record one batch. If it is not a batch, it is counted, kept as a dead letter, and EngineEventError is raised. No
@@ -142,14 +118,6 @@ class OpenEngine:
         """Record that some claimed blocks may be gone: see `kvatlas_publishers.feed.undecodable`."""
         if self._distrust.record_loss(monotonic()):
             self._start_over(why)
-
-    def _on_engine_change(self, state: EngineState) -> None:
-        """Handle a change of the engine's state: one that was down may have lost its cache, even if no page says when its
-        process started."""
-        if state is EngineState.UP:
-            if self._was_up:
-                self._start_over("engine is up again")
-            self._was_up = True
 
     def _start_over(self, why: str) -> None:
         log.warning("worker %s: %s; %s", self.worker_id, why, STARTING_OVER)

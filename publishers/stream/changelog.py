@@ -28,7 +28,7 @@ class IncarnationReason(StrEnum):
     START = "publisher start"
     STARTED_OVER = "all known blocks were dropped"
     OVERFLOW = "the outbox was full"
-    TOO_LARGE = "the stream takes smaller messages only"
+    TOO_LARGE = "the stream accepts only smaller messages"
     REGROUPED = "the engine's KV cache groups became known"
     REQUESTED = "a snapshot was requested"
     TAKEN_OVER = "the other publisher is silent"

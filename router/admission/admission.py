@@ -7,12 +7,12 @@ The proxy and the endpoint picker admit requests here.
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from secrets import token_bytes
 from typing import Protocol
 
 from kvatlas.errors import KvatlasError, Unreachable
-from kvatlas.reservations import MustWait, QueueLimits, WaitingRequest
-from kvatlas.reservations.room_and_slo import NO_ROOM
-from kvatlas.reservations.waiting_request import Place, WaitReason
+from kvatlas.reservations import QueueLimits, WaitingRequest
+from kvatlas.reservations.protocol import ID_BYTES
 from kvatlas_router.admission.queue import AdmissionQueue, Wait
 from kvatlas_router.disaggregation.pair_booker import Booked, PairBooker
 from kvatlas_router.outliers.avoidance import Avoidance, EnginesRest
@@ -96,18 +96,7 @@ class Admission:
         Raises NoWorkers, EnginesRest, Unreachable, QueueFull and RequestShed.
         """
         if self._queue.settings.requests:
-            named = self._settings.tenant_header
-            tenant = tenant_id or (header(named.encode()) if named else None) or prompt.scope.tenant_id
-            waiting = WaitingRequest(
-                b"",
-                tenant,
-                QueueLimits(0, 0),
-                prompt.input_tokens,
-                prompt.output_tokens,
-                self._priority(header) if priority is None else priority,
-                weight,
-                prompt.session_id or "",
-            )
+            waiting = self._waiting(prompt, header, tenant_id, priority, weight)
             choice = await self._book_in_turn(prompt, text, waiting, Wait() if wait is None else wait)
         else:
             choice = await self.book(prompt, text)
@@ -127,12 +116,31 @@ class Admission:
 
         return await self._avoidance.choose(prompt, tried, book)
 
+    async def book_again(
+        self,
+        prompt: Prompt,
+        text: TextRequest | None,
+        tried: frozenset[str],
+        header: Callable[[bytes], str | None],
+        *,
+        apart: bool = True,
+        tenant_id: str | None = None,
+        priority: int | None = None,
+        weight: float = 1.0,
+    ) -> Booked:
+        """`book` for another try of an admitted request, or the rest of its answer. It does not wait again, but its tenant is
+        charged for it while others wait. See `admit`."""
+        if self._queue.settings.requests:
+            waiting = replace(self._waiting(prompt, header, tenant_id, priority, weight), may_wait=False)
+            prompt = replace(prompt, waiting=waiting)
+        return await self.book(prompt, text, tried, apart=apart)
+
     async def end(self, prompt: Prompt, choice: Booked) -> None:
         """End the request as failed, unless the choice was already finished."""
         try:
             await choice.done(status=0)
         except Unreachable as error:
-            _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
+            _log.warning("worker %s: booking was not released (%s); it expires", choice.worker_id, error)
         self._queue.record_end(prompt.scope.pool_id)
 
     async def _book_in_turn(
@@ -140,17 +148,35 @@ class Admission:
     ) -> Booked:
         async def book(as_it_waits: WaitingRequest, blocked: frozenset[str]) -> Booked | None:
             try:
-                choice = await self.book(replace(prompt, waiting=as_it_waits), text, blocked)
+                return await self.book(replace(prompt, waiting=as_it_waits), text, blocked)
             except EnginesRest:
                 return None
-            if choice.over & NO_ROOM:  # the choice was made without reservations
-                await choice.done(status=0)
-                raise MustWait(Place(WaitReason.FULL, 0, self._queue.waiting(), 0))
-            return choice
 
         choice: Booked = await self._queue.admit(prompt.scope.pool_id, waiting, book, wait, prompt.wait_s)
         self._counters.queued += bool(wait)
         return choice
+
+    def _waiting(
+        self,
+        prompt: Prompt,
+        header: Callable[[bytes], str | None],
+        tenant_id: str | None,
+        priority: int | None,
+        weight: float,
+    ) -> WaitingRequest:
+        named = self._settings.tenant_header
+        tenant = tenant_id or (header(named.encode()) if named else None) or prompt.scope.tenant_id
+        priority = self._priority(header) if priority is None else priority
+        return WaitingRequest(
+            token_bytes(ID_BYTES),
+            tenant,
+            QueueLimits(self._queue.settings.requests, self._queue.settings.tokens),
+            prompt.input_tokens,
+            prompt.output_tokens,
+            priority,
+            weight,
+            prompt.session_id or "",
+        )
 
     def _priority(self, header: Callable[[bytes], str | None]) -> int:
         """The priority in the header. As in vLLM, lower is earlier and 0 the default."""

@@ -11,12 +11,10 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from secrets import token_bytes
 from typing import Protocol, TypeVar
 
 from kvatlas.errors import KvatlasError
-from kvatlas.reservations import MustWait, QueueIsFull, QueueLimits, Turns, WaitingRequest
-from kvatlas.reservations.protocol import ID_BYTES
+from kvatlas.reservations import MustWait, QueueIsFull, Turns, WaitingRequest
 from kvatlas.reservations.waiting_request import Place
 from router_client.errors import NoWorkers
 
@@ -24,6 +22,8 @@ T = TypeVar("T")
 
 LOOK_S = 0.1
 """Interval at which a router asks for its turns. Room is freed by other routers' requests too, or shown by engines' reports."""
+NEAR_LOOK_S = 0.02
+"""The same, if one of its requests may soon have its turn: a freed slot stays idle until its router has looked."""
 LEAST_LOOK_S = 0.01
 """The shortest such interval, if requests of this router end."""
 MISSING_LOOKS = 3
@@ -113,7 +113,7 @@ class _Ticket:
         if not self.entered and error.request is not None:
             known = error.request
             self.request = replace(self.request, workers=known.workers, output_tokens=known.output_tokens)
-        self.entered = True
+        self.entered = error.filed
 
 
 @dataclass(slots=True)
@@ -125,6 +125,7 @@ class _Line:
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     asking: asyncio.Task[None] | None = None
     seen: Turns | None = None
+    look_s: float = LOOK_S
     missed: int = 0
     shared_s: float = 0.0
     """When the store was last asked."""
@@ -156,15 +157,14 @@ class AdmissionQueue:
     async def admit(
         self, pool_id: str, request: WaitingRequest, book: Book[T], wait: Wait, wait_s: float | None = None
     ) -> T:
-        """A booking, in turn. `request`: without an id. `wait`: is filled if it waits. `wait_s`: how long it may wait, if
+        """A booking, in turn. `wait`: is filled if it waits. `wait_s`: how long it may wait, if
         shorter than the settings say.
 
         Raises QueueFull, and what `book` raises.
         """
         line, now = self._lines.setdefault(pool_id, _Line()), self._clock()
         longest_s = min(self.settings.wait_s, wait_s or self.settings.wait_s)
-        limits = QueueLimits(self.settings.requests, self.settings.tokens)
-        ticket = _Ticket(replace(request, id=token_bytes(ID_BYTES), limits=limits), now, now + longest_s, wait)
+        ticket = _Ticket(request, now, now + longest_s, wait)
         booked: T | None = None
         try:
             if (booked := await self._try(line, ticket, book)) is None:
@@ -251,9 +251,9 @@ class AdmissionQueue:
             try:
                 await self._ask(pool_id, line)
             except KvatlasError as error:
-                _log.warning("pool %s: turns of waiting requests not read (%s); trying again", pool_id, error)
+                _log.warning("pool %s: turns of waiting requests were not read (%s); trying again", pool_id, error)
             try:
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(line.look_s):
                     await asyncio.sleep(LEAST_LOOK_S)
                     await line.moved.wait()
             except TimeoutError:
@@ -267,6 +267,7 @@ class AdmissionQueue:
         left = line.left - {row.id for row in rows}
         turns, shared = await self._source.turns(pool_id, left, rows)
         line.seen = turns if shared else None
+        line.look_s = NEAR_LOOK_S if turns.near else LOOK_S
         line.shared_s = now if shared else line.shared_s
         if shared or not line.tickets or now - line.shared_s > FORGOTTEN_S:
             line.left -= left

@@ -13,8 +13,8 @@ MOST_HELD_BYTES = 16 << 10
 """Limit of held bytes of an incomplete event; a longer one is not just a usage."""
 MOST_WHOLE_BYTES = 4 << 20
 """Longest event that is passed on whole."""
-MOST_PREAMBLE_BYTES = 64 << 10
-"""Limit of bytes of events held before the first content."""
+MOST_PREAMBLE_BYTES = 256 << 10
+"""Limit of bytes of events held before the first content. A chat's prompt may be among them, as token ids."""
 HEAD_BYTES = 4 << 10
 """An event's content, if any, begins within these bytes of its data."""
 

@@ -1,10 +1,13 @@
 """Goes on with a streamed answer on another worker after its engine died. Pure: no I/O.
 
-reasons.py       which answers can go on, and why others can't
-chunk.py         one event of OpenAI's streams, as far as a continuation needs it
-edits.py         changes in an event's bytes that leave all others as they are
-messages.py      Anthropic's messages, which go on as chats
-rest_request.py  the request for the rest of an answer
-usage.py         the usage of the whole answer
-seam.py          what the client has of an answer, and the events that follow it without a seam
+reasons.py          which answers can go on, and why others can't
+chunk.py            one event of a stream, as far as a continuation needs it
+edits.py            changes in an event's bytes that leave all others as they are
+chat_events.py      chats, which go on as completions if their token ids are known
+messages.py         Anthropic's messages, which go on as chats
+generate_events.py  SGLang's `/generate`
+rest_request.py     the request for the rest of an answer
+usage.py            the usage of the whole answer
+sent_answer.py      what the client has of an answer
+seam.py             the events that follow it without a seam
 """

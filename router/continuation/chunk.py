@@ -1,4 +1,4 @@
-"""One event of OpenAI's chat and completions streams, as far as a continuation needs it."""
+"""One event of a stream, as far as a continuation needs it: of OpenAI's chats and completions, and of vLLM's token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,16 @@ _REASONING = frozenset({"reasoning", "reasoning_content"})
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`text`: its part of the answer. `ids`: the part's token ids, if the engine gives them. `opens`: only a role. `finish`:
-    the finish reason; `stop`: the stop string. `has_choice`: false for a usage. `is_plain`: nothing in it belongs to single
-    tokens. `other`: why an answer with this event can't go on."""
+    """`text`: its part of the answer. `ids`: the part's token ids, if the engine gives them; `prompt_ids`: the prompt's.
+    `opens`: only a role. `says`: false if it has nothing but token ids. `finish`: the finish reason; `stop`: the stop string.
+    `has_choice`: false for a usage. `is_plain`: nothing in it belongs to single tokens. `other`: why an answer with this event
+    can't go on."""
 
     text: str = ""
     ids: Sequence[int] | None = None
+    prompt_ids: Sequence[int] | None = None
     opens: bool = False
+    says: bool = True
     finish: str | None = None
     stop: str | None = None
     usage: Mapping[str, Any] | None = None
@@ -48,9 +51,14 @@ def read_chunk(data: bytes) -> Chunk:
     text = said.get("content") if "delta" in choice else choice.get("text")
     others = {name for name, value in said.items() if value and name not in _SILENT}
     finish, ids = choice.get("finish_reason"), choice.get("token_ids")
+    if isinstance(ids, list) and "output_mode" in decoded and "text" not in choice:
+        text = text_of_ids(ids)
+    prompt_ids = decoded.get("prompt_token_ids")
     return Chunk(
         text=text if isinstance(text, str) else "",
         ids=ids if isinstance(ids, list) else None,
+        prompt_ids=prompt_ids if isinstance(prompt_ids, list) else None,
+        says=bool(said) or "delta" not in choice or finish is not None,
         opens=bool(said.get("role")) and not text and not others and finish is None,
         finish=finish if isinstance(finish, str) else None,
         stop=stop if isinstance(stop := choice.get("stop_reason", choice.get("matched_stop")), str) else None,
@@ -58,6 +66,11 @@ def read_chunk(data: bytes) -> Chunk:
         is_plain=choice.get("logprobs") is None,
         other=_why(others),
     )
+
+
+def text_of_ids(ids: Sequence[int]) -> str:
+    """Token ids as text, a letter each, for answers without another text."""
+    return "".join(map(chr, ids))
 
 
 def _why(others: set[str]) -> Why | None:

@@ -5,11 +5,11 @@ Names are found by their quotes: within a JSON text's values quotes are escaped,
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _TEXT = rb'"(?:[^"\\]|\\.)*"'
-_IDENTITY = ("id", "created", "model")
+_IDENTITY = ("id", "request_id", "object", "created", "model")
 _IDENTITY_VALUES = {name: re.compile(rb'("%s"\s*:\s*)(%s|-?\d+|null)' % (name.encode(), _TEXT)) for name in _IDENTITY}
 _CHOICES = re.compile(rb'"choices"\s*:')
 _OBJECT = rb"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
@@ -18,6 +18,9 @@ _TOKEN_IDS = re.compile(rb'("(?:prompt_)?token_ids"\s*:\s*)\[[\d,\s]*\]')
 _PROMPT_TOKEN_IDS = re.compile(rb'("prompt_token_ids"\s*:\s*)\[[\d,\s]*\]')
 _OFFSETS = re.compile(rb'("text_offset"\s*:\s*\[)([\d,\s]*)\]')
 _ANSWER = re.compile(rb'("(?:content|text)"\s*:\s*)(' + _TEXT + rb")")
+_FINISH = re.compile(rb'"finish_reason"\s*:\s*(null|' + _TEXT + rb")")
+_STOP = re.compile(rb'"stop_reason"\s*:\s*(null|-?\d+|' + _TEXT + rb")")
+_OWN_IDS = re.compile(rb'("token_ids"\s*:\s*)(?:null|\[[\d,\s]*\])')
 _ROLE = re.compile(rb'"role"\s*:\s*"assistant"\s*,\s*')
 
 
@@ -81,6 +84,25 @@ def with_offsets(raw: bytes, letters: int) -> bytes:
 def with_text(raw: bytes, text: str) -> bytes:
     """The event with another part of the answer."""
     return _ANSWER.sub(lambda found: found[1] + json.dumps(text, ensure_ascii=raw.isascii()).encode(), raw, count=1)
+
+
+def with_ids(raw: bytes, ids: Sequence[int]) -> bytes:
+    """The event with other token ids."""
+    listed = json.dumps(list(ids), separators=(",", ":")).encode()
+    return _OWN_IDS.sub(lambda found: found[1] + listed, raw, count=1)
+
+
+def with_finish_of(raw: bytes, other: bytes) -> bytes:
+    """The event with another one's finish reason and stop reason."""
+    finish, own, stop = _FINISH.search(other), _FINISH.search(raw), _STOP.search(other)
+    if finish is None or own is None or finish[1] == own[1]:
+        return raw
+    raw, end = raw[: own.start(1)] + finish[1] + raw[own.end(1) :], own.start(1) + len(finish[1])
+    if stop is None:
+        return raw
+    if (has := _STOP.search(raw)) is not None:
+        return raw[: has.start(1)] + stop[1] + raw[has.end(1) :]
+    return raw[:end] + b"," + stop[0] + raw[end:]
 
 
 def without_role(raw: bytes) -> bytes:

@@ -27,7 +27,7 @@ class Why(StrEnum):
     PENALTIES = "penalties"  # engines count only what they generated themselves
     TEMPLATE = "template"  # the client's own template or form
     OBJECT = "object"  # only the engine has what the request names
-    REASONING = "reasoning"  # templates take no partial reasoning
+    REASONING = "reasoning"  # no engine takes a partial one, and only token ids go on behind it
     TOOL_CALL = "tool_call"  # the text behind a begun call is not in the stream
     LONG = "long"  # longer than what is kept
     UNREADABLE = "unreadable"  # an event in another form
@@ -40,12 +40,13 @@ class Why(StrEnum):
 class CannotContinue(KvatlasError):
     """The answer can't go on elsewhere."""
 
-    def __init__(self, why: Why) -> None:
-        super().__init__(f"the answer can't go on elsewhere: {why.value}")
+    def __init__(self, why: Why | None) -> None:
+        """`why` None: that is switched off."""
+        super().__init__(f"the answer can't go on elsewhere: {why.value if why is not None else 'switched off'}")
         self.why = why
 
 
-CONTINUED_APIS = (Api.CHAT, Api.COMPLETIONS, Api.MESSAGES)
+CONTINUED_APIS = (Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.GENERATE, Api.TOKENS)
 _GUIDES = (
     "structured_outputs",
     "guided_json",
@@ -58,13 +59,23 @@ _GUIDES = (
     "structural_tag",
 )
 """Fields of vLLM and SGLang that constrain an answer; `response_format` and `tool_choice` may, too."""
-_OWN_FORMS = ("chat_template", "truncate_prompt_tokens", "suffix", "prompt_logprobs", "custom_logit_processor")
+_OWN_FORMS = (
+    "chat_template",
+    "truncate_prompt_tokens",
+    "suffix",
+    "prompt_logprobs",
+    "custom_logit_processor",
+    "stop_regex",
+    "input_embeds",
+    "session_params",
+    "return_hidden_states",
+)
 _FREE = ("auto", "none")
 
 
 def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
     """Why this request's stream can't go on elsewhere, as far as its body says; None if it can."""
-    body = text.body
+    body = {**text.body, **text.sampling}
     if text.api not in CONTINUED_APIS:
         return Why.API
     deterministic = is_deterministic(text)
@@ -72,7 +83,7 @@ def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
         return Why.SAMPLED
     if text.choices > 1 or text.prompts > 1:
         return Why.CHOICES
-    if body.get("use_beam_search") or _is_more(body.get("best_of")):
+    if body.get("use_beam_search") or any(_is_more(body.get(name)) for name in ("best_of", "beam_width")):
         return Why.BEAMS
     if body.get("echo"):
         return Why.ECHO
@@ -90,13 +101,14 @@ def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
 
 def is_deterministic(text: TextRequest) -> bool:
     """True if the request asks for an answer that is always the same: greedy, or by a seed."""
-    temperature, seed = text.body.get("temperature"), text.body.get("seed")
+    sampling = text.sampling
+    temperature, seed = sampling.get("temperature"), sampling.get("seed", sampling.get("sampling_seed"))
     greedy = isinstance(temperature, (int, float)) and not isinstance(temperature, bool) and temperature == 0
     return greedy or type(seed) is int
 
 
 def _is_guided(text: TextRequest) -> bool:
-    body = text.body
+    body = {**text.body, **text.sampling}
     if any(body.get(name) is not None for name in _GUIDES):
         return True
     form = body.get("response_format")
@@ -110,7 +122,7 @@ def _is_guided(text: TextRequest) -> bool:
 
 
 def _has_own_form(text: TextRequest) -> bool:
-    body = text.body
+    body = {**text.body, **text.sampling}
     if any(body.get(name) is not None for name in _OWN_FORMS):
         return True
     if text.api is not Api.CHAT:

@@ -1,52 +1,92 @@
 """The request for the rest of an answer: its prompt, and what its client already has.
 
-Forms of vLLM 0.33 and SGLang 0.5.23: a chat's last message is the partial answer (`continue_final_message`); a completion's
-prompt is longer. Neither API takes both a text and token ids, so a prompt of token ids goes on with token ids.
+Forms of vLLM 0.33 and SGLang 0.5.23. Token ids are exact: a prompt of ids goes on with ids, and a chat goes on as a completion
+if its engine gives the ids of prompt and answer. Otherwise a chat's last message is the partial answer
+(`continue_final_message`), and any other prompt is a longer text. No API takes both a text and token ids.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from kvatlas.fleet.records import EngineKind
 from kvatlas_router.continuation.messages import chat_body
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Of vLLM's and SGLang's completions without `max_tokens`."""
+DEFAULT_GENERATE_TOKENS = 128
+"""Of SGLang's `/generate` without `max_new_tokens`."""
 MOST_PROMPT_IDS = 1 << 15
-"""Engines return the prompt's ids too, in one event. Answers to longer prompts are repeated from their beginning."""
-_LIMITS = ("max_tokens", "max_completion_tokens")
+"""Engines return the prompt's ids too, in one event. Longer chats go on as text; answers to longer prompts of ids are repeated
+from their beginning."""
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+_LEAST = ("min_tokens", "min_new_tokens")
+_DEFAULTS = {
+    Api.COMPLETIONS: ("max_tokens", DEFAULT_COMPLETION_TOKENS),
+    Api.GENERATE: ("max_new_tokens", DEFAULT_GENERATE_TOKENS),
+}
+_OF_CHATS = (
+    "messages",
+    "max_completion_tokens",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "logprobs",
+    "top_logprobs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "include_reasoning",
+    "modalities",
+)
+"""Fields that decide a chat's prompt and form, which a completion does not need."""
 
 
 def most_tokens(text: TextRequest) -> int | None:
     """The limit of the answer's tokens; None: the engine's own."""
-    found = [value for name in _LIMITS if type(value := text.body.get(name)) is int]
-    if text.api is Api.COMPLETIONS and not found and "max_tokens" not in text.body:
-        return DEFAULT_COMPLETION_TOKENS
+    found = [value for name in _LIMITS if type(value := text.sampling.get(name)) is int]
+    default = _DEFAULTS.get(text.api)
+    if default is not None and not found and default[0] not in text.sampling:
+        return default[1]
     return min(found, default=None)
 
 
-def counting_fields(text: TextRequest) -> Mapping[str, Any]:
-    """Fields with which a stream counts its tokens in each event, and gives their ids if the prompt has ids."""
+def counting_fields(text: TextRequest, kind: EngineKind, prompt_tokens: int) -> Mapping[str, Any]:
+    """Fields with which a stream of this kind of engine counts its tokens in each event, and gives their ids if it goes on with
+    ids. `prompt_tokens`: of the prompt, or a guess."""
     options = text.body.get("stream_options")
-    if text.api is Api.MESSAGES:
-        return {}  # not there
+    if text.api not in (Api.CHAT, Api.COMPLETIONS, Api.TOKENS):
+        return {}  # not there, or there anyway
     if options is not None and not isinstance(options, dict):
         return {}  # the engine refuses it
-    fields: dict[str, Any] = {
-        "stream_options": {**(options or {}), "include_usage": True, "continuous_usage_stats": True}
-    }
-    few = has_ids(text) and len(text.prompt) <= MOST_PROMPT_IDS
-    return {**fields, "return_token_ids": True} if few else fields
+    options = {**(options or {}), "include_usage": True}
+    if text.api is Api.TOKENS:
+        return {"stream_options": options}
+    fields: dict[str, Any] = {"stream_options": {**options, "continuous_usage_stats": True}}
+    asks = has_ids(text) or _may_give_ids(text, kind)
+    return {**fields, "return_token_ids": True} if asks and prompt_tokens <= MOST_PROMPT_IDS else fields
+
+
+def _may_give_ids(text: TextRequest, kind: EngineKind) -> bool:
+    """True for a chat that may go on as a completion of token ids: nothing but its text is read from its tokens, and all of its
+    prompt is tokens. SGLang refuses streams of chats with ids."""
+    if text.api is not Api.CHAT or kind is not EngineKind.VLLM or text.media_items:
+        return False
+    return not (text.body.get("tools") or text.body.get("logprobs") or stops_of(text))
 
 
 def has_ids(text: TextRequest) -> bool:
     """True if the prompt is given as token ids."""
-    return text.api is Api.COMPLETIONS and not isinstance(text.prompt, str)
+    return not text.api.is_conversation and not isinstance(text.prompt, str)
 
 
 def stops_of(text: TextRequest) -> tuple[str, ...]:
     """The request's stop strings."""
-    stop = text.body.get("stop_sequences" if text.api is Api.MESSAGES else "stop")
+    stop = text.sampling.get("stop_sequences" if text.api is Api.MESSAGES else "stop")
     listed = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
     return tuple(one for one in listed if isinstance(one, str) and one)
 
@@ -59,17 +99,29 @@ def begun_stop(sent: str, stops: Sequence[str]) -> int:
     )
 
 
+def body_of_ids(text: TextRequest, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int) -> dict[str, Any]:
+    """The body of a completion that asks for the rest of a conversation. `ids`: of the answer so far."""
+    text = _as_chat(text)
+    body = {name: value for name, value in text.body.items() if name not in _OF_CHATS}
+    most = most_tokens(text)
+    limits = {"max_tokens": None if most is None else max(1, most - tokens)}
+    return {**body, **_shorter(text, tokens), **limits, "prompt": [*prompt_ids, *ids]}
+
+
 def body_of_rest(text: TextRequest, sent: str, ids: Sequence[int], tokens: int) -> dict[str, Any]:
     """The body that asks for the rest. `sent`, `ids`, `tokens`: the answer so far. Raises CannotTokenize for a conversation of
     another API whose chat is not known."""
-    if text.api is Api.MESSAGES:
-        text = TextRequest(Api.CHAT, chat_body(text), text.kind, text.model_id, text.tenant_id)
-    body = {**text.body, **_shorter(text, tokens)}
+    text = _as_chat(text)
+    shorter = _shorter(text, tokens)
+    nested = text.api in (Api.GENERATE, Api.TOKENS)
+    body = {**text.body, **({"sampling_params": {**text.sampling, **shorter}} if nested else shorter)}
     if not sent and not ids:
         return body
-    if text.api is Api.COMPLETIONS:
+    if not text.api.is_conversation:
+        name, given = text.named_prompt
         prompt = text.prompt
-        return {**body, "prompt": prompt + sent if isinstance(prompt, str) else [*prompt, *ids]}
+        longer = prompt + sent if isinstance(prompt, str) else [*prompt, *ids]
+        return {**body, name: longer if given is prompt else [longer]}
     messages = list(text.messages)
     if body.get("continue_final_message") is True:
         last = messages.pop()
@@ -79,12 +131,18 @@ def body_of_rest(text: TextRequest, sent: str, ids: Sequence[int], tokens: int) 
     return {**body, "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
 
 
+def _as_chat(text: TextRequest) -> TextRequest:
+    return text if text.api is not Api.MESSAGES else replace(text, api=Api.CHAT, body=chat_body(text))
+
+
 def _shorter(text: TextRequest, tokens: int) -> dict[str, Any]:
     """The limits of the answer's length, without these tokens."""
-    body = text.body
-    fields: dict[str, Any] = {name: max(1, value - tokens) for name in _LIMITS if type(value := body.get(name)) is int}
-    if text.api is Api.COMPLETIONS and "max_tokens" not in body:
-        fields["max_tokens"] = max(1, DEFAULT_COMPLETION_TOKENS - tokens)
-    if type(least := body.get("min_tokens")) is int:
-        fields["min_tokens"] = max(0, least - tokens)
-    return fields
+    sampling = text.sampling
+    fields: dict[str, Any] = {
+        name: max(1, value - tokens) for name in _LIMITS if type(value := sampling.get(name)) is int
+    }
+    default = _DEFAULTS.get(text.api)
+    if default is not None and default[0] not in sampling:
+        fields[default[0]] = max(1, default[1] - tokens)
+    least = {name: max(0, value - tokens) for name in _LEAST if type(value := sampling.get(name)) is int}
+    return fields | least

@@ -1,24 +1,33 @@
 """What a client has of a streamed answer, and the events of other engines' answers that follow it without a seam."""
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvatlas.fleet.records import EngineKind
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_parser import MOST_DATA_BYTES, Event, EventParser
 from kvatlas_router.continuation import edits
+from kvatlas_router.continuation.chat_events import ChatEvents
 from kvatlas_router.continuation.chunk import Chunk, read_chunk
+from kvatlas_router.continuation.generate_events import GenerateEvents
 from kvatlas_router.continuation.messages import END, MessageEvents, is_end, read_message_event
 from kvatlas_router.continuation.reasons import CannotContinue, Why
-from kvatlas_router.continuation.rest_request import begun_stop, body_of_rest, has_ids, most_tokens, stops_of
+from kvatlas_router.continuation.rest_request import (
+    begun_stop,
+    body_of_ids,
+    body_of_rest,
+    has_ids,
+    most_tokens,
+    stops_of,
+)
+from kvatlas_router.continuation.sent_answer import SentAnswer
 from kvatlas_router.continuation.usage import WholeUsage, count
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 MOST_LETTERS = 1 << 20
 """A longer answer is not kept, and can't go on."""
-MOST_PARTS = 256
-"""Older ones are kept as one: the seam is rarely far from the end."""
 MOST_WITHHELD_BYTES = 1 << 16
 THINKING = "<think>"
 """How an answer with reasoning begins if its engine does not parse that; templates change or drop it."""
@@ -31,22 +40,13 @@ _BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
 @dataclass(frozen=True, slots=True)
 class Rest:
     """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
-    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed. `end`: the
-    client lacks only this, so no engine is needed."""
+    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed.
+    `by_ids`: a conversation goes on as a completion of token ids."""
 
     parts: int = 0
     tokens: int = 0
     lag: int | None = 0
-    end: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """`tokens`, `ids`: of the answer up to the part's end."""
-
-    text: str
-    tokens: int
-    ids: int
+    by_ids: bool = False
 
 
 class Seam:
@@ -55,7 +55,7 @@ class Seam:
 
     `why`: why the answer can't go on, if it can't. `error`: the engine's error, which ends its answer; `withheld`: its events,
     which the client has not got. `events`: events with data that the client got. `ended`: so has the answer. `usage`: the
-    whole answer's.
+    whole answer's. `missing_end`: what else the client needs.
     """
 
     def __init__(self, text: TextRequest) -> None:
@@ -67,32 +67,33 @@ class Seam:
         self._text = text
         self.usage = WholeUsage()
         self._message = MessageEvents() if text.api is Api.MESSAGES else None
+        self._chat_events = ChatEvents() if text.api is Api.CHAT else None
+        self._generate = GenerateEvents() if text.api is Api.GENERATE else None
         self._chat = text.api.is_conversation
         options = text.body.get("stream_options")
         self._shows_usage = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
         self._with_ids = has_ids(text)
-        self._hides_ids = self._with_ids and text.body.get("return_token_ids") is not True
+        self._letters_are_ids = text.api is Api.TOKENS and text.body.get("output_mode") in (None, "tokens")
+        self._hides_ids = text.api not in (Api.TOKENS, Api.GENERATE) and text.body.get("return_token_ids") is not True
         self._most = most_tokens(text)
         self._stops = stops_of(text)
         self._parser = EventParser()
         self._identity: dict[str, bytes] = {}
-        self._parts: list[_Part] = []
-        self._ids = array("q")
-        self._letters = 0
-        self._ahead = ""
-        """What the client has, and the current engine has not repeated yet."""
-        self._silent = 0
-        """Tokens without text behind that: a letter may have several."""
-        self._resumed = self._speaks = False
+        self._sent = SentAnswer()
+        self._prompt_ids = array("q")
+        """Of a chat; empty unless the answer can go on by ids."""
+        self._reasoned_ids = 0
+        """The ids up to the last part with reasoning."""
+        self._resumed = self._speaks = self._by_ids = False
+        self._least_prompt_tokens = 0
+        """Of the next engine: fewer mean that its template left something out."""
         self._base_letters = 0
         self._finished = self._has_usage = False
-        self._finished_at = 0
-        """The parts up to the last token, once it was generated."""
 
     @property
     def reached(self) -> tuple[int, bool, bool]:
         """How far the client's answer has come: no later one is equal unless it had no progress."""
-        return self._letters + len(self._ahead), self._finished, self._has_usage
+        return self._sent.letters + len(self._sent.ahead), self._finished, self._has_usage
 
     # ------------------------------------------------------------ events
 
@@ -131,9 +132,9 @@ class Seam:
         elif event.cut:
             self._give_up(Why.LONG)
         elif self._resumed:
-            raw = self._follow(raw, read_chunk(event.data))
+            raw = self._follow(raw, self._read(event.data))
         elif self._message is None:
-            raw = self._begin(raw, read_chunk(event.data))
+            raw = self._begin(raw, self._read(event.data))
         elif (chunk := read_message_event(event)) is None:
             self.ended = self.ended or is_end(event)
         else:
@@ -142,18 +143,32 @@ class Seam:
         self.events += bool(raw)
         return raw
 
+    def _read(self, data: bytes) -> Chunk:
+        return read_chunk(data) if self._generate is None else self._generate.read(data)
+
     def _begin(self, raw: bytes, chunk: Chunk) -> bytes:
         """An event of the first engine's answer."""
         self._identity = self._identity or edits.identity_of(raw)
         if chunk.usage is not None:
-            self.usage.learn(chunk.usage)
-        if chunk.other is not None:
+            self.usage.learn(chunk.usage, first=True)
+        if self._chat_events is not None:
+            self._chat_events.learn(raw, chunk)
+            self._prompt_ids.extend(chunk.prompt_ids or ())
+        if chunk.other is Why.REASONING and self._prompt_ids and chunk.ids is not None:
+            self._reasoned_ids = len(self._sent.ids) + len(chunk.ids)
+        elif chunk.other is not None:
             self._give_up(chunk.other)
         self._record(chunk)
+        if not chunk.says and chunk.is_plain and chunk.ids is not None and self._hides_ids:
+            return b""  # engines send it for its ids alone
         return self._shown(raw, chunk) if self._message is None else raw
 
     def _follow(self, raw: bytes, chunk: Chunk) -> bytes:
         """An event of another engine's answer. Empty if the client has it."""
+        if chunk.usage is not None:
+            self.usage.learn(chunk.usage, first=False)
+            if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
+                raise CannotContinue(Why.TEMPLATE)
         if chunk.opens:
             return b""
         if self._message is not None:
@@ -165,55 +180,65 @@ class Seam:
             if self._message is not None:
                 return self._message.usage(self.usage.sum(chunk.usage or {})["completion_tokens"])
             return self._shown(edits.with_identity(raw, self._identity), chunk)
+        sent = self._sent
         if chunk.other is not None:
-            if self._ahead or self._finished or chunk.other is Why.REASONING:
+            if sent.ahead or self._finished or chunk.other is Why.REASONING:
                 raise CannotContinue(Why.DIVERGED)
             self._give_up(chunk.other)
         has_it, rest = self._finished, chunk.text
-        if self._silent and not self._ahead and not chunk.text and (chunk.finish is None or has_it):
-            self._silent -= 1
+        if sent.silent and not sent.ahead and not chunk.text and (chunk.finish is None or has_it):
+            sent.silent -= 1
             self._record(chunk)
             return b""
-        if self._silent and not self._may_change(chunk) and not self._ahead:
+        if sent.silent and not self._may_change(chunk) and not sent.ahead:
             raise CannotContinue(Why.DIVERGED)
-        if self._ahead or self._finished:
+        if sent.ahead or self._finished:
             rest = self._repeat(chunk)
             if not rest and (has_it or chunk.finish is None):
                 self._record(chunk)
                 return b""
             raw = edits.with_text(raw, rest)
+            if not rest and not self._hides_ids:
+                raw = edits.with_ids(raw, ())
         self._record(chunk)
         if chunk.text:
-            self._speaks, self._silent = True, 0
+            self._speaks, sent.silent = True, 0
         elif self._stops and not self._speaks and chunk.finish is None and self._may_change(chunk):
             return b""  # it holds back letters, as the first engine did
         if self._message is not None:
             if chunk.other is not None:
                 raise CannotContinue(Why.DIVERGED)
             return self._message.part(rest, last=chunk.finish is not None)
+        if self._generate is not None:
+            return self._generate.write(raw, self.usage.sum(chunk.usage or {}), repeats=rest != chunk.text)
+        if self._by_ids and self._chat_events is not None:
+            return self._shown(self._chat_events.part(raw, chunk, rest), chunk)
         raw = edits.without_role(edits.with_identity(raw, self._identity))
         raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
         return self._shown(raw, chunk)
 
     def _repeat(self, chunk: Chunk) -> str:
         """The part's text behind what the client has."""
-        if self._ahead.startswith(chunk.text):
-            self._ahead = self._ahead[len(chunk.text) :]
+        sent = self._sent
+        if sent.ahead.startswith(chunk.text):
+            sent.ahead = sent.ahead[len(chunk.text) :]
             rest = ""
-        elif chunk.text.startswith(self._ahead) and self._may_change(chunk):
-            rest, self._ahead = chunk.text[len(self._ahead) :], ""
+        elif chunk.text.startswith(sent.ahead) and self._may_change(chunk):
+            rest, sent.ahead = chunk.text[len(sent.ahead) :], ""
         else:
             raise CannotContinue(Why.DIVERGED)
         if rest and self._finished:
             raise CannotContinue(Why.DIVERGED)
-        if chunk.finish is not None and self._ahead:
+        if chunk.finish is not None and sent.ahead:
             if not (self._stops and chunk.finish == "stop"):
                 raise CannotContinue(Why.DIVERGED)
-            self._ahead = ""  # the client has the beginning of a stop string, which engines cut off
+            sent.ahead = ""  # the client has the beginning of a stop string, which engines cut off
         return rest
 
     def _may_change(self, chunk: Chunk) -> bool:
         """True if the client gets nothing of the event that belongs to single tokens."""
+        if self._generate is not None:
+            return self._generate.whole is not False
         return chunk.is_plain and (chunk.ids is None or self._hides_ids)
 
     def _record(self, chunk: Chunk) -> None:
@@ -223,28 +248,16 @@ class Seam:
         self._finished = self._finished or chunk.finish is not None
         if self.why is not None or chunk.opens:
             return
-        before = self._parts[-1].tokens if self._parts else self.usage.before
+        sent = self._sent
+        before = sent.end_of(len(sent.parts)).tokens or self.usage.before
         counted = None if chunk.usage is None else count(chunk.usage, "completion_tokens")
-        tokens = before + bool(chunk.text) if counted is None else self.usage.before + counted
-        self._ids.extend(chunk.ids or ())
-        self._letters += len(chunk.text)
-        self._parts.append(_Part(chunk.text, tokens, len(self._ids)))
-        if chunk.finish is not None:
-            self._finished_at = len(self._parts)
-        if len(self._parts) > MOST_PARTS:
-            self._merge_parts(MOST_PARTS // 2)
-        if self._letters > MOST_LETTERS:
+        some = int(bool(chunk.text)) if chunk.ids is None else len(chunk.ids)
+        tokens = before + some if counted is None else self.usage.before + counted
+        if chunk.ids is None:
+            del self._prompt_ids[:]
+        sent.add(chunk.text, tokens, chunk.ids or (), last=chunk.finish is not None)
+        if sent.letters > MOST_LETTERS:
             self._give_up(Why.LONG)
-        elif (
-            self._chat and chunk.text and self._letters < 4 * len(THINKING) and self._sent.lstrip().startswith(THINKING)
-        ):
-            self._give_up(Why.REASONING)
-
-    def _merge_parts(self, number: int) -> None:
-        last = self._parts[number - 1]
-        whole = _Part("".join(part.text for part in self._parts[:number]), last.tokens, last.ids)
-        self._parts[:number] = [whole]
-        self._finished_at = max(0, self._finished_at - number + 1)
 
     def _shown(self, raw: bytes, chunk: Chunk) -> bytes:
         """The event without what only the router asked for, and with the whole answer's usage."""
@@ -263,89 +276,108 @@ class Seam:
         """The last event that the client lacks, if it has all of the answer; empty if it has that too. None: it lacks more."""
         if self.ended:
             return b""
-        complete = self._finished and (self._has_usage or not self._text.wants_usage)
+        counts = self._has_usage or not self._text.wants_usage or self._generate is not None
+        complete = self._finished and counts
         if complete and self.why in (None, Why.REASONING, Why.TOOL_CALL):
             return DONE if self._message is None else END
         return None
 
     def rest(self) -> Rest:
         """What the client lacks, once its engine is gone. Raises CannotContinue."""
-        if (end := self.missing_end) is not None:
-            return Rest(end=end)
         if self.why is not None:
             raise CannotContinue(self.why)
-        sent = self._sent
-        letters = len(sent) - begun_stop(sent, self._stops)
-        at = sum(len(part.text) for part in self._parts)
-        kept = len(self._parts)
-        while kept and not self._may_end(sent, kept, at, letters):
+        sent, text = self._sent, self._sent.text
+        by_ids = self._chat_events is not None and self._chat_events.can_write and bool(self._prompt_ids)
+        if not by_ids and self._chat and (self._reasoned_ids or text.lstrip().startswith(THINKING)):
+            raise CannotContinue(Why.REASONING)
+        letters = len(text) - begun_stop(text, self._stops)
+        at, kept = sent.letters, len(sent.parts)
+        while kept and not self._may_end(text, kept, at, letters, by_ids=by_ids):
             kept -= 1
-            at -= len(self._parts[kept].text)
-        tokens = self._parts[kept - 1].tokens if kept else 0
+            at -= len(sent.parts[kept].text)
+        end = sent.end_of(kept)
+        tokens = end.tokens
+        if end.ids <= self._reasoned_ids > 0:
+            raise CannotContinue(Why.REASONING)
+        if by_ids:
+            return Rest(kept, tokens, by_ids=True)
         longest = max(map(len, self._stops), default=1)
         return Rest(kept, tokens, None if self._message is not None else min(longest - 1, tokens))
 
-    def _may_end(self, sent: str, kept: int, at: int, letters: int) -> bool:
+    def _may_end(self, text: str, kept: int, at: int, letters: int, *, by_ids: bool) -> bool:
         """May another engine get the answer up to this part? It must be able to generate a token, see whole stop strings, and
         read the text as it is: templates may strip white space."""
-        last = self._parts[kept - 1]
+        last = self._sent.end_of(kept)
         if self._most is not None and last.tokens >= self._most:
             return False
-        if self._finished and kept >= self._finished_at:
+        if self._finished and kept >= self._sent.finished_at:
+            return False
+        if self._generate is not None and self._generate.whole is None:
             return False
         if not last.text:  # a token of a letter that is not complete, or one held back
             return False
-        if self._with_ids and (self._stops or not self._gives_ids(kept)):
+        if (self._with_ids or by_ids) and (self._stops or not self._gives_ids(kept)):
             return False
-        return at <= letters and not (self._chat and at and sent[at - 1].isspace())
+        return at <= letters and (by_ids or not (self._chat and at and text[at - 1].isspace()))
 
     def _gives_ids(self, kept: int) -> bool:
         """True if the part's ids end with its text: an event of several may end within a letter."""
-        return self._parts[kept - 1].ids - (self._parts[kept - 2].ids if kept > 1 else 0) == 1
+        if self._letters_are_ids:
+            return True
+        return self._sent.end_of(kept).ids - self._sent.end_of(kept - 1).ids == 1
 
-    @property
-    def asks(self) -> Api:
+    def asks(self, rest: Rest) -> Api:
         """The API of the request for the rest."""
+        if rest.by_ids:
+            return Api.COMPLETIONS
         return self._text.api if self._message is None else Api.CHAT
 
     def of_engines(self, kind: EngineKind, model_id: str) -> None:
         """Set what the engines are: it decides how they read a conversation."""
         self._text = self._text.of_engines(kind, model_id, self._text.tenant_id)
 
+    def by_ids(self, rest: Rest) -> Rest:
+        """The rest of a conversation whose template does not fit, if the ids of its prompt and its text are known. Raises
+        CannotContinue."""
+        reads_more = self._text.body.get("tools") or self._text.body.get("logprobs") or self._text.media_items
+        if reads_more or (self._chat_events is not None and not self._chat_events.can_write):
+            raise CannotContinue(Why.TEMPLATE)
+        return replace(rest, by_ids=True)
+
+    def body_of_ids(self, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int) -> dict[str, Any]:
+        """The body for the rest by ids, if the engine gave none. `tokens`: as its engines counted `ids`, which are of the
+        answer so far."""
+        return body_of_ids(self._text, prompt_ids, ids, tokens)
+
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
         """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
-        kept = self._parts[: rest.parts]
-        ids = self._ids[: kept[-1].ids].tolist() if kept and self._with_ids else []
+        ids = self._sent.ids_of(rest.parts) if self._with_ids or rest.by_ids else []
+        if rest.by_ids:
+            return body_of_ids(self._text, self._prompt_ids, ids, tokens)
         return body_of_rest(self._text, self.text_of(rest), ids, tokens)
 
     def text_of(self, rest: Rest) -> str:
         """The answer that the next engine gets."""
-        return "".join(part.text for part in self._parts[: rest.parts])
+        return self._sent.text_of(rest.parts)
 
     def resume(self, rest: Rest, tokens: int) -> None:
         """From now on, events belong to an answer to `body`."""
         sent = self._sent
-        repeated = self._parts[rest.parts :]
-        while not self._ahead and repeated and not repeated[-1].text:
-            repeated.pop()
-            self._silent += 1
-        del self._parts[rest.parts :]
-        del self._ids[self._parts[-1].ids if self._parts else 0 :]
-        self._letters = self._base_letters = sum(len(part.text) for part in self._parts)
+        sent.repeat_from(rest.parts)
+        self._base_letters = sent.letters
         self.usage.before = tokens
-        self._ahead = sent[self._letters :]
+        self._by_ids = rest.by_ids
+        exact = self._chat and not rest.by_ids and rest.lag == 0 and self.usage.prompt_tokens is not None
+        self._least_prompt_tokens = (self.usage.prompt_tokens or 0) + tokens if exact else 0
+        if self._generate is not None:
+            self._generate.resume(sent.ids, sent.text_of(rest.parts))
         self._resumed, self._speaks = True, False
         self._parser = EventParser()
         self.error, self.withheld = None, b""
 
-    @property
-    def _sent(self) -> str:
-        return "".join(part.text for part in self._parts) + self._ahead
-
     def _give_up(self, why: Why) -> None:
         self.why = self.why or why
-        self._parts.clear()
-        del self._ids[:]
+        self._sent.clear()
 
 
 def _is_plain(passed: bytes) -> bool:

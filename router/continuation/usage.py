@@ -4,35 +4,55 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from router_client.learning.token_counts import Usage
+
 
 @dataclass(slots=True)
 class WholeUsage:
-    """`prompt_tokens`, `cached_tokens`: of the client's prompt, as the first engine counted them; None: it did not. `before`:
+    """`prompt_tokens`, `cached_tokens`: of the client's prompt, as the first engine counted them; None: it did not.
+    `completion_tokens`: of the answer so far; None: not counted yet; `details`: how the first engine divides them. `before`:
     the answer's tokens in the prompt of the last engine."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    details: Mapping[str, Any] | None = None
     before: int = 0
 
-    def learn(self, usage: Mapping[str, Any]) -> None:
-        """Read a usage of the first engine."""
-        self.prompt_tokens = count(usage, "prompt_tokens")
+    def learn(self, usage: Mapping[str, Any], *, first: bool) -> None:
+        """Read an engine's usage. `first`: of the first engine."""
+        own = count(usage, "prompt_tokens")
         details = usage.get("prompt_tokens_details")
         cached = count(details, "cached_tokens") if isinstance(details, dict) else None
-        self.cached_tokens = self.cached_tokens if cached is None else cached
+        if first:
+            self.prompt_tokens = own
+            self.cached_tokens = self.cached_tokens if cached is None else cached
+            self.details = usage.get("completion_tokens_details")
+        elif self.prompt_tokens is None and own is not None:
+            self.prompt_tokens = max(0, own - self.before)
+        if not first and self.cached_tokens is None and cached is not None and self.prompt_tokens is not None:
+            self.cached_tokens = min(cached, self.prompt_tokens)
+        if (completion := count(usage, "completion_tokens")) is not None:
+            self.completion_tokens = self.before + completion
+
+    @property
+    def whole(self) -> Usage | None:
+        """The usage of the client's request; None if no engine has counted."""
+        if self.prompt_tokens is None:
+            return None
+        return Usage(self.prompt_tokens, self.completion_tokens or 0, self.cached_tokens)
 
     def sum(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole usage, from that of the last engine: the prompt is the client's, and the answer is all of it."""
-        own = count(usage, "prompt_tokens") or 0
-        prompt = own - self.before if self.prompt_tokens is None else self.prompt_tokens
-        completion = self.before + (count(usage, "completion_tokens") or 0)
+        """An engine's usage, which was learned, in terms of the client's request."""
+        prompt, completion = self.prompt_tokens or 0, self.completion_tokens or 0
         summed = {**usage, "prompt_tokens": prompt, "completion_tokens": completion}
         if "total_tokens" in usage:
             summed["total_tokens"] = prompt + completion
+        if self.details is not None:
+            summed["completion_tokens_details"] = self.details
         details = usage.get("prompt_tokens_details")
-        if isinstance(details, dict) and (cached := count(details, "cached_tokens")) is not None:
-            first = min(cached, prompt) if self.cached_tokens is None else self.cached_tokens
-            summed["prompt_tokens_details"] = {**details, "cached_tokens": first}
+        if isinstance(details, dict) and self.cached_tokens is not None:
+            summed["prompt_tokens_details"] = {**details, "cached_tokens": self.cached_tokens}
         return summed
 
 

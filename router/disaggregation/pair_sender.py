@@ -144,7 +144,7 @@ async def _read_good(worker: Choice, answer: Answer) -> bytes:
     EngineLost."""
     if isinstance(answer, StreamedAnswer):
         stream = EventStream(hide_usage=False)
-        async for chunk in answer.chunks():
+        async for chunk in answer:
             stream.feed(chunk)
         error = stream.error if answer.events else None
     else:

@@ -70,7 +70,7 @@ class AskedRequest:
         Raises AdministrationPath, SenderUnknown, and InvalidValue for a body that engines must not get.
         """
         caller = trust.caller(head)
-        call = await _read_call(head, body)
+        call = await _read_call(head, body, of_tenant=caller.is_proven)
         model = _model_of(call)
         renaming = None
         if (
@@ -80,7 +80,7 @@ class AskedRequest:
             and (renamed := _rename(call.body, target)) is not None
         ):
             renaming = Renaming(target, model)
-            call = await _read_call(head, renamed)
+            call = await _read_call(head, renamed, of_tenant=caller.is_proven)
         if salts and caller.is_proven and body:
             call = call.salted(head.path, caller.salted)
         objective = next((name for one in OBJECTIVE_HEADERS if (name := trust.header(head, one)) is not None), None)
@@ -92,7 +92,7 @@ class AskedRequest:
         return cls(head, call, changed, labels, renaming, priority, caller)
 
 
-async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
+async def _read_call(head: RequestHead, body: bytes | None, *, of_tenant: bool) -> EngineCall:
     """Read the call. On a path that is not for inference, a body that no engine would read as JSON passes unchanged."""
     parts = head.path.split("/")[1:]
     if _ADMINISTRATION.fullmatch(head.path) or "" in parts[:-1] or {".", ".."} & set(parts):
@@ -101,7 +101,7 @@ async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
     try:
         if body and (encoding := head.first(b"content-encoding")) not in (None, "identity"):
             raise UnreadableBody(f"content-encoding is {encoding!r:.80}; remove it: engines read no compressed bodies")
-        return await read_call(head.method, head.path, head.query, kind, body or b"")
+        return await read_call(head.method, head.path, head.query, kind, body or b"", of_tenant=of_tenant)
     except UnreadableBody:
         if body and (head.path in INFERENCE or _MAY_BE_JSON.match(body)):
             raise
@@ -109,7 +109,7 @@ async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
     except NotForClients:
         raise
     except InvalidValue:  # no valid prompt: the engine's error goes to the client
-        return await read_call(head.method, "", head.query, kind, body or b"")
+        return await read_call(head.method, "", head.query, kind, body or b"", of_tenant=of_tenant)
 
 
 def _model_of(call: EngineCall) -> str:

@@ -127,7 +127,7 @@ class BookedRequest:
         self._moved = True
         self._watched.leave()  # the gateway gave up on the worker, as a client may
         outliers, first = self._parts.outliers, self._booked
-        line = f"the gateway went on to {served}"
+        line = f"the gateway moved on to {served}"
         outliers.record_bad(first.pool_id, first.choice.worker_id, line, unreachable=True)
         await self._end()
         moved = await self._parts.move(first.prompt, served)

@@ -58,7 +58,7 @@ def from_files(certificate: Path, key: Path) -> grpc.ServerCredentials:
             if stamp != seen:
                 used, seen = _read(certificate, key), stamp
         except (SettingsError, OSError) as error:
-            _log.warning("new certificate not used (%s); keeping the old one", error)
+            _log.warning("the new certificate was not used (%s); keeping the old one", error)
         return used
 
     return grpc.dynamic_ssl_server_credentials(used, current)

@@ -61,7 +61,7 @@ class KubernetesApi:
         except (OSError, httpx.HTTPError, ValueError) as error:
             raise KvatlasError(f"{path}: {' '.join(str(error).split())[:200]}") from error
         if not isinstance(found, dict):
-            raise KvatlasError(f"{path}: the answer is no object")
+            raise KvatlasError(f"{path}: the answer is not a JSON object")
         return found
 
 
@@ -104,7 +104,7 @@ class PeriodicRead(ABC):
             async with asyncio.timeout(CALL_S):
                 said = await self._read()
         except (KvatlasError, TimeoutError) as error:
-            said = [f"{self._what} not read ({str(error) or 'no answer'}); keeping the last value"]
+            said = [f"{self._what} could not be read ({str(error) or 'no answer'}); keeping the last value"]
         if said != self._said:
             for line in said:
                 _log.warning("%s", line)

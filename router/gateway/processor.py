@@ -180,7 +180,7 @@ class _Stream:
             self._counters.refused += 1
             most = self._settings.most_body_bytes
             return Refusal(
-                ErrorKind.TOO_LONG, f"the body has more than {most} bytes; expected fewer (--max-body-mib)", None
+                ErrorKind.TOO_LONG, f"the body has more than {most} bytes, the limit of --max-body-mib", None
             )
         return await self._picker.pick(head, ask.body, may_hide_usage=may_change)
 

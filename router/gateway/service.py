@@ -149,7 +149,7 @@ async def _drain(server: GatewayServer, settings: GatewaySettings) -> None:
     """Report not ready, give gateways a moment to send their requests elsewhere, then stop."""
     await server.set_ready(False)
     if settings.drain_s:
-        _log.info("not ready any more; taking requests for another %d s", settings.drain_s)
+        _log.info("not ready; accepting requests for another %d s", settings.drain_s)
         await anyio.sleep(settings.drain_s)
     await server.stop(settings.grace_s)
 

@@ -76,12 +76,6 @@ def reservation_of(callback_kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     return info if isinstance(info, dict) and RESERVATION in info else None
 
 
-def last_try_of(request: Mapping[str, Any]) -> str | None:
-    """The reservation of a request's last try, which LiteLLM keeps in the metadata; None if kvatlas did not choose it."""
-    info = (request.get("metadata") or {}).get("model_info")
-    return info.get(RESERVATION) if isinstance(info, dict) else None
-
-
 def engine_usage(callback_kwargs: Mapping[str, Any], response: Any) -> Usage | None:
     """The engine's usage; None for a stream without `include_usage`, for which LiteLLM only estimates it."""
     options = (callback_kwargs.get("optional_params") or {}).get("stream_options") or {}

@@ -15,7 +15,7 @@ loop (`DeploymentChooser`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
@@ -36,7 +36,6 @@ from kvatlas_router.litellm.deployments import (
     RESERVATION,
     Deployment,
     engine_usage,
-    last_try_of,
     reservation_of,
     stream_timings,
 )
@@ -157,9 +156,6 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         """One of the deployments that LiteLLM finds healthy. Raises what LiteLLM raises if there is none."""
         call = _StrategyCall(model, messages, input, specific_deployment, request_kwargs)
         given = dict(request_kwargs or {})
-        # the proxy server has one logging object for all tries of a request, which reports only the first failure
-        if "litellm_logging_obj" in given:
-            self.end_last_try(given)
         if messages and request_kwargs is not None:
             changed = await self._router.async_pre_routing_hook(**_arguments(call))  # plugins narrow the candidates
             if changed is not None:
@@ -248,16 +244,6 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any
     ) -> None:
         self.log_failure_event(kwargs, response_obj, start_time, end_time)
-
-    def report_first_token(self, request: Mapping[str, Any]) -> None:
-        """Record the first token of the request's last try."""
-        if (held_id := last_try_of(request)) is not None:
-            self._report(lambda _: self._chooser.first_token(held_id))
-
-    def end_last_try(self, request: Mapping[str, Any]) -> None:
-        """End the request's last try without a complete answer. Does nothing if its end was already reported."""
-        if (held_id := last_try_of(request)) is not None:
-            self._report(lambda _: self._chooser.end(held_id, None, None, well=False))
 
     def _end(self, kwargs: dict[str, Any], usage: Usage | None, timings: Timings | None, *, well: bool) -> None:
         info = reservation_of(kwargs)

@@ -199,7 +199,7 @@ class OutlierMonitor:
                 try:
                     await self.exchange(pool_id)
                 except STORE_FAILURES as error:
-                    _log.debug("pool %s: outliers not shared (%s); trying again", pool_id, reason(error))
+                    _log.debug("pool %s: outliers were not shared (%s); trying again", pool_id, reason(error))
                     self._wake.clear()
 
     def _outliers(self, pool_id: str) -> PoolOutliers:

@@ -148,6 +148,10 @@ class ProgressMonitor:
             end = engine.progress.leave if left else engine.progress.end
             end(id(watched), self._clock())
 
+    def count_move(self) -> None:
+        """Count a stream that went on elsewhere; see `WatchedTry.move`."""
+        self.counters.moved += 1
+
     # ------------------------------------------------------------ use
 
     def stalled_in(self, pool_id: str) -> frozenset[str]:
@@ -235,9 +239,9 @@ class ProgressMonitor:
         )
         for watched in list(engine.tries.values()):
             if engine.progress.is_lost(now):
-                watched.give_up()
+                watched.give_up(lost=True)
             elif alive and watched.sent.may_move(alive, watched.began) and watched.give_up():
-                self.counters.moved += 1
+                self.counters.moved += not watched.began
 
     def _is_stalled(self, worker_id: str) -> bool:
         engine = self._engines.get(worker_id)

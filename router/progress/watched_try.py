@@ -32,20 +32,27 @@ class _Monitor(Protocol):
 
     def close(self, watched: "WatchedTry", *, left: bool) -> None: ...
 
+    def count_move(self) -> None: ...
+
 
 class WatchedTry:
-    """Call `progress` for each part of the answer, and `end` or `leave`."""
+    """Call `progress` for each part of the answer, and `end` or `leave`.
 
-    __slots__ = ("_monitor", "_task", "began", "hangs", "sent", "status")
+    `reading`: it waits for the engine, not for its client; an answer that has begun is given up only then. `hangs`: it was
+    given up. `is_lost`: for good."""
+
+    __slots__ = ("_cancelled", "_monitor", "_task", "began", "hangs", "is_lost", "reading", "sent", "status")
 
     def __init__(self, monitor: _Monitor, sent: SentTry, task: "asyncio.Task[object] | None") -> None:
         self.sent = sent
         self.began = False
-        self.hangs = False
+        self.hangs = self.is_lost = False
+        self.reading = True
         self.status = 200
         """The answer's status, once it is known."""
         self._monitor = monitor
         self._task = task
+        self._cancelled = False
 
     def progress(self, part: bytes) -> None:
         """Record a part of the answer. Refusals and a stream's comments don't count: an HTTP server alone makes them."""
@@ -61,19 +68,31 @@ class WatchedTry:
         """Record that its client left, unless `give_up` cancelled it."""
         self._monitor.close(self, left=not self.hangs)
 
-    def give_up(self) -> bool:
-        """Cancel the task that waits for the answer; False if there is none. `took_cancellation` recognises this."""
-        if self.hangs or self._task is None:
+    def give_up(self, *, lost: bool = False) -> bool:
+        """Cancel the task that waits for the answer; False if there is none. `took_cancellation` recognises this. `lost`: the
+        answer will never come."""
+        if self.hangs or self._task is None or (self.began and not self.reading):
             return False
-        self.hangs = True
+        self.hangs = self._cancelled = True
+        self.is_lost = lost
         self._task.cancel()
         return True
 
     def took_cancellation(self) -> bool:
         """True if the cancellation just caught came from `give_up`; it is handled then."""
-        if self.hangs and self._task is not None:
-            return self._task.uncancel() == 0
-        return False
+        if not self._cancelled or self._task is None:
+            return False
+        self._cancelled = False
+        return self._task.uncancel() == 0
+
+    def stay(self) -> None:
+        """Go on waiting for an answer that was given up."""
+        self.hangs = False
+
+    def move(self) -> None:
+        """Stop watching an answer that was given up: it goes on elsewhere."""
+        self._monitor.count_move()
+        self.end()
 
 
 def is_computed(part: bytes) -> bool:

@@ -255,7 +255,7 @@ class Catalogue:
             try:
                 await self._lists.refresh(self._urls, 0.0)
             except STORE_FAILURES as error:
-                _log.debug("model lists not read: %s", error)
+                _log.debug("model lists were not read: %s", error)
             await asyncio.sleep(LIST_AGE_S)
 
     # ------------------------------------------------------------ records

@@ -10,6 +10,8 @@
     large_body.py       the model that a body names if it is too large to decode
     exchange.py         one request, from its arrival to its record: reads the prompt, ends with the client
     worker_tries.py     books a worker for it, and others until the client gets anything
+    attempts.py         the state of its tries
+    continued_answer.py its streamed answer, if another worker may go on with it
     answer_relay.py     one try on one worker: sends the request, passes its answer on
     predicted_try.py    how long a try should take
     client_request.py   the client's side: its request, answers and errors to it, and its line in the access log

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvatlas.errors import KvatlasError, Unreachable
+from kvatlas.fleet.records import EngineKind
 from kvatlas.telemetry import sampled_context
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_stream import EventStream
@@ -60,12 +61,11 @@ class EngineFailed(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class OpenedAnswer:
-    """An answer whose first content has arrived. `stream`: its reader, if it is a readable event stream. `chunks` is then the
-    rest of it, and `passed` the bytes to send first."""
+    """An answer whose first content has arrived. `stream`: its reader, if it is a readable event stream; `passed`: the bytes to
+    send first."""
 
     answer: Answer
     stream: EventStream | None = None
-    chunks: AsyncIterator[bytes] | None = None
     passed: bytes = b""
 
 
@@ -101,15 +101,15 @@ class AnswerRelay:
         """Send a request to the chosen engine, or to both engines of a pair; see `send_to_engine` and `send_to_pair`.
         `may_move`: see `SentTry`. `continued`: its answer, or what there is of it."""
         to_engine, text = request.for_engine, request.text
-        if text is not None and continued.api is not None and continued.body is not None:
-            text = replace(text, api=continued.api, body=continued.body)
-            to_engine = replace(to_engine, path=continued.api.value, body=json.dumps(continued.body).encode())
+        if (rest := continued.next_request) is not None:
+            text = rest
+            to_engine = replace(to_engine, path=rest.api.value, body=json.dumps(rest.body).encode())
         self._counters.overhead.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         self._counters.sent += 1
         fields: dict[str, Any] = {}
         if text is not None:
             fields = dict(usage_fields(text)) if self._hides_usage(request, continued) else {}
-            fields |= continued.fields
+            fields |= continued.fields(text, _kind_of(choice))
         fetch = fetch_fields(choice, text.body) if text is not None else {}
         self._counters.fetching += bool(fetch)
         if isinstance(choice, PairChoice):
@@ -166,13 +166,12 @@ class AnswerRelay:
         hides = self._hides_usage(request, continued)
         goes_on = continued.seam is not None
         stream = EventStream(hide_usage=hides, hold=True, whole=goes_on, counts=goes_on)
-        chunks = answer.chunks()
-        async for chunk in chunks:
+        async for chunk in answer:
             passed = self._read(answer, stream, chunk)
             if stream.begun:
                 if stream.response_id is not None and request.objects is not None and request.objects.kept:
                     await self._objects.record((stream.response_id,), choice.worker_id, request.caller.tenant_id)
-                return OpenedAnswer(answer, stream, chunks, passed)
+                return OpenedAnswer(answer, stream, passed)
             if stream.error is not None:
                 break
             if passed:
@@ -184,7 +183,33 @@ class AnswerRelay:
             raise error_refusal(choice.url, stream.error, answer)
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
-        return OpenedAnswer(answer, stream, chunks, rest)
+        if goes_on and not stream.done:
+            raise EngineLost(f"{choice.url}: the stream ended before the answer")
+        return OpenedAnswer(answer, stream, rest)
+
+    async def begin(
+        self,
+        request: ClientRequest,
+        choice: Booked,
+        header: tuple[bytes, bytes],
+        opened: "OpenedAnswer",
+        continued: ContinuedAnswer,
+    ) -> None:
+        """Send the beginning of a successful streamed answer to the client. Raises CannotContinue if it does not follow what
+        the client has."""
+        answer, stream = opened.answer, opened.stream
+        if isinstance(answer, WholeAnswer):
+            return
+        if not continued.goes_on:
+            await request.begin(answer, header)
+            if stream is not None:
+                ttft_s = (time.perf_counter_ns() - request.began_ns) / 1e9
+                self._counters.ttft.add(ttft_s, span=sampled_context())
+                describe_first_token(answer.span, ttft_s)
+        if stream is None or stream.error is None:
+            await _report(choice.first_token())
+        if stream is not None:
+            await self._send_events(request, answer, stream, opened.passed, continued.seam)
 
     async def pass_on(
         self,
@@ -194,21 +219,18 @@ class AnswerRelay:
         opened: "OpenedAnswer",
         continued: ContinuedAnswer,
     ) -> None:
-        """Send a successful answer to the client. Raises EngineLost if the engine disappears mid-answer, EngineFailed at the
-        end of a stream that reports an engine's error, and CannotContinue if its answer does not follow what the client has."""
-        answer = opened.answer
+        """Send the rest of a successful answer to the client. Raises EngineLost if the engine disappears mid-answer,
+        EngineFailed at the end of a stream that reports an engine's error, CannotContinue as `begin`, and EngineHangs, after
+        which it may be called again."""
+        answer, usage = opened.answer, None
         if isinstance(answer, WholeAnswer):
             await _report(self._finish(request, choice, answer, usage_of_body(answer.body), continued))
             await request.answer_whole(answer, header)
             return
-        if continued.body is None:
-            await request.begin(answer, header)
         if opened.stream is not None:
-            usage = await self._pass_events(request, choice, opened, opened.stream, continued)
+            usage = await self._pass_events(request, answer, opened.stream, continued.seam)
         else:
-            usage = None
-            await _report(choice.first_token())
-            async for chunk in answer.chunks():
+            async for chunk in answer:
                 await request.send_part(chunk)
             await request.send({"type": "http.response.body", "body": b""})
         await _report(self._finish(request, choice, answer, usage, continued))
@@ -217,44 +239,41 @@ class AnswerRelay:
         self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None, continued: ContinuedAnswer
     ) -> None:
         self._counters.request_time.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
-        request.count_usage(continued.whole_usage(usage))
+        whole = continued.whole_usage(usage)
+        request.count_usage(whole)
         text = request.text
         if text is None:  # the prompt was not read: nothing to compare or learn
             await choice.done()
             return
-        usage = usage_of_one_answer(text, usage)
+        usage = usage_of_one_answer(text, usage if continued.goes_on else whole)
         describe_usage(answer.span, usage)
-        await choice.done(answer.status, usage, timings_of(text, answer.clock, usage))
+        timings = timings_of(text, answer.clock, usage)
+        await choice.done(
+            answer.status, usage, timings, usage_of_one_answer(text, whole) if continued.goes_on else None
+        )
 
     async def _pass_events(
-        self,
-        request: ClientRequest,
-        choice: Booked,
-        opened: "OpenedAnswer",
-        stream: EventStream,
-        continued: ContinuedAnswer,
+        self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, seam: Seam | None
     ) -> Usage | None:
-        assert isinstance(opened.answer, StreamedAnswer) and opened.chunks is not None
-        if continued.body is None:
-            ttft_s = (time.perf_counter_ns() - request.began_ns) / 1e9
-            self._counters.ttft.add(ttft_s, span=sampled_context())
-            describe_first_token(opened.answer.span, ttft_s)
-        if stream.error is None:
-            await _report(choice.first_token())
-        seam = continued.seam
-        await self._send_events(request, opened.answer, stream, opened.passed, seam)
-        async for chunk in opened.chunks:
-            await self._send_events(request, opened.answer, stream, self._read(opened.answer, stream, chunk), seam)
-        rest = stream.end()
+        rest = b""
+        try:
+            async for chunk in answer:
+                await self._send_events(request, answer, stream, self._read(answer, stream, chunk), seam)
+            rest = stream.end()
+        except EngineLost:
+            if seam is None or seam.missing_end is None:
+                raise
         if seam is not None:
             rest = seam.end(rest)
-            if seam.error is not None or (seam.why is None and seam.missing_end is None):
+            if (end := seam.missing_end) is not None:
+                await request.send({"type": "http.response.body", "body": rest + end})
+                return stream.usage
+            if seam.error is not None or seam.why is None:
                 if rest:
                     await request.send_part(rest)
                 raise (
                     EngineLost("the stream ended before the answer") if seam.error is None else EngineFailed(seam.error)
                 )
-            rest += seam.missing_end or b""
         await request.send({"type": "http.response.body", "body": rest})
         if stream.error is not None:
             raise EngineFailed(stream.error)
@@ -270,6 +289,7 @@ class AnswerRelay:
         self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, passed: bytes, seam: Seam | None
     ) -> None:
         request.sent_events, request.in_event = stream.events, stream.in_event
+        request.count_sent(stream.parts)
         if seam is not None:
             passed = seam.feed(passed)
             request.sent_events = seam.events
@@ -286,9 +306,13 @@ class AnswerRelay:
         return text is not None and asks and text.streamed and not text.wants_usage
 
 
+def _kind_of(choice: Booked) -> EngineKind:
+    return (choice.decode if isinstance(choice, PairChoice) else choice).endpoint.kind
+
+
 async def _report(call: Awaitable[None]) -> None:
     """Report to the other routers. If the store does not answer, the request does not fail."""
     try:
         await call
     except Unreachable as error:
-        _log.warning("request not reported to the other routers: %s", error)
+        _log.warning("request was not reported to the other routers: %s", error)

@@ -235,8 +235,8 @@ class _ForEngines:
         try:
             _check_headers(request)
             body = await request.body()
-            call = await read_call(scope["method"], path, query, request.headers.get("content-type", ""), body)
-            caller = caller_of(scope)
+            caller, kind = caller_of(scope), request.headers.get("content-type", "")
+            call = await read_call(scope["method"], path, query, kind, body, of_tenant=caller.is_proven)
             if self._borders.salts and caller.is_proven:
                 call = call.salted(path, caller.salted)
         except InvalidValue as error:

@@ -212,6 +212,11 @@ class ClientRequest:
         if self.permit is not None and usage is not None:
             self.permit.correct(usage.prompt_tokens + usage.completion_tokens)
 
+    def count_sent(self, parts: int) -> None:
+        """Count the parts of the answer that the client was sent, a token or more each."""
+        if self.permit is not None:
+            self.permit.note_sent(self.prompt_tokens + parts)
+
     @property
     def _answers(self) -> int:
         return 1 if self.text is None else max(1, self.text.choices * self.text.prompts)

@@ -1,8 +1,8 @@
 """One request's streamed answer, which another worker may go on with after its engine died."""
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvatlas.errors import InvalidValue, Unreachable
@@ -25,11 +25,20 @@ KindOf = Callable[[Scope], Awaitable[EngineKind]]
 ReadPrompt = Callable[[TextRequest], Awaitable[RequestPrompt]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """What another engine is asked for: the rest of the answer, `tokens` of which it gets, and the request's API and body."""
+
+    rest: Rest
+    tokens: int
+    api: Api
+    body: Mapping[str, Any]
+
+
 @dataclass(slots=True)
 class ContinuedAnswer:
-    """`seam`: between the engines' answers; None if it can't go on, because of `why` (None: that is switched off). `body`: asks
-    for the rest; None before an engine died. `lost`: how the last engine's part ended. `is_broken`: the client's answer ended
-    with an error."""
+    """`seam`: between the engines' answers; None if it can't go on, because of `why` (None: that is switched off). `goes_on`:
+    the current engine is not the first. `lost`: how the last engine's part ended."""
 
     request: ClientRequest
     counters: ContinuationCounters
@@ -37,12 +46,12 @@ class ContinuedAnswer:
     kind_of: KindOf
     why: Why | None = None
     seam: Seam | None = None
-    body: Mapping[str, Any] | None = None
+    goes_on: bool = False
     lost: Exception | None = None
-    is_broken: bool = False
+    _next: _Next | None = None
     _withheld: bytes = b""
     _reached: object = None
-    _fields: Mapping[str, Any] = field(default_factory=dict)
+    _prompt: RequestPrompt | None = None
 
     @classmethod
     def of(
@@ -60,84 +69,94 @@ class ContinuedAnswer:
             return answer
         answer.why = Why.OBJECT if request.objects is not None and request.objects.ids else why_not(text, mode)
         if answer.why is None:
-            answer.seam, answer._fields = Seam(text), counting_fields(text)
+            answer.seam = Seam(text)
         return answer
 
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """Fields that its requests need."""
-        return self._fields
+    def fields(self, text: TextRequest, kind: EngineKind) -> Mapping[str, Any]:
+        """Fields that a request for it, or for the rest, needs at this kind of engine."""
+        of_message = self.request.text is not None and self.request.text.api is Api.MESSAGES
+        if self.seam is None or of_message:
+            return {}
+        return counting_fields(text, kind, self.request.prompt_tokens)
 
     @property
     def may_go_on(self) -> bool:
         """True if another worker could go on now."""
-        if self.seam is None or self.seam.why is not None:
-            return False
-        return self.body is None or self._reached != self.seam.reached
+        return self.seam is not None and self.seam.why is None and not self._is_stuck(self.seam)
 
     @property
-    def api(self) -> Api | None:
-        """The API of the request for the rest."""
-        return None if self.seam is None or self.body is None else self.seam.asks
+    def next_request(self) -> TextRequest | None:
+        """The request for the rest; None: the client's own is sent."""
+        if self._next is None or self.request.text is None:
+            return None
+        return replace(self.request.text, api=self._next.api, body=self._next.body)
 
     def fit(self, *, readable: bool) -> None:
         """Check the answer that an engine has begun. Raises CannotContinue unless it is a stream of events, as the first."""
         if readable:
             return
-        if self.body is not None:
+        if self._next is not None:
             raise CannotContinue(Why.UNREADABLE)
         if self.seam is not None:
             self.seam, self.why = None, Why.UNREADABLE
 
     def whole_usage(self, usage: Usage | None) -> Usage | None:
         """The whole answer's usage, from that of the last engine."""
-        if usage is None or self.seam is None or self.body is None:
+        if self.seam is None or (usage is not None and not self.goes_on):
             return usage
-        whole = self.seam.usage.sum(
-            {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
-        )
-        return replace(usage, prompt_tokens=whole["prompt_tokens"], completion_tokens=whole["completion_tokens"])
+        return self.seam.usage.whole
 
     # ------------------------------------------------------------ after an engine died
 
-    async def go_on(self, read: RequestPrompt, error: Exception) -> RequestPrompt | None:
-        """The prompt of the rest, once `error` ended the engine's part; None if the client's answer has ended instead."""
+    async def prepare(self, read: RequestPrompt, error: Exception) -> RequestPrompt:
+        """The prompt of the rest, once `error` ended the engine's part. Raises CannotContinue."""
         self.lost = error
         seam = self.seam
         if seam is None:
-            await self.end(self.why)
-            return None
+            raise CannotContinue(self.why)
         self._withheld = seam.withheld
+        if self._is_stuck(seam):
+            raise CannotContinue(Why.SAME_TOKEN)
+        rest = seam.rest()
         try:
-            if self.body is not None and self._reached == seam.reached:
-                raise CannotContinue(Why.SAME_TOKEN)
-            self._reached = seam.reached
-            rest = seam.rest()
-            if rest.end is not None:
-                await self.request.send({"type": "http.response.body", "body": rest.end})
-                return None
             seam.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
-            tokens = await self._count(seam, rest)
+            tokens, api = await self._count(seam, rest), seam.asks(rest)
             body = seam.body(rest, tokens)
-            found = await self.read_prompt(TextRequest.of(seam.asks, body))
-            self.body = body
-            seam.resume(rest, tokens)
-        except CannotContinue as cannot:
-            await self.end(cannot.why)
-        except CannotTokenize:
-            await self.end(Why.TEMPLATE)
-        except (InvalidValue, UnknownModel, Unreachable):
-            await self.end(Why.NO_WORKER)
-        else:
-            _log.info("a stream goes on elsewhere after %d tokens: %s", tokens, error)
-            return found
-        return None
+            found = await self.read_prompt(TextRequest.of(api, body))
+            self._prompt = read if self._prompt is None else self._prompt
+            if api.is_conversation and not _begins_with(found, self._prompt):
+                rest, api = seam.by_ids(rest), Api.COMPLETIONS
+                body = seam.body_of_ids(_ids_of(self._prompt), _ids_of(await self._read_text(seam, rest)), tokens)
+                found = await self.read_prompt(TextRequest.of(api, body))
+        except CannotTokenize as cannot:
+            raise CannotContinue(Why.TEMPLATE) from cannot
+        except (InvalidValue, UnknownModel, Unreachable) as away:
+            raise CannotContinue(Why.NO_WORKER) from away
+        self._next = _Next(rest, tokens, api, body)
+        return found
+
+    def join(self) -> None:
+        """Let the engine that has begun to answer go on. Does nothing for the first one."""
+        if self._next is None or self.seam is None:
+            return
+        _log.info("a stream goes on elsewhere after %d tokens: %s", self._next.tokens, self.lost)
+        self.seam.resume(self._next.rest, self._next.tokens)
+        self._next, self.goes_on, self._reached = None, True, self.seam.reached
+        self.counters.resumed += 1
+
+    def stay(self) -> None:
+        """Let the current engine go on, since there is no other."""
+        self._next = None
+
+    def _is_stuck(self, seam: Seam) -> bool:
+        """True if the current engine took over here, and got no further."""
+        return self.goes_on and self._reached == seam.reached
 
     async def end(self, why: Why | None) -> None:
         """End the client's answer as its engine did."""
-        self.is_broken = True
         if why is not None:
             self.counters.count(why)
+            _log.info("a stream ends with its engine: %s", CannotContinue(why))
         withheld = (b"" if self.seam is None else self.seam.withheld) or self._withheld
         if withheld:
             await self.request.send({"type": "http.response.body", "body": withheld})
@@ -147,13 +166,33 @@ class ContinuedAnswer:
     async def _count(self, seam: Seam, rest: Rest) -> int:
         """The tokens of the answer that the next engine gets. Engines hold back text that may begin a stop string, so tokens
         that they have counted may have no text yet; messages are not counted at all. Then the text is tokenized."""
-        text = seam.text_of(rest)
-        if rest.lag == 0 or not text:
+        if rest.lag == 0 or not rest.parts:
             return rest.tokens
-        asked = {"model": self.request.model, "prompt": text, "add_special_tokens": False}
-        if self.request.text is not None and (salt := self.request.text.cache_salt) is not None:
-            asked["cache_salt"] = salt  # it may name the tenant, whose engines alone may read the text
-        counted = (await self.read_prompt(TextRequest.of(Api.COMPLETIONS, asked))).prompt_tokens
+        counted = (await self._read_text(seam, rest)).prompt_tokens
         if counted is None:
             return rest.tokens
         return counted if rest.lag is None else min(rest.tokens, max(rest.tokens - rest.lag, counted))
+
+    async def _read_text(self, seam: Seam, rest: Rest) -> RequestPrompt:
+        """The answer that the next engine gets, as tokens."""
+        text = seam.text_of(rest)
+        asked = {"model": self.request.model, "prompt": text, "add_special_tokens": False}
+        if self.request.text is not None and (salt := self.request.text.cache_salt) is not None:
+            asked["cache_salt"] = salt  # it may name the tenant, whose engines alone may read the text
+        return await self.read_prompt(TextRequest.of(Api.COMPLETIONS, asked))
+
+
+def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool:
+    """True if the prompt with a part of the answer begins with the prompt, as far as their tokens are known. Templates may add
+    something behind a prompt that they leave out before a partial answer, such as `<think>`."""
+    if longer.prompt_tokens is None or prompt.prompt_tokens is None:
+        return True
+    first, whole = prompt.prompt.tokens, longer.prompt.tokens
+    return first is None or whole is None or list(whole[: len(first)]) == list(first)
+
+
+def _ids_of(prompt: RequestPrompt) -> Sequence[int]:
+    """Its token ids. Raises CannotContinue if they are not known."""
+    if prompt.prompt_tokens is None or prompt.prompt.tokens is None:
+        raise CannotContinue(Why.TEMPLATE)
+    return list(prompt.prompt.tokens)

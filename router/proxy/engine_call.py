@@ -1,5 +1,6 @@
 """Reads what a router needs to find a worker for a request: the model that it names, and its prompt's approximate length."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,8 @@ from kvatlas.errors import InvalidValue
 from kvatlas_router.proxy.form_body import find_form_model
 from kvatlas_router.proxy.json_body import read_object
 from kvatlas_router.proxy.large_body import find_model
+from kvatlas_router.tenancy.withheld_fields import FIELDS as TENANTS_FIELDS
+from kvatlas_router.tenancy.withheld_fields import withheld_from_tenants
 from kvatlas_router.tokens.text_request import Api, TextRequest, is_large
 from router_client.pricing.transfer_protocol import replace_fields, withdraw_transfer_fields
 
@@ -69,9 +72,7 @@ class EngineCall:
         if path in FORMS or not self.body:
             return self
         if is_large(self.body):
-            raise InvalidValue(
-                f"the body has {len(self.body)} bytes; expected fewer, or tenants' caches could not be kept apart"
-            )
+            raise InvalidValue(f"the body has {len(self.body)} bytes, too many to keep tenants' caches apart")
         decoded = self.text.body if self.text is not None else read_object(self.body)[0]
         own = decoded.get("cache_salt")
         fields = {"cache_salt": salt_of(own if isinstance(own, str) and own else None)}
@@ -80,9 +81,11 @@ class EngineCall:
         return replace(self, body=body, text=text)
 
 
-async def read_call(method: str, path: str, query: bytes, content_type: str, body: bytes) -> EngineCall:
+async def read_call(
+    method: str, path: str, query: bytes, content_type: str, body: bytes, *, of_tenant: bool = False
+) -> EngineCall:
     """Read a call by its path, as engines do, whatever its content type. The prompt of a large request is not read. Fields that
-    clients must not send to engines are removed.
+    clients must not send to engines are removed; `of_tenant`: also those that a client among several tenants must not send.
 
     Raises InvalidValue for a chat or a completion without a prompt, UnreadableBody, and NotForClients.
     """
@@ -92,10 +95,14 @@ async def read_call(method: str, path: str, query: bytes, content_type: str, bod
     if not body:
         return EngineCall(_model_in_query(query), body)
     if is_large(body):
-        return EngineCall(await find_model(body) or _model_in_query(query), body, letters)
+        refused = TENANTS_FIELDS if of_tenant else frozenset()
+        return EngineCall(await find_model(body, refused) or _model_in_query(query), body, letters)
     decoded, body = read_object(body)
     withdrawn = withdraw_transfer_fields(decoded)
     body, decoded = replace_fields(decoded, body, withdrawn), {**decoded, **withdrawn}
+    if of_tenant and (foreign := withheld_from_tenants(path, decoded)):
+        decoded = {name: value for name, value in decoded.items() if name not in foreign}
+        body = json.dumps(decoded).encode()
     has_embeddings_only = decoded.get("prompt_embeds") and not decoded.get("prompt")  # vLLM's
     reads = method == "POST" and path in _APIS and not has_embeddings_only
     if reads and (text := _read_text(Api(path), decoded)) is not None:

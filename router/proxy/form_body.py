@@ -38,7 +38,7 @@ def find_form_model(content_type: str, body: bytes) -> str | None:
             value = body[head_end + 4 : end][:MAX_NAME_BYTES]
             model = value.decode("utf-8", "replace") or None
         at = end + len(border)
-    raise UnreadableBody(f"the form has more than {MAX_FIELDS} fields; expected fewer")
+    raise UnreadableBody(f"the form has more than {MAX_FIELDS} fields, which is the limit")
 
 
 def _boundary(content_type: str) -> bytes:

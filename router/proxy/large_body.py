@@ -7,6 +7,7 @@ routed only by its length.
 import asyncio
 import json
 import re
+from collections.abc import Collection
 
 from kvatlas_router.proxy.json_body import UnreadableBody
 from router_client.pricing.transfer_protocol import WITHHELD, NotForClients
@@ -24,16 +25,16 @@ _COLON = re.compile(rb"\s*:")
 _SHALLOW = re.compile(rb'["{}\[\]:,]')
 
 
-async def find_model(body: bytes) -> str | None:
+async def find_model(body: bytes, refused: Collection[str] = ()) -> str | None:
     """The text under `model` in a JSON object; None without one. The engine judges the rest of the body.
 
     Raises UnreadableBody if the body is not exactly one object, or has too many values to scan; NotForClients for a field of
-    WITHHELD at any depth.
+    WITHHELD at any depth, or one of `refused` in the object itself.
     """
     if json.detect_encoding(body[:4]) != "utf-8":
-        raise UnreadableBody(f"the body has {len(body)} bytes; expected UTF-8 without a byte order mark in a large one")
+        raise UnreadableBody(f"the body has {len(body)} bytes; so large a body must be UTF-8 without a byte order mark")
     if body[:64].lstrip()[:1] != b"{":
-        raise UnreadableBody("the body is no JSON object")
+        raise UnreadableBody("the body is not a JSON object")
     at = depth = steps = 0
     key, names_value = b"", False
     model: str | None = None
@@ -43,7 +44,7 @@ async def find_model(body: bytes) -> str | None:
             await asyncio.sleep(0)
         if steps > MAX_STEPS:
             raise UnreadableBody(
-                f"the body has {len(body)} bytes with more than {MAX_STEPS} JSON values; expected fewer"
+                f"the body has {len(body)} bytes and more than {MAX_STEPS} JSON values, too many for a large body"
             )
         found = (_SHALLOW if depth == 1 else _DEEP).search(body, at, at + SLICE_BYTES)
         if found is None:
@@ -73,14 +74,14 @@ async def find_model(body: bytes) -> str | None:
             if name == "model":
                 model = None  # unless a text follows
             else:
-                _check_name(name, body)
+                _check_name(name, body, refused)
     if depth or body[at:].strip():
-        raise UnreadableBody("the body is no JSON object: it does not end with one")
+        raise UnreadableBody("the body is not a JSON object: it does not end with one")
     return model
 
 
-def _check_name(name: str | None, body: bytes) -> None:
-    if name in WITHHELD:
+def _check_name(name: str | None, body: bytes, refused: Collection[str] = ()) -> None:
+    if name in WITHHELD or name in refused:
         raise NotForClients(f"{name} is in a body of {len(body)} bytes; remove it from large bodies")
 
 
@@ -90,13 +91,13 @@ async def _end_of_text(body: bytes, start: int) -> int:
     for step in range(1, MAX_STEPS + 1):
         quote = body.find(b'"', at, at + SLICE_BYTES)
         if quote < 0 and at + SLICE_BYTES >= len(body):
-            raise UnreadableBody("the body is no JSON object: it ends in a text")
+            raise UnreadableBody("the body is not a JSON object: it ends in a text")
         if quote < 0 or step % SLICE_STEPS == 0:
             await asyncio.sleep(0)
         if quote >= 0 and _backslashes_before(body, start, quote) % 2 == 0:
             return quote + 1
         at = quote + 1 if quote >= 0 else at + SLICE_BYTES
-    raise UnreadableBody(f"the body has a text with more than {MAX_STEPS} quotes; expected fewer")
+    raise UnreadableBody(f"the body has a text with more than {MAX_STEPS} quotes, too many for a large body")
 
 
 def _backslashes_before(body: bytes, start: int, at: int) -> int:

@@ -81,7 +81,7 @@ class RequestRouter:
             async with asyncio.timeout(WARM_S):
                 await self._read_pools()
         except (KvatlasError, *STORE_FAILURES) as error:
-            _log.warning("first read of the fleet failed (%s); going on", reason(error))
+            _log.warning("first read of the fleet failed (%s); continuing", reason(error))
 
     async def _read_pools(self) -> None:
         pools = {record.endpoint.pool_id: record for record in (await self.catalogue.records()).values()}

@@ -7,9 +7,9 @@ successful answer, as failed for anything else.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from kvatlas.errors import Unreachable
@@ -22,13 +22,20 @@ from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, OpenedAnswer
+from kvatlas_router.proxy.attempts import Attempts, StalledAnswer
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.continued_answer import ContinuedAnswer, ReadPrompt
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.headers import decision_header
 from kvatlas_router.proxy.request_trace import describe_answer, describe_try
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
-from kvatlas_router.upstream.engine_answer import EngineRefused, EngineStalled, WholeAnswer
+from kvatlas_router.upstream.engine_answer import (
+    EngineHangs,
+    EngineRefused,
+    EngineStalled,
+    StreamedAnswer,
+    WholeAnswer,
+)
 from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
 from kvatlas_router.upstream.status import Verdict, judge
 from router_client.errors import NoWorkers
@@ -40,31 +47,8 @@ LOST_STATUS = 502
 """Status recorded for an answer that broke off, which is an engine's failure."""
 AGAIN_S = 0.25
 """If no connection to any engine succeeded, they are tried again after this time."""
-
-
-@dataclass(slots=True)
-class _Attempts:
-    """One request in a pool, and the outcome of its tries so far.
-
-    `refused`: the last unsuccessful answer, with its header. `doubted`: a worker whose refusal may be the request's own fault,
-    and its status. `free`: the last try reached no engine, so the next needs no budget. `paid`: the budget has already allowed
-    the next try. `apart`: two workers may compute prompt and answer. `read`: the prompt of the next try. `begun`: the client
-    has a part of an answer.
-    """
-
-    request: ClientRequest
-    read: RequestPrompt
-    answer: ContinuedAnswer
-    pool_id: str
-    number: int = 0
-    tried: frozenset[str] = frozenset()
-    line: str = ""
-    refused: tuple[WholeAnswer, tuple[bytes, bytes]] | None = None
-    doubted: tuple[str, int] | None = None
-    free: bool = False
-    paid: bool = False
-    apart: bool = True
-    begun: bool = False
+LEAVE_AGAIN_S = 5.0
+"""If no other worker goes on with a stalled engine's answer, others are tried again after this time."""
 
 
 class WorkerTries:
@@ -95,30 +79,10 @@ class WorkerTries:
         answer = ContinuedAnswer.of(
             request, self._continues, self._counters.continued, read_prompt, self._catalogue.kind_of
         )
-        attempts = _Attempts(request, read, answer, read.prompt.scope.pool_id)
-        budget = self._outliers.retry_budget(attempts.pool_id)
-        budget.record_request()
-        while attempts.number < self._most_attempts:
-            if attempts.number and not attempts.free and not attempts.paid and not budget.take():
-                self._counters.retries_denied += 1
-                break
-            self._counters.retried += attempts.number > 0
-            attempts.number += 1
-            attempts.paid = False
-            try:
-                if await self._try(attempts):
-                    return
-            except (RequestShed, QueueFull, EnginesRest) as error:
-                if attempts.refused is not None or attempts.begun:
-                    break
-                await self._hold_off(request, error)
-                return
-            except (NoWorkers, Unreachable) as error:
-                attempts.line = attempts.line or str(error)
-                if not attempts.free or attempts.begun or attempts.number == self._most_attempts:
-                    break
-                await asyncio.sleep(AGAIN_S)
-                attempts.tried = frozenset()
+        attempts = Attempts(request, read, answer, read.prompt.scope.pool_id)
+        self._outliers.retry_budget(attempts.pool_id).record_request()
+        if await self._try_workers(attempts):
+            return
         if attempts.begun:
             await self._end_broken(attempts, Why.NO_WORKER)
             return
@@ -134,7 +98,33 @@ class WorkerTries:
         self._counters.gave_up += 1
         await request.refuse(ErrorKind.UNAVAILABLE, attempts.line)
 
-    async def _try(self, attempts: _Attempts) -> bool:
+    async def _try_workers(self, attempts: Attempts) -> bool:
+        """Try workers until the client has its answer. False if none is left to try."""
+        budget = self._outliers.retry_budget(attempts.pool_id)
+        while attempts.number < self._most_attempts:
+            if attempts.number and not attempts.free and not attempts.paid and not budget.take():
+                self._counters.retries_denied += 1
+                break
+            self._counters.retried += attempts.number > 0
+            attempts.number += 1
+            attempts.paid = False
+            try:
+                if await self._try(attempts):
+                    return True
+            except (RequestShed, QueueFull, EnginesRest) as error:
+                if attempts.refused is not None or attempts.begun:
+                    break
+                await self._hold_off(attempts.request, error)
+                return True
+            except (NoWorkers, Unreachable) as error:
+                attempts.line = attempts.line or str(error)
+                if not attempts.free or attempts.begun or attempts.number == self._most_attempts:
+                    break
+                await asyncio.sleep(AGAIN_S)
+                attempts.tried = frozenset()
+        return False
+
+    async def _try(self, attempts: Attempts) -> bool:
         """Make one try. True if the client has its answer. Raises what booking raises."""
         request, pool_id, read, continued = attempts.request, attempts.pool_id, attempts.read, attempts.answer
         async with self._book(read, attempts) as choice:
@@ -156,11 +146,14 @@ class WorkerTries:
                     for one in unjudged:
                         self._outliers.record_good(pool_id, one)
                     await self._blame_doubted(attempts, worker_id)
+                    await self._leave_stalled(attempts)
+                    continued.join()
                     self._counters.answered += not attempts.begun
-                    self._counters.continued.resumed += attempts.begun
                     attempts.begun = True
                     describe_answer(request.span, answer.status, worker_id)
-                    await self._relay.pass_on(request, choice, header, opened, continued)
+                    await self._relay.begin(request, choice, header, opened, continued)
+                    if not await self._pass_on(attempts, choice, header, opened):
+                        unjudged.discard(worker_id)
                     while unjudged:
                         self._outliers.record_complete(pool_id, unjudged.pop())
             except EngineFailed as error:
@@ -186,25 +179,78 @@ class WorkerTries:
                     self._outliers.record_unknown(pool_id, one)
         return True
 
-    async def _go_on(self, attempts: _Attempts, worker_id: str, error: EngineLost | EngineFailed) -> bool:
+    async def _go_on(self, attempts: Attempts, worker_id: str, error: EngineLost | EngineFailed) -> bool:
         """Handle an answer whose engine died in the middle. False to let another worker go on; True if it has ended."""
         attempts.tried |= {worker_id}
         attempts.apart = False
-        rest = await attempts.answer.go_on(attempts.read, error)
-        if rest is not None:
-            attempts.read = rest
-            return False
-        self._counters.broken += attempts.answer.is_broken
-        return True
+        try:
+            attempts.read = await attempts.answer.prepare(attempts.read, error)
+        except CannotContinue as cannot:
+            await self._end_broken(attempts, cannot.why)
+            return True
+        return False
 
-    async def _end_broken(self, attempts: _Attempts, why: Why) -> None:
-        """End a begun answer with its engine's error, since no worker can go on with it."""
+    async def _pass_on(
+        self, attempts: Attempts, choice: Booked, header: tuple[bytes, bytes], opened: OpenedAnswer
+    ) -> bool:
+        """Pass an answer on. If its engine stalls, another worker goes on if one can: then False. Otherwise the client waits
+        for the rest of it."""
+        while True:
+            try:
+                await self._relay.pass_on(attempts.request, choice, header, opened, attempts.answer)
+            except EngineHangs as error:
+                assert isinstance(opened.answer, StreamedAnswer)
+                if await self._try_others(attempts, StalledAnswer(choice, opened.answer, error)):
+                    return False
+                opened.answer.watched.stay()
+                attempts.leave_at = time.monotonic() + LEAVE_AGAIN_S
+            else:
+                return True
+
+    async def _try_others(self, attempts: Attempts, stalled: StalledAnswer) -> bool:
+        """Let another worker go on with an answer. False if none can, and the client has got nothing of any."""
+        read, number, decision = attempts.read, attempts.number, attempts.request.decision
+        tried = attempts.tried = attempts.tried | {stalled.choice.worker_id}
+        attempts.apart, attempts.stalled = False, stalled
+        try:
+            attempts.read = await attempts.answer.prepare(read, stalled.error)
+            if await self._try_workers(attempts):
+                return True
+            if attempts.stalled is None:  # another worker went on, and died
+                await self._end_broken(attempts, Why.NO_WORKER)
+                return True
+            why = attempts.line or "no other worker is left to try"
+        except CannotContinue as error:
+            why = str(error)
+        _log.info("worker %s is stalled, and its stream waits for it: %s", stalled.choice.worker_id, why)
+        attempts.answer.stay()
+        attempts.stalled, attempts.read, attempts.request.decision = None, read, decision
+        if attempts.tried == tried:
+            attempts.number = number
+        return False
+
+    async def _leave_stalled(self, attempts: Attempts) -> None:
+        """Leave the engine whose answer stalled, now that another one answers."""
+        stalled, attempts.stalled = attempts.stalled, None
+        if stalled is None:
+            return
+        worker_id = stalled.choice.worker_id
+        stalled.answer.leave()
+        await _end_booking(stalled.choice, LOST_STATUS)
+        self._outliers.record_bad(attempts.pool_id, worker_id, str(stalled.error))
+        _log.warning("worker %s: %s", worker_id, stalled.error)
+
+    async def _end_broken(self, attempts: Attempts, why: Why | None) -> None:
+        """End a begun answer with its engine's error, since no worker can go on with it. Raises CannotContinue instead while
+        its stalled engine may."""
+        if attempts.stalled is not None:
+            raise CannotContinue(why)
         self._counters.broken += 1
         await attempts.answer.end(why)
 
     async def _judge_failure(
         self,
-        attempts: _Attempts,
+        attempts: Attempts,
         worker_id: str,
         error: EngineRefused | EngineUnreachable | EngineLost | PrefillFailed,
         header: tuple[bytes, bytes],
@@ -245,9 +291,11 @@ class WorkerTries:
         _log.warning("worker %s: %s", worker_id, error)
         return True
 
-    def _may_move(self, attempts: _Attempts, others: frozenset[str], began: bool) -> bool:
+    def _may_move(self, attempts: Attempts, others: frozenset[str], began: bool) -> bool:
         """True if a request that waits at a stalled engine may move to one of these. It keeps waiting if the budget is used
         up."""
+        if began and (attempts.stalled is not None or time.monotonic() < attempts.leave_at):
+            return False
         if began and not attempts.answer.may_go_on:
             return False
         if attempts.number >= self._most_attempts or not others - attempts.tried:
@@ -257,7 +305,7 @@ class WorkerTries:
 
     async def _judge_refusal(
         self,
-        attempts: _Attempts,
+        attempts: Attempts,
         worker_id: str,
         refusal: EngineRefused,
         header: tuple[bytes, bytes],
@@ -286,7 +334,7 @@ class WorkerTries:
         await request.answer_whole(answer, header)
         return True
 
-    async def _blame_doubted(self, attempts: _Attempts, worker_id: str) -> None:
+    async def _blame_doubted(self, attempts: Attempts, worker_id: str) -> None:
         """Record the doubted worker's refusal as its own failure, since this worker answers the same request."""
         if attempts.doubted is None:
             return
@@ -308,7 +356,7 @@ class WorkerTries:
         await request.refuse(kind, str(error), retry_after_s=error.retry_after_s)
 
     @asynccontextmanager
-    async def _book(self, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Booked]:
+    async def _book(self, read: RequestPrompt, attempts: Attempts) -> AsyncIterator[Booked]:
         """Book a worker that was not tried yet. Leaving the block ends the booking unless it has already ended."""
         request, prompt = attempts.request, read.prompt
         if attempts.number == 1:
@@ -322,7 +370,16 @@ class WorkerTries:
                 wait=request.wait,
             )
         else:
-            choice = await self._admission.book(prompt, request.text, attempts.tried, apart=attempts.apart)
+            choice = await self._admission.book_again(
+                prompt,
+                request.text,
+                attempts.tried,
+                request.trusted_header,
+                apart=attempts.apart,
+                tenant_id=request.caller.tenant_id,
+                priority=request.priority,
+                weight=request.caller.weight,
+            )
         try:
             yield choice
         finally:
@@ -334,7 +391,7 @@ async def _end_booking(choice: Booked, status: int) -> None:
     try:
         await choice.done(status=status)
     except Unreachable as error:
-        _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
+        _log.warning("worker %s: booking was not released (%s); it expires", choice.worker_id, error)
 
 
 def _workers_of(choice: Booked) -> set[str]:

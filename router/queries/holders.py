@@ -56,7 +56,7 @@ class HolderQueries:
     async def find(self, prompt: Prompt) -> Sequence[Match]:
         """The prompt's holders, most tokens first. Raises Unreachable, and InvalidValue for out-of-range token ids."""
         pool = await self._fleet.read_pool(prompt.scope.pool_id)
-        found = await look_up_overlap(self._index, prompt, pool.block_shapes)
+        found = await look_up_overlap(self._index, prompt, pool.looked_up_shapes)
         tenant_id = prompt.scope.tenant_id
         matches = [
             Match(record, found.held[id])

@@ -52,7 +52,7 @@ def read_question(body: Mapping[str, Any], *, by_hash: bool) -> Question:
         raise InvalidValue(f"{given} of model and model_name given; expected one of them")
     form = named[0]
     if body.get("lora_id") is not None:
-        raise InvalidValue("lora_id is not known here; expected lora_name")
+        raise InvalidValue("lora_id is not supported; send lora_name")
     block_size = body.get("block_size")
     if block_size is not None and not _is_count(block_size, MAX_BLOCK_SIZE):
         raise InvalidValue(f"block_size is {block_size!r:.80}; expected a whole number above 0")
@@ -61,7 +61,7 @@ def read_question(body: Mapping[str, Any], *, by_hash: bool) -> Question:
     hashes = b""
     if by_hash:
         if salt is not None:
-            raise InvalidValue("cache_salt is given; expected hashes that include it")
+            raise InvalidValue("cache_salt is given; send hashes that include it instead")
         hashes = _hashes(body, form)
     else:
         tokens = _list(body, "token_ids", MAX_TOKENS)

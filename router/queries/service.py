@@ -99,7 +99,7 @@ async def _serve_grpc(
             f"--grpc-port needs {error.name}, which is not installed: pip install 'kvatlas[gateway]'"
         ) from error
     if settings.http_token_file is not None:
-        raise SettingsError("--grpc-port and --http-token-file are both given; expected --clients-file for gRPC")
+        raise SettingsError("--grpc-port and --http-token-file are both given; gRPC needs --clients-file")
     certificate, key = settings.http_cert_file, settings.http_key_file
     credentials = from_files(certificate, key) if certificate is not None and key is not None else None
     server = GrpcServer(api, proof, GrpcAddress(settings.host, settings.grpc_port, credentials))

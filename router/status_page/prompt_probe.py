@@ -49,9 +49,6 @@ _HOLDERS = (
 class PromptProbe:
     """See the module's docstring."""
 
-    kinds: Sequence[PromptKind] = (PromptKind.TEXT, PromptKind.CHAT, PromptKind.TOKENS)
-    asks_adapter = False
-
     def __init__(self, parts: RequestRouter, pairs: PairBooker) -> None:
         self._client = parts.client
         self._reader = parts.reader

@@ -6,6 +6,7 @@
     issuer_keys.py      an issuer's public keys, from a file or an address
     proof.py            finds the caller by a request's headers, certificate and address
     refusals.py         why a request is refused
+    withheld_fields.py  what a client among several tenants may not tell an engine
     limits.py           each client's requests and tokens: in flight in this process, and per minute in the fleet
     allowance.py        this process's part of a client's requests or tokens per minute
     allowance_exchange.py   draws from and returns to the fleet's allowances in the store

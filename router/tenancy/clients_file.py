@@ -172,7 +172,7 @@ class Clients:
         clients = _entries(found, "clients", Client)
         issuers = _entries(found, "issuers", Issuer)
         if not clients and not issuers:
-            raise InvalidValue("it names no client; expected [clients.NAME] or [issuers.NAME]")
+            raise InvalidValue("it names no client; add [clients.NAME] or [issuers.NAME]")
         return cls(clients, issuers, header.lower())
 
 
@@ -182,7 +182,7 @@ T = TypeVar("T", Client, Issuer)
 def _entries(found: Mapping[str, Any], table: str, kind: type[T]) -> dict[str, T]:
     listed = found.get(table, {})
     if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
-        raise InvalidValue(f"{table} is no table of tables; expected [{table}.NAME]")
+        raise InvalidValue(f"{table} is not a table of tables; use [{table}.NAME]")
     entries: dict[str, T] = {}
     for name, fields in listed.items():
         if not _NAME.fullmatch(name):
@@ -202,16 +202,16 @@ def _entries(found: Mapping[str, Any], table: str, kind: type[T]) -> dict[str, T
 
 def _check_client(name: str, client: Client) -> None:
     if not (client.keys or client.certificates or client.addresses):
-        raise InvalidValue(f"clients.{name} can't prove itself; expected keys, certificates or addresses")
+        raise InvalidValue(f"clients.{name} can't prove itself; add keys, certificates or addresses")
     if client.addresses and not client.front:
-        raise InvalidValue(f"clients.{name} has addresses; expected front = true: an address alone proves no tenant")
+        raise InvalidValue(f"clients.{name} has addresses, which prove no tenant; set front = true")
     if any("*" in tenant for tenant in client.tenants) and not client.front:
         raise InvalidValue(f"clients.{name} has * in its tenants; expected names, or front = true")
 
 
 def _check_issuer(name: str, issuer: Issuer) -> None:
     if (issuer.keys_file is None) == (issuer.keys_url is None):
-        raise InvalidValue(f"issuers.{name} has both or none of keys_file and keys_url; expected one")
+        raise InvalidValue(f"issuers.{name} needs exactly one of keys_file and keys_url")
     if issuer.keys_url is not None and not is_key_address(issuer.keys_url):
         raise InvalidValue(f"issuers.{name}.keys_url is no https address; http is allowed only for loopback")
 

@@ -75,7 +75,7 @@ def _read_unchecked(token: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any]]
     except (ValueError, RecursionError):
         header = claims = None
     if not isinstance(header, dict) or not isinstance(claims, dict):
-        raise Unproven("no valid key or token; expected `Authorization: Bearer KEY`")
+        raise Unproven("no valid key or token; send `Authorization: Bearer KEY`")
     return header, claims
 
 

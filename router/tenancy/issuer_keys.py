@@ -83,7 +83,7 @@ class IssuerKeys:
                 self.version += 1
         except (OSError, TimeoutError, httpx.HTTPError, httpx.InvalidURL, InvalidValue) as error:
             self._refusals.report(
-                self._name, f"keys of issuer {self._name} not read ({error}); using the previous ones"
+                self._name, f"keys of issuer {self._name} could not be read ({error}); using the previous ones"
             )
         self._read_at = self._clock()
 

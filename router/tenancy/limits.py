@@ -64,6 +64,7 @@ class Permit:
         self._exchange = exchange
         self._use = use
         self._tokens = 0
+        self._sent = 0
         self._ended = False
 
     async def take_tokens(self, tokens: int) -> None:
@@ -90,8 +91,14 @@ class Permit:
             wait_s = allowance.wait_s(tokens, self._exchange.clock())
             raise OverLimit(f"this client has used its {allowance.size} tokens a minute", wait_s, tokens=True)
 
+    def note_sent(self, tokens: int) -> None:
+        """Record the tokens of the prompt and of what the client has of its answer. They count if it leaves before the end,
+        because no engine reports a usage then."""
+        self._sent = tokens
+
     def correct(self, tokens: int) -> None:
         """Replace the expected tokens by those that the engine reports at the end."""
+        self._sent = 0
         if self._use.of_tokens is not None:
             self._exchange.correct(self._use.of_tokens, max(0, tokens) - self._tokens)
 
@@ -99,6 +106,8 @@ class Permit:
         """End the request. Ending twice is fine."""
         if not self._ended:
             self._ended = True
+            if self._sent > self._tokens:
+                self.correct(self._sent)
             self._use.requests -= 1
             self._use.tokens -= self._tokens
 

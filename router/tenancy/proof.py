@@ -22,7 +22,7 @@ LOOK_S = 1.0
 MOST_CALLERS = 100_000
 _KEY_HEADERS = (b"x-api-key", b"api-key")
 """Headers in which clients of Anthropic and Azure send a key."""
-_NOTHING = "no key; expected `Authorization: Bearer KEY`"
+_NOTHING = "no key; send `Authorization: Bearer KEY`"
 
 _log = logging.getLogger("kvatlas_router.tenancy")
 

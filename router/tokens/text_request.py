@@ -87,7 +87,7 @@ class TextRequest:
     def of(cls, api: Api, decoded: Mapping[str, Any]) -> Self:
         """Like `parse`, for a decoded body."""
         request = cls(api, decoded)
-        name, prompt = request._named_prompt
+        name, prompt = request.named_prompt
         if not prompt or not isinstance(prompt, list if api in _LISTS else (str, list)):
             raise InvalidValue(f"{name} is {prompt!r:.80}; expected {_EXPECTED[api]}, not empty")
         if not api.is_conversation:
@@ -117,12 +117,13 @@ class TextRequest:
 
     @property
     def wants_usage(self) -> bool:
-        """True if the client gets the usage at the end of a stream. Only OpenAI's first two calls omit it by default."""
+        """True if the client gets the usage at the end of a stream. OpenAI's first two calls and vLLM's omit it by default."""
         options = self.body.get("stream_options")
-        return not self.api.is_checked or (isinstance(options, dict) and bool(options.get("include_usage")))
+        asks = isinstance(options, dict) and bool(options.get("include_usage"))
+        return asks or self.api not in (Api.CHAT, Api.COMPLETIONS, Api.TOKENS)
 
     @property
-    def _sampling(self) -> Mapping[str, Any]:
+    def sampling(self) -> Mapping[str, Any]:
         """The fields for sampling, and for the number of tokens."""
         if self.api not in (Api.GENERATE, Api.TOKENS):
             return self.body
@@ -133,14 +134,14 @@ class TextRequest:
     def output_tokens(self) -> int | None:
         """The request's own limit of generated tokens, if any."""
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens"):
-            if type(value := self._sampling.get(name)) is int and value > 0:
+            if type(value := self.sampling.get(name)) is int and value > 0:
                 return min(value, MAX_OUTPUT_TOKENS)
         return None
 
     @property
     def output_limits(self) -> OutputLimits:
         """The request's limits of its answer's length. `min_tokens` and `ignore_eos` are fields of vLLM and SGLang."""
-        sampling, most = self._sampling, self.output_tokens
+        sampling, most = self.sampling, self.output_tokens
         if most is not None and sampling.get("ignore_eos") is True:
             return OutputLimits(most, most)
         least = sampling.get("min_tokens", sampling.get("min_new_tokens"))
@@ -158,7 +159,7 @@ class TextRequest:
         vLLM computes the whole prompt for `prompt_logprobs` (0 too), and for `logprobs` of a completion with `echo`; SGLang
         from `logprob_start_len` on with `return_logprob`, and the whole prompt for `logprobs` with `echo`.
         """
-        body, sampling = self.body, self._sampling
+        body, sampling = self.body, self.sampling
         echoes = self.api is Api.COMPLETIONS and body.get("echo") is True and body.get("logprobs") is not None
         skip = sampling.get("skip_reading_prefix_cache")
         start = body.get("logprob_start_len") if body.get("return_logprob") is True else None
@@ -169,7 +170,8 @@ class TextRequest:
         )
 
     @property
-    def _named_prompt(self) -> tuple[str, Any]:
+    def named_prompt(self) -> tuple[str, Any]:
+        """The field that holds the prompt, and its value."""
         names = _PROMPTS[self.api]
         name = next((name for name in names if self.body.get(name) is not None), names[-1])
         return name, self.body.get(name)
@@ -177,20 +179,20 @@ class TextRequest:
     @property
     def prompts(self) -> int:
         """The number of prompts; a conversation has one."""
-        _, prompt = self._named_prompt
+        _, prompt = self.named_prompt
         nested = not self.api.is_conversation and isinstance(prompt, list) and not isinstance(prompt[0], int)
         return len(prompt) if nested else 1
 
     @property
     def choices(self) -> int:
         """The number of answers that it asks for per prompt."""
-        n = self._sampling.get("n")
+        n = self.sampling.get("n")
         return n if isinstance(n, int) and n > 1 else 1
 
     @property
     def prompt(self) -> str | Sequence[int]:
         """The first prompt of a request that is not a conversation: text or token ids."""
-        name, prompt = self._named_prompt
+        name, prompt = self.named_prompt
         first = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
         if not isinstance(first, list if self.api is Api.TOKENS else (str, list)):
             raise InvalidValue(f"{name} is {first!r:.80}; expected {_EXPECTED[self.api]}")
@@ -231,7 +233,7 @@ class TextRequest:
         """The number of images and other parts of a conversation that are not text."""
         if not self.api.is_conversation:
             return 0
-        _, messages = self._named_prompt
+        _, messages = self.named_prompt
         return sum(media_parts(content_of(one)) for one in messages) if isinstance(messages, list) else 0
 
     @property

@@ -25,7 +25,7 @@ class NameLookups:
             lookup.add_done_callback(_take_failure)
         await asyncio.wait((lookup,))
         if lookup.cancelled():
-            raise OSError(None, "its name was not looked up to the end")
+            raise OSError(None, "the lookup of its name did not finish")
         return lookup.result()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
@@ -30,6 +31,10 @@ class EngineStalled(EngineUnreachable):
         super().__init__(line, connected=True)
 
 
+class EngineHangs(EngineLost):
+    """The engine makes no progress in mid-answer. Its answer may still come: see `StreamedAnswer`."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request to an engine. `path`: as the client wrote it, percent-encoded."""
@@ -53,8 +58,11 @@ class WholeAnswer:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer whose first bytes have arrived. `clock`: started with the request; the answer's reader counts parts on it.
-    `events`: the answer is an uncompressed stream of server-sent events. `span`: of its try."""
+    """An answer whose first bytes have arrived: an iterator over its body. It raises EngineLost, and EngineHangs if `watched`
+    gives it up but not for good; after `watched.stay()`, it can be read on.
+
+    `clock`: started with the request; the answer's reader counts parts on it. `events`: the answer is an uncompressed stream of
+    server-sent events. `span`: of its try."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -65,12 +73,32 @@ class StreamedAnswer:
     events: bool = True
     span: Span = INVALID_SPAN
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Raises EngineLost."""
-        yield self.first
-        while chunk := await self.rest.read():
-            self.watched.progress(chunk)
-            yield chunk
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        chunk, self.first = self.first, b""
+        if chunk:
+            return chunk
+        watched = self.watched
+        watched.reading = True
+        try:
+            chunk = await self.rest.read()
+        except asyncio.CancelledError as error:
+            if not watched.took_cancellation():
+                raise
+            raise (EngineLost if watched.is_lost else EngineHangs)("the engine hangs in mid-answer") from error
+        finally:
+            watched.reading = False
+        if not chunk:
+            raise StopAsyncIteration
+        watched.progress(chunk)
+        return chunk
+
+    def leave(self) -> None:
+        """Give the answer up for another engine's."""
+        self.watched.move()
+        self.rest.close()
 
 
 Answer = WholeAnswer | StreamedAnswer
@@ -96,12 +124,10 @@ async def send_to_engine(
     """`async with send_to_engine(...) as answer`; leaving the block before the answer's end closes the connection.
 
     Yields answers of any status: a successful one that is not JSON from its first bytes on, any other when complete. Raises
-    EngineUnreachable if the engine is down, EngineStalled if `watch` gives it up, and EngineLost from the block if `watch`
-    gives it up mid-answer.
+    EngineUnreachable if the engine is down, and EngineStalled if `watch` gives it up; once it has begun, see `StreamedAnswer`.
     """
     with watch as watched:
         incoming: IncomingAnswer | None = None
-        began = False
         try:
             clock = AnswerClock()
             incoming = await client.send(request.method, _url(base_url, request), headers, request.body)
@@ -109,13 +135,11 @@ async def send_to_engine(
                 answer = await _read_start(incoming, clock, watched, base_url)
             except EngineLost as error:
                 raise EngineUnreachable(f"{base_url}: {error}", connected=True) from error
-            began = True
+            watched.reading = False
             yield answer
         except asyncio.CancelledError as error:
             if not watched.took_cancellation():
                 raise
-            if began:
-                raise EngineLost("the engine hangs in mid-answer") from error
             raise EngineStalled(f"{base_url}: the engine makes no progress") from error
         finally:
             if incoming is not None:

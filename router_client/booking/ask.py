@@ -29,8 +29,8 @@ def build_ask(
     lookup: Lookup | None = None,
 ) -> Ask:
     """Offers in the order of `quotes`, and offers to look-alikes with their likeness. `chains`: by block size, as far as
-    hashed; more is hashed as needed. `usual_block_size`: the pool's, for workers that have announced no block yet. The other
-    arguments: see `Ask`.
+    hashed; more is hashed as needed; nothing is predicted for workers of other sizes. `usual_block_size`: the pool's, for
+    workers that have announced no block yet. The other arguments: see `Ask`.
 
     Raises InvalidValue for an out-of-range token id.
     """
@@ -44,7 +44,8 @@ def build_ask(
         known = kinds.get(for_kind)
         if known is None:
             size = for_kind.block_size or prompt.block_size or usual_block_size or DEFAULT_BLOCK_SIZE
-            if predicts and size not in numbers and prompt.input_tokens >= size * STEP_BLOCKS:
+            looked_up = size in chains or not for_kind.block_size
+            if predicts and looked_up and size not in numbers and prompt.input_tokens >= size * STEP_BLOCKS:
                 hashes = (chains.get(size) or PromptChain(prompt, size)).all_hashes()
                 step_chain = StepChain.of(prompt.scope.scope_id, size, hashes)
                 steps = sum(len(one.hashes) for one in (*step_chains, step_chain)) // HASH_BYTES

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
+from math import inf
 from secrets import token_bytes
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, TypeVar
 
 from kvatlas.cost.protocol import Load
@@ -24,7 +25,9 @@ from kvatlas.reservations import (
     WorkerReport,
 )
 from kvatlas.reservations.evaluation import Candidates, WorkerLoad, evaluate
+from kvatlas.reservations.pool_queue import LEASE_US
 from kvatlas.reservations.protocol import ID_BYTES
+from kvatlas.reservations.waiting_request import Place, WaitReason
 from kvatlas.store.circuit_breaker import CircuitBreaker
 from kvatlas.store.deadline import STORE_FAILURES, Deadline, LateCalls
 from kvatlas.telemetry import sampled_context
@@ -65,6 +68,8 @@ class Booker:
         self._now_us = now_us
         self._own = MemoryReservations(now_us)
         self._breaker = CircuitBreaker()
+        self._waited: dict[str, tuple[float, Place]] = {}
+        """By pool, when requests last waited in the store, and how many."""
         self._last_reported: dict[tuple[int, str], object] = {}
 
     @property
@@ -120,11 +125,16 @@ class Booker:
             evaluation = await deadline.wait_for(self._reservations.book(pool_id, booking))
             answered = True
             self._counters.booking_time.add(perf_counter() - began, span=sampled_context())
-        except (LookAlikesUnknown, LookupImpossible, QueueIsFull):
+        except (LookAlikesUnknown, LookupImpossible):
             answered = True
+            raise
+        except QueueIsFull as error:
+            answered = True
+            self._record_waiting(pool_id, error.requests, error.tokens)
             raise
         except MustWait as error:
             answered = True
+            self._record_waiting(pool_id, error.place.requests, error.place.tokens)
             error.request = booking.waiting
             raise
         finally:
@@ -156,10 +166,14 @@ class Booker:
 
     def book_alone(self, prompt: Prompt, ask: Ask) -> tuple[Evaluation, tuple[Reservation, ...]]:
         """Reserve what `look_alone` would choose. Raises MustWait and QueueIsFull: a router that decides alone keeps the
-        queue for its own requests."""
+        queue for its own requests. If the store was only late, they do not overtake those that waited there."""
         pool_id = prompt.scope.pool_id
         self._report_to_own(pool_id)
         booking = self._new_booking(prompt, ask, leased=False, waits=True)
+        if booking.waiting is not None and booking.waiting.may_wait and not self._breaker.is_open:
+            waited_s, place = self._waited.get(pool_id, (-inf, None))
+            if place is not None and monotonic() - waited_s < LEASE_US / 1e6:
+                raise MustWait(place, booking.waiting, filed=False)
         try:
             evaluation = self._own.book_now(pool_id, booking)
         except MustWait as error:
@@ -171,6 +185,17 @@ class Booker:
             ids.append(booking.prefill_id)
         return evaluation, tuple(Reservation(pool_id, id, self._own, None, None, self._late_calls) for id in ids)
 
+    def wait_without_room(self, prompt: Prompt, evaluation: Evaluation) -> None:
+        """Let a prompt that may wait do so unless what was chosen without reservations has room. Raises MustWait and
+        QueueIsFull."""
+        if (waiting := prompt.waiting) is None or not waiting.may_wait:
+            return
+        try:
+            self._own.wait_without_room(prompt.scope.pool_id, self._leases.router_id, waiting, evaluation)
+        except MustWait as error:
+            error.request, error.alone = waiting, True
+            raise
+
     async def turns(
         self, pool_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest], *, call_store: bool
     ) -> tuple[Turns, bool]:
@@ -180,6 +205,7 @@ class Booker:
             call = self._reservations.turns(pool_id, self._leases.router_id, left, waiting)
             turns, _ = await self.try_store(deadline.wait_for(call), deadline)
             if turns is not None:
+                self._record_waiting(pool_id, turns.requests, turns.tokens)
                 return turns, True
         return self._own.turns_now(pool_id, self._leases.router_id, left, waiting), False
 
@@ -217,6 +243,12 @@ class Booker:
                 self._leases.report_later(pool_id, booking.id, Outcome.CALLED_OFF)
 
     # ------------------------------------------------------------ pieces
+
+    def _record_waiting(self, pool_id: str, requests: int, tokens: int) -> None:
+        if requests:
+            self._waited[pool_id] = monotonic(), Place(WaitReason.TURN, requests, requests, tokens)
+        else:
+            self._waited.pop(pool_id, None)
 
     def _new_booking(self, prompt: Prompt, ask: Ask, *, leased: bool, waits: bool = False) -> Booking:
         longest_us = round(self._settings.booking.longest_s * 1e6)

@@ -12,6 +12,7 @@ from socket import gethostname
 from typing import NamedTuple
 
 from kvatlas.reservations import Outcome, Reservations
+from kvatlas.reservations.protocol import BookingEnd
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES
@@ -36,6 +37,7 @@ class _PendingReport(NamedTuple):
     id: bytes
     outcome: Outcome | None
     until_s: float
+    output_tokens: int | None
 
 
 class Leases:
@@ -73,11 +75,11 @@ class Leases:
         this process."""
         return self._task.running and self._reservations.fed_by_indexer
 
-    def report_later(self, pool_id: str, id: bytes, outcome: Outcome | None) -> None:
+    def report_later(self, pool_id: str, id: bytes, outcome: Outcome | None, output_tokens: int | None = None) -> None:
         """Report to the store soon, or when it answers again: how a reservation ended, or (None) that its first token has
         arrived."""
         until_s = time.monotonic() + max(self._lease_s, KEEP_S)
-        self._pending.append(_PendingReport(pool_id, id, outcome, until_s))
+        self._pending.append(_PendingReport(pool_id, id, outcome, until_s, output_tokens))
         self._wake.set()
 
     def start(self) -> None:
@@ -127,7 +129,7 @@ class Leases:
                     still_held = await self._reservations.renew_lease(pool_id, self.router_id, self.lease_us)
             except STORE_FAILURES as error:
                 _log.warning(
-                    "router %s: lease in pool %s not renewed (%s); trying again in %g s",
+                    "router %s: lease in pool %s was not renewed (%s); trying again in %g s",
                     self.router_id,
                     pool_id,
                     reason(error),
@@ -148,7 +150,7 @@ class Leases:
             try:
                 for pool_id in list(by_pool):
                     async with asyncio.timeout(CLOSE_S):
-                        ends = [(report.id, report.outcome) for report in by_pool[pool_id]]
+                        ends = [BookingEnd(one.id, one.outcome, one.output_tokens) for one in by_pool[pool_id]]
                         await self._reservations.record_ends(pool_id, ends)
                     del by_pool[pool_id]
             finally:

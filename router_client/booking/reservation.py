@@ -29,6 +29,7 @@ class Reservation:
         self._prefilled = False
         self._ended = False
         self._outcome: Outcome | None = None
+        self._output_tokens: int | None = None
         self._mirror = mirror
         if leases is not None:
             leases.record_booking(pool_id)
@@ -41,13 +42,13 @@ class Reservation:
                 await self._mirror.first_token()
             await self._report(None)
 
-    async def end(self, outcome: Outcome) -> None:
-        """Report the end of the request."""
+    async def end(self, outcome: Outcome, output_tokens: int | None = None) -> None:
+        """Report the end of the request. `output_tokens`: those of its answer, if known."""
         if self._ended:
             return
-        self._ended, self._outcome = True, outcome
+        self._ended, self._outcome, self._output_tokens = True, outcome, output_tokens
         if self._mirror is not None:
-            await self._mirror.end(outcome)
+            await self._mirror.end(outcome, output_tokens)
         if self._leases is not None:
             self._leases.record_release(self.pool_id)
         await self._report(outcome)
@@ -55,11 +56,11 @@ class Reservation:
     def report_again(self) -> None:
         """Repeat the reports: the store has made the booking only now, so earlier reports found nothing."""
         if self._leases is not None and (self._ended or self._prefilled):
-            self._leases.report_later(self.pool_id, self.id, self._outcome)
+            self._leases.report_later(self.pool_id, self.id, self._outcome, self._output_tokens)
 
     async def _report(self, outcome: Outcome | None) -> None:
         if self._leases is not None and self._leases.sends_reports:
-            self._leases.report_later(self.pool_id, self.id, outcome)
+            self._leases.report_later(self.pool_id, self.id, outcome, self._output_tokens)
             return
         deadline = Deadline(self._deadline_ms, self._late_calls)
         received = False
@@ -67,10 +68,10 @@ class Reservation:
             if outcome is None:
                 await deadline.wait_for(self._store.record_first_token(self.pool_id, self.id))
             else:
-                await deadline.wait_for(self._store.release(self.pool_id, self.id, outcome))
+                await deadline.wait_for(self._store.release(self.pool_id, self.id, outcome, self._output_tokens))
             received = True
         except STORE_FAILURES:
             pass  # reported later, below
         finally:  # even if the request's own task was cancelled
             if not received and self._leases is not None:
-                self._leases.report_later(self.pool_id, self.id, outcome)
+                self._leases.report_later(self.pool_id, self.id, outcome, self._output_tokens)

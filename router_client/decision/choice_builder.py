@@ -14,7 +14,7 @@ from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.fetch_fields import Fetch
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairRanking
-from router_client.pricing.reuse_limit import describe_pool_mismatch
+from router_client.pricing.reuse_limit import describe_pool_mismatch, describe_rare_shapes
 from router_client.prompt import Prompt
 from router_client.results import Choice, Ranking
 
@@ -93,9 +93,10 @@ class ChoiceBuilder:
         )
 
     def remarks(self, prompt: Prompt, pool: Pool) -> tuple[str, ...]:
-        """What was ignored in the request, and why no worker can hold its blocks. Each remark is logged once."""
-        why = describe_pool_mismatch(prompt, pool)
-        remarks = (*prompt.notes, why) if why else prompt.notes
+        """What was ignored in the request, why no worker can hold its blocks, and for which none was looked up. Each remark
+        is logged once."""
+        of_pool = describe_pool_mismatch(prompt, pool), describe_rare_shapes(pool)
+        remarks = (*prompt.notes, *filter(None, of_pool)) if any(of_pool) else prompt.notes
         for line in remarks:
             if line not in self._remarked and len(self._remarked) < MOST_REMARKED:
                 self._remarked.add(line)

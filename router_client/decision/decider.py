@@ -4,7 +4,7 @@ Each step has its own file (`fleet_cache`, `index_lookup`, `policy`, `router_cli
 deadline. If the store is slow or down, the choice continues without it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
@@ -156,11 +156,13 @@ class Decider:
         if not quotes:
             raise self._no_workers(prompt, case.pool.left_out)
         if (followed := self._policy.choose_followed(prompt, case.pool)) is not None:
-            case = replace(case, followed=followed)
+            case = replace(case, followed=followed, prompt=_waiting_for(case.prompt, case.pool, {followed}))
         listed = shortlist(quotes, case.followed)
         ask = self._policy.ask(case, listed)
         if not self._settings.booking.reservations:
             evaluation = evaluate_without_bookings(ask, case.pool, listed)
+            if book:
+                self._booker.wait_without_room(case.prompt, evaluation)
             listed = with_source(listed, evaluation.worker_id, evaluation.source)
             return self._choose(case, listed, evaluation.by_offer, evaluation.chosen)
         failure = "reservations: no recent answer" if not behind or trying else ""
@@ -188,6 +190,8 @@ class Decider:
         booked: tuple[Evaluation, tuple[Reservation, ...]] | None = None
         if not self._settings.booking.reservations:
             booked = evaluate_without_bookings(ask, case.pool, quotes), ()
+            if book:
+                self._booker.wait_without_room(case.prompt, booked[0])
         elif call_store:
             call = self._booker.look_or_book(prompt, ask, deadline, book=book)
             booked, failure = await self._booker.try_store(call, deadline)
@@ -239,13 +243,14 @@ class Decider:
         return self._policy.narrow(pool, prompt, avoid), why
 
     def _waiting_among(self, prompt: Prompt, pool: Pool) -> Prompt:
-        """The prompt, waiting only for workers of the narrowed pool, if others in its pool are left out."""
-        if prompt.waiting is None:
+        """The prompt, waiting only for workers of the narrowed pool that it fits on, if others in its pool are left out."""
+        if prompt.waiting is None or not prompt.waiting.may_wait:
             return prompt
         whole = self._fleet.last_known(prompt.scope.pool_id)
-        if whole is None or pool is whole or pool.sizes == whole.sizes:
+        fits = pool.fits_everywhere(prompt.input_tokens)
+        if fits and (whole is None or pool is whole or pool.sizes == whole.sizes):
             return prompt
-        return replace(prompt, waiting=prompt.waiting.among(pool.serving))
+        return _waiting_for(prompt, pool, pool.serving)
 
     async def _look_up(self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, counts: bool) -> Case:
         """The case with what the pool's workers hold. `counts`: of several tries one counts."""
@@ -400,6 +405,15 @@ def _record_fetchable(case: Case) -> None:
     if case.prompt.fetch_by and pool.sources and size is not None:
         chain = case.lookup.chains.get(size) or PromptChain(case.prompt, size)
         pool.fetches.record_prompt(case.prompt.scope.pool_id, chain.all_hashes(), size)
+
+
+def _waiting_for(prompt: Prompt, pool: Pool, workers: Set[str]) -> Prompt:
+    """The prompt, waiting only for those of these workers of the pool whose caches can hold it. It does not wait if there are
+    none: room would never come."""
+    if prompt.waiting is None or not prompt.waiting.may_wait:
+        return prompt
+    fit = workers & pool.serving_prompts_of(prompt.input_tokens)
+    return replace(prompt, waiting=prompt.waiting.among(fit) if fit else None)
 
 
 def _narrow_ask(ask: Ask, worker_id: str) -> Ask:

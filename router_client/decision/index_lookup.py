@@ -31,7 +31,7 @@ class IndexLookup:
 
     async def look_up(self, prompt: Prompt, pool: Pool) -> PromptLookup:
         """The part of the prompt that each of the pool's workers holds. Raises what the store raises."""
-        return await look_up_overlap(self._index, prompt, pool.block_shapes)
+        return await look_up_overlap(self._index, prompt, pool.looked_up_shapes)
 
     async def look_up_in_time(self, prompt: Prompt, pool: Pool, deadline: Deadline, share: float = READ_SHARE) -> Case:
         """`look_up` within a share of the deadline; if that fails, an empty lookup and the reason. After failures a choice is
@@ -57,7 +57,7 @@ class IndexLookup:
             else:
                 self._breaker.record_success()
                 return Case(prompt, pool, lookup)
-        return Case(prompt, pool, PromptLookup.empty(prompt, pool.block_shapes), Basis.LOAD, why)
+        return Case(prompt, pool, PromptLookup.empty(prompt, pool.looked_up_shapes), Basis.LOAD, why)
 
     async def _try_again(self, prompt: Prompt, pool: Pool, within_s: float | None) -> None:
         """Retry the lookup, and record whether a choice would have had its answer in time."""

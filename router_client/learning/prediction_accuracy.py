@@ -169,6 +169,6 @@ class AccuracyReporter:
             except STORE_FAILURES as error:
                 if reachable:
                     _log.warning(
-                        "prediction accuracy not reported: %s; trying again every %g s", reason(error), REPORT_S
+                        "prediction accuracy was not reported: %s; trying again every %g s", reason(error), REPORT_S
                     )
                 reachable = False

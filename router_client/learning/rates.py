@@ -191,7 +191,9 @@ class RateLearner:
                 async with asyncio.timeout(FIRST_READ_S):
                     await rates.update(await self._reservations.read_evidence(pool_id))
             except STORE_FAILURES as error:
-                _log.warning("pool %s: learned rates not read (%s); using the configured rates", pool_id, reason(error))
+                _log.warning(
+                    "pool %s: learned rates were not read (%s); using the configured rates", pool_id, reason(error)
+                )
         return rates.profile
 
     def feedback(self, pool_id: str, results: Sequence[SelectionResult], chosen: SelectionResult) -> "Feedback | None":
@@ -251,7 +253,7 @@ class RateLearner:
                     self._metrics.export(pool_id, rates.learned)
                 except STORE_FAILURES as error:
                     _log.warning(
-                        "pool %s: learned rates not shared (%s); trying again in %g s",
+                        "pool %s: learned rates were not shared (%s); trying again in %g s",
                         pool_id,
                         reason(error),
                         self._settings.every_s,

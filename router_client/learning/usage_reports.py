@@ -55,7 +55,7 @@ class AnswerUsage:
                     await self._report(*self._waiting[0])
                     self._waiting.popleft()
         except STORE_FAILURES as error:
-            _log.debug("usage not reported: %s", reason(error))
+            _log.debug("usage was not reported: %s", reason(error))
             return False
         return True
 

@@ -11,6 +11,8 @@ from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 
 ODD_BYTES = 5
 """What an odd worker takes in an ask besides its id."""
+MOST_SHAPES = 8
+"""Limit of the block shapes that a prompt is looked up in: each has a chain and a call of its own."""
 
 
 class BlockShape(NamedTuple):

@@ -13,8 +13,6 @@ from uuid import uuid4
 
 from kvatlas.fleet.records import EngineEndpoint, KvConnector
 
-SOURCE_HEADER = "x-kv-cache-source-host-port"
-"""Names the source to llm-d's routing sidecar, by the address that serves requests."""
 _PARAMS = "kv_transfer_params"
 
 

@@ -139,7 +139,7 @@ class PromptLookup:
 async def look_up_overlap(
     index: OverlapIndex, prompt: Prompt, block_shapes: Mapping[BlockShape, Set[str]]
 ) -> PromptLookup:
-    """Look a prompt up for a pool's workers, by block shape (`Pool.block_shapes`). Raises Unreachable."""
+    """Look a prompt up for a pool's workers, by block shape (`Pool.looked_up_shapes`). Raises Unreachable."""
     chains = {shape.block_size: PromptChain(prompt, shape.block_size) for shape in block_shapes}
     results = await _gather(
         [

@@ -25,7 +25,15 @@ from kvatlas.fleet.records import (
 from kvatlas.fleet.tenants import include
 from kvatlas.reservations.likeness import likeness_of
 from kvatlas.reservations.room_and_slo import limit_of
-from router_client.pricing.candidates import BlockShape, Candidate, Group, KindRows, groups_of, shape_of
+from router_client.pricing.candidates import (
+    MOST_SHAPES,
+    BlockShape,
+    Candidate,
+    Group,
+    KindRows,
+    groups_of,
+    shape_of,
+)
 
 UNKNOWN_DISPLACED = 0.3
 """`FetchKnowledge.displaced_share` if the size of a cache is unknown."""
@@ -120,7 +128,7 @@ class Pool:
     blocks. `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it
     (`of_tenant`). `fetches`: what is known of fetches from `sources`, and `connectors` theirs.
     `capacity_tokens`: what the caches of all workers that compute prompts hold, whoever may use them; None if one of them is
-    unknown.
+    unknown. `least_cache_tokens`: the size of the smallest known cache, whoever may use it; 0 if none is known.
     """
 
     records: Mapping[str, FleetRecord]
@@ -145,6 +153,7 @@ class Pool:
     fetches: FetchKnowledge = field(default_factory=NothingFetched, compare=False, repr=False)
     connectors: frozenset[KvConnector] = frozenset()
     capacity_tokens: int | None = None
+    least_cache_tokens: int = 0
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -152,9 +161,32 @@ class Pool:
         return len(self.candidates), len(self.prefillers), len(self.decoders)
 
     @property
+    def looked_up_shapes(self) -> Mapping[BlockShape, frozenset[str]]:
+        """The shapes that prompts are looked up in: up to MOST_SHAPES, those of most workers that may get requests. A shared
+        store's counts for each of its readers. Workers of other shapes count as if they held nothing."""
+        if len(self.block_shapes) <= MOST_SHAPES:
+            return self.block_shapes
+        serving = [self.records[id].endpoint for id in self.serving]
+        holders = Counter(id for worker in serving for id in (worker.id, *worker.stores))
+        count = {shape: sum(holders[id] for id in ids) for shape, ids in self.block_shapes.items()}
+        common = sorted(count, key=lambda shape: (-count[shape], shape))[:MOST_SHAPES]
+        return {shape: self.block_shapes[shape] for shape in common}
+
+    @property
     def serving(self) -> Set[str]:
         """The ids of all workers that may get requests, or parts of them."""
         return {one.id for some in (self.candidates, self.prefillers, self.decoders) for one in some}
+
+    def fits_everywhere(self, tokens: int) -> bool:
+        """True if no worker's cache is known to be too small for a prompt of so many tokens."""
+        return not 0 < self.least_cache_tokens < tokens
+
+    def serving_prompts_of(self, tokens: int) -> Set[str]:
+        """Those of `serving` whose caches can hold a prompt of so many tokens, or are of unknown size."""
+        if self.fits_everywhere(tokens):
+            return self.serving
+        some = (self.candidates, self.prefillers, self.decoders)
+        return {one.id for each in some for one in each if not 0 < one.limit.kv_tokens < tokens}
 
     @classmethod
     def of(
@@ -220,6 +252,7 @@ class Pool:
             fetches=fetches or NothingFetched(),
             connectors=frozenset(one.kv_connector for one in sources if one.kv_connector is not None),
             capacity_tokens=_capacity_tokens((*whole_candidates, *prefillers, *computing)),
+            least_cache_tokens=_least_cache_tokens((*whole_candidates, *prefillers, *decoder_candidates)),
         )
 
     def read_again(self, records: Mapping[str, FleetRecord]) -> "Pool | None":
@@ -362,3 +395,7 @@ def _usual_block_size(candidates: Sequence[Candidate]) -> int | None:
 def _capacity_tokens(computing: Sequence[Candidate]) -> int | None:
     sizes = {one.id: one.total_blocks * one.block_size for one in computing}.values()
     return sum(sizes) if all(sizes) else None
+
+
+def _least_cache_tokens(serving: Sequence[Candidate]) -> int:
+    return min((one.limit.kv_tokens for one in serving if one.limit.kv_tokens), default=0)

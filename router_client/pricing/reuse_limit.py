@@ -6,6 +6,9 @@ from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
 from router_client.prompt import Prompt
 
+MOST_SIZES = 16
+"""Limit of the block sizes that a text names."""
+
 
 def why_usable_ends(
     held: HeldPrefix, usable_tokens: int, rule: ReuseRule, prompt: Prompt, endpoint: EngineEndpoint
@@ -56,6 +59,20 @@ def describe_pool_mismatch(prompt: Prompt, pool: Pool) -> str:
         listed = " and ".join(map(str, sorted(sizes)))
         return f"the request's block hashes have {prompt.block_size} tokens each; the workers' blocks have {listed}"
     return ""
+
+
+def describe_rare_shapes(pool: Pool) -> str:
+    """Which of the pool's workers no prompt is looked up for, in one line; empty if it is for all."""
+    looked_up = pool.looked_up_shapes
+    rare = sorted(set(pool.block_shapes) - set(looked_up))
+    if not rare:
+        return ""
+    workers = sum(len(pool.block_shapes[shape]) for shape in rare)
+    sizes = ", ".join(map(str, sorted({shape.block_size for shape in rare})[:MOST_SIZES]))
+    return (
+        f"the workers' blocks have {len(pool.block_shapes)} shapes, and prompts are looked up in the {len(looked_up)} most "
+        f"common ones: {workers} workers with other blocks (of {sizes} tokens) count as if they held nothing"
+    )
 
 
 def describe_bound(endpoint: EngineEndpoint, rule: ReuseRule) -> str:

@@ -10,7 +10,7 @@ CHAT_TEMPLATE = (
     "{% if tools %}<|tools|>\n{{ tools | tojson }}<|end|>\n{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content or '' }}"
     "{% for call in message.tool_calls or [] %}<|call|>{{ call.function | tojson }}{% endfor %}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% if thinking %}<think>\n{% endif %}{% endif %}"
 )
 """The Jinja form of `render`, as in a tokenizer's configuration; for messages whose content is text."""
 
@@ -25,9 +25,11 @@ def render(
     continue_final_message: bool = False,
     reasoning_effort: str | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
+    thinking: bool = False,
 ) -> str:
     """The text of a conversation. As in vLLM, the text parts of a message are joined by newlines, and tools have the fields
-    and the order of vLLM's own description. `continue_final_message`: the last message is not complete."""
+    and the order of vLLM's own description. `continue_final_message`: the last message is not complete.
+    `thinking`: the template begins the answer's reasoning, as those of DeepSeek-R1 and Qwen3-Thinking do."""
     parts = [f"<|effort|>\n{reasoning_effort}<|end|>\n"] if reasoning_effort else []
     parts += [f"<|documents|>\n{_to_json(documents)}<|end|>\n"] if documents else []
     parts += [f"<|tools|>\n{_to_json([_described(tool) for tool in tools])}<|end|>\n"] if tools else []
@@ -39,7 +41,7 @@ def render(
     if continue_final_message:
         return "".join(parts).removesuffix(_END)
     if add_generation_prompt:
-        parts.append("<|assistant|>\n")
+        parts.append("<|assistant|>\n" + ("<think>\n" if thinking else ""))
     return "".join(parts)
 
 

@@ -39,6 +39,8 @@ class CompletionResponse(Response):
     id_prefix = "cmpl"
     object_name = "text_completion"
     chunk_object_name = "text_completion"
+    gives_prompt_ids_in_choice = True
+    """In streams. Chats give them with the role."""
 
     def __init__(
         self,
@@ -172,10 +174,11 @@ class CompletionResponse(Response):
         if first:
             for opening in self._opening(token.choice):
                 usage = answer.usage(tokens=0) if self._body.counts_usage else None
-                yield server_sent_event(self._response_body([opening], usage, self.chunk_object_name))
+                body = self._response_body([opening], usage, self.chunk_object_name)
+                yield server_sent_event({**body, "prompt_token_ids": self._prompt_ids})
         choice = self._choice(token.choice, answer, streamed=True)
-        if self._body.return_token_ids:
-            choice["prompt_token_ids"] = list(self._request.prompt) if first else None
+        if self.gives_prompt_ids_in_choice:
+            choice["prompt_token_ids"] = self._prompt_ids if first else None
         usage = answer.usage() if self._body.counts_usage else None
         yield server_sent_event(self._response_body([choice], usage, self.chunk_object_name))
 
@@ -215,9 +218,14 @@ class CompletionResponse(Response):
             "finish_reason": answer.finish_reasons[index],
             "stop_reason": answer.stops[index].matched,
         }
-        if self._body.return_token_ids:
-            choice["token_ids"] = answer.token_ids[index][-1:] if streamed else answer.token_ids[index]
+        if self._body.return_token_ids or streamed:
+            ids = answer.token_ids[index][-1:] if streamed else answer.token_ids[index]
+            choice["token_ids"] = ids if self._body.return_token_ids else None
         return choice
+
+    @property
+    def _prompt_ids(self) -> list[int] | None:
+        return list(self._request.prompt) if self._body.return_token_ids else None
 
     def _response_body(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, object_name: str
@@ -238,6 +246,7 @@ class ChatResponse(CompletionResponse):
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
+    gives_prompt_ids_in_choice = False
 
     def _content(self, text: str, *, streamed: bool) -> dict[str, Any]:
         return {"delta": {"content": text}} if streamed else {"message": {"role": "assistant", "content": text}}

@@ -110,7 +110,7 @@ class _Chat(_Body):
     def _template_arguments(self) -> dict[str, Any]:
         """Additional arguments of the template; vLLM's `/tokenize` takes them only from here."""
         given = self.chat_template_kwargs or {}
-        return {name: given[name] for name in ("reasoning_effort", "documents") if name in given}
+        return {name: given[name] for name in ("reasoning_effort", "documents", "thinking") if name in given}
 
 
 class _Generation(_Body):
@@ -193,6 +193,8 @@ def parse_api(api: Api, body: bytes, *, vocab_size: int) -> CompletionRequest | 
         "n": request.choices,
         **{name: request.body[name] for name in _COMMON_FIELDS if request.body.get(name) is not None},
     }
+    if api is Api.TOKENS:
+        fields["stream_options"] = request.body.get("stream_options")
     if not api.is_conversation:
         return CompletionRequest.of({**fields, "prompt": request.prompt}, vocab_size=vocab_size)
     try:

@@ -3,6 +3,7 @@
 import resource
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from itertools import count
 
 import anyio
 import httpx
@@ -10,14 +11,15 @@ import msgpack
 import nats
 from redis.asyncio import Redis
 
-from kvatlas.bus.subjects import events_subject
+from kvatlas.bus.subjects import alive_subject, events_subject
 from kvatlas.embedded.async_servers import EmbeddedServer
+from kvatlas.fleet.records import EngineState
 from tests.alerts.fleet import Fleet
 from tests.alerts.odd_engine import OddEngine
 from tests.chaos.child_process import ChildProcess
 from tests.eventually import until
 from tests.http_client import http_client
-from tests.indexer.bus_publisher import BusPublisher
+from tests.indexer.bus_publisher import BusPublisher, heartbeat
 from tests.publishers.fake_engine import FakeEngine
 
 
@@ -83,6 +85,8 @@ async def worker_in_doubt(fleet: Fleet) -> AsyncIterator[None]:
         group.start_soon(beat)
         yield
         group.cancel_scope.cancel()
+    leaves = heartbeat(ghost, acked_seq=5).model_copy(update={"state": EngineState.DRAINING})
+    await client.publish(alive_subject("ghost"), leaves.pack())  # otherwise it is missed for an hour
     await client.close()
 
 
@@ -110,14 +114,14 @@ async def wrong_event_port(fleet: Fleet) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def sent_events(fleet: Fleet, payload: bytes, *, lost: int = 0) -> AsyncIterator[None]:
-    """Batches on the wrong sidecar's event socket; before each, so many that no replay has."""
+async def sent_events(fleet: Fleet, payload: Callable[[int], bytes], *, lost: int = 0) -> AsyncIterator[None]:
+    """Batches on the wrong sidecar's event socket, made from their number; before each, so many that no replay has."""
     async with FakeEngine(ports=fleet.wrong_ports, buffer=0) as engine, anyio.create_task_group() as group:
 
         async def send() -> None:
-            while True:
+            for number in count():
                 engine.next_seq += lost
-                await engine.send(payload)
+                await engine.send(payload(number))
                 await anyio.sleep(0.5 if lost else 0.2)  # a paced feed
 
         fleet.wrong_sidecar.start()
@@ -130,17 +134,19 @@ async def sent_events(fleet: Fleet, payload: bytes, *, lost: int = 0) -> AsyncIt
 
 
 def events_of_something_else(fleet: Fleet) -> AbstractAsyncContextManager[None]:
-    return sent_events(fleet, b"no batch of events")
+    return sent_events(fleet, lambda _: b"no batch of events")
 
 
 def events_are_lost(fleet: Fleet) -> AbstractAsyncContextManager[None]:
-    return sent_events(fleet, msgpack.packb([1.0, [], 0]), lost=3)
+    return sent_events(fleet, lambda _: msgpack.packb([1.0, [], 0]), lost=3)
 
 
 def tokens_beyond_32_bits(fleet: Fleet) -> AbstractAsyncContextManager[None]:
-    stored = {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": None, "token_ids": [1 << 40] * 16}
-    batch = [1.0, [{**stored, "block_size": 16, "lora_id": None, "medium": "GPU"}], 0]
-    return sent_events(fleet, msgpack.packb(batch))
+    def batch(number: int) -> bytes:
+        stored = {"type": "BlockStored", "block_hashes": [number], "parent_block_hash": None, "medium": "GPU"}
+        return msgpack.packb([1.0, [{**stored, "token_ids": [1 << 40] * 16, "block_size": 16, "lora_id": None}], 0])
+
+    return sent_events(fleet, batch)
 
 
 @asynccontextmanager

@@ -116,7 +116,8 @@ async def test_a_publisher_of_another_fleet_puts_nothing_into_the_index_even_as_
             await until(lambda: fleet.replica.counters.poison_fleet > 0, what="its messages are refused")
             await fleet.check()
     assert (
-        "message on kvatlas.events.34.victim not applied (fleet): its publisher is of fleet 00000000000b" in caplog.text
+        "message on kvatlas.events.34.victim was not applied (fleet): its publisher is of fleet 00000000000b"
+        in caplog.text
     )
 
 

@@ -199,6 +199,28 @@ async def test_a_client_may_use_what_its_limits_say(store: Store, valkey_url: st
         assert acmes.status_code == 200, "another client's limits are its own"
 
 
+async def test_a_client_that_leaves_before_the_end_pays_for_what_it_was_sent(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    """No engine reports a usage then, and fewer tokens were expected."""
+    async with (
+        running_fleet(store, {"w1": {"decode_step_us": 500, "num_gpu_blocks": 4_096}}),
+        guarded_router(valkey_url, tmp_path, clients_text(other="tokens_per_minute = 600")) as router,
+        http_client(base_url=router.url, timeout=60, headers=bearer(OTHER)) as client,
+    ):
+        asked = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 420, "stream": True}
+        async with client.stream("POST", COMPLETIONS, json=asked) as answer:
+            lines = answer.aiter_lines()
+            received = 0
+            while received < 400:
+                received += (await anext(lines)).startswith("data: ")
+
+        async def has_paid() -> bool:
+            return int((await client.get("/v1/models")).headers["x-ratelimit-remaining-tokens"]) < 400
+
+        await until(has_paid, what="the answer's tokens are counted")
+
+
 async def test_a_file_of_clients_is_read_again_and_a_bad_one_changes_nothing(
     store: Store, valkey_url: str, tmp_path: Path
 ) -> None:
@@ -290,3 +312,42 @@ async def test_what_an_engine_keeps_is_its_tenants_alone(store: Store, valkey_ur
             answer = await client.request(method, path, json=body, headers=bearer(OTHER))
             assert answer.status_code == 404, (method, path, answer.text)
         assert (await client.get("/v1/files", headers=bearer(OTHER))).status_code == 400
+        mine = await client.post("/v1/responses", json={**asked, "request_id": made}, headers=bearer(OTHER))
+        assert mine.json()["id"] != made
+        assert (await client.get(f"/v1/responses/{made}", headers=bearer(OTHER))).status_code == 404
+
+
+async def test_how_an_engine_calls_and_orders_requests_is_no_clients_choice(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    """Neither whose request one is within the engine, nor its place in the engine's queue, nor an adapter beside the model that
+    the client's key is checked for. Without tenants, all of it is passed on."""
+    chosen = {"rid": "acmes", "request_id": "acmes", "priority": -(2**31), "lora_path": "secret", "lora_id": "secret"}
+    async with (
+        faulty_engine(keeper("w1")) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        guarded_router(valkey_url, tmp_path) as guarded,
+        router_process(valkey_url) as open_to_all,
+        http_client(timeout=60) as client,
+    ):
+
+        async def reaches(url: str, path: str, **more: object) -> set[str]:
+            body = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": "Hi"}],
+                "input": "Hi",
+                "text": "Hi",
+                **more,
+            }
+            answer = await client.post(url + path, json=body, headers=bearer(OTHER))
+            assert answer.status_code == 200, answer.text
+            return chosen.keys() & set(await engine.requests[-1].json())
+
+        for path in (CHAT, "/v1/responses", "/v1/embeddings", "/generate", "/v1/rerank"):
+            named = {**chosen, "lora_path": ["secret"]} if path == "/generate" else chosen
+            assert not await reaches(guarded.url, path, **named)
+        assert await reaches(open_to_all.url, CHAT, **chosen) == chosen.keys()
+        hidden = await client.post(
+            guarded.url + "/generate", json={"text": "Hi", "lora_path": "secret"}, headers=bearer(OTHER)
+        )
+        assert hidden.status_code == 404  # the text is the model, as the key's models are checked by it

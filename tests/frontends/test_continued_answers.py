@@ -25,6 +25,7 @@ pytestmark = pytest.mark.anyio
 SAY = '[[say The worker  that holds it answers:\n\nümlaut, "quotes" and more.]] Who holds it?'
 SAY_PLAINLY = "[[say The worker that holds it answers, and quotes more.]]"
 """Without letters of two tokens: half of one may come in an event with others, and its logprob can't be taken back."""
+REASON = "[[slow 0.02]][[say <think>A worker may hold it.</think>The worker that holds it answers.]]"
 USAGE = {"stream_options": {"include_usage": True}}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, **USAGE}),
@@ -40,7 +41,16 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, "stop_sequences": ["quotes"]},
     ),
     "stop": ("/v1/completions", {"prompt": SAY, "max_tokens": 99, "stop": ["quotes"], **USAGE}),
+    "reasoning": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": REASON}], "max_tokens": 99, **USAGE},
+    ),
+    "ids to ids": ("/inference/v1/generate", {"sampling_params": {"max_tokens": 99, "temperature": 0}, **USAGE}),
+    "generate": ("/generate", {"text": SAY, "sampling_params": {"max_new_tokens": 99, "temperature": 0}}),
+    "generate from ids": ("/generate", {"sampling_params": {"max_new_tokens": 99, "temperature": 0}}),
 }
+VLLM, SGLANG = frozenset({"reasoning", "ids to ids"}), frozenset({"generate", "generate from ids"})
+"""What only one of them has."""
 
 
 @pytest.fixture
@@ -59,10 +69,16 @@ async def test_a_stream_goes_on_at_another_engine(fleet: Fleet, model: str, valk
 
 async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> None:
     async with _mortal(store, fleet, model) as fate, running_proxy(valkey_url, continue_answers="all") as client:
+        ids = (await client.post("/tokenize", json={"model": model, "prompt": SAY})).json()["tokens"]
         for name, (path, asked) in REQUESTS.items():
+            if name in (VLLM if model.startswith("sglang") else SGLANG):
+                continue
             body = {"model": model, "temperature": 0, "stream": True, **asked}
+            if name.endswith("ids"):
+                body["input_ids" if path == "/generate" else "token_ids"] = ids
             undisturbed = said(await read_stream(client, path, body))
-            for after in range(3, undisturbed["events"], 3):
+            first = int(undisturbed["events"] * 0.7) if name == "reasoning" else 3
+            for after in range(first, undisturbed["events"], 3):
                 fate.after, fate.asked = [after], []
                 found = said(await read_stream(client, path, body))
                 differ = {key: (undisturbed[key], found[key]) for key in found if found[key] != undisturbed[key]}
@@ -104,15 +120,24 @@ def said(raw: bytes) -> dict[str, Any]:
     if b"message_start" in raw:
         return message_of(events)
     assert raw.endswith(b"data: [DONE]\n\n"), raw[-500:]
+    if b'"meta_info"' in raw:
+        meta = events[-1]["meta_info"]
+        same = {key: meta[key] for key in ("finish_reason", "prompt_tokens", "completion_tokens")}
+        assert len({one["meta_info"]["id"] for one in events}) == 1
+        return {"text": events[-1]["text"], "ids": events[-1]["output_ids"], "meta": same, "events": len(events) + 1}
     choices = [choice for one in events for choice in one["choices"]]
     texts = [one.get("text", one.get("delta", {}).get("content")) or "" for one in choices]
     usages = [one["usage"] for one in events if one.get("usage")]
-    assert len({(one["id"], one["created"], one["model"]) for one in events}) == 1
+    assert (
+        len({tuple(one.get(key) for key in ("id", "request_id", "object", "created", "model")) for one in events}) == 1
+    )
     return {
         "text": "".join(texts),
+        "reasoning": "".join(one.get("delta", {}).get("reasoning") or "" for one in choices),
+        "ids": [id for one in choices for id in one.get("token_ids") or ()],
         "roles": [role for one in choices if (role := one.get("delta", {}).get("role"))],
         "finish": [(one["finish_reason"], one.get("stop_reason")) for one in choices if one["finish_reason"]],
-        "usages": [re.sub(r'"\w*cache\w*": \d+', "", json.dumps(one)) for one in usages],
+        "usages": [re.sub(r'"\w*cache\w*": \d+(, )?', "", json.dumps(one)) for one in usages],
         "logprobs": [
             token["token"] for one in choices if one.get("logprobs") for token in one["logprobs"].get("content") or ()
         ],

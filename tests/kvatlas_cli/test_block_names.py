@@ -98,7 +98,7 @@ def test_a_block_is_found_followed_and_removed_by_any_of_its_names(fleet: Fleet)
 
     for query, line in (
         ({"hash": "12"}, "expected 16 hex digits"),
-        ({}, "no block named"),
+        ({}, "no block is named"),
         ({"hash": FIRST, "engine_hash": "aa"}, "expected one of the two"),
         ({"hahs": FIRST}, "'hahs' is not known"),
         ({"model_id": "", "hash": FIRST}, "model_id is missing"),

@@ -179,7 +179,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("up", "--engine", "http://127.0.0.1:1", "--engine", "http://127.0.0.1:1,model=m"),
             2,
-            "kvatlas up: --engine names worker 127-0-0-1-1 twice; expected each once (worker= sets another name)",
+            "kvatlas up: --engine names worker 127-0-0-1-1 twice; set another name with worker=",
         ),
         (
             ("up", "--engine", "http://127.0.0.1:1,color=red"),
@@ -374,7 +374,7 @@ def test_another_layout_version_is_refused(cli: Cli, words: tuple[str, ...]) -> 
         with Redis.from_url(server.url) as client:
             client.hset(LAYOUT, mapping={"version": SWITCHED_VERSION + 1, "partitions": 64, "shards": 1})
         done = cli(*words, "--redis-url", server.url, stdin="1 2 3")
-        line = f"layout version {SWITCHED_VERSION + 1}; this kvatlas expects {SWITCHED_VERSION} at most"
+        line = f"layout version {SWITCHED_VERSION + 1}; this kvatlas expects {LAYOUT_VERSION} or {SWITCHED_VERSION}"
         assert (done.code, done.err) == (1, f"kvatlas: Redis at {server.url}: {line}\n")
 
 
@@ -394,7 +394,7 @@ def test_missing_and_wrong_credentials_are_reported(cli: Cli) -> None:
         address = f"redis://127.0.0.1:{server.port}"
         done = cli("workers", "--redis-url", address)
         assert (done.code, done.out) == (1, "")
-        assert done.err == f"kvatlas: Redis at {address}: it asks for credentials; expected them in the URL\n"
+        assert done.err == f"kvatlas: Redis at {address}: it requires credentials; put them into the URL\n"
         done = cli("workers", "--redis-url", f"redis://:wrong@127.0.0.1:{server.port}")
         assert (done.code, done.err.count("\n")) == (1, 1) and "wrong" not in done.err
 

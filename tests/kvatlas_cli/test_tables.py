@@ -1,5 +1,6 @@
 """Every command that prints a table, at 80 columns: no line is wider, and no word is broken."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from kvatlas.blocks.external_chain import hash_text
 from kvatlas.embedded import ServerProcess
+from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.store.connection import connected_store
 from kvatlas_cli import commands
 from kvatlas_cli.output import print_table
 from tests.kvatlas_cli.conftest import CHAIN, TOKENS, Cli
@@ -37,6 +40,32 @@ def test_a_table_is_readable_at_80_columns(
     done = cli(command, *flags, "--nats-url", nats_server.url, "--redis-url", fleet_store_url, COLUMNS="80")
     assert not done.err and readable in done.out
     assert max(map(len, done.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", ["workers", "overlap", "route", "doctor", "top"])
+def test_what_publishers_name_neither_commands_a_terminal_nor_forges_a_line(
+    command: str, cli: Cli, nats_server: ServerProcess, fleet_store_url: str, tmp_path: Path
+) -> None:
+    forged = "x\x1b]0;owned\x07\x9b2J\nok       serving             forged"
+
+    async def add() -> None:
+        async with connected_store(fleet_store_url, wait=False) as store:
+            known = (await FleetStore(store).all())["w1"]
+            changes: dict[str, dict[str, object]] = {
+                "other": {"model_id": forged, "tokenizer_id": forged},
+                "bound": {"upper_bound": forged, "locality_domain": forged, "labels": {forged: forged}},
+            }
+            endpoints = {id: known.endpoint.model_copy(update={"id": id, **more}) for id, more in changes.items()}
+            records = {id: known.model_copy(update={"endpoint": one}) for id, one in endpoints.items()}
+            await FleetStore(store).write(records)
+
+    asyncio.run(add())
+    (tmp_path / "prompt.json").write_text(json.dumps(TOKENS))
+    done = cli(
+        command, *TABLES[command][0], "--nats-url", nats_server.url, "--redis-url", fleet_store_url, COLUMNS="200"
+    )
+    assert all(line.isprintable() for line in (done.out + done.err).splitlines())
+    assert not any(line.lstrip().startswith("ok ") and line.endswith(" forged") for line in done.out.splitlines())
 
 
 def test_every_command_with_a_table_is_tested() -> None:

@@ -312,7 +312,7 @@ FAULTS: Mapping[str, Fault] = {
         "",
         {"store.policy": "parameter group"},
         alert="KvatlasStoreEvicts",
-        log="expected maxmemory-policy noeviction",
+        log="set maxmemory-policy to noeviction",
     ),
     "distant_store": Fault(
         distant_store,

@@ -3,7 +3,9 @@
 import json
 import os
 import subprocess
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,11 +20,20 @@ collect_ignore_glob = [] if PYTHON else ["test_*.py"]
 def recordings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the module's RECORDER records for each of its CONFIGS that a test of this run reads."""
     folder = tmp_path_factory.mktemp(request.module.RECORDER.stem)
-    assert PYTHON is not None
     configs = request.module.CONFIGS
-    selected = [name for name in configs if any(f"[{name}]" in item.name for item in request.session.items)]
-    lines = "".join(json.dumps(configs[name]) + "\n" for name in selected)
-    command = [PYTHON, request.module.RECORDER, folder]
-    done = subprocess.run(command, input=lines, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr[-4_000:]
+    run_recorder(request.module.RECORDER, folder, [configs[name] for name in select_names(request)])
     return folder
+
+
+def select_names(request: pytest.FixtureRequest) -> list[str]:
+    """The names of the module's CONFIGS that a test of this run reads."""
+    return [name for name in request.module.CONFIGS if any(f"[{name}]" in item.name for item in request.session.items)]
+
+
+def run_recorder(recorder: Path, argument: Path, configs: Iterable[Mapping[str, Any]]) -> str:
+    """What a recorder prints for all these configs. It is one process, because it loads torch first, which takes seconds."""
+    assert PYTHON is not None
+    lines = "".join(json.dumps(config) + "\n" for config in configs)
+    done = subprocess.run([PYTHON, recorder, argument], input=lines, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr[-4_000:]
+    return done.stdout

@@ -29,6 +29,7 @@ import vllm
 from record import spec_of
 from vllm.config import KVTransferConfig
 from vllm.config.kv_events import KVEventsConfig
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -219,7 +220,8 @@ def record(config: dict[str, Any], folder: Path, model: Path) -> None:
             "block_size": block_size,
         }
     ]
-    core.scheduler.kv_event_publisher = Publisher(lines)
+    core.scheduler.kv_event_publisher = publisher = Publisher(lines)
+    looked_up_at = _note_lookups(core, publisher, lines)
     asked: list[list[int]] = []
     histories: list[int] = []
     alive: list[Request] = []
@@ -255,7 +257,6 @@ def record(config: dict[str, Any], folder: Path, model: Path) -> None:
                 tokens, like, shared = fresh(100, 900), None, 0
         params = SamplingParams(max_tokens=chance.randint(1, 60), ignore_eos=True)
         request = Request(f"request-{number}", tokens, params, None, block_hasher=core.request_block_hasher)
-        before = len(lines)
         core.add_request(request)
         stats = request.prefill_stats
         for _ in range(200):
@@ -263,7 +264,10 @@ def record(config: dict[str, Any], folder: Path, model: Path) -> None:
             if request.num_computed_tokens or request.is_finished():
                 break
         first = {"like": like, "first": shared, "more": tokens[shared:], "adapter": None, "skip": False}
-        lines.insert(before, {"ask": first, "hit": stats.num_cached_tokens, "far": stats.num_external_cached_tokens})
+        lines.insert(
+            looked_up_at[request.request_id],
+            {"ask": first, "hit": stats.num_cached_tokens, "far": stats.num_external_cached_tokens},
+        )
         asked.append(tokens)
         histories.append(number)
         alive.append(request)
@@ -275,6 +279,22 @@ def record(config: dict[str, Any], folder: Path, model: Path) -> None:
     quiet()
     with gzip.open(folder / f"{config['name']}.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def _note_lookups(core: EngineCore, publisher: Publisher, lines: list[Any]) -> dict[str, int]:
+    """By request, the number of lines before the last time its prompt was looked up. What running requests evicted earlier in
+    the same step is published by then, because it can no longer be found."""
+    manager, looked_up_at = core.scheduler.kv_cache_manager, {}
+    look_up = manager.get_computed_blocks
+
+    def noted(request: Request, *args: Any, **more: Any) -> Any:
+        if evicted := manager.take_events():
+            publisher.publish(KVEventBatch(ts=0.0, events=evicted))
+        looked_up_at[request.request_id] = len(lines)
+        return look_up(request, *args, **more)
+
+    manager.get_computed_blocks = noted
+    return looked_up_at
 
 
 def _disturb(core: EngineCore, chance: random.Random) -> None:

@@ -5,9 +5,8 @@ of them. Prompts with keys that events don't show are upper bounds, and are labe
 """
 
 import json
-import subprocess
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from kvatlas.index.memory.index import MemoryIndex
 from kvatlas_publishers.settings import PublisherSettings
 from router_client import Prompt
 from tests.end_to_end.socketless_worker import SocketlessWorker
-from tests.oracle.conftest import PYTHON, SGLANG
+from tests.oracle.conftest import SGLANG, run_recorder, select_names
 
 pytestmark = pytest.mark.anyio
 
@@ -48,22 +47,38 @@ def grid() -> Iterator[tuple[str, dict[str, Any]]]:
 CONFIGS = {config["name"]: (version, config) for version, config in grid()}
 
 
-def record(version: str, config: dict[str, Any]) -> list[dict[str, Any]]:
-    assert PYTHON is not None and SGLANG is not None
-    command = [PYTHON, str(RECORDER), str(SGLANG / version)]
-    done = subprocess.run(command, input=json.dumps(config), text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr[-4_000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def recorded(request: pytest.FixtureRequest) -> Callable[[str], list[dict[str, Any]]]:
+    """The lines of a recording by its name. All of a version that this run reads are recorded when the first one is read."""
+    wanted = [CONFIGS[name] for name in select_names(request)]
+    lines: dict[str, list[dict[str, Any]]] = {}
+
+    def read(name: str) -> list[dict[str, Any]]:
+        if name not in lines:
+            lines.clear()
+            version, _ = CONFIGS[name]
+            assert SGLANG is not None
+            printed = run_recorder(RECORDER, SGLANG / version, [config for of, config in wanted if of == version])
+            for line in map(json.loads, printed.splitlines()):
+                if "config" in line:
+                    lines[line["config"]["name"]] = of_config = []
+                else:
+                    of_config.append(line)
+        return lines[name]
+
+    return read
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_no_prompt_is_predicted_to_reuse_more_than_the_cache_matches(name: str) -> None:
+async def test_no_prompt_is_predicted_to_reuse_more_than_the_cache_matches(
+    name: str, recorded: Callable[[str], list[dict[str, Any]]]
+) -> None:
     version, config = CONFIGS[name]
     worker = SocketlessWorker(PublisherSettings(worker_id="w", model_id="m", engine=EngineKind.SGLANG), MemoryIndex())
     await worker.send()
     asked = hits = 0
     wrong = []
-    for line in record(version, config):
+    for line in recorded(name):
         if "batch" in line:
             await worker.take(b64decode(line["batch"]))
         elif "ask" in line:

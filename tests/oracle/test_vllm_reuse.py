@@ -136,7 +136,9 @@ def _configs(
 
 
 UNDER_REPORTED = ("eagle-larger-full", "mixed")
-"""Models for which a router finds less than the engine: see docs/engines.md."""
+"""Models for which a router finds less than the engine. For the others it may for a few prompts, whose blocks have second
+copies: see docs/engines.md."""
+MOST_UNDER = ASKS // 10
 
 CONFIGS = {config["name"]: config for config in grid()}
 
@@ -150,7 +152,7 @@ async def test_every_prediction_equals_the_managers_hit(recordings: Path, name: 
     worker.changelog.record(EngineBatch([EngineStarted()]))
     await worker.send()
     wrong = []
-    hits = 0
+    hits = under = 0
     for step in recording.steps:
         if isinstance(step, Batch):
             model.fold(step.payload)
@@ -163,9 +165,10 @@ async def test_every_prediction_equals_the_managers_hit(recordings: Path, name: 
             prompt = Prompt.of_tokens(Scope("hybrid", "hybrid"), step.tokens, reading=reading, media=step.media)
             routed = await worker.usable_tokens(prompt)
             hits += step.hit > 0
-            safe = routed < step.hit and name.startswith(UNDER_REPORTED)
-            if naive != step.hit or not (routed == step.hit or safe):
+            under += routed < step.hit
+            if naive != step.hit or routed > step.hit:
                 wrong.append((len(step.tokens), naive, routed, step.hit))
     await worker.check()
     assert not wrong, f"{len(wrong)} of {ASKS} wrong (prompt, naive, routed, real): {wrong[:5]}"
+    assert under <= MOST_UNDER or name.startswith(UNDER_REPORTED), f"{under} of {ASKS} under-predicted"
     assert hits > ASKS // 4

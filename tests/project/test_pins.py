@@ -115,7 +115,7 @@ def test_the_package_is_built_with_what_a_lock_has() -> None:
 @pytest.mark.parametrize(
     ("folder", "extra", "apart"),
     [
-        ("publishers", "publisher", {"lmcache_grpc"}),
+        ("publishers", "publisher", set()),
         ("indexer", "indexer", set()),
         ("router", "router", {"gateway", "grpc_api", "litellm"}),
         ("router/gateway", "gateway", set()),

@@ -1,18 +1,13 @@
-"""LMCache's multiprocess server as a subscriber sees it: the transports and records of 0.5.6, and its bounded log."""
+"""LMCache's multiprocess server as a subscriber sees it: its ZMQ transport and records of 0.5.6, and its bounded log."""
 
 from collections import deque
-from collections.abc import AsyncIterator
 from typing import Any, Self
 
 import anyio
-import grpc
-import grpc.aio
 import msgpack
 import zmq
 import zmq.asyncio
 from anyio.abc import TaskGroup
-
-from kvatlas_publishers.feed.lmcache_grpc.kv_events_pb2 import Batch, Ping, Pong, Record, Subscription
 
 PING = msgpack.packb(22)
 SUBSCRIBE = msgpack.packb("subscribe_kv_events")
@@ -133,68 +128,3 @@ class LMCacheServer:
             "lost": lost,
             "events": events,
         }
-
-
-class GrpcLMCacheServer(LMCacheServer):
-    """The same over gRPC."""
-
-    @property
-    def endpoint(self) -> str:
-        return f"grpc://{self._host}:{self._port}"
-
-    async def __aenter__(self) -> Self:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(
-                    "lmcache.mp.ObservabilityService",
-                    {
-                        "SubscribeKvEvents": grpc.unary_stream_rpc_method_handler(
-                            self._subscribe, Subscription.FromString, Batch.SerializeToString
-                        )
-                    },
-                ),
-                grpc.method_handlers_generic_handler(
-                    "lmcache.mp.ControllerService",
-                    {"Ping": grpc.unary_unary_rpc_method_handler(self._ping, Ping.FromString, Pong.SerializeToString)},
-                ),
-            )
-        )
-        self._port = self._server.add_insecure_port(f"{self._host}:{self._port}")
-        await self._server.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._server.stop(None)
-
-    async def end_subscriptions(self) -> None:
-        for stream in self._streams.values():
-            stream["free"] = False
-        self._streams.clear()
-
-    async def _ping(self, ping: Ping, _: object) -> Pong:
-        self.pings += ping.HasField("instance_id")
-        return Pong(ok=True)
-
-    async def _subscribe(self, asked: Subscription, _: object) -> AsyncIterator[Batch]:
-        self.asked.append([asked.instance_id, asked.model_name, asked.cursor, asked.max_events])
-        stream = {"cursor": asked.cursor, "model": asked.model_name, "free": True, "first": True}
-        self._streams[asked.instance_id.to_bytes(8, "big")] = stream
-        while stream["free"]:
-            if (batch := self._next_batch(stream)) is None:
-                await anyio.sleep(0.005)
-                continue
-            records = [
-                Record(
-                    kind=one["kind"],
-                    medium=one["medium"],
-                    block_hashes=one["block_hashes"],
-                    parent_block_hash=one["parent_block_hash"],
-                    token_ids=one["token_ids"],
-                )
-                for one in batch["events"]
-            ]
-            yield Batch(enabled=batch["enabled"], incarnation=batch["incarnation"], lost=batch["lost"], events=records)
-
-    async def _push(self, identity: bytes) -> None:
-        """Its streams look themselves."""

@@ -284,4 +284,4 @@ async def test_holes_that_come_again_and_again_are_named(nats_client: Client, na
             await engine.send(one_batch(stored(at, None, at)))
             engine.next_seq += 1
         found = await diagnosed(publisher)
-        assert "batches are lost again and again" in found.seen and "--replay-endpoint" in found.cure
+        assert "batches are lost repeatedly" in found.seen and "--replay-endpoint" in found.cure

@@ -1,9 +1,7 @@
 """The saved state: all or nothing, and whatever is found on disk, the publisher starts."""
 
-from hashlib import blake2b
 from pathlib import Path
 
-import msgpack
 import pytest
 
 from kvatlas_publishers.saved_state import SavedState, StateFile
@@ -15,13 +13,6 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     StateFile(tmp_path / "new" / "folder", "w1").save(STATE)
     file = StateFile(tmp_path / "new" / "folder", "w1")
     assert file.load() == STATE and file.warnings == 0
-
-
-def test_the_state_of_an_earlier_publisher_is_loaded(tmp_path: Path) -> None:
-    file = StateFile(tmp_path, "w1")
-    body = msgpack.packb(["w1", 5, b"position", b"ledger", 7])
-    file.path.write_bytes(b"kvatlas-publisher-state\x01" + blake2b(body, digest_size=16).digest() + body)
-    assert file.load() == SavedState("w1", 5, b"position", b"ledger", 7)
 
 
 def test_the_last_save_counts_and_leaves_one_file(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_each_rank_of_an_engine_has_settings_of_its_own(nats_url: str) -> None:
     assert together.ranks == [PublishSettings.load(**flags, dp_rank=rank) for rank in range(3)]
     alone = PublishSettings.load(**flags)
     assert alone.ranks == [alone]
-    with pytest.raises(SettingsError, match="--dp-rank and --dp-size are both given; expected one of them"):
+    with pytest.raises(SettingsError, match="--dp-rank and --dp-size are both given; set only one of them"):
         PublishSettings.load(**flags, dp_rank=0, dp_size=2)
 
 

@@ -71,7 +71,7 @@ class AnsweringIndex:
                 layout = await read_layout(self._store)
         except (KvatlasError, RedisError) as error:
             self._log.report(
-                "layout", f"layout not checked ({error}), still reading number {self._index.layout.number}"
+                "layout", f"the layout was not checked ({error}), still reading number {self._index.layout.number}"
             )
             return
         if layout is not None and layout != self._index.layout:

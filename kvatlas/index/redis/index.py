@@ -108,17 +108,16 @@ class RedisIndex(DirectWrites):
     def __init__(self, store: Store, layout: Layout, *, writer: bool, reuse_ms: int = REUSE_MS) -> None:
         self.layout = layout
         self.partitions, self.shards = layout.partitions, layout.shards
-        side_index = bool(layout.side_index)
         self._store = store
-        self._side_index = side_index
+        self._side_index = layout.side_index
         self._writer = writer
         self._functions = IndexFunctions(store)
         self._keys = [ShardKeys(k, layout.number) for k in range(layout.shards)]
         self._readers = [ShardReader(store, keys) for keys in self._keys]
         self._pins = [Pins(store, keys) for keys in self._keys]
         self._lookup = OverlapLookup(self._functions, self._readers)
-        self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
-        self._scrubs = [Scrub(keys, side_index) for keys in self._keys]
+        self._sweeps = [Sweep(keys, self._side_index) for keys in self._keys]
+        self._scrubs = [Scrub(keys, self._side_index) for keys in self._keys]
         self._weights: list[dict[bytes, float]] = [{} for _ in self._keys]
         """Cost of a block, by shard and scope: see `cut_call`."""
         self._reuse_ms = reuse_ms

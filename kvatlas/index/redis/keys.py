@@ -14,10 +14,8 @@ USAGE_SCOPES = "kva:{fleet}:usage-scopes"
 """HASH: scope id -> canonical text, of forgotten scopes whose use is still counted."""
 
 LAYOUT_VERSION = 2
-"""Version 2 adds marks and leaves everything of version 1 unchanged."""
 SWITCHED_VERSION = 3
 """A layout other than number 0 answers. Versions that don't know this must refuse to start."""
-READABLE_VERSIONS = (1, LAYOUT_VERSION, SWITCHED_VERSION)
 
 
 def layout_key(number: int) -> str:

@@ -9,7 +9,7 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from kvatlas.errors import LayoutMismatch, Unreachable, UnsuitableStore
 from kvatlas.index.protocol import DEFAULT_PARTITIONS, DEFAULT_SHARDS
-from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION, READABLE_VERSIONS, SWITCHED_VERSION, layout_key
+from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION, SWITCHED_VERSION, layout_key
 from kvatlas.store.connection import UNREACHABLE, Store
 
 _ID, _VERSION, _SIDE_INDEX, _ANSWERS, _PUBLISHERS = "id", "version", "side_index", "answers", "publishers"
@@ -19,13 +19,13 @@ _LAYOUT = "layout:"
 
 
 class Layout(NamedTuple):
-    """Settings that all processes of a store agree on. `side_index`: every writer records which block follows which; None:
-    laid out by a version that did not record it. A store may have several layouts, by `number`: one answers, another is
-    filled next to it. `publishers`: other partition counts that publishers may still use in their subjects."""
+    """Settings that all processes of a store agree on. `side_index`: every writer records which block follows which. A
+    store may have several layouts, by `number`: one answers, another is filled next to it. `publishers`: other partition
+    counts that publishers may still use in their subjects."""
 
     partitions: int
     shards: int
-    side_index: bool | None = None
+    side_index: bool = False
     number: int = 0
     publishers: tuple[int, ...] = ()
 
@@ -47,9 +47,9 @@ async def read_layout(store: Store, number: int | None = None) -> Layout | None:
     root = await _read_fields(store, 0)
     if not root:
         return None
-    if root.get(_VERSION) not in {str(version) for version in READABLE_VERSIONS}:
+    if root.get(_VERSION) not in (str(LAYOUT_VERSION), str(SWITCHED_VERSION)):
         raise LayoutMismatch(
-            f"{store.name}: layout version {root.get('version')}; this kvatlas expects {SWITCHED_VERSION} at most"
+            f"{store.name}: layout version {root.get('version')}; this kvatlas expects {LAYOUT_VERSION} or {SWITCHED_VERSION}"
         )
     if number is None:
         number = _answering(root)
@@ -62,9 +62,8 @@ async def read_layout(store: Store, number: int | None = None) -> Layout | None:
             f"{store.name}: layout of {partitions!r} partitions and {shards!r} shards; expected numbers, one a divisor of "
             "the other: another program wrote there"
         )
-    side_index = found.get(_SIDE_INDEX)
     publishers = tuple(int(count) for count in found.get(_PUBLISHERS, "").split(",") if count)
-    return Layout(int(partitions), int(shards), None if side_index is None else side_index == "1", number, publishers)
+    return Layout(int(partitions), int(shards), found.get(_SIDE_INDEX) == "1", number, publishers)
 
 
 async def read_answering(store: Store) -> int | None:
@@ -111,10 +110,9 @@ async def make_layout(
     *,
     answers: int | None = None,
 ) -> Layout:
-    """The store's layout with this number (default: the one that answers). Creates it if missing, and brings it to this
-    version; processes that don't know this version then refuse to start there. `publishers`: see Layout; None: those of the
-    layout that answers, if its partitions differ. `answers`: the number that answers if the store does not say. Raises
-    LayoutMismatch if the layout differs from the request."""
+    """The store's layout with this number (default: the one that answers). Creates it if missing. `publishers`: see Layout;
+    None: those of the layout that answers, if its partitions differ. `answers`: the number that answers if the store does
+    not say. Raises LayoutMismatch if the layout differs from the request."""
     current = await read_layout(store)
     if number is None:
         number = await read_answering(store) or answers or 0
@@ -128,18 +126,11 @@ async def make_layout(
             f"{store.name}: laid out with {found.partitions} partitions and {found.shards} shards; "
             f"asked for {partitions or found.partitions} and {shards or found.shards}"
         )
-    if found.side_index is None:
-        await store.client.hsetnx(layout_key(number), _SIDE_INDEX, int(side_index or False))
-        found = await read_layout(store, number)
-        assert found is not None
     if side_index not in (None, found.side_index):
         raise LayoutMismatch(
             f"{store.name}: laid out {'with' if found.side_index else 'without'} a side index; asked for one that is "
             f"{'on' if side_index else 'off'}: leave the flag out, or empty the store first"
         )
-    version = await store.client.hget(LAYOUT, _VERSION)
-    if version is not None and int(version) < LAYOUT_VERSION:  # a write needs memory
-        await store.client.hset(LAYOUT, _VERSION, str(LAYOUT_VERSION))
     return found
 
 
@@ -163,7 +154,7 @@ async def _write_layout(
         publishers = (current.partitions, *current.publishers) if current else ()
     others = set(publishers) - {wanted.partitions}
     fields: dict[str, int | str] = {"partitions": wanted.partitions, "shards": wanted.shards, _ID: token_hex(8)}
-    fields[_SIDE_INDEX] = int(bool(beside.side_index if side_index is None else side_index))
+    fields[_SIDE_INDEX] = int(beside.side_index if side_index is None else side_index)
     if others:
         fields[_PUBLISHERS] = ",".join(map(str, sorted(others)))
     answering = current.number if current else number if answers is None else answers

@@ -89,17 +89,13 @@ _FORMS = [
 
 
 class HolderState(NamedTuple):
-    """A worker's active holder as of (incarnation, seq), plus `steps` of the next message. `registered`: the holder's own
-    entries name this worker.
-
-    `words`: the holder's digest, `Digest.words` (older versions stored more after it, about pinned blocks). `marked`: it
-    has marks (set only by a scan).
-    """
+    """A worker's active holder as of (incarnation, seq), plus `steps` of the next message. `digest`: `Digest.words`.
+    `registered`: the holder's own entries name this worker. `marked`: it has marks (set only by a scan)."""
 
     incarnation: bytes
     seq: int
     holder: bytes
-    words: Sequence[int]
+    digest: Sequence[int]
     registered: int
     steps: int
     marked: int = 0
@@ -109,20 +105,10 @@ class HolderState(NamedTuple):
         """Changes whenever the holder's blocks or marks change, within an incarnation."""
         return self.seq, self.steps
 
-    @property
-    def begun_seq(self) -> int:
-        """The seq of the last message that is at least partly applied."""
-        return self.seq + (self.steps > 0)
-
     @classmethod
     def of(cls, fields: Sequence[Any] | None) -> Self | None:
         """The state in a function's answer; None for a worker without an active holder."""
         return cls(*fields) if fields else None
-
-    @property
-    def digest(self) -> Sequence[int]:
-        """Digest words by tier."""
-        return self.words[:WORDS]
 
 
 class MarksState(NamedTuple):
@@ -179,16 +165,16 @@ def held_field(holder: bytes, scope_id: bytes, tier: Tier) -> bytes:
 
 
 def unpack_digest(packed: bytes | None) -> list[int]:
-    """`Digest.words` of a holder, without the words that older versions stored after them. Zeros if nothing is stored. For
-    bytes that are not a digest, words that no holder can have, as in `functions/_slot.lua`."""
+    """`Digest.words` of a holder. Zeros if nothing is stored. For bytes that are not a digest, words that no holder can
+    have, as in `functions/_slot.lua`."""
     if packed is None:
         return [0] * WORDS
     try:
         words = msgpack.unpackb(packed)
     except (ValueError, msgpack.UnpackException):
         words = None
-    good = isinstance(words, list) and len(words) >= WORDS and all(type(word) is int for word in words)
-    return words[:WORDS] if good else [1] + [0] * (WORDS - 1)
+    good = isinstance(words, list) and len(words) == WORDS and all(type(word) is int for word in words)
+    return words if good else [1] + [0] * (WORDS - 1)
 
 
 class StoredMarks(NamedTuple):

@@ -41,24 +41,6 @@ class ActiveHolder(NamedTuple):
     def blocks(self) -> int:
         return sum(self.by_tier)
 
-    def spread(self, counted: Mapping[tuple[bytes, Tier], int]) -> dict[tuple[bytes, Tier], int]:
-        """Its blocks by scope and tier, adding up to `by_tier`.
-
-        The stored counts add up, except for blocks stored by older versions. Those are attributed to the scope with the
-        largest blocks.
-        """
-        largest = max(self.touched, key=lambda scope_id: self.touched[scope_id].block_bytes, default=b"")
-        spread: dict[tuple[bytes, Tier], int] = {}
-        for tier in Tier:
-            known = {place: blocks for place, blocks in counted.items() if place[1] is tier}
-            missing = self.by_tier[tier] - sum(known.values())
-            if missing < 0:
-                known, missing = {}, self.by_tier[tier]
-            if missing and largest:
-                known[largest, tier] = known.get((largest, tier), 0) + missing
-            spread.update(known)
-        return spread
-
 
 class ShardReader:
     """Every call except `blocks` raises Unreachable. Holders are 3-byte numbers."""
@@ -163,7 +145,7 @@ class ShardReader:
             fields = [held_field(holder.number, *place) for place in some]
             found = await self._store.ask(self._store.client.hmget(self.keys.held, fields))
             counted.update((place, int(blocks)) for place, blocks in zip(some, found, strict=True) if blocks)
-        return holder.spread(counted)
+        return counted
 
     async def position(self, partition: int) -> Position | None:
         return unpack_position(await self._store.ask(self._store.client.hget(self.keys.partitions, str(partition))))

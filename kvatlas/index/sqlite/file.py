@@ -20,8 +20,6 @@ from kvatlas.index.protocol import DEFAULT_PARTITIONS, DEFAULT_SHARDS
 
 APPLICATION_ID = 0x6B766174
 VERSION = 3
-"""Version 2 keeps pinned blocks in a separate table; version 3 a holder's block sizes by tier. A file of version 2 is read."""
-_READABLE = (2, VERSION)
 
 _TABLES = {
     "layout": ("id INTEGER", "partitions INTEGER, shards INTEGER"),
@@ -217,18 +215,17 @@ class IndexFile:
         [tables] = execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if tables and application != APPLICATION_ID:
             raise DamagedFile(self.path, "another program's database", "choose another file")
-        if tables and version not in _READABLE:
+        if tables and version != VERSION:
             raise LayoutMismatch(f"index file {self.path}: version {version}; this kvatlas expects {VERSION}")
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = NORMAL")
         execute("PRAGMA wal_autocheckpoint = 0")  # `_follow_log` does it
         [self._page_bytes] = execute("PRAGMA page_size").fetchone()
-        if version != VERSION:
+        if not tables:
             with self._transaction():
-                if not tables:
-                    for statements in _SAY.values():
-                        execute(statements.create)
-                    execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                for statements in _SAY.values():
+                    execute(statements.create)
+                execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 execute(f"PRAGMA user_version = {VERSION}")
 
     def _layout(self, partitions: int | None, shards: int | None) -> tuple[int, int]:

@@ -105,7 +105,7 @@ class SqliteShard(MemoryShard):
         state = ACTIVE if number in self._active else RETIRED if number in self._retired else LOADING
         marks = self.table.marks.marked.get(number_bytes(number))
         touched = [
-            (scope_id, sizes.block_size, sizes.block_bytes, *([sizes.tier_bytes] if sizes.tier_bytes else []))
+            (scope_id, sizes.block_size, sizes.block_bytes, sizes.tier_bytes)
             for scope_id, sizes in holder.touched.items()
         ]
         blocks_in = [(scope_id, int(tier), blocks) for (scope_id, tier), blocks in holder.blocks_in.items() if blocks]
@@ -152,8 +152,8 @@ class SqliteShard(MemoryShard):
     def _load_holder(self, number: int, packed: bytes) -> None:
         worker_id, state, words, touched, blocks_in, marks = msgpack.unpackb(packed)
         holder = self._holders[number] = Holder(worker_id, Digest(words))
-        for scope_id, size, block_bytes, *tier_bytes in touched:
-            holder.touched[scope_id] = BlockSizes(size, block_bytes, *map(in_order, tier_bytes))
+        for scope_id, size, block_bytes, tier_bytes in touched:
+            holder.touched[scope_id] = BlockSizes(size, block_bytes, in_order(tier_bytes))
         holder.blocks_in.update({(scope_id, Tier(tier)): blocks for scope_id, tier, blocks in blocks_in})
         if marks is not None:
             self.table.marks.marked[number_bytes(number)] = HolderMarks(marks[0], MarkDigest(marks[1]))

@@ -13,8 +13,7 @@
 --  10 deadlines     ZSET  what ends, scored with the us at which it does: 'r' <id> reservation, 'p' <id> prediction,
 --                         'l' <router> lease; and what has ended and is removed in slices, scored 0: 'o' <owner> its
 --                         reservations, 'w' <worker> what its former generations left, 's' <worker> \0 <us, 16 digits> <place>
---                         what it was predicted to hold at that time, from this place in `predicted` on; 'e', 'q' and 'a'
---                         see _queue.lua
+--                         what it was predicted to hold at that time, from this place in `predicted` on
 --  11 groups        HASH  likeness (8 bytes) -> number of its group; 's' <number> -> packed sums of a group's known loads;
 --                         'next' -> the last number given to a lease or a generation, 'last' -> to a group; 'damages' -> how
 --                         often the pool was repaired since that was last reported, 'damage' -> what was damaged then;
@@ -22,8 +21,9 @@
 --  12 samples       ZSET  the workers whose load sample is believed, scored with the us of the sample
 --  13 order_queued, order_running, order_kv, order_mix: the workers of all groups by load, see _orders.lua
 --  17 sources       HASH  worker id -> us at which the fetches that are booked there should have ended
---  18 waiting_requests, queue, counters (HASH) and lines (ZSET): the requests that wait for a worker with room, see _queue.lua
---  22 rates         HASH  worker id -> cmsgpack evidence of its rates (learn.lua)
+--  18 queued_requests, queue_numbers, queue_counters (HASH), queue_lines, queue_deadlines (ZSET), queue_charges (HASH): the
+--                         requests that wait for a worker with room, see _queue.lua
+--  24 rates         HASH  worker id -> cmsgpack evidence of its rates (learn.lua)
 --
 -- worker: fifteen big-endian doubles, which are read ten times as fast as cmsgpack, then its incarnation as text. The doubles:
 -- us of its load sample (0: none), us up to which bookings are in that sample, queued tokens, running requests, waiting
@@ -40,10 +40,12 @@
 local WORKERS, LOAD, RESERVATIONS, BOOKED, OWNED, ROUTERS = 1, 2, 3, 4, 5, 6
 local PREDICTIONS, ANCHORS, PREDICTED, DEADLINES, GROUPS, SAMPLES = 7, 8, 9, 10, 11, 12
 local ORDER_QUEUED, ORDER_RUNNING, ORDER_KV, ORDER_MIX, SOURCES = 13, 14, 15, 16, 17
-local WAITING_REQUESTS, QUEUE, COUNTERS, LINES, RATES = 18, 19, 20, 21, 22
+local QUEUED_REQUESTS, QUEUE_NUMBERS, QUEUE_COUNTERS, QUEUE_LINES, QUEUE_DEADLINES, QUEUE_CHARGES = 18, 19, 20, 21, 22, 23
+local RATES = 24
 local IS_ZSET = {
   [BOOKED] = true, [OWNED] = true, [PREDICTED] = true, [DEADLINES] = true, [SAMPLES] = true, [ORDER_QUEUED] = true,
-  [ORDER_RUNNING] = true, [ORDER_KV] = true, [ORDER_MIX] = true, [LINES] = true,
+  [ORDER_RUNNING] = true, [ORDER_KV] = true, [ORDER_MIX] = true, [QUEUE_LINES] = true,
+  [QUEUE_DEADLINES] = true,
 }
 local SAMPLED, COVERED, QUEUED, RUNNING, WAITING, KV = 1, 2, 3, 4, 5, 6
 local BOOKED_QUEUED, BOOKED_RUNNING, BOOKED_KV, STEPS = 7, 8, 9, 10

@@ -40,7 +40,7 @@ end
 -- Forgets everything that was booked, reported, or waits. Needed when the store's clock went back (it is another server's, or
 -- was set): old data would count as fresh until the clock is back where it was.
 local function reset(keys)
-  for i = LOAD, LINES do
+  for i = LOAD, QUEUE_CHARGES do
     redis.call('UNLINK', keys[i])
   end
 end
@@ -110,6 +110,7 @@ end
 local function drop_reservation(keys, id, reservation, outcome, now)
   redis.call('HDEL', keys[RESERVATIONS], id)
   redis.call('ZREM', keys[DEADLINES], 'r' .. id)
+  record_queue_end(keys, id)
   local worker = reservation[R_WORKER]
   if worker == '' then
     return false
@@ -246,14 +247,7 @@ local function end_one(keys, member, most, now)
       damaged('deadline')
     end
     return math.max(1, drop_settled(keys, worker, tonumber(then_us), after, most))
-  elseif kind == 'q' then
-    dropped = drop_waiting_of(keys, name, most, now)
-  elseif kind == 'e' then
-    local entry = get_entry(keys, name)
-    if entry then
-      leave_queue(keys, name, entry, now)
-    end
-  elseif kind ~= 'a' then
+  else
     drop_if_there(keys, name, kind, now)
   end
   if dropped < most then
@@ -262,8 +256,10 @@ local function end_one(keys, member, most, now)
   return math.max(1, dropped)
 end
 
--- Ends what is over, up to SLICE reservations, predictions and samples. Returns 1 if there may be more, otherwise 0.
+-- Ends what is over, up to SLICE reservations, predictions and samples, and requests that wait. Returns 1 if there may be more
+-- of the former, otherwise 0.
 local function purge(keys, now)
+  purge_queue(keys, now)
   local left, last = SLICE, string.format('%d', now)
   local over = redis.call('ZRANGEBYSCORE', keys[DEADLINES], '-inf', last, 'LIMIT', 0, SLICE)
   while over[1] and left > 0 do

@@ -4,27 +4,36 @@
 -- A line is <lane> <rank, 8 hex digits> <tenant>; lanes and tenants are 16 hex digits. An account is its end, <rank> <tenant>.
 -- A place is <0 if its program runs, else 1> <deadline in us, 16 digits> <us at which it arrived, 16 digits>.
 --
--- waiting   id (16 bytes) -> cmsgpack { router, line, place, prompt tokens, expected units, weight in thousandths, tenant }
--- lines     by bytes: 'p' <line> <place> <id> what waits in a line; 'r' <router> \0 <id> what waits at a router; 't' <lane>
---           <rank> <counter of the account, 16 digits> <tenant> the lines in their order
--- queue     'tokens' all prompts'; 'lines' how many there are; 'lanes' their names, one after another; 'weights' the sum of all
---           tenants'; 'n' <line>, 'a' <account>, 'c' <lane>, 'o' <router> how many wait there; 't' <tenant> -> "requests tokens
---           weight"; 'l' <lane> -> cmsgpack list of its workers, '' for all; 'k' <lane> -> its window; without anything that
---           waits only 'idle' -> us since when
--- counters  'c' <account> -> service of what was booked while requests waited; 'v' <rank> -> the highest before a booking
--- deadlines 'e' <id> a request may wait no longer; 'q' <router> it no longer asks; 'a' <program> it no longer runs
+-- queued_requests  id (16 bytes) -> cmsgpack { router, line, place, prompt tokens, expected units, weight in thousandths,
+--                  tenant }
+-- queue_lines      by bytes: 'p' <line> <place> <id> what waits in a line; 'r' <router> \0 <id> what waits at a router; 't'
+--                  <lane> <rank> <counter of the account, 16 digits> <tenant> the lines in their order; 'g' <rank> <counter>
+--                  <tenant> the accounts in theirs; 'm' <tenant> <lane> <rank> a tenant's lines
+-- queue_numbers    'tokens' all prompts'; 'lines' how many there are; 'lanes' their names, one after another; 'weights' the sum
+--                  of all tenants'; 'n' <line>, 'a' <account>, 'c' <lane>, 'o' <router> how many wait there; 't' <tenant> ->
+--                  "requests tokens weight"; 'l' <lane> -> cmsgpack list of its workers, '' for all; 'k' <lane> -> its window;
+--                  without anything that waits only 'idle' -> us since when
+-- queue_counters   'c' <account> -> service of what was booked while requests waited; 'v' <rank> -> the highest before a
+--                  booking
+-- queue_deadlines  'e' <id> a request may wait no longer; 'q' <router> it no longer asks; 'a' <program> it no longer runs
+-- queue_charges    id of a booking -> <account> "weight in thousandths, output tokens" with which it was charged
 --
 -- row, cmsgpack: { id, tenant, weight in thousandths, rank, program (16 hex digits; '': none), prompt tokens, output tokens, us
---   since it arrived, us that it may wait, lane, { workers... } (0: all), most requests, most tokens }
+--   since it arrived, us that it may wait, lane, { workers... } (0: all), most requests, most tokens, 1 if it may wait, 0 if it
+--   is only charged }
 
 local LEASE_US, PROGRAM_US, FORGET_US = 1000000, 300000000, 60000000
-local MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 8, 512, 64
+local MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 64, 512, 64
+local MOST_COUNTERS, MOST_CHARGES, MOST_COUNTER = 2048, 65536, 9000000000000000
 local UNCACHED_UNITS, CACHED_UNITS, OUTPUT_UNITS = 10, 1, 20
-local MOST_LANE_WORKERS, MOST_RANK, MOST_REMOVED = 64, 4294967294, 16
-local ALL_WORKERS, SHARED = '0000000000000000', '0000000000000000'
+local MOST_LANE_WORKERS, MOST_RANK, MOST_COUNTED = 64, 4294967294, 2 ^ 40
+local MOST_DROPPED, MOST_REMOVED, LINE_COSTS = 256, 16, 3 -- that one call drops first, and finds in the order later; a line
+-- that ends costs as much as some requests
+local ALL_WORKERS, STRAYS, SHARED = '0000000000000000', 'ffffffffffffffff', '0000000000000000'
 local E_ROUTER, E_LINE, E_PLACE, E_TOKENS, E_UNITS, E_WEIGHT, E_TENANT = 1, 2, 3, 4, 5, 6, 7
 local ENTRY_FORM = { 'string', 'string', 'string', 'number', 'number', 'number', 'string' }
-local LANE_END, ACCOUNT_AT = 16, 17 -- within a line
+local LANE_END, ACCOUNT_AT, ACCOUNT_BYTES = 16, 17, 24 -- within a line
+local CHARGE = '^(%x+) (%d+) (%d+)$'
 
 local function service_units(uncached, cached, output)
   return UNCACHED_UNITS * uncached + CACHED_UNITS * cached + OUTPUT_UNITS * output
@@ -51,9 +60,9 @@ local function check_row(row)
   end
   return {
     id = row[1], tenant = name(row[2]), weight = integer(row[3], 1, 1000000), rank = integer(row[4], 0, MOST_RANK),
-    program = name(row[5], true), tokens = integer(row[6], 0, 2 ^ 40), output = integer(row[7], 0, 2 ^ 40),
+    program = name(row[5], true), tokens = integer(row[6], 0, MOST_COUNTED), output = integer(row[7], 0, MOST_COUNTED),
     age = integer(row[8], 0), left = integer(row[9], 0, 2 ^ 40), lane = name(row[10]), workers = workers,
-    most_requests = integer(row[12], 0), most_tokens = integer(row[13], 0),
+    most_requests = integer(row[12], 0), most_tokens = integer(row[13], 0), may_wait = row[14] ~= 0,
   }
 end
 
@@ -62,30 +71,30 @@ local function account_of(row, tenant)
 end
 
 local function get_entry(keys, id)
-  local packed = redis.call('HGET', keys[WAITING_REQUESTS], id)
+  local packed = redis.call('HGET', keys[QUEUED_REQUESTS], id)
   return packed and unpack_record(packed, ENTRY_FORM, 'waiting request')
 end
 
 -- Adds to a number of the queue, which is removed at 0. Returns the sum.
 local function add_to_queue(keys, field, number)
-  local sum = redis.call('HINCRBY', keys[QUEUE], field, string.format('%d', number))
+  local sum = redis.call('HINCRBY', keys[QUEUE_NUMBERS], field, string.format('%d', number))
   if sum <= 0 then
-    redis.call('HDEL', keys[QUEUE], field)
+    redis.call('HDEL', keys[QUEUE_NUMBERS], field)
   end
   return sum
 end
 
 -- Returns a number of the queue.
 local function queue_number(keys, field)
-  return tonumber(redis.call('HGET', keys[QUEUE], field) or 0) or 0
+  return tonumber(redis.call('HGET', keys[QUEUE_NUMBERS], field) or 0) or 0
 end
 
 local function queue_sizes(keys)
-  return redis.call('HLEN', keys[WAITING_REQUESTS]), queue_number(keys, 'tokens')
+  return redis.call('HLEN', keys[QUEUED_REQUESTS]), queue_number(keys, 'tokens')
 end
 
 local function lanes_of(keys)
-  local names, lanes = redis.call('HGET', keys[QUEUE], 'lanes') or '', {}
+  local names, lanes = redis.call('HGET', keys[QUEUE_NUMBERS], 'lanes') or '', {}
   for at = 1, #names, LANE_END do
     lanes[#lanes + 1] = string.sub(names, at, at + LANE_END - 1)
   end
@@ -93,26 +102,36 @@ local function lanes_of(keys)
 end
 
 local function counter_of(keys, account)
-  return tonumber(redis.call('HGET', keys[COUNTERS], 'c' .. account) or 0) or 0
+  return tonumber(redis.call('HGET', keys[QUEUE_COUNTERS], 'c' .. account) or 0) or 0
 end
 
--- Returns the member of `lines` that puts a line in order.
+-- Returns the member of `queue_lines` that puts a line in order.
 local function turn_member(lane, account, counter)
   return 't' .. lane .. string.sub(account, 1, 8) .. padded(counter) .. string.sub(account, 9)
 end
 
+-- Returns the member of `queue_lines` that puts an account in order.
+local function account_member(account, counter)
+  return 'g' .. string.sub(account, 1, 8) .. padded(counter) .. string.sub(account, 9)
+end
+
+-- Returns the member of `queue_lines` that lists a line with its tenant's.
+local function own_member(lane, account)
+  return 'm' .. string.sub(account, 9) .. lane .. string.sub(account, 1, 8)
+end
+
 -- Changes a tenant's requests and tokens; drops one without requests. `weight`: its present one.
 local function count_tenant(keys, tenant, requests, tokens, weight)
-  local known = redis.call('HGET', keys[QUEUE], 't' .. tenant)
+  local known = redis.call('HGET', keys[QUEUE_NUMBERS], 't' .. tenant)
   local had_requests, had_tokens, had_weight = string.match(known or '0 0 0', '^(%d+) (%d+) (%d+)$')
   if not had_requests then
     damaged('tenant of a queue')
   end
   requests, weight = had_requests + requests, weight or tonumber(had_weight)
   if requests > 0 then
-    redis.call('HSET', keys[QUEUE], 't' .. tenant, string.format('%d %d %d', requests, had_tokens + tokens, weight))
+    redis.call('HSET', keys[QUEUE_NUMBERS], 't' .. tenant, string.format('%d %d %d', requests, had_tokens + tokens, weight))
   else
-    redis.call('HDEL', keys[QUEUE], 't' .. tenant)
+    redis.call('HDEL', keys[QUEUE_NUMBERS], 't' .. tenant)
     weight = 0
   end
   add_to_queue(keys, 'weights', weight - had_weight)
@@ -124,284 +143,469 @@ local function may_wait(keys, row)
   if requests < row.most_requests and (requests == 0 or tokens + row.tokens <= row.most_tokens) then
     return true
   end
-  local known = redis.call('HGET', keys[QUEUE], 't' .. row.tenant)
+  local known = redis.call('HGET', keys[QUEUE_NUMBERS], 't' .. row.tenant)
   local own_requests, own_tokens, own_weight = string.match(known or '0 0 0', '^(%d+) (%d+) (%d+)$')
   local share = row.weight / (queue_number(keys, 'weights') - (own_weight or 0) + row.weight)
   return (own_requests or 0) + 1 <= row.most_requests * share
     and (own_tokens or 0) + row.tokens <= row.most_tokens * share
 end
 
--- Removes a request that waits.
-local function leave_queue(keys, id, entry, now)
-  redis.call('HDEL', keys[WAITING_REQUESTS], id)
-  redis.call('ZREM', keys[DEADLINES], 'e' .. id)
-  if redis.call('EXISTS', keys[WAITING_REQUESTS]) == 0 then
-    redis.call('UNLINK', keys[QUEUE], keys[LINES])
-    redis.call('HSET', keys[QUEUE], 'idle', string.format('%d', now))
+-- ---------------------------------------------------------------- counters
+
+-- Forgets the counters of accounts that do not wait.
+local function forget_counters(keys)
+  local gone = {}
+  for _, field in ipairs(redis.call('HKEYS', keys[QUEUE_COUNTERS])) do
+    if string.sub(field, 1, 1) ~= 'c' or redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'a' .. string.sub(field, 2)) == 0 then
+      gone[#gone + 1] = field
+    end
+  end
+  for at = 1, #gone, CHUNK do
+    redis.call('HDEL', keys[QUEUE_COUNTERS], unpack(gone, at, math.min(#gone, at + CHUNK - 1)))
+  end
+end
+
+-- Changes the counter of an account, and so the place of its lines. Returns the counter.
+local function set_counter(keys, account, counter)
+  local known, after = redis.call('HGET', keys[QUEUE_COUNTERS], 'c' .. account), math.min(math.max(0, counter), MOST_COUNTER)
+  if not known and redis.call('HLEN', keys[QUEUE_COUNTERS]) >= MOST_COUNTERS then
+    forget_counters(keys)
+  end
+  redis.call('HSET', keys[QUEUE_COUNTERS], 'c' .. account, string.format('%d', after))
+  local before = tonumber(known or 0) or 0
+  if after ~= before and redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'a' .. account) == 1 then
+    local rank, start = string.sub(account, 1, 8), 'm' .. string.sub(account, 9)
+    local old, new = { account_member(account, before) }, { 0, account_member(account, after) }
+    for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. start, '(' .. start .. 'g')) do
+      if string.sub(member, -8) == rank then
+        local lane = string.sub(member, 18, 33)
+        old[#old + 1] = turn_member(lane, account, before)
+        new[#new + 1], new[#new + 2] = 0, turn_member(lane, account, after)
+      end
+    end
+    redis.call('ZREM', keys[QUEUE_LINES], unpack(old))
+    redis.call('ZADD', keys[QUEUE_LINES], unpack(new))
+  end
+  return after
+end
+
+-- Returns the least counter of other tenants than this account's, of members that begin in this way; nil if there are none.
+local function least_of_others(keys, start, account)
+  local tenant, low, high = string.sub(account, 9), '[' .. start, '(' .. start .. 'g'
+  for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], low, high, 'LIMIT', 0, 2)) do
+    if string.sub(member, -16) ~= tenant then
+      return tonumber(string.sub(member, -32, -17))
+    end
+  end
+end
+
+-- Returns the counter at which an account begins to wait in a lane: that of others there, else of others in any lane.
+local function first_counter(keys, lane, account)
+  local rank = string.sub(account, 1, 8)
+  local least = least_of_others(keys, 't' .. lane .. rank, account) or least_of_others(keys, 'g' .. rank, account)
+    or tonumber(redis.call('HGET', keys[QUEUE_COUNTERS], 'v' .. rank) or 0) or 0
+  return math.max(counter_of(keys, account), least)
+end
+
+-- ---------------------------------------------------------------- entering and leaving
+
+-- Removes requests that wait, { { id, entry }... }.
+local function leave_queue(keys, gone, now)
+  if not gone[1] then
     return
   end
-  local line = entry[E_LINE]
-  local lane, account = string.sub(line, 1, LANE_END), string.sub(line, ACCOUNT_AT)
-  redis.call('ZREM', keys[LINES], 'p' .. line .. entry[E_PLACE] .. id, 'r' .. entry[E_ROUTER] .. '\0' .. id)
-  if add_to_queue(keys, 'n' .. line, -1) <= 0 then
-    redis.call('ZREM', keys[LINES], turn_member(lane, account, counter_of(keys, account)))
-    add_to_queue(keys, 'lines', -1)
+  local ids, ends, members, sums, tenants = {}, {}, {}, {}, {}
+  local function add(field, number)
+    sums[field] = (sums[field] or 0) + number
   end
-  add_to_queue(keys, 'a' .. account, -1)
-  if add_to_queue(keys, 'c' .. lane, -1) <= 0 then
-    redis.call('HDEL', keys[QUEUE], 'l' .. lane, 'k' .. lane)
-    local left = {}
-    for _, other in ipairs(lanes_of(keys)) do
-      left[#left + 1] = other ~= lane and other or nil
+  for i, one in ipairs(gone) do
+    ids[i], ends[i] = one.id, 'e' .. one.id
+  end
+  redis.call('HDEL', keys[QUEUED_REQUESTS], unpack(ids))
+  redis.call('ZREM', keys[QUEUE_DEADLINES], unpack(ends))
+  if redis.call('EXISTS', keys[QUEUED_REQUESTS]) == 0 then
+    redis.call('UNLINK', keys[QUEUE_NUMBERS], keys[QUEUE_LINES])
+    redis.call('HSET', keys[QUEUE_NUMBERS], 'idle', string.format('%d', now))
+    return
+  end
+  for _, one in ipairs(gone) do
+    local entry, line = one.entry, one.entry[E_LINE]
+    members[#members + 1] = 'p' .. line .. entry[E_PLACE] .. one.id
+    members[#members + 1] = 'r' .. entry[E_ROUTER] .. '\0' .. one.id
+    add('n' .. line, -1)
+    add('a' .. string.sub(line, ACCOUNT_AT), -1)
+    add('c' .. string.sub(line, 1, LANE_END), -1)
+    add('o' .. entry[E_ROUTER], -1)
+    add('tokens', -entry[E_TOKENS])
+    local of = tenants[entry[E_TENANT]] or { 0, 0 }
+    of[1], of[2], tenants[entry[E_TENANT]] = of[1] - 1, of[2] - entry[E_TOKENS], of
+  end
+  for field, number in pairs(sums) do
+    local kind, name = string.sub(field, 1, 1), string.sub(field, 2)
+    if add_to_queue(keys, field, number) > 0 or field == 'tokens' then
+      kind = ''
     end
-    redis.call('HSET', keys[QUEUE], 'lanes', table.concat(left))
+    if kind == 'n' then
+      local lane, account = string.sub(name, 1, LANE_END), string.sub(name, ACCOUNT_AT)
+      members[#members + 1] = turn_member(lane, account, counter_of(keys, account))
+      members[#members + 1] = own_member(lane, account)
+      add_to_queue(keys, 'lines', -1)
+    elseif kind == 'a' then
+      members[#members + 1] = account_member(name, counter_of(keys, name))
+    elseif kind == 'c' then
+      redis.call('HDEL', keys[QUEUE_NUMBERS], 'l' .. name, 'k' .. name)
+      local left = {}
+      for _, other in ipairs(lanes_of(keys)) do
+        left[#left + 1] = other ~= name and other or nil
+      end
+      redis.call('HSET', keys[QUEUE_NUMBERS], 'lanes', table.concat(left))
+    end
   end
-  add_to_queue(keys, 'o' .. entry[E_ROUTER], -1)
-  add_to_queue(keys, 'tokens', -entry[E_TOKENS])
-  count_tenant(keys, entry[E_TENANT], -1, -entry[E_TOKENS])
+  redis.call('ZREM', keys[QUEUE_LINES], unpack(members))
+  for tenant, of in pairs(tenants) do
+    count_tenant(keys, tenant, of[1], of[2])
+  end
+end
+
+local function leave_one(keys, id, entry, now)
+  leave_queue(keys, { { id = id, entry = entry } }, now)
+end
+
+-- Drops what waits at a router that no longer asks, as far as `most` goes. Returns what of it was used; `most` if there may be
+-- more.
+local function drop_waiting_of(keys, router, most, now)
+  local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[r' .. router .. '\0', '(r' .. router .. '\1', 'LIMIT', 0, most)
+  local gone, lines, used = {}, {}, 0
+  for _, member in ipairs(members) do
+    local id = string.sub(member, -ID_BYTES)
+    local entry = get_entry(keys, id)
+    if used >= most then
+      break
+    elseif entry then
+      gone[#gone + 1] = { id = id, entry = entry }
+      used = used + (lines[entry[E_LINE]] and 1 or 1 + LINE_COSTS)
+      lines[entry[E_LINE]] = true
+    else
+      redis.call('ZREM', keys[QUEUE_LINES], member)
+      used = used + 1
+    end
+  end
+  leave_queue(keys, gone, now)
+  return math.min(used, most)
+end
+
+-- Drops up to MOST_DROPPED requests that waited too long, or whose router no longer asks, and programs that no longer run.
+local function purge_queue(keys, now)
+  local left, gone, over = MOST_DROPPED, {}, {}
+  local last = string.format('%d', now)
+  local due = redis.call('ZRANGEBYSCORE', keys[QUEUE_DEADLINES], '-inf', last, 'LIMIT', 0, MOST_DROPPED)
+  for _, member in ipairs(due) do
+    local kind, name = string.sub(member, 1, 1), string.sub(member, 2)
+    if left <= 0 then
+      break
+    end
+    local dropped = kind == 'q' and drop_waiting_of(keys, name, left, now) or 0
+    if dropped < left then
+      over[#over + 1] = member
+    end
+    left = left - math.max(1, dropped)
+  end
+  for _, member in ipairs(over) do
+    local id = string.sub(member, 2)
+    local entry = string.sub(member, 1, 1) == 'e' and get_entry(keys, id)
+    gone[#gone + 1] = entry and { id = id, entry = entry } or nil
+  end
+  if over[1] then
+    redis.call('ZREM', keys[QUEUE_DEADLINES], unpack(over))
+  end
+  leave_queue(keys, gone, now)
 end
 
 local function renew_queue_lease(keys, router, now)
-  redis.call('ZADD', keys[DEADLINES], string.format('%d', now + LEASE_US), 'q' .. router)
+  redis.call('ZADD', keys[QUEUE_DEADLINES], string.format('%d', now + LEASE_US), 'q' .. router)
+end
+
+local function own_lines(keys, tenant)
+  return redis.call('ZLEXCOUNT', keys[QUEUE_LINES], '[m' .. tenant, '(m' .. tenant .. 'g')
+end
+
+-- Returns the lane in which a request may wait.
+local function lane_for(keys, row)
+  local lane = row.lane
+  if lane == ALL_WORKERS or redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'c' .. lane) == 1
+    or own_lines(keys, row.tenant) < MOST_LANES - #lanes_of(keys) then
+    return lane
+  end
+  return STRAYS
+end
+
+-- Returns a tenant's account in a lane with the next lower priority, else the next higher one; nil if it has none there.
+local function nearest_account(keys, lane, rank, tenant)
+  local start = 'm' .. tenant .. lane
+  local at = start .. string.format('%08x', rank)
+  local member = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. at, '(' .. start .. 'g', 'LIMIT', 0, 1)[1]
+    or redis.call('ZREVRANGEBYLEX', keys[QUEUE_LINES], '(' .. at, '[' .. start, 'LIMIT', 0, 1)[1]
+  return member and string.sub(member, -8) .. tenant
+end
+
+-- Returns the account of the line in which a request may wait; nil if there is no room for another line.
+local function account_for(keys, row, lane)
+  local lines = queue_number(keys, 'lines')
+  for shared, tenant in ipairs({ row.tenant, SHARED }) do
+    local account, left = account_of(row, tenant), shared * MOST_LINES - lines
+    if redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'n' .. lane .. account) == 1 or own_lines(keys, tenant) < left then
+      return account
+    end
+    local nearest = nearest_account(keys, lane, row.rank, tenant)
+    if nearest or left > 0 then
+      return nearest or account
+    end
+  end
 end
 
 -- Adds a request to the queue, unless it waits already. Returns false if it may not wait.
 local function enter_queue(keys, row, router, now)
   renew_queue_lease(keys, router, now)
-  if redis.call('HEXISTS', keys[WAITING_REQUESTS], row.id) == 1 then
+  if redis.call('HEXISTS', keys[QUEUED_REQUESTS], row.id) == 1 then
     return true
   end
-  if redis.call('EXISTS', keys[WAITING_REQUESTS]) == 0 then
+  if redis.call('EXISTS', keys[QUEUED_REQUESTS]) == 0 then
     if now - queue_number(keys, 'idle') > FORGET_US then
-      redis.call('UNLINK', keys[COUNTERS])
+      redis.call('UNLINK', keys[QUEUE_COUNTERS], keys[QUEUE_CHARGES])
     end
-    redis.call('UNLINK', keys[QUEUE], keys[LINES])
+    redis.call('UNLINK', keys[QUEUE_NUMBERS], keys[QUEUE_LINES])
   end
-  local lane, tenant, lines = row.lane, row.tenant, queue_number(keys, 'lines')
-  local is_new_lane = redis.call('HEXISTS', keys[QUEUE], 'c' .. lane) == 0
-  if is_new_lane and #lanes_of(keys) >= MOST_LANES then
-    lane = ALL_WORKERS
-    is_new_lane = redis.call('HEXISTS', keys[QUEUE], 'c' .. lane) == 0
-  end
-  local account = account_of(row, tenant)
-  local is_new_line = redis.call('HEXISTS', keys[QUEUE], 'n' .. lane .. account) == 0
-  if is_new_line and lines >= MOST_LINES then
-    account = account_of(row, SHARED)
-    is_new_line = redis.call('HEXISTS', keys[QUEUE], 'n' .. lane .. account) == 0
-  end
-  if not may_wait(keys, row) or (is_new_line and lines >= 2 * MOST_LINES) then
+  local lane, tenant = lane_for(keys, row), row.tenant
+  local account = account_for(keys, row, lane)
+  if not account or not may_wait(keys, row) then
     return false
   end
-  local runs = row.program ~= '' and redis.call('ZSCORE', keys[DEADLINES], 'a' .. tenant .. row.program)
+  local runs = row.program ~= '' and redis.call('ZSCORE', keys[QUEUE_DEADLINES], 'a' .. tenant .. row.program)
   local first = runs and tonumber(runs) > now and '0' or '1'
   local line, due = lane .. account, now + row.left
   local place = first .. padded(due) .. padded(math.max(0, now - row.age))
   local entry = { router, line, place, row.tokens, service_units(row.tokens, 0, row.output), row.weight, tenant }
-  local counter = counter_of(keys, account)
-  if add_to_queue(keys, 'a' .. account, 1) == 1 then
-    local served = tonumber(redis.call('HGET', keys[COUNTERS], 'v' .. string.sub(account, 1, 8)) or 0) or 0
-    counter = math.max(counter, served)
-    redis.call('HSET', keys[COUNTERS], 'c' .. account, string.format('%d', counter))
-  end
-  redis.call('HSET', keys[WAITING_REQUESTS], row.id, cmsgpack.pack(entry))
-  redis.call('ZADD', keys[DEADLINES], string.format('%d', due), 'e' .. row.id)
-  redis.call('ZADD', keys[LINES], 0, 'p' .. line .. place .. row.id, 0, 'r' .. router .. '\0' .. row.id)
-  if add_to_queue(keys, 'n' .. line, 1) == 1 then
-    redis.call('ZADD', keys[LINES], 0, turn_member(lane, account, counter))
+  if redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'n' .. line) == 0 then
+    local counter = set_counter(keys, account, first_counter(keys, lane, account))
+    redis.call('ZADD', keys[QUEUE_LINES], 0, turn_member(lane, account, counter), 0, own_member(lane, account))
     add_to_queue(keys, 'lines', 1)
   end
-  if is_new_lane then
-    local workers = lane == row.lane and row.workers
-    redis.call('HSET', keys[QUEUE], 'l' .. lane, workers and cmsgpack.pack(workers) or '')
-    redis.call('HSET', keys[QUEUE], 'lanes', (redis.call('HGET', keys[QUEUE], 'lanes') or '') .. lane)
+  redis.call('HSET', keys[QUEUED_REQUESTS], row.id, cmsgpack.pack(entry))
+  redis.call('ZADD', keys[QUEUE_DEADLINES], string.format('%d', due), 'e' .. row.id)
+  redis.call('ZADD', keys[QUEUE_LINES], 0, 'p' .. line .. place .. row.id, 0, 'r' .. router .. '\0' .. row.id)
+  add_to_queue(keys, 'n' .. line, 1)
+  if add_to_queue(keys, 'a' .. account, 1) == 1 then
+    redis.call('ZADD', keys[QUEUE_LINES], 0, account_member(account, counter_of(keys, account)))
   end
-  add_to_queue(keys, 'c' .. lane, 1)
+  if add_to_queue(keys, 'c' .. lane, 1) == 1 then
+    local workers = lane ~= STRAYS and row.workers
+    redis.call('HSET', keys[QUEUE_NUMBERS], 'l' .. lane, workers and cmsgpack.pack(workers) or '')
+    redis.call('HSET', keys[QUEUE_NUMBERS], 'lanes', (redis.call('HGET', keys[QUEUE_NUMBERS], 'lanes') or '') .. lane)
+  end
   add_to_queue(keys, 'o' .. router, 1)
   add_to_queue(keys, 'tokens', row.tokens)
   count_tenant(keys, tenant, 1, row.tokens, row.weight)
   return true
 end
 
--- Drops what waits at a router that no longer asks, up to `most` requests. Returns how many.
-local function drop_waiting_of(keys, router, most, now)
-  local members = redis.call('ZRANGEBYLEX', keys[LINES], '[r' .. router .. '\0', '(r' .. router .. '\1', 'LIMIT', 0, most)
-  for _, member in ipairs(members) do
-    local id = string.sub(member, -ID_BYTES)
-    local entry = get_entry(keys, id)
-    if entry then
-      leave_queue(keys, id, entry, now)
-    else
-      redis.call('ZREM', keys[LINES], member)
-    end
-  end
-  return #members
-end
-
 -- ---------------------------------------------------------------- turns
 
--- Begins to look at the queue. One call looks at each lane's window once.
+-- Begins to look at the queue.
 local function look_at_queue(keys, now)
-  return { keys = keys, now = now, alive = {}, windows = {}, workers = {}, left = MOST_REMOVED }
+  return { keys = keys, now = now, alive = {}, workers = {}, packed_workers = {}, left = MOST_REMOVED }
 end
 
 local function is_alive(look, router)
   local alive = look.alive[router]
   if alive == nil then
-    local ends = redis.call('ZSCORE', look.keys[DEADLINES], 'q' .. router)
+    local ends = redis.call('ZSCORE', look.keys[QUEUE_DEADLINES], 'q' .. router)
     alive = ends and tonumber(ends) > look.now or false
     look.alive[router] = alive
   end
   return alive
 end
 
--- Returns the next request of a line that still waits, after a member of `lines`; it drops some that do not.
+local function still_waits(look, entry)
+  return (tonumber(string.sub(entry[E_PLACE], 2, 17)) or 0) > look.now and is_alive(look, entry[E_ROUTER])
+end
+
+-- Returns the next request of a line that still waits, after a member of `queue_lines`; it drops some that do not.
 local function next_waiting(look, line, after)
   local keys, low = look.keys, after and '(' .. after or '[p' .. line
   while look.left > 0 do
-    local member = redis.call('ZRANGEBYLEX', keys[LINES], low, '(p' .. line .. '2', 'LIMIT', 0, 1)[1]
+    local member = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], low, '(p' .. line .. '2', 'LIMIT', 0, 1)[1]
     if not member then
       return nil
     end
     local id = string.sub(member, -ID_BYTES)
     local entry = get_entry(keys, id)
     if not entry then
-      redis.call('ZREM', keys[LINES], member)
-    elseif tonumber(string.sub(entry[E_PLACE], 2, 17)) <= look.now or not is_alive(look, entry[E_ROUTER]) then
-      leave_queue(keys, id, entry, look.now)
-    else
+      redis.call('ZREM', keys[QUEUE_LINES], member)
+    elseif still_waits(look, entry) then
       return { member = member, line = line, id = id, entry = entry }
+    else
+      leave_one(keys, id, entry, look.now)
     end
     look.left = look.left - 1
   end
 end
 
--- Gives a request its place in the order of all lanes.
-local function put_in_order(one, rank, counter)
-  one.counter, one.rank, one.key = counter, rank, rank .. padded(counter) .. one.entry[E_PLACE]
+-- Gives a request its places in the order of its lane, and of all lanes. Strings are compared by the server's locale, so ids
+-- are compared as digits.
+local function put_in_order(one, counter)
+  local rank, tenant = string.sub(one.line, ACCOUNT_AT, ACCOUNT_AT + 7), string.sub(one.line, ACCOUNT_AT + 8)
+  local place = one.entry[E_PLACE] .. string.format('%08x%08x%08x%08x', struct.unpack('>I4I4I4I4', one.id))
+  one.counter, one.in_lane, one.key = counter, rank .. padded(counter) .. tenant .. place, rank .. padded(counter) .. place
   return one
 end
 
-local function hex(id)
-  return (string.gsub(id, '.', function(byte)
-    return string.format('%02x', string.byte(byte))
-  end))
-end
-
--- Does a request come before another one? Strings are compared by the server's locale, so ids are compared as digits.
-local function comes_before(one, other)
-  return one.key < other.key or (one.key == other.key and hex(one.id) < hex(other.id))
-end
-
--- Returns the first requests of a lane in their order, as many as its window has.
-local function window_of(look, lane)
-  if look.windows[lane] then
-    return look.windows[lane]
-  end
+-- Returns the first `most` requests of a lane in their order.
+local function first_in_lane(look, lane, most)
   local keys, heads, first = look.keys, {}, {}
-  look.lanes = look.lanes or lanes_of(keys)
-  local most = math.min(queue_number(keys, 'k' .. lane), math.floor(MOST_WINDOW / math.max(1, #look.lanes)))
-  most = math.max(1, most)
-  local members = redis.call('ZRANGEBYLEX', keys[LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, most)
+  local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, most)
   for _, member in ipairs(members) do
     local rank, counter, tenant = string.sub(member, 18, 25), tonumber(string.sub(member, 26, 41)), string.sub(member, 42)
     local line = lane .. rank .. tenant
     local one = next_waiting(look, line)
     if one then
-      heads[#heads + 1] = put_in_order(one, rank, counter)
-    elseif redis.call('HEXISTS', keys[QUEUE], 'n' .. line) == 0 then
-      redis.call('ZREM', keys[LINES], member)
+      heads[#heads + 1] = put_in_order(one, counter)
+    elseif redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'n' .. line) == 0 then
+      redis.call('ZREM', keys[QUEUE_LINES], member, own_member(lane, rank .. tenant))
     end
   end
   while #first < most and heads[1] do
     local least = 1
     for i = 2, #heads do
-      if comes_before(heads[i], heads[least]) then
+      if heads[i].in_lane < heads[least].in_lane then
         least = i
       end
     end
     local one = table.remove(heads, least)
+    if first[1] and one.key < first[#first].key then
+      one.key = first[#first].key
+    end
     first[#first + 1] = one
     local after = #first < most and next_waiting(look, one.line, one.member)
     if after then
       local counter = one.counter + math.floor(one.entry[E_UNITS] * 1000 / one.entry[E_WEIGHT])
-      heads[#heads + 1] = put_in_order(after, one.rank, counter)
+      heads[#heads + 1] = put_in_order(after, math.min(counter, MOST_COUNTER))
     end
   end
-  look.windows[lane] = first
   return first
 end
 
 -- Returns the workers of a lane; false for all.
 local function workers_of_lane(look, lane)
   if look.workers[lane] == nil then
-    local packed = redis.call('HGET', look.keys[QUEUE], 'l' .. lane)
+    local packed = look.packed_workers[lane]
     look.workers[lane] = packed and packed ~= '' and cmsgpack.unpack(packed) or false
   end
   return look.workers[lane]
 end
 
--- Returns the first requests of all lanes, each with its lane, in their order.
-local function heads_of(look)
-  if not look.heads then
-    look.heads = {}
-    for _, lane in ipairs(lanes_of(look.keys)) do
-      local head = window_of(look, lane)[1]
-      if head then
-        head.lane = lane
-        look.heads[#look.heads + 1] = head
-      end
-    end
-    table.sort(look.heads, comes_before)
+-- Returns the first request of each lane; nil for one that has to be looked at by itself.
+local function heads_in_lanes(look, lanes)
+  local keys, lines, ids, heads = look.keys, {}, {}, {}
+  for i, lane in ipairs(lanes) do
+    local turn = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, 1)[1] or ''
+    local line = lane .. string.sub(turn, 18, 25) .. string.sub(turn, 42)
+    local member = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[p' .. line, '(p' .. line .. '2', 'LIMIT', 0, 1)[1] or ''
+    lines[i], ids[i] = { line, tonumber(string.sub(turn, 26, 41)) }, string.sub(member, -ID_BYTES)
   end
-  return look.heads
+  for i, packed in ipairs(redis.call('HMGET', keys[QUEUED_REQUESTS], unpack(ids))) do
+    local entry = packed and unpack_record(packed, ENTRY_FORM, 'waiting request')
+    if entry and lines[i][2] and still_waits(look, entry) then
+      heads[i] = put_in_order({ line = lines[i][1], id = ids[i], entry = entry }, lines[i][2])
+    end
+  end
+  return heads
 end
 
--- Returns the requests of a lane that may be tried now: { { id, entry, ahead = lanes to which it leaves their workers }... }
-local function turns_of(look, lane)
-  local heads, mine, turns, taken, ahead, at = heads_of(look), workers_of_lane(look, lane), {}, {}, {}, 1
-  for _, one in ipairs(window_of(look, lane)) do
-    while heads[at] and comes_before(heads[at], one) do
-      local other = heads[at].lane
-      at = at + 1
-      if other ~= lane then
-        local workers, left = workers_of_lane(look, other), not mine
-        if not workers then
-          return turns
-        end
-        for _, worker in ipairs(workers) do
-          taken[worker] = true
-        end
-        for _, worker in ipairs(mine or {}) do
-          left = left or not taken[worker]
-        end
-        if not left then
-          return turns
-        end
-        ahead[#ahead + 1] = other
-      end
-    end
-    turns[#turns + 1] = { id = one.id, entry = one.entry, ahead = { unpack(ahead) } }
+-- Returns the first requests of all lanes in their order, each with its lane. `wide`: as many as each lane's window may ever
+-- have, with `soon` if they are beyond the present one.
+local function first_of_lanes(look, wide)
+  local keys, items, lanes = look.keys, {}, lanes_of(look.keys)
+  if not lanes[1] then
+    return items
   end
-  return turns
+  local share, fields = math.max(1, math.floor(MOST_WINDOW / #lanes)), {}
+  for i, lane in ipairs(lanes) do
+    fields[i] = 'l' .. lane
+  end
+  for i, packed in ipairs(redis.call('HMGET', keys[QUEUE_NUMBERS], unpack(fields))) do
+    look.packed_workers[lanes[i]] = packed
+  end
+  local heads = share == 1 and heads_in_lanes(look, lanes) or {}
+  for i, lane in ipairs(lanes) do
+    local width, window = share, MOST_WINDOW
+    if lane == STRAYS then
+      width = MOST_WINDOW
+    else
+      window = share > 1 and math.max(1, queue_number(keys, 'k' .. lane)) or 1
+    end
+    local most = wide and width or math.min(window, width)
+    for number, one in ipairs(most == 1 and heads[i] and { heads[i] } or first_in_lane(look, lane, most)) do
+      one.lane, one.number, one.soon = lane, number, number > window
+      items[#items + 1] = one
+    end
+  end
+  table.sort(items, function(one, other)
+    return one.key < other.key or (one.key == other.key and one.number < other.number)
+  end)
+  return items
+end
+
+-- May a request of a lane go to a worker that the lanes before leave to it? `own`: its lane's first request is among these.
+local function has_free_worker(workers, taken, own)
+  for _, worker in ipairs(workers) do
+    if (taken[worker] or 0) == (own and 1 or 0) then
+      return true
+    end
+  end
+  return false
+end
+
+-- Returns
+-- - those of the requests that may be tried now: { { id, router, how many lanes come before, number of its own among these
+--   (0: none) }... }; up to one request, if given
+-- - the lanes whose first requests come before, in their order
+local function turns_of(look, items, until_id)
+  local taken, passed, order, turns, holder = {}, {}, {}, {}, nil
+  for _, one in ipairs(items) do
+    local lane, workers = one.lane, workers_of_lane(look, one.lane)
+    local own, free = passed[lane], not holder or holder == one.lane
+    if free and not one.soon and (not workers or has_free_worker(workers, taken, own)) then
+      turns[#turns + 1] = { one.id, one.entry[E_ROUTER], #order, own or 0 }
+    end
+    if one.id == until_id then
+      break
+    end
+    if not own and lane ~= STRAYS then
+      order[#order + 1], passed[lane] = lane, #order + 1
+      for _, worker in ipairs(workers or {}) do
+        taken[worker] = (taken[worker] or 0) + 1
+      end
+      holder = holder or (not workers and lane) or nil
+    end
+  end
+  return turns, order
 end
 
 -- Returns the set of workers that a request must leave to others if it is tried now; nil if it is not its turn.
 local function blocked_for(keys, id, now)
-  local entry, look = get_entry(keys, id), look_at_queue(keys, now)
-  if not entry then
+  local look = look_at_queue(keys, now)
+  local turns, order = turns_of(look, first_of_lanes(look, false), id)
+  local last = turns[#turns]
+  if not last or last[1] ~= id then
     return nil
   end
-  for _, turn in ipairs(turns_of(look, string.sub(entry[E_LINE], 1, LANE_END))) do
-    if turn.id == id then
-      local blocked = {}
-      for _, lane in ipairs(turn.ahead) do
-        for _, worker in ipairs(workers_of_lane(look, lane)) do
-          blocked[worker] = true
-        end
-      end
-      return blocked
+  local blocked = {}
+  for i = 1, last[3] do
+    for _, worker in ipairs(i ~= last[4] and workers_of_lane(look, order[i]) or {}) do
+      blocked[worker] = true
     end
   end
+  return blocked
 end
 
 -- Returns about how many requests go before one that waits.
@@ -413,17 +617,22 @@ local function count_ahead(keys, id)
   local line, ahead = entry[E_LINE], 0
   local lane, rank, tenant = string.sub(line, 1, 16), string.sub(line, 17, 24), string.sub(line, 25)
   local start = 'p' .. line
-  local before = redis.call('ZLEXCOUNT', keys[LINES], '[' .. start, '(' .. start .. entry[E_PLACE] .. id)
+  local before = redis.call('ZLEXCOUNT', keys[QUEUE_LINES], '[' .. start, '(' .. start .. entry[E_PLACE] .. id)
   local own = padded(counter_of(keys, rank .. tenant)) .. tenant
-  local members = redis.call('ZRANGEBYLEX', keys[LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, MOST_AHEAD)
-  for _, member in ipairs(members) do
+  local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[t' .. lane, '(t' .. lane .. 'g', 'LIMIT', 0, MOST_AHEAD)
+  local fields = { 'none' }
+  for i, member in ipairs(members) do
+    fields[i] = 'n' .. lane .. string.sub(member, 18, 25) .. string.sub(member, 42)
+  end
+  local numbers = redis.call('HMGET', keys[QUEUE_NUMBERS], unpack(fields))
+  for i, member in ipairs(members) do
     local other_rank, other = string.sub(member, 18, 25), string.sub(member, 26)
     if other_rank > rank then
       break
     elseif other == own and other_rank == rank then
       ahead = ahead + before
     else
-      local waiting = queue_number(keys, 'n' .. lane .. other_rank .. string.sub(member, 42))
+      local waiting = tonumber(numbers[i] or 0) or 0
       ahead = ahead + (other_rank < rank and waiting or math.min(waiting, before + (other < own and 1 or 0)))
     end
   end
@@ -432,42 +641,53 @@ end
 
 -- ---------------------------------------------------------------- bookings
 
--- Records that a request found no room: only the first one is tried next.
+-- Records that a request found no room: only the first one of its lane is tried next.
 local function narrow_window(keys, id)
   local entry = get_entry(keys, id)
-  if entry then
-    redis.call('HSET', keys[QUEUE], 'k' .. string.sub(entry[E_LINE], 1, LANE_END), 1)
-  end
-end
-
--- Adds to what an account was served.
-local function charge(keys, account, weight, service)
-  local rank, before = string.sub(account, 1, 8), counter_of(keys, account)
-  local served = tonumber(redis.call('HGET', keys[COUNTERS], 'v' .. rank) or 0) or 0
-  local after = before + math.floor(service * 1000 / weight)
-  redis.call('HSET', keys[COUNTERS], 'v' .. rank, string.format('%d', math.max(served, before)))
-  redis.call('HSET', keys[COUNTERS], 'c' .. account, string.format('%d', after))
-  for _, lane in ipairs(lanes_of(keys)) do
-    if redis.call('ZREM', keys[LINES], turn_member(lane, account, before)) == 1 then
-      redis.call('ZADD', keys[LINES], 0, turn_member(lane, account, after))
-    end
+  local lane = entry and string.sub(entry[E_LINE], 1, LANE_END)
+  if lane and lane ~= STRAYS then
+    redis.call('HSET', keys[QUEUE_NUMBERS], 'k' .. lane, 1)
   end
 end
 
 -- Records that a request was booked. If it or others waited, its tenant is charged.
-local function record_queue_booked(keys, row, uncached, cached, now)
+local function record_queue_booked(keys, row, booking, uncached, cached, now)
   if row.program ~= '' then
-    redis.call('ZADD', keys[DEADLINES], string.format('%d', now + PROGRAM_US), 'a' .. row.tenant .. row.program)
+    redis.call('ZADD', keys[QUEUE_DEADLINES], string.format('%d', now + PROGRAM_US), 'a' .. row.tenant .. row.program)
   end
-  if redis.call('EXISTS', keys[WAITING_REQUESTS]) == 0 then
+  if redis.call('EXISTS', keys[QUEUED_REQUESTS]) == 0 then
     return
   end
   local account, entry = account_of(row, row.tenant), get_entry(keys, row.id)
   if entry then
     account = string.sub(entry[E_LINE], ACCOUNT_AT)
-    local lane = 'k' .. string.sub(entry[E_LINE], 1, LANE_END)
-    redis.call('HSET', keys[QUEUE], lane, math.min(MOST_WINDOW, 2 * math.max(1, queue_number(keys, lane))))
-    leave_queue(keys, row.id, entry, now)
+    local window = 'k' .. string.sub(entry[E_LINE], 1, LANE_END)
+    redis.call('HSET', keys[QUEUE_NUMBERS], window, math.min(MOST_WINDOW, 2 * math.max(1, queue_number(keys, window))))
+    leave_one(keys, row.id, entry, now)
   end
-  charge(keys, account, row.weight, service_units(uncached, cached, row.output))
+  local before, rank = counter_of(keys, account), string.sub(account, 1, 8)
+  set_counter(keys, account, before + math.floor(service_units(uncached, cached, row.output) * 1000 / row.weight))
+  local served = tonumber(redis.call('HGET', keys[QUEUE_COUNTERS], 'v' .. rank) or 0) or 0
+  redis.call('HSET', keys[QUEUE_COUNTERS], 'v' .. rank, string.format('%d', math.max(served, before)))
+  if redis.call('HLEN', keys[QUEUE_CHARGES]) >= MOST_CHARGES then
+    redis.call('UNLINK', keys[QUEUE_CHARGES])
+  end
+  redis.call('HSET', keys[QUEUE_CHARGES], booking, string.format('%s %d %d', account, row.weight, row.output))
+end
+
+-- Records that a booking ended. `output`: the tokens that its answer took, in place of the estimate; nil: unknown.
+local function record_queue_end(keys, booking, output)
+  local charge = redis.call('HGET', keys[QUEUE_CHARGES], booking)
+  if not charge then
+    return
+  end
+  redis.call('HDEL', keys[QUEUE_CHARGES], booking)
+  local account, weight, expected = string.match(charge, CHARGE)
+  if not account or #account ~= ACCOUNT_BYTES or tonumber(weight) < 1 then
+    damaged('charge')
+  end
+  if output and redis.call('HEXISTS', keys[QUEUE_COUNTERS], 'c' .. account) == 1 then
+    local more = math.floor(OUTPUT_UNITS * (output - expected) * 1000 / weight)
+    set_counter(keys, account, counter_of(keys, account) + more)
+  end
 end

@@ -141,7 +141,7 @@ end
 -- Chooses and reserves for a request that may wait. Returns the answer.
 local function book_in_turn(keys, args, row, owner, ask, now)
   local router, blocked = args[2], {}
-  if redis.call('EXISTS', keys[WAITING_REQUESTS]) == 1 then
+  if row.may_wait and redis.call('EXISTS', keys[QUEUED_REQUESTS]) == 1 then
     if not enter_queue(keys, row, router, now) then
       return { QUEUE_IS_FULL, queue_sizes(keys) }
     end
@@ -152,7 +152,7 @@ local function book_in_turn(keys, args, row, owner, ask, now)
   end
   local answer, state = evaluate(keys, ask, now)
   if state then
-    if state.lowest >= LEVEL_NO_ROOM then
+    if row.may_wait and state.lowest >= LEVEL_NO_ROOM then
       return wait_in_queue(keys, row, router, NO_ROOM, now)
     elseif blocked[state.workers[state.chosen]] or blocked[state.workers[state.prefill]] then
       return wait_in_queue(keys, row, router, NOT_ITS_TURN, now)
@@ -160,7 +160,7 @@ local function book_in_turn(keys, args, row, owner, ask, now)
     local number = state.prefill > 0 and state.prefill or state.chosen
     local cached = state.used[number] or state.rows[number][state.at[number] + CACHED]
     reserve_chosen(keys, args, owner, state, now)
-    record_queue_booked(keys, row, math.max(0, integer(args[5], 0) - cached), cached, now)
+    record_queue_booked(keys, row, args[1], math.max(0, integer(args[5], 0) - cached), cached, now)
   end
   return answer
 end

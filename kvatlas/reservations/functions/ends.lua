@@ -3,7 +3,7 @@
 --
 -- KEYS see _layout.lua
 -- ARGV 1 us for which a booking that was cancelled is refused if it arrives later
---      2... id, outcome (OUTCOME; '': the first token is there)...
+--      2... id, outcome (OUTCOME; '': the first token is there), output tokens ('': unknown)...
 -- returns 1 for each; 0 if there is no such reservation, or its first token was already recorded
 
 local function record_first_token(keys, id, reservation, now)
@@ -23,13 +23,14 @@ end
 
 register('kvatlas_pool_ends', function(keys, args)
   local refused_us, now, found = integer(args[1], 0), now_us(), {}
-  for i = 2, #args, 2 do
-    local id, outcome = args[i], args[i + 1]
+  for i = 2, #args, 3 do
+    local id, outcome, output = args[i], args[i + 1], args[i + 2]
     local reservation, known = get_reservation(keys, id), false
     if reservation and reservation[R_WORKER] ~= '' then
       if outcome == '' then
         known = record_first_token(keys, id, reservation, now)
       else
+        record_queue_end(keys, id, output ~= '' and integer(output, 0, MOST_COUNTED) or nil)
         known = drop_reservation(keys, id, reservation, outcome, now)
       end
     end

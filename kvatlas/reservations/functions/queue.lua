@@ -4,10 +4,12 @@
 -- ARGV 1 router id
 --      2 ids of requests that wait no longer, one after another
 --      3 cmsgpack { rows of requests that wait, see _queue.lua... }
+--      4 1 to look for turns; 0 if another call follows
 -- returns cmsgpack { how many of its requests wait, how many of all routers, their prompts' tokens, { ids of those rows that
--- may not wait... }, { lane, { its workers... }... }, { id, { lanes whose workers it must leave to others... }... } of its
--- requests that may be tried }
-local MOST_ROWS_A_CALL, MOST_LEFT = 16, 16
+-- may not wait... }, 1 if one of its requests may be tried soon, { packed list of the workers of each lane whose first request
+-- comes first... }, { id, how many of these lanes' workers it must leave to them, number of its own lane among them (0:
+-- none)... } of its requests that may be tried }
+local MOST_ROWS_A_CALL, MOST_LEFT = 8, 16
 
 register('kvatlas_pool_queue', function(keys, args)
   local router, left, rows = args[1], args[2], unpack_rows(args[3], MOST_ROWS_A_CALL)
@@ -17,14 +19,15 @@ register('kvatlas_pool_queue', function(keys, args)
   local now = now_us()
   purge(keys, now)
   renew_queue_lease(keys, router, now)
+  local gone, seen = {}, {}
   for at = 1, #left, ID_BYTES do
     local id = string.sub(left, at, at + ID_BYTES - 1)
-    local entry = get_entry(keys, id)
-    if entry then
-      leave_queue(keys, id, entry, now)
-    end
+    local entry = not seen[id] and get_entry(keys, id)
+    seen[id] = true
+    gone[#gone + 1] = entry and { id = id, entry = entry } or nil
   end
-  local refused, turns, lanes, look = {}, {}, {}, look_at_queue(keys, now)
+  leave_queue(keys, gone, now)
+  local refused, turns, lanes, near, look = {}, {}, {}, 0, look_at_queue(keys, now)
   for i, row in ipairs(rows) do
     rows[i] = check_row(row)
   end
@@ -33,20 +36,24 @@ register('kvatlas_pool_queue', function(keys, args)
       refused[#refused + 1] = row.id
     end
   end
-  for _, lane in ipairs(lanes_of(keys)) do
-    for _, turn in ipairs(turns_of(look, lane)) do
-      if turn.entry[E_ROUTER] == router then
-        turns[#turns + 1], turns[#turns + 2] = turn.id, turn.ahead
-      end
+  local items = args[4] ~= '0' and first_of_lanes(look, true) or {}
+  local found, order = turns_of(look, items)
+  for _, one in ipairs(items) do
+    near = one.entry[E_ROUTER] == router and 1 or near
+  end
+  local most = 0
+  for _, turn in ipairs(found) do
+    if turn[2] == router then
+      most, turns[#turns + 1], turns[#turns + 2], turns[#turns + 3] = turn[3], turn[1], turn[3], turn[4]
     end
   end
-  for lane, workers in pairs(look.workers) do
-    lanes[#lanes + 1], lanes[#lanes + 2] = lane, workers or {}
+  for i = 1, most do
+    lanes[i] = look.packed_workers[order[i]]
   end
   local own, requests, tokens = queue_number(keys, 'o' .. router), queue_sizes(keys)
   if own == 0 then
-    redis.call('ZREM', keys[DEADLINES], 'q' .. router)
+    redis.call('ZREM', keys[QUEUE_DEADLINES], 'q' .. router)
   end
   expire_without_workers(keys)
-  return cmsgpack.pack({ own, requests, tokens, refused, lanes, turns })
-end, 3, 131072)
+  return cmsgpack.pack({ own, requests, tokens, refused, near, lanes, turns })
+end, 4, 131072)

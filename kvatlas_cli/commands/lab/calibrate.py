@@ -55,7 +55,7 @@ def _read(source: str) -> Iterator[ObservedRequest]:
     with sys.stdin.buffer if source == STDIN else Path(source).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if number > MAX_ROWS:
-                raise InvalidValue(f"more than {MAX_ROWS:,} rows; expected fewer")
+                raise InvalidValue(f"more than {MAX_ROWS:,} rows, which is the limit")
             if line.strip():
                 try:
                     yield ObservedRequest.parse(line)

@@ -82,9 +82,9 @@ async def _follow(client: httpx.AsyncClient, url: str, recorder: TraceRecorder) 
 
 def _refusal(status: int) -> str:
     if status == 401:
-        return "it requires a token; expected --token-file with one of its tokens"
+        return "it requires a token; set --token-file to a file with one of its tokens"
     if status == 404:
-        return "it does not publish requests; expected a router that was started with --record"
+        return "it does not publish requests; start it with --record"
     return f"status {status}; expected a kvatlas router"
 
 

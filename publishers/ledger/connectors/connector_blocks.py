@@ -6,6 +6,9 @@
 - A shared store (Mooncake's, a file system's) evicts blocks of all its writers without reporting it. Its blocks are left out,
   or held for a time after they were last stored. The same applies to LMCache chunks until a chunk's removal is reported: the
   server may have no event stream.
+- vLLM refuses to reset the device's cache while requests run, but resets its connector all the same, and reports neither
+  (`reset_prefix_cache` with `reset_connector`). Its OffloadingConnector stores only what it does not hold, so a block that it
+  stores again shows that the CPU tier was emptied since.
 - An offloaded event may omit the adapter, salt or extra keys of its blocks, so a known hash in it keeps its block.
 """
 
@@ -15,7 +18,7 @@ from itertools import groupby
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
-from kvatlas_publishers.engine_events import EngineHash, EngineRemoved, EngineStored
+from kvatlas_publishers.engine_events import EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored
 from kvatlas_publishers.ledger.counters import LedgerCounters
 
 TICKS_TO_LIVE = 4
@@ -74,6 +77,20 @@ class ConnectorBlocks:
         for name in names:
             self._stored_at.pop((event.tier, event.group, name), None)
         return event if len(names) == len(event.hashes) else replace(event, hashes=names)
+
+    def was_reset(self, events: Iterable[EngineEvent]) -> bool:
+        """True if a batch shows that the CPU tier was emptied without a report."""
+        removed: set[tuple[int, EngineHash]] = set()
+        for event in events:
+            if isinstance(event, EngineCleared):
+                return False
+            if isinstance(event, EngineRemoved) and event.tier is Tier.CPU_DRAM:
+                removed.update((event.group, name) for name in event.hashes)
+            elif isinstance(event, EngineStored) and event.tier is Tier.CPU_DRAM and _is_placeholder(event):
+                held = (name for name in event.hashes if self._held(event.tier, event.group, name))
+                if any((event.group, name) not in removed for name in held):
+                    return True
+        return False
 
     def clear(self, tiers: Collection[Tier]) -> None:
         """Record that all blocks of these tiers are gone."""
@@ -143,6 +160,11 @@ def split_by_knowledge(event: EngineStored, known: Container[EngineHash]) -> Ite
             extra_keys=event.extra_keys[first:last] if event.extra_keys and not is_known else None,
         )
         first = last
+
+
+def _is_placeholder(event: EngineStored) -> bool:
+    """True for an event of vLLM's OffloadingConnector, which has neither tokens nor a block size."""
+    return event.offloaded and not event.token_ids and not event.block_size
 
 
 def _single(event: EngineStored) -> Iterator[EngineStored]:

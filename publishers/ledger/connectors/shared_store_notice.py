@@ -1,4 +1,5 @@
-"""Notices from an engine's publisher to a shared store's publisher: msgpack `[version, block size, uses keys, changes]`.
+"""Notices from an engine's publisher to a shared store's publisher: msgpack `[version, block size, uses keys, changes]`, and
+the bytes of a block in the store if the writer knows them.
 
     [1, scope, hashes, parent or nil]    these blocks of one chain were stored (again); `hashes` packed, parent first
     [2, scope, hashes]                   these blocks are gone
@@ -21,7 +22,7 @@ from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.errors import InvalidValue, WireError
 from kvatlas.identity import Scope
 from kvatlas.msgpack_input import unpack
-from kvatlas.validation import MAX_BLOCK_TOKENS
+from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 
 VERSION = 1
 MAX_NOTICE_BYTES = 512 * 1024
@@ -70,30 +71,34 @@ StoreChange = StoredInStore | GoneFromStore | StoreCleared | AdapterGone
 
 @dataclass(frozen=True, slots=True)
 class StoreNotice:
-    """See the module. `block_size`: tokens of the writer's blocks."""
+    """See the module. `block_size`: tokens of the writer's blocks; `block_bytes`: bytes of each in the store, 0 if unknown."""
 
     block_size: int
     uses_keys: bool
     changes: Sequence[StoreChange] = ()
+    block_bytes: int = 0
 
 
-def encode(block_size: int, uses_keys: bool, changes: Sequence[StoreChange]) -> Iterator[bytes]:
+def encode(
+    block_size: int, uses_keys: bool, changes: Sequence[StoreChange], *, block_bytes: int = 0
+) -> Iterator[bytes]:
     """The notices for these changes, in order; one empty notice if there are none."""
+    more = [block_bytes] if block_bytes else []
     part: list[Any] = []
     size = 0
     for change in changes:
         for blocks, item in _encode(change):
             if part and (size + blocks > _MOST_BLOCKS or len(part) == _MOST_CHANGES):
-                yield _pack(block_size, uses_keys, part)
+                yield _pack(block_size, uses_keys, part, *more)
                 part, size = [], 0
             part.append(item)
             size += blocks
     if part or not changes:
-        yield _pack(block_size, uses_keys, part)
+        yield _pack(block_size, uses_keys, part, *more)
 
 
-def _pack(block_size: int, uses_keys: bool, changes: list[Any]) -> bytes:
-    return bytes(msgpack.packb([VERSION, block_size, uses_keys, changes]))
+def _pack(*fields: Any) -> bytes:
+    return bytes(msgpack.packb([VERSION, *fields]))
 
 
 def _encode(change: StoreChange) -> Iterator[tuple[int, list[Any]]]:
@@ -128,15 +133,17 @@ def decode(payload: bytes) -> StoreNotice:
     except InvalidValue as error:
         raise WireError(f"notice of {error}") from error
     match raw:
-        case [version, block_size, uses_keys, changes] if version == VERSION:
-            pass
+        case [version, block_size, uses_keys, changes, *more] if version == VERSION and len(more) <= 1:
+            (block_bytes,) = more or (0,)
         case _:
-            raise WireError(f"notice {raw!r:.60}; expected an array of 4 fields and version {VERSION}")
+            raise WireError(f"notice {raw!r:.60}; expected an array of 4 or 5 fields and version {VERSION}")
     if type(block_size) is not int or not 1 <= block_size <= MAX_BLOCK_TOKENS:
         raise WireError(f"notice with block size {block_size!r:.40}; expected 1 to {MAX_BLOCK_TOKENS} tokens")
     if type(uses_keys) is not bool or not isinstance(changes, list):
         raise WireError(f"notice with keys {uses_keys!r:.40} and changes {changes!r:.40}; expected a flag and an array")
-    return StoreNotice(block_size, uses_keys, [_decode(change) for change in changes])
+    if type(block_bytes) is not int or not 0 <= block_bytes <= MAX_BLOCK_BYTES:
+        raise WireError(f"notice with block bytes {block_bytes!r:.40}; expected up to {MAX_BLOCK_BYTES}")
+    return StoreNotice(block_size, uses_keys, [_decode(change) for change in changes], block_bytes)
 
 
 def _decode(raw: Any) -> StoreChange:

@@ -124,7 +124,7 @@ class Atlas(LoadBlind):
         if self._settings.fetches:
             prompt = replace(prompt, fetch_by=_FETCH_BY)
             self._fetches.record_prompt(POOL, chain, self._block_tokens)
-        lookup = finish(look_up_overlap(self._index, prompt, self._pool.block_shapes))
+        lookup = finish(look_up_overlap(self._index, prompt, self._pool.looked_up_shapes))
         case = Case(prompt, self._pool, lookup)
         quotes = self._policy.quote(case)
         ask = self._policy.ask(case, quotes)

@@ -8,7 +8,6 @@ from kvatlas.errors import LayoutMismatch, NotSupported
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.index.redis.keys import LAYOUT
 from kvatlas.store.connection import connected_store
 
 pytestmark = pytest.mark.anyio
@@ -36,13 +35,3 @@ async def test_it_can_not_be_switched_on_in_a_store_whose_blocks_are_not_linked(
             await open_redis_index(store, writer=True, side_index=True)
         with pytest.raises(NotSupported, match="no side index"):
             await index.children(USE.scope, None)
-
-
-async def test_a_store_of_a_version_that_did_not_say_goes_on_as_its_writers_are_set(fresh_store: str) -> None:
-    async with connected_store(fresh_store, wait=False) as store:
-        await open_redis_index(store, writer=True)
-        await store.client.hdel(LAYOUT, "side_index")
-        with pytest.raises(NotSupported):
-            await (await open_redis_index(store, writer=False)).children(USE.scope, None)
-        await open_redis_index(store, writer=True, side_index=True)
-        assert await (await open_redis_index(store, writer=False)).children(USE.scope, None) == []

@@ -45,9 +45,19 @@ pytestmark = pytest.mark.anyio
 KEYS: Mapping[str, str] = {key.rpartition(":")[2].partition(".")[0]: key for key in pool_keys(POOL)}
 HASHES = (
     *("load", "reservations", "predictions", "anchors", "groups", "routers", "rates"),
-    *("waiting_requests", "queue", "counters"),
+    *("queued_requests", "queue_numbers", "queue_counters", "queue_charges"),
 )
-SETS = ("booked", "owned", "predicted", "deadlines", "samples", "order_queued", "order_mix", "lines")
+SETS = (
+    "booked",
+    "owned",
+    "predicted",
+    "deadlines",
+    "samples",
+    "order_queued",
+    "order_mix",
+    "queue_lines",
+    "queue_deadlines",
+)
 LIKENESS = b"likeness"
 WORKERS = ("a", "b", "c")
 FAR_US = 1 << 60
@@ -210,7 +220,7 @@ async def test_a_key_of_another_type_is_dropped_and_written_again(
     for number, (part, key) in enumerate(KEYS.items(), start=1):
         await store.client.delete(key)
         await store.client.set(key, "text")
-        repairs = 0 if part == "lines" else 1  # which a queue begins anew when nothing waits
+        repairs = 0 if part == "queue_lines" else 1  # which a queue begins anew when nothing waits
         assert await use(reservations, store, clock, 10 * number) == repairs, part
         assert await store.client.type(key) != b"string", part
         assert await use(reservations, store, clock, 10 * number + 5) == 0, part

@@ -1,7 +1,7 @@
 """The pool's functions and Python name and number the same things alike."""
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.reservations import Outcome
+from kvatlas.reservations import Outcome, pool_queue, queue_lines, waiting_request
 from kvatlas.reservations.memory import CLOCK_SLACK_US
 from kvatlas.reservations.protocol import ID_BYTES
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
@@ -22,3 +22,13 @@ def test_keys_are_in_the_same_order() -> None:
 def test_sizes_and_times_are_the_same() -> None:
     assert (POOL["ID_BYTES"], POOL["HASH_BYTES"]) == (ID_BYTES, HASH_BYTES)
     assert POOL["CLOCK_SLACK_US"] == CLOCK_SLACK_US
+
+
+def test_the_queue_has_the_same_bounds_and_units() -> None:
+    found = constants(POOL_LIBRARY.source("_queue"))
+    for module, names in (
+        (pool_queue, ("LEASE_US", "PROGRAM_US", "FORGET_US", "MOST_COUNTERS", "MOST_CHARGES", "MOST_COUNTER")),
+        (queue_lines, ("MOST_WINDOW", "MOST_LANES", "MOST_LINES", "MOST_AHEAD")),
+        (waiting_request, ("UNCACHED_UNITS", "CACHED_UNITS", "OUTPUT_UNITS", "MOST_LANE_WORKERS")),
+    ):
+        assert {name: found[name] for name in names} == {name: getattr(module, name) for name in names}

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvatlas.cost import Load
 from kvatlas.reservations import Booking, LoadReport, MemoryReservations, Outcome, WorkerReport
-from kvatlas.reservations.memory_pool import Deadlines
+from kvatlas.reservations.deadlines import Deadlines
 from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_US, START_US, ask, id_of, offer, steps
 
 
@@ -57,7 +57,7 @@ def test_a_booking_costs_no_more_with_3000_open_ones() -> None:
 
 
 def test_deadlines_keep_nothing_of_what_was_discarded() -> None:
-    deadlines = Deadlines()
+    deadlines = Deadlines[bytes]()
     for number in range(10_000):
         deadlines.add(START_US + number * SECOND_US, id_of(number))
         if number >= 10:

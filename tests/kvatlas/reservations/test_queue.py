@@ -1,6 +1,7 @@
 """What every implementation of reservations promises of requests that wait for a worker with room."""
 
 from dataclasses import dataclass, field, replace
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,8 +23,9 @@ from kvatlas.reservations import (
     WorkerReport,
 )
 from kvatlas.reservations.pool_queue import LEASE_US as QUEUE_LEASE_US
-from kvatlas.reservations.pool_queue import PROGRAM_US
+from kvatlas.reservations.pool_queue import MOST_COUNTERS, PROGRAM_US
 from kvatlas.reservations.protocol import PairLayout
+from kvatlas.reservations.queue_lines import MOST_LANES, MOST_WINDOW
 from kvatlas.reservations.redis_calls import call_pool, pool_keys
 from kvatlas.reservations.room_and_slo import Limit, Limits
 from kvatlas.reservations.waiting_request import Place, WaitReason
@@ -63,11 +65,12 @@ class Line:
         *,
         workers: tuple[str, ...] | None = None,
         tokens: int = 1_000,
+        limits: QueueLimits = LIMITS,
         **fields: object,
     ) -> tuple[int, str | Place]:
         """Ask for a worker: the request's number, and the worker or a place. Raises QueueIsFull."""
         self.number += 1
-        waiting = WaitingRequest(id_of(1_000_000 + self.number), tenant, LIMITS, tokens, **fields)  # type: ignore[arg-type]
+        waiting = WaitingRequest(id_of(1_000_000 + self.number), tenant, limits, tokens, **fields)  # type: ignore[arg-type]
         if workers is not None:
             waiting = waiting.among(workers)
         self.requests[self.number] = (router, waiting, slots(*(workers or self.workers)))
@@ -83,21 +86,22 @@ class Line:
         assert found is not None
         return found.worker_id
 
-    async def release(self, number: int) -> None:
-        await self.reservations.release(POOL, id_of(number), Outcome.FINISHED)
+    async def release(self, number: int, output_tokens: int | None = None) -> None:
+        await self.reservations.release(POOL, id_of(number), Outcome.FINISHED, output_tokens)
 
     async def turns(self, router: str = "r") -> list[int]:
         """The numbers of a router's requests that may be tried."""
         found = await self.reservations.turns(POOL, router, [], [])
         return sorted(int.from_bytes(id, "big") - 1_000_000 for id in found.turns)
 
-    async def serve(self, last: int) -> list[int]:
-        """Free the slot of one request after another, until nothing waits. Returns their numbers in the order served."""
+    async def serve(self, last: int, stuck: int = 0) -> list[int]:
+        """Free the slot of one request after another, until nothing but a stuck request waits. Returns their numbers in the
+        order served."""
         served: list[int] = []
         while True:
             await self.release(last)
             routers = {router for router, _, _ in self.requests.values()}
-            first = [number for router in sorted(routers) for number in await self.turns(router)]
+            first = [number for router in sorted(routers) for number in await self.turns(router) if number != stuck]
             if not first:
                 return served
             last = first[0]
@@ -339,6 +343,123 @@ async def test_with_hundreds_of_tenants_and_workers_the_queue_keeps_its_bounds(l
     assert (found.own, found.requests, found.tokens) == (0, 0, 0)
 
 
+async def test_a_newcomer_starts_where_the_others_of_its_lane_are(line: Line) -> None:
+    line.workers = ("slow", "fast")
+    await line.idle()
+    slow, _ = await line.ask("x", workers=("slow",))
+    fast, _ = await line.ask("y", workers=("fast",))
+    waiting = [(await line.ask("t", workers=("slow",)))[0] for _ in range(3)]
+    for _ in range(9):
+        after, _ = await line.ask("u", workers=("fast",))
+        await line.release(fast)
+        assert await line.retry(after) == "fast"
+        fast = after
+    newcomer, _ = await line.ask("v", workers=("slow",))
+    assert newcomer in (await line.serve(slow))[:2]
+    assert len(waiting) == 3
+
+
+async def test_a_request_that_is_stuck_in_one_lane_saves_up_no_credit_for_others(line: Line) -> None:
+    line.workers = ("stuck", "fast")
+    await line.idle()
+    await line.ask("x", workers=("stuck",))
+    fast, _ = await line.ask("y", workers=("fast",))
+    stuck, _ = await line.ask("t", workers=("stuck",))
+    for _ in range(9):
+        after, _ = await line.ask("u", workers=("fast",))
+        await line.release(fast)
+        assert await line.retry(after) == "fast"
+        fast = after
+    others = [(await line.ask("u", workers=("fast",)))[0] for _ in range(4)]
+    own = [(await line.ask("t", workers=("fast",)))[0] for _ in range(4)]
+    order = await line.serve(fast, stuck)
+    assert len(set(order[:4]) & set(others)) == len(set(order[:4]) & set(own)) == 2
+
+
+async def test_many_lanes_are_kept_apart_and_a_tenants_odd_ones_hold_up_no_others(line: Line) -> None:
+    line.workers = tuple(f"w{number}" for number in range(20))
+    await line.idle()
+    for worker in line.workers:
+        await line.ask(workers=(worker,))
+    waiting = [(await line.ask(workers=(worker,)))[0] for worker in line.workers]
+    for number in range(20, 0, -1):
+        await line.release(number)
+        assert await line.retry(waiting[number - 1]) == f"w{number - 1}"
+    odd = [
+        WaitingRequest(id_of(9_000_000 + n), "odd", QueueLimits(500, 10**9), 10).among([f"odd{n}"]) for n in range(200)
+    ]
+    found = await line.reservations.turns(POOL, "odd", [], odd)
+    assert (found.own, len(found.turns)) == (200, MOST_LANES // 2 + MOST_WINDOW)
+    others = [(await line.ask("v", workers=(worker,)))[0] for worker in ("w0", "w1")]
+    assert await line.turns() == others
+    found = await line.reservations.turns(POOL, "odd", [row.id for row in odd[:-1]], [])
+    assert list(found.turns) == [odd[-1].id]
+
+
+async def test_a_tenants_many_priorities_keep_no_other_tenant_out(line: Line) -> None:
+    await line.ask()
+    many = [
+        WaitingRequest(id_of(9_000_000 + n), "many", QueueLimits(5_000, 10**9), 10, priority=n) for n in range(1_100)
+    ]
+    found = await line.reservations.turns(POOL, "r", [], many)
+    assert (found.own, found.refused, list(found.turns)) == (1_100, frozenset(), [many[0].id])
+    _, place = await line.ask("other", limits=QueueLimits(5_000, 10**9), priority=2_000)
+    assert isinstance(place, Place) and place.requests == 1_101
+    urgent, place = await line.ask("other", limits=QueueLimits(5_000, 10**9), priority=-2_000)
+    assert isinstance(place, Place) and place.ahead == 0 and await line.turns() == [urgent]
+
+
+async def test_another_try_takes_no_turn_but_is_charged(line: Line) -> None:
+    first, _ = await line.ask("x")
+    one, _ = await line.ask("t")
+    other, _ = await line.ask("u")
+    for tenant in "tu":
+        for _ in range(2 if tenant == "t" else 1):
+            _, worker = await line.ask(tenant, may_wait=False, workers=("a",))
+            assert worker == "a"
+    for number in (4, 5, 6):
+        await line.release(number)
+    assert await line.serve(first) == [other, one]
+
+
+async def test_the_actual_length_of_an_answer_replaces_the_estimate(line: Line) -> None:
+    last, _ = await line.ask("x")
+    short = [(await line.ask("t", output_tokens=5_000))[0] for _ in range(2)]
+    long = [(await line.ask("u", output_tokens=1_000))[0] for _ in range(2)]
+    order = []
+    for _ in range(4):
+        await line.release(last, 0 if last in short else 10_000)
+        last = (await line.turns())[0]
+        assert await line.retry(last) == "a"
+        order.append(last)
+        for number in await line.turns():  # the next one finds no room
+            await line.retry(number)
+    assert order[2:] == [short[1], long[1]]
+
+
+async def test_counters_stay_whole_numbers_of_16_digits(line: Line) -> None:
+    limits = QueueLimits(9, 1 << 50)
+    first, _ = await line.ask("x")
+    await line.ask("t", tokens=1 << 40, weight=0.001, limits=limits)
+    last, _ = await line.ask("t", limits=limits)
+    for _ in range(2):
+        await line.ask("u", limits=limits)
+    assert (await line.serve(first))[3:] == [last]
+
+
+async def test_a_dead_routers_long_backlog_gives_way_in_one_call(line: Line, clock: Clock) -> None:
+    first, _ = await line.ask()
+    dead = [WaitingRequest(id_of(9_000_000 + n), "t", QueueLimits(500, 10**9), 10) for n in range(250)]
+    await line.reservations.turns(POOL, "dead", [], dead)
+    await clock.pass_us(QUEUE_LEASE_US // 2)
+    alive, _ = await line.ask(router="alive", limits=QueueLimits(500, 10**9))
+    await clock.pass_us(QUEUE_LEASE_US // 2)
+    found = await line.reservations.turns(POOL, "alive", [], [])
+    assert (found.requests, len(found.turns), found.near) == (1, 1, True)
+    await line.release(first)
+    assert await line.retry(alive) == "a"
+
+
 async def test_the_queue_leaves_nothing_behind(store: Store, clock: Clock) -> None:
     line = Line(RedisReservations(store), clock)
     await line.idle()
@@ -346,7 +467,7 @@ async def test_the_queue_leaves_nothing_behind(store: Store, clock: Clock) -> No
     for n in range(5):
         await line.ask(f"t{n % 2}", router=f"r{n}", workers=("a",) if n % 2 else None)
     await line.serve(first)
-    for key in pool_keys(POOL)[17:21]:
+    for key in pool_keys(POOL)[17:23]:
         kind = await store.client.type(key)
         size = await store.client.hlen(key) if kind == b"hash" else await store.client.exists(key)
         assert size <= 4, key
@@ -389,6 +510,7 @@ requests_asked = st.fixed_dictionaries(
         "output_tokens": st.sampled_from([0, 33, 500]),
         "left_us": st.sampled_from([400_000, 5 * SECOND_US, 30 * SECOND_US]),
         "workers": st.sampled_from([None, None, ("a",), ("b",), ("a", "b"), ("b", "c")]),
+        "may_wait": st.sampled_from([True, True, True, False]),
     }
 )
 steps = st.lists(
@@ -396,6 +518,7 @@ steps = st.lists(
     | st.tuples(st.just("try"), st.sampled_from(ROUTERS))
     | st.tuples(st.just("leave"), st.integers(1, 30))
     | st.tuples(st.just("release"), st.integers(1, 30))
+    | st.tuples(st.just("end"), st.tuples(st.integers(1, 30), st.sampled_from([0, 33, 9_000])))
     | st.tuples(st.just("again"), st.integers(1, 30))
     | st.tuples(st.just("pass"), st.sampled_from([1, 90_000, 600_000, 70 * SECOND_US])),
     max_size=40,
@@ -427,6 +550,8 @@ async def test_both_languages_keep_the_same_order(store: Store, clock: Clock, st
                 return await line.reservations.turns(POOL, router, [waiting.id], [])
             if what == "release":
                 await line.release(int(str(value)))
+            if what == "end":
+                await line.release(*value)  # type: ignore[misc]
         except QueueIsFull as error:
             return str(error)
         return None
@@ -439,3 +564,34 @@ async def test_both_languages_keep_the_same_order(store: Store, clock: Clock, st
             continue
         memory, redis = [await step(line, what, value) for line in lines]
         assert memory == redis, (what, value)
+
+
+async def test_both_languages_agree_at_their_bounds(store: Store, clock: Clock) -> None:
+    random = Random(7)
+    rows = []
+    for number in range(1_300):
+        limits, tenant = QueueLimits(5_000, 10**9), f"tenant {min(random.randrange(40), random.randrange(40))}"
+        row = WaitingRequest(id_of(number), tenant, limits, random.randrange(1, 2_000), priority=random.randrange(60))
+        sets = random.sample(range(30), random.randrange(1, 3)) if random.random() < 0.5 else None
+        rows.append(row if sets is None else row.among([f"w{one}" for one in sets]))
+    both: list[Reservations] = [MemoryReservations(clock), RedisReservations(store)]
+    for first in range(0, len(rows), 100):
+        router, some = f"r{first // 100 % 3}", rows[first : first + 100]
+        memory, redis = [await each.turns(POOL, router, [], some) for each in both]
+        assert memory == redis, first
+    for _ in range(4):
+        gone = [row.id for row in random.sample(rows, 300)]
+        memory, redis = [await each.turns(POOL, "r1", gone, []) for each in both]
+        assert memory == redis and memory.turns
+
+
+async def test_counters_of_tenants_that_do_not_wait_are_bounded(store: Store) -> None:
+    reservations = RedisReservations(store)
+    await reservations.turns(POOL, "r", [], [WaitingRequest(id_of(1), "stays", LIMITS, 10)])
+    for first in range(0, 2_400, 300):
+        rows = [WaitingRequest(id_of(10 + n), f"t{first + n}", QueueLimits(9_999, 10**9), 10) for n in range(300)]
+        await reservations.turns(POOL, "r", [], rows)
+        await reservations.turns(POOL, "r", [row.id for row in rows], [])
+    counters = pool_keys(POOL)[19]
+    assert 300 < await store.client.hlen(counters) <= MOST_COUNTERS
+    assert (await reservations.turns(POOL, "r", [], [])).own == 1

@@ -219,7 +219,7 @@ async def test_a_websocket_is_refused_clearly_and_other_upgrades_are_left_alone(
         async with connected(listener) as stream:
             await stream.send(upgrade % b"WebSocket")
             answer = await read_to_end(stream)
-            assert answer.startswith(b"HTTP/1.1 400 ") and b"WebSockets are not served" in answer
+            assert answer.startswith(b"HTTP/1.1 400 ") and b"WebSockets are not supported" in answer
         async with connected(listener) as stream:
             await stream.send(upgrade % b"h2c")
             assert (await stream.receive()).startswith(b"HTTP/1.1 200 ")

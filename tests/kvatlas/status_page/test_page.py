@@ -2,7 +2,7 @@
 
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from urllib.parse import urlencode
@@ -24,9 +24,6 @@ ESCAPED = "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;&#34;&amp;"
 
 class EchoProbe:
     """Answers with the query itself; of the model `away` it has no answer, of `wrong` it refuses."""
-
-    kinds: Sequence[PromptKind] = (PromptKind.TEXT, PromptKind.TOKENS)
-    asks_adapter = False
 
     def __init__(self) -> None:
         self.asked: list[Query] = []
@@ -124,7 +121,7 @@ async def test_a_probe_is_answered_with_the_prompt_as_it_was_pasted() -> None:
     async with served(page_of(probe)) as client:
         answer = await ask(client, prompt="\r\ntwo\r\nlines, ü ", model=" m ", tenant="t")
     assert answer.status_code == 200 and '<section id="answer">' in answer.text
-    assert probe.asked == [Query(PromptKind.TEXT, "\ntwo\nlines, ü ", "m", "", "t")]
+    assert probe.asked == [Query(PromptKind.TEXT, "\ntwo\nlines, ü ", "m", "t")]
     assert '<option value="m" selected>' in answer.text and "\ntwo\nlines, ü </textarea>" in answer.text
 
 
@@ -133,7 +130,7 @@ async def test_a_probe_that_gets_no_answer_says_why() -> None:
     async with served(page_of(probe)) as client:
         for fields, status, line in (
             ({"prompt": " "}, 400, "the prompt is empty"),
-            ({"kind": "chat"}, 400, "kind is &#39;chat&#39;; expected one of text, tokens"),
+            ({"kind": "image"}, 400, "kind is &#39;image&#39;; expected one of tokens, text, chat"),
             ({"tenant": "t" * 600}, 400, "tenant has 600 bytes"),
             ({"model": "wrong"}, 400, "token 0 is"),
             ({"model": "away"}, 503, "Redis at x: refused"),

@@ -37,7 +37,7 @@ async def test_each_pod_with_the_labels_should_be_a_worker(tmp_path: Path) -> No
     assert expected == {"llama-3_1-a": "", "llama-3_1-b": "", "ranks": "", "waits": "its pod is Pending"}
     (found,) = judge_missing({"llama-3_1-a", "ranks-dp0", "ranks-dp1"}, {}, expected, NOW_US)
     assert found.level is Level.ERROR
-    assert found.line == "expected workers that are not there: llama-3_1-b, waits (its pod is Pending)"
+    assert found.line == "expected workers are missing: llama-3_1-b, waits (its pod is Pending)"
 
 
 def test_a_file_has_worker_ids_or_pods_as_kubectl_prints_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

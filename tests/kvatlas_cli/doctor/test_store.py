@@ -38,6 +38,20 @@ async def test_a_store_that_is_running_out_of_memory_is_found(installation: Inst
     assert [one.level for one in await installation.findings("store.memory")] == [Level.OK]
 
 
+async def test_a_store_whose_connections_are_nearly_all_taken_is_found(installation: Installation) -> None:
+    assert [one.level for one in await installation.findings("store.connections")] == [Level.OK]
+    taken = [await open_store(installation.valkey.url, wait=False) for _ in range(20)]
+    for one in taken:
+        await one.client.ping()
+    used = int((await installation.store.client.info("clients"))["connected_clients"])
+    await installation.configure_store(maxclients=used + 4)
+    found = await installation.problem("store.connections")
+    assert found.level is not Level.OK and f"of at most {used + 4} connections" in found.line
+    assert "CLIENT KILL USER" in found.advice
+    for one in taken:
+        await one.close()
+
+
 async def test_missing_and_foreign_functions_are_found(installation: Installation) -> None:
     assert "no function library" in (await installation.problem("store.functions")).line
     await make_layout(installation.store, None, None)

@@ -17,20 +17,12 @@ from kvatlas_publishers.feed import lmcache_subscription
 from kvatlas_publishers.feed.lmcache_subscription import LMCacheSubscription
 from kvatlas_publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.eventually import until
-from tests.publishers.lmcache_server import GrpcLMCacheServer, LMCacheServer
+from tests.publishers.lmcache_server import LMCacheServer
 
 pytestmark = pytest.mark.anyio
 
 SIZE, CHUNK = 4, 16
 PROMPT = list(range(100, 100 + 2 * CHUNK))
-ServerClass = type[LMCacheServer]
-
-
-@pytest.fixture(scope="module", autouse=True)
-async def event_loop_of_all_tests() -> AsyncIterator[None]:
-    """gRPC polls for all event loops of a process, and raises in a later one what an earlier one, closed by then, had left."""
-    yield
-    await anyio.wait_all_tasks_blocked()
 
 
 @dataclass
@@ -68,13 +60,6 @@ async def subscribed(endpoint: str, ledger: Ledger | None = None) -> AsyncIterat
     context.destroy(linger=0)
 
 
-@pytest.fixture(params=[LMCacheServer, GrpcLMCacheServer], ids=["zmq", "grpc"])
-def server_of(request: pytest.FixtureRequest) -> ServerClass:
-    """The server, over each of its transports."""
-    kind: ServerClass = request.param
-    return kind
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmcache_subscription, "RETRY_S", 0.01)
@@ -82,8 +67,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmcache_subscription, "PING_S", 0.05)
 
 
-async def test_chunks_are_held_as_the_engines_blocks_and_gone_when_they_are_evicted(server_of: ServerClass) -> None:
-    async with server_of() as server, subscribed(server.endpoint) as one:
+async def test_chunks_are_held_as_the_engines_blocks_and_gone_when_they_are_evicted() -> None:
+    async with LMCacheServer() as server, subscribed(server.endpoint) as one:
         await server.store(b"a", PROMPT[:CHUNK])
         await server.store(b"b", PROMPT[CHUNK:], b"a")
         await server.store(b"a", PROMPT[:CHUNK])  # told again: it is there once
@@ -97,8 +82,8 @@ async def test_chunks_are_held_as_the_engines_blocks_and_gone_when_they_are_evic
         assert len(server.asked) == 1 and server.asked[0][1:] == ["model", 0, 1024]
 
 
-async def test_what_the_server_lost_is_withdrawn(server_of: ServerClass) -> None:
-    async with server_of() as server, subscribed(server.endpoint) as one:
+async def test_what_the_server_lost_is_withdrawn() -> None:
+    async with LMCacheServer() as server, subscribed(server.endpoint) as one:
         await server.store(b"a", PROMPT[:CHUNK])
         await one.holds(4)
         await server.lose()
@@ -107,20 +92,20 @@ async def test_what_the_server_lost_is_withdrawn(server_of: ServerClass) -> None
         await one.holds(4)
 
 
-async def test_another_server_at_the_same_address_holds_what_it_says_itself(server_of: ServerClass) -> None:
+async def test_another_server_at_the_same_address_holds_what_it_says_itself() -> None:
     port = free_port()
-    async with subscribed(server_of(port).endpoint) as one:
-        async with server_of(port) as server:
+    async with subscribed(LMCacheServer(port).endpoint) as one:
+        async with LMCacheServer(port) as server:
             await server.store(b"a", PROMPT[:CHUNK])
             await one.holds(4)
         await one.holds(0)
-        async with server_of(port, incarnation=2) as server:
+        async with LMCacheServer(port, incarnation=2) as server:
             await server.store(b"b", PROMPT)
             await one.holds(8)
 
 
-async def test_a_subscription_that_ended_is_begun_again(server_of: ServerClass) -> None:
-    async with server_of() as server, subscribed(server.endpoint) as one:
+async def test_a_subscription_that_ended_is_begun_again() -> None:
+    async with LMCacheServer() as server, subscribed(server.endpoint) as one:
         await server.store(b"a", PROMPT[:CHUNK])
         await one.holds(4)
         await server.end_subscriptions()
@@ -128,8 +113,8 @@ async def test_a_subscription_that_ended_is_begun_again(server_of: ServerClass) 
         await one.holds(4)
 
 
-async def test_an_emptied_ledger_is_told_all_again(server_of: ServerClass) -> None:
-    async with server_of() as server, subscribed(server.endpoint) as one:
+async def test_an_emptied_ledger_is_told_all_again() -> None:
+    async with LMCacheServer() as server, subscribed(server.endpoint) as one:
         await server.store(b"a", PROMPT[:CHUNK])
         await one.holds(4)
         one.ledger.empty()
@@ -162,10 +147,8 @@ async def test_of_an_engine_with_adapters_or_salts_nothing_is_believed() -> None
         assert one.in_cpu == 0
 
 
-async def test_a_server_that_records_no_events_is_named(
-    caplog: pytest.LogCaptureFixture, server_of: ServerClass
-) -> None:
-    async with server_of() as server:
+async def test_a_server_that_records_no_events_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async with LMCacheServer() as server:
         server.enabled = False
         async with subscribed(server.endpoint):
             await until(lambda: len(server.asked) >= 3, what="it is asked again")

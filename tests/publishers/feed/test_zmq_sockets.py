@@ -16,8 +16,8 @@ from kvatlas_publishers.feed.zmq_sockets import open_socket
 from tests.eventually import until
 from tests.http_client import http_client
 from tests.publishers.fake_engine import FakeEngine, recording
-from tests.publishers.feed.test_lmcache_subscription import CHUNK, PROMPT, SIZE, ServerClass, subscribed
-from tests.publishers.lmcache_server import GrpcLMCacheServer, LMCacheServer
+from tests.publishers.feed.test_lmcache_subscription import CHUNK, PROMPT, SIZE, subscribed
+from tests.publishers.lmcache_server import LMCacheServer
 from tests.publishers.sidecars import assert_published, ledger_of, sidecar
 from tests.simulator.running_engine import running_engine
 
@@ -67,9 +67,8 @@ async def test_a_bound_event_socket_takes_both_families(nats_url: str) -> None:
     context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("server_of", [LMCacheServer, GrpcLMCacheServer], ids=["zmq", "grpc"])
-async def test_lmcache_is_read_on_ipv6(server_of: ServerClass) -> None:
-    async with server_of(host=LOOPBACK) as server:
+async def test_lmcache_is_read_on_ipv6() -> None:
+    async with LMCacheServer(host=LOOPBACK) as server:
         assert LOOPBACK in server.endpoint
         async with subscribed(server.endpoint) as engine:
             engine.engine_stores(PROMPT)

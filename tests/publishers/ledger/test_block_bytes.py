@@ -1,6 +1,5 @@
 """How many bytes a block has, by scope and tier, whoever says it first: one number for index, heartbeats and prices."""
 
-import msgpack
 import pytest
 
 from kvatlas.blocks.block_sizes import BlockSizes
@@ -100,12 +99,6 @@ def test_a_scopes_first_size_costs_the_same_however_many_scopes_there_are() -> N
         lineage.tell_block_bytes(lineage.namespace(None, f"tenant{number}", 4), Tier.HBM, 4096)
     assert {use.block_bytes for use in lineage.uses.values()} == {4096}
     assert block_bytes.reads == 200
-
-
-def test_a_ledger_saved_without_tiers_gives_no_sizes_because_they_may_be_another_tiers() -> None:
-    *fields, _ = msgpack.unpackb(of_ledger(4096).dump())
-    loaded = Ledger.load(msgpack.packb(fields), LedgerSettings("m", "m"))
-    assert [use.sizes for use in loaded.uses.values()] == [(4, 0, ())]
 
 
 @pytest.mark.parametrize("told", [0, 4096])

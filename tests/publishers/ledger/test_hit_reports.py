@@ -98,6 +98,16 @@ def test_of_a_window_only_the_last_reported_block_is_held() -> None:
     assert set(one.resident()) == held, "an event that leaves out blocks is of new copies, in all groups"
 
 
+def test_an_event_without_a_whole_window_held_is_of_new_copies() -> None:
+    """A request whose window is gone is computed again, although all blocks of full attention are held."""
+    one = started()
+    full: dict[str, Any] = {"group": 0, "kind": AttentionKind.FULL}
+    window: dict[str, Any] = {"group": 1, "kind": AttentionKind.SLIDING_WINDOW, "window_tokens": 4}
+    fold(one, prefix(4, **full), prefix(4, **window), EngineRemoved([3], group=1))
+    fold(one, prefix(4, **full), prefix(4, **window), EngineRemoved([4], group=0))
+    assert {name for _, group, name in one.resident() if group == 0} == {1, 2, 3, 4}
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_mixture_of_reports_comes_nothing_is_claimed_that_is_gone(seed: int) -> None:
     """An engine that caches prefixes of one chain, in copies, whose requests read the cache or don't."""

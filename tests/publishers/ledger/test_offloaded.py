@@ -7,7 +7,7 @@ import pytest
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import Removed, Stored
-from kvatlas_publishers.engine_events import EngineRemoved, EngineStored
+from kvatlas_publishers.engine_events import EngineCleared, EngineRemoved, EngineStored
 from kvatlas_publishers.engines.vllm import decode_batch
 from kvatlas_publishers.ledger.ledger import Ledger
 from tests.publishers.ledger.one_chain import CHAIN, fold, held, ledger, store
@@ -25,6 +25,24 @@ def test_a_known_hash_keeps_its_block() -> None:
     fold(one, EngineRemoved([2, 1]))
     assert held(one) == {("cpu_dram", 1), ("cpu_dram", 2)}
     assert fold(one, EngineRemoved([2, 1], Tier.CPU_DRAM)) and not one.announced_blocks
+
+
+def placeholder(*names: int) -> EngineStored:
+    """As vLLM's OffloadingConnector reports blocks that it stored."""
+    return store(list(names), token_ids=[], block_size=0, tier=Tier.CPU_DRAM, offloaded=True)
+
+
+def test_a_connector_that_stores_a_block_again_was_reset_without_a_report() -> None:
+    """vLLM resets it although requests run, for which it refuses to reset the device's own cache."""
+    one = ledger()
+    fold(one, store([1, 2, 3]), placeholder(1, 2), placeholder(3))
+    fold(one, EngineRemoved([3, 2, 1]))
+    assert held(one) == {("cpu_dram", 1), ("cpu_dram", 2), ("cpu_dram", 3)}
+    fold(one, placeholder(1), placeholder(2))
+    assert held(one) == {("cpu_dram", 1), ("cpu_dram", 2)}
+    fold(one, EngineRemoved([2], Tier.CPU_DRAM), placeholder(2))  # evicted, and stored again
+    fold(one, EngineCleared((Tier.CPU_DRAM,)), placeholder(1))
+    assert held(one) == {("cpu_dram", 1)} and one.counters.cleared_events == 2
 
 
 def test_a_known_hash_keeps_its_block_although_the_event_names_an_adapter() -> None:

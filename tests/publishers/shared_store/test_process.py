@@ -51,9 +51,11 @@ Told = Callable[..., Any]
 def told(nats_client: Client) -> Told:
     """Tells the store as a writer's publisher does."""
 
-    async def tell(*changes: StoreChange, block_size: int = SIZE, keys: bool = False) -> None:
-        for payload in encode(block_size, keys, changes):
-            await nats_client.publish(shared_store_subject("pool", "w1"), payload)
+    async def tell(
+        *changes: StoreChange, block_size: int = SIZE, keys: bool = False, block_bytes: int = 0, writer: str = "w1"
+    ) -> None:
+        for payload in encode(block_size, keys, changes, block_bytes=block_bytes):
+            await nats_client.publish(shared_store_subject("pool", writer), payload)
         await nats_client.flush()
 
     return tell
@@ -105,6 +107,24 @@ async def test_it_is_announced_as_a_store_with_how_fast_it_is_read(
         published = await read_stream(nats_client)
         assert await published.index.digest("pool") == publisher.ledger.digest_words
         assert await published.residencies("pool") == 8
+
+
+@pytest.mark.parametrize(("set_bytes", "counted"), [(0, 4_096), (512, 512)])
+async def test_its_blocks_have_the_bytes_that_most_writers_give_or_that_are_set(
+    nats_client: Client, nats_url: str, told: Told, set_bytes: int, counted: int
+) -> None:
+    beats = await nats_client.subscribe("kvatlas.alive.pool")
+    async with shared_store(nats_url, block_bytes=set_bytes) as publisher:
+        for writer, block_bytes in (("w1", 4_096), ("w2", 1 << 30), ("w3", 4_096), ("w2", 1 << 29)):
+            await told(chain(8), block_bytes=block_bytes, writer=writer)
+        await until(lambda: publisher.counters.store_notices == 4, what="all notices are read")
+        await holds(publisher, 8)
+        await publisher.flush()
+        assert {use.block_bytes for use in publisher.ledger.uses.values()} == {counted}
+        while Heartbeat.unpack((await beats.next_msg(10)).data).endpoint.block_bytes != counted:
+            pass
+        published = await read_stream(nats_client)
+        assert {one.bytes async for one in published.index.snapshot("pool")} == {counted}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +238,9 @@ async def test_lmcaches_server_is_a_store_whose_tokens_count_until_a_writer_uses
 async def test_a_writers_publisher_tells_the_store_and_claims_nothing_itself(
     nats_client: Client, nats_url: str
 ) -> None:
-    settings = PublisherSettings(worker_id="w1", model_id="model", block_size=SIZE, shared_store="pool")
+    settings = PublisherSettings(
+        worker_id="w1", model_id="model", block_size=SIZE, shared_store="pool", block_bytes=640
+    )
     async with shared_store(nats_url) as store, Publisher(settings, nats=nats_client) as writer:
         await writer.stored(
             EngineStored(
@@ -226,6 +248,7 @@ async def test_a_writers_publisher_tells_the_store_and_claims_nothing_itself(
             )
         )
         await holds(store, 3)
+        assert store.ledger.sizes.block_bytes == 640
         assert writer.ledger.announced_blocks == 0 and writer.ledger.counters.removal_untold == 0
         writer.clear()
         await holds(store, 0)

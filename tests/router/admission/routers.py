@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from secrets import token_bytes
 
 from kvatlas.cost import Load
 from kvatlas.errors import Unreachable
@@ -17,6 +18,7 @@ from kvatlas.reservations import (
     WaitingRequest,
     WorkerReport,
 )
+from kvatlas.reservations.protocol import ID_BYTES
 from kvatlas.reservations.room_and_slo import Limit, Limits
 from kvatlas_router.admission.queue import AdmissionQueue, QueueSettings, Wait
 from router_client.errors import NoWorkers
@@ -66,7 +68,9 @@ class Router:
 
     async def admit(self, tenant: str, wait: Wait | None = None, wait_s: float | None = None, **fields: object) -> int:
         """The number of a booking, in turn. Raises QueueFull."""
-        request = WaitingRequest(b"", tenant, QueueLimits(0, 0), 1_000, **fields)  # type: ignore[arg-type]
+        settings = self.queue.settings
+        limits = QueueLimits(settings.requests, settings.tokens)
+        request = WaitingRequest(token_bytes(ID_BYTES), tenant, limits, 1_000, **fields)  # type: ignore[arg-type]
 
         async def book(as_it_waits: WaitingRequest, blocked: frozenset[str]) -> int | None:
             if self.name in self.pool.resting:
@@ -74,8 +78,8 @@ class Router:
             workers = [worker for worker in self.pool.workers if worker not in blocked]
             if not workers:
                 raise NoWorkers("all are blocked")
-            limits = Limits([Limit(1)] * len(workers), 1_000)
-            asked = replace(ask([offer(worker) for worker in workers]), limits=limits)
+            room = Limits([Limit(1)] * len(workers), 1_000)
+            asked = replace(ask([offer(worker) for worker in workers]), limits=room)
             self.pool.booked += 1
             number = self.pool.booked
             booking = Booking(id_of(number), self.name, 1_000, asked, LEASE_US, LONGEST_US, waiting=as_it_waits)

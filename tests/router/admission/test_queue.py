@@ -1,15 +1,18 @@
 """The queue in front of full engines: one order for all routers, its bounds, and who leaves it."""
 
+import sys
 from collections import Counter
 from functools import partial
 
 import anyio
 import pytest
 
+from kvatlas.embedded.child_process import spawn_child
 from kvatlas.reservations import MemoryReservations, RedisReservations
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
 from kvatlas_router.admission.queue import QueueFull, QueueSettings, Wait
+from tests.end_to_end.processes import ROOT, environment
 from tests.eventually import until
 from tests.kvatlas.reservations.asks import POOL
 from tests.router.admission.routers import Pool, Router, routers_of
@@ -78,12 +81,30 @@ async def test_a_killed_routers_requests_give_way_and_the_order_survives_a_store
             for asking in [line.asking for line in routers[1].queue._lines.values()]:
                 assert asking is not None
                 asking.cancel()
-            await store.client.delete(*pool_keys(POOL)[17:21])
+            await store.client.delete(*pool_keys(POOL)[17:23])
             await until(lambda: alive_wait(pool, 4), what="all but the killed router's wait again")
             await routers[0].end(running)
             await until(lambda: len(pool.served) == 5, what="the others are served")
             assert [tenant for tenant, _ in pool.served[1:]] in (list("uvuv"), list("vuvu"), list("uvvu"), list("vuuv"))
             killed.cancel_scope.cancel()
+
+
+async def test_the_requests_of_a_killed_process_give_way(store: Store, valkey_url: str) -> None:
+    pool = Pool(RedisReservations(store), ("a",))
+    async with routers_of(pool, 1) as (router,), anyio.create_task_group() as tasks:
+        (running,) = await fill(pool, router)
+        command = [sys.executable, "-m", "tests.router.admission.waiting_router", valkey_url, "40"]
+        process = spawn_child(command, cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)))
+        try:
+            await until(lambda: alive_wait(pool, 40), what="the process' requests wait")
+            tasks.start_soon(router.admit, "t")
+            await until(lambda: alive_wait(pool, 41), what="so does another one, behind them")
+        finally:
+            process.kill()
+            process.wait()
+        await router.end(running)
+        await until(lambda: len(pool.served) == 2, what="it is served")
+        assert await alive_wait(pool, 0)
 
 
 async def alive_wait(pool: Pool, requests: int) -> bool:

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from kvatlas.errors import InvalidValue
 from kvatlas.store.connection import Store
 from kvatlas_router.proxy.engine_call import FORMS, INFERENCE, read_call
+from kvatlas_router.tenancy.withheld_fields import FIELDS as TENANTS_FIELDS
 from router_client.pricing.transfer_protocol import WITHHELD, WITHHELD_HEADERS
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import FaultyEngine, faulty_engine
@@ -47,8 +48,8 @@ FIELDS = ("model", "messages", "prompt", "prompt_embeds", "stream", "stream_opti
           "logprob_start_len", "skip_reading_prefix_cache", "vllm_xargs", "sampling_params", "kv_transfer_params")  # fmt: skip
 
 
-def read(path: str, body: bytes, kind: str = "application/json") -> Any:
-    return RUNNER.run(read_call("POST", path, b"", kind, body))
+def read(path: str, body: bytes, kind: str = "application/json", *, of_tenant: bool = False) -> Any:
+    return RUNNER.run(read_call("POST", path, b"", kind, body, of_tenant=of_tenant))
 
 
 async def answer_well(_: Request) -> Response:
@@ -126,6 +127,32 @@ def test_a_large_body_with_what_is_withheld_is_refused_on_every_path(
         for path in INFERENCE - FORMS:
             with pytest.raises(InvalidValue):
                 read(path, raw.encode(encoding))
+
+
+@given(st.sampled_from(sorted(TENANTS_FIELDS)), st.sampled_from(sorted(INFERENCE - FORMS)), st.booleans())
+def test_what_a_tenant_may_not_say_is_withheld_on_every_path(name: str, path: str, escaped: bool) -> None:
+    """Further inside, in a tool's schema for instance, such a name is none of ours."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {name: {"type": "string"}}}}}]
+    raw = json.dumps(
+        {**CHAT, "prompt": "Hi", "input": "Hi", "text": "Hi", "token_ids": [1], "tools": tools, name: [SECRET]}
+    )
+    raw = raw.replace(f'"{name}": [', f'"\\u{ord(name[0]):04x}{name[1:]}": [') if escaped else raw
+    call = read(path, raw.encode(), of_tenant=True)
+    assert SECRET.encode() not in call.body and json.loads(call.body)["tools"] == tools
+    assert call.text is None or name not in call.text.body
+    assert SECRET.encode() in read(path, raw.encode()).body
+
+
+def test_a_large_body_with_what_a_tenant_may_not_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas_router.tokens.text_request.MAX_PARSED_BYTES", 1_000)
+    monkeypatch.setattr("kvatlas_router.tokens.text_request.MAX_PARSED_CONTAINERS", 100)
+    for name in TENANTS_FIELDS:
+        inside = json.dumps({**CHAT, "padding": "x" * 1_000, "tools": [{name: SECRET}]}).encode()
+        assert read(CHAT_PATH, inside, of_tenant=True).body == inside
+        raw = json.dumps({**CHAT, "padding": "x" * 1_000, name: SECRET}).encode()
+        assert read(CHAT_PATH, raw).body == raw
+        with pytest.raises(InvalidValue, match="remove it from large bodies"):
+            read(CHAT_PATH, raw, of_tenant=True)
 
 
 def test_the_last_of_two_equal_keys_counts_as_for_engines() -> None:

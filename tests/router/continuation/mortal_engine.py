@@ -18,7 +18,7 @@ from tests.router.proxy.engines import Fleet, running_fleet
 
 class Death(StrEnum):
     """`KILLED`: the kernel closes its connections. `RESET`: it resets them. `ENDED`: one more event comes, without its blank
-    line, then the end of the body. `STALLED`: nothing comes of what it computes."""
+    line, then the end of the body. `STALLED`: nothing comes of what it computes; its HTTP server still tokenizes."""
 
     ENDED = "ended"
     KILLED = "killed"
@@ -48,9 +48,14 @@ class _Relay:
         self._host, self._port = urlsplit(url).hostname, urlsplit(url).port
         self._fate = fate
         self._stalled: asyncio.Event | None = None
+        self._connections: set[asyncio.Task[None]] = set()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             engine, to_engine = await asyncio.open_connection(self._host, self._port)
             try:
                 while await self._relay(reader, writer, engine, to_engine):
@@ -58,6 +63,14 @@ class _Relay:
             finally:
                 to_engine.close()
         writer.close()
+
+    async def close(self, server: asyncio.Server) -> None:
+        """End all connections."""
+        server.close()
+        for task in self._connections:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
 
     async def _relay(
         self,
@@ -68,9 +81,17 @@ class _Relay:
     ) -> bool:
         head = await reader.readuntil(b"\r\n\r\n")
         body = await reader.readexactly(_length(head))
-        if head.startswith(b"POST /v1/") and b'"stream":true' in body.replace(b" ", b""):
+        if head.startswith((b"POST /v1/", b"POST /generate", b"POST /inference/")) and b'"stream":true' in body.replace(
+            b" ", b""
+        ):
             self._fate.asked.append((self._worker_id, body))
-        if head.startswith(b"POST ") and self._stalled is not None:
+        line = head.partition(b"\r\n")[0]
+        if (
+            line.startswith(b"POST ")
+            and b"/tokenize" not in line
+            and b"/render" not in line
+            and self._stalled is not None
+        ):
             await self._stalled.wait()
             self._stalled = None
         to_engine.write(head + body)
@@ -94,11 +115,21 @@ class _Relay:
         if self._fate.death is Death.STALLED:
             self._stalled = self._fate.revived
             await self._stalled.wait()
+            return await self._finish(writer, engine)
         if self._fate.death is Death.RESET:
             taken: socket.socket = writer.get_extra_info("socket")
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
         return False
+
+    @staticmethod
+    async def _finish(writer: asyncio.StreamWriter, engine: asyncio.StreamReader) -> bool:
+        """The rest of a stalled answer."""
+        while True:
+            size = await engine.readuntil(b"\r\n")
+            writer.write(size + await engine.readexactly(int(size, 16) + 2))
+            if int(size, 16) == 0:
+                return True
 
 
 def _length(head: bytes) -> int:
@@ -109,7 +140,7 @@ def _length(head: bytes) -> int:
 @asynccontextmanager
 async def mortal_fleet(store: Store, workers: int = 3, **changed: Any) -> AsyncIterator[tuple[Fleet, Fate]]:
     """Engines that answer with text that any other goes on with, until their fate lets one die."""
-    settings = {"answers_text": True, "num_gpu_blocks": 4_096, **changed}
+    settings = {"answers_text": True, "enable_scale_out": True, "num_gpu_blocks": 4_096, **changed}
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(
             running_fleet(store, {f"w{number}": settings for number in range(workers)})
@@ -126,16 +157,13 @@ async def mortal_engines(urls: Mapping[str, str]) -> AsyncIterator[tuple[Mapping
     fate, found = Fate(), dict[str, str]()
     async with AsyncExitStack() as stack:
         for worker_id, url in urls.items():
-            server = await asyncio.start_server(_Relay(worker_id, url, fate).handle, "127.0.0.1", 0)
-            stack.push_async_callback(_close, server)
+            relay = _Relay(worker_id, url, fate)
+            server = await asyncio.start_server(relay.handle, "127.0.0.1", 0)
+            stack.push_async_callback(relay.close, server)
             host, port = server.sockets[0].getsockname()[:2]
             found[worker_id] = f"http://{host}:{port}"
         yield found, fate
         fate.revive()
-
-
-async def _close(server: asyncio.Server) -> None:
-    server.close()
 
 
 async def read_stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bytes:

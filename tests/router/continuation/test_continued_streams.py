@@ -1,31 +1,38 @@
 """Streams whose engine dies: what their clients get equals an undisturbed run."""
 
+import asyncio
 import itertools
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import AsyncExitStack
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
+from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.identity import Scope
+from kvatlas.predictions.usage_counts import read_answer_use
 from kvatlas.store.connection import Store
 from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_simulator.http.chat_template import render
-from tests.chaos.child_process import ChildProcess
 from tests.eventually import until
-from tests.router.continuation.mortal_engine import Death, mortal_fleet, read_stream
+from tests.router.continuation.killed_engines import killed_engines
+from tests.router.continuation.mortal_engine import Death, mortal_engines, mortal_fleet, read_stream
 from tests.router.progress.quick_bounds import shorten_bounds
-from tests.router.proxy.engines import MODEL, running_proxy
+from tests.router.proxy.engines import MODEL, PATIENT_MS, SCOPE, Fleet, record, running_proxy
 from tests.router.proxy.test_openai_client import openai_client
 from tests.router.proxy.test_proxy import status
-from tests.simulator.running_engine import FREE_PORT, running_engine
+from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who holds the prefix?"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 _USAGE = {"stream_options": {"include_usage": True}}
 REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 9, **_USAGE}),
@@ -38,6 +45,29 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "/v1/messages",
         {"system": "Be brief.", "messages": [{"role": "user", "content": "Who holds it?"}], "max_tokens": 8},
     ),
+    "chat whose prompt opens the reasoning": (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 7, "chat_template_kwargs": {"thinking": True}, **_USAGE},
+    ),
+    "the same with a stop string": (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 9, "stop": "zzz", "chat_template_kwargs": {"thinking": True}, **_USAGE},
+    ),
+    "chat with tools": (CHAT, {"messages": MESSAGES, "max_tokens": 7, "tools": [TOOL], **_USAGE}),
+    "chat with its ids shown": (CHAT, {"messages": MESSAGES, "max_tokens": 6, "return_token_ids": True, **_USAGE}),
+    "generate": ("/generate", {"text": "Who holds it?", "sampling_params": {"temperature": 0, "max_new_tokens": 6}}),
+    "generate from ids": (
+        "/generate",
+        {"input_ids": list(b"Who?"), "sampling_params": {"temperature": 0, "max_new_tokens": 5}},
+    ),
+    "ids to ids": (
+        "/inference/v1/generate",
+        {"token_ids": list(b"Who?"), "sampling_params": {"temperature": 0, "max_tokens": 6}, **_USAGE},
+    ),
+    "ids to ids, without usage": (
+        "/inference/v1/generate",
+        {"token_ids": list(b"Who holds it?"), "sampling_params": {"temperature": 0, "max_tokens": 5}},
+    ),
     "usage in each event": (
         COMPLETIONS,
         {
@@ -47,6 +77,8 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+FIRST = {CHAT: 2, "/v1/messages": 3}
+"""Events up to the first content. Before that, the router tries again anyway."""
 _SALTS = itertools.count()
 
 
@@ -61,12 +93,12 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], **f
     salt = f"salt {next(_SALTS)}"
     whole = {"model": MODEL, "temperature": 0, "stream": True, "cache_salt": salt, **body, **fields}
     raw = await read_stream(client, path, whole)
-    return re.sub(rb'"(id|created)":("[\w-]+"|\d+)', _once(raw), raw)
+    return re.sub(rb'"(id|request_id|created)":("[\w-]+"|\d+)', _once(raw), raw)
 
 
 def _once(raw: bytes) -> Any:
     """All events of a stream have the same id and time."""
-    ids = set(re.findall(rb'"id":"([\w-]+)"', raw))
+    ids = set(re.findall(rb'"(?:request_)?id":"([\w-]+)"', raw))
     assert len(ids) <= 1 and len(set(re.findall(rb'"created":(\d+)', raw))) <= 1
     return rb'"\1":0'
 
@@ -87,10 +119,8 @@ async def test_a_stream_goes_on_after_each_of_its_events(store: Store, valkey_ur
         for name, (path, body) in REQUESTS.items():
             undisturbed = await ask(client, path, body)
             assert undisturbed.endswith((b"data: [DONE]\n\n", b'"message_stop"}\n\n'))
-            if name != "token ids":  # there, fields of vLLM's are null that the simulator would leave out
-                assert undisturbed == await ask(fleet.clients["w0"], path, body), "as the engine itself answers"
-            first = {CHAT: 2, COMPLETIONS: 1}.get(path, 3)  # the router tries again before the first content anyway
-            for after in range(first, events(undisturbed)):
+            assert undisturbed == await ask(fleet.clients["w0"], path, body), "as the engine itself answers"
+            for after in range(FIRST.get(path, 1), events(undisturbed)):
                 fate.death = (Death.KILLED, Death.RESET, Death.ENDED)[after % 3]
                 fate.after, fate.asked = [after], []
                 found = await ask(client, path, body)
@@ -155,18 +185,73 @@ async def test_the_official_client_sees_one_answer(store: Store, valkey_url: str
         assert (found[0], *found[2:]) == (text, ["length"], [12])
 
 
-async def test_a_stream_leaves_a_stalled_engine(
+EVERY_EVENT: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 4, **_USAGE}),
+    "text": (COMPLETIONS, {"prompt": "Who holds the prefix?", "max_tokens": 3}),
+    "message": ("/v1/messages", {"messages": [{"role": "user", "content": "Who holds it?"}], "max_tokens": 3}),
+    "generate": ("/generate", {"text": "Who holds it?", "sampling_params": {"temperature": 0, "max_new_tokens": 3}}),
+}
+
+
+async def test_a_stream_goes_on_after_a_kill_or_a_stall_at_each_of_its_events(
     store: Store, valkey_url: str, no_budget: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shorten_bounds(monkeypatch)
-    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, **_USAGE}
-    async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
-        undisturbed = await ask(client, path, body)
-        fate.death = Death.STALLED
-        for after in (2, 6, 10):
-            fate.after = [after]
-            assert await ask(client, path, body) == undisturbed, (after, await not_continued(client))
-            fate.revive()
+    """All at once. Each stream has a pool of its own with two workers, of which the first dies: by SIGKILL, or it stalls."""
+    shorten_bounds(monkeypatch, unknown_s=10.0)
+    names = [f"m{number}" for number in range(64)]
+    serves: dict[str, Any] = {"adapters": names}  # each of which is a pool
+    async with mortal_fleet(store, 2, **serves) as (fleet, _), AsyncExitStack() as stack:
+        asked, kills = dict[str, tuple[str, dict[str, Any], bytes]](), dict[str, int]()
+        for path, body in EVERY_EVENT.values():
+            length = events(await ask(fleet.clients["w0"], path, body))
+            for after in range(FIRST.get(path, 1), length):
+                for stalls in (True, False):
+                    if stalls or path == CHAT:
+                        name = names[len(asked)]
+                        undisturbed = await ask(fleet.clients["w0"], path, body, model=name, cache_salt=None)
+                        asked[name] = path, body, undisturbed
+                        if stalls:
+                            urls, fate = await stack.enter_async_context(mortal_engines({name: fleet.urls["w1"]}))
+                            fate.death, fate.after = Death.STALLED, [after]
+                            await report_in_pool(fleet, name, "first", urls[name])
+                        else:
+                            kills[name] = after
+                        await report_in_pool(fleet, name, "other", fleet.urls["w0"])
+        settings = {"answers_text": True, "enable_scale_out": True, **serves}
+        killed = await stack.enter_async_context(killed_engines(kills, **settings))
+        for name, url in killed.items():
+            await report_in_pool(fleet, name, "first", url)
+        client = await stack.enter_async_context(
+            running_proxy(valkey_url, continue_answers="all", tokenizer_deadline_ms=PATIENT_MS)
+        )
+
+        async def compare(name: str) -> None:
+            path, body, undisturbed = asked[name]
+            found = await ask(client, path, body, model=name, cache_salt=None)
+            assert found == undisturbed, (name, path, kills.get(name), await not_continued(client))
+
+        async with anyio.create_task_group() as tasks:
+            for name in asked:
+                tasks.start_soon(compare, name)
+        assert (
+            (await status(client))["proxy"]["continued"]["resumed"] == len(asked) - 5 > 14
+        )  # five lack only their end
+
+
+async def report_in_pool(fleet: Fleet, name: str, which: str, url: str) -> None:
+    """Write the record of a worker in a pool with one model. The `first` one holds the prompts of these tests."""
+    worker_id = f"{name}-{which}"
+    written = record(worker_id, url)
+    endpoint = written.endpoint.model_copy(update={"model_id": name})
+    await FleetStore(fleet.store).write({worker_id: written.model_copy(update={"endpoint": endpoint})})
+    if which == "first":
+        for path, body in EVERY_EVENT.values():
+            await fleet.holds(worker_id, prompt_of(Api(path), body), Scope(name, MODEL))
+
+
+def prompt_of(api: Api, body: Mapping[str, Any]) -> list[int]:
+    """The prompt's tokens in the simulator."""
+    return list((render(body["messages"]) if api.is_conversation else str(TextRequest.of(api, body).prompt)).encode())
 
 
 async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url: str, no_budget: None) -> None:
@@ -185,31 +270,58 @@ async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url
             assert found == await ask(client, path, body)
 
 
-async def test_a_stream_goes_on_after_its_engines_process_was_killed(
-    store: Store, valkey_url: str, tmp_path: Path
+async def test_a_stream_stays_at_a_stalled_engine_without_a_successor(
+    store: Store, valkey_url: str, no_budget: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, "cache_salt": None}
-    flags = ["--port", "0", "--endpoint", FREE_PORT, "--replay-endpoint", FREE_PORT, "--answers-text"]
-    killed = ChildProcess(
-        "engine",
-        ["simulate-engine", *flags, "--answer-fault", "kill", "--answer-fault-event", "5"],
-        "engine at",
-        tmp_path,
-    )
-    killed.start()
-    try:
-        await killed.ready()
-        url = next(word for word in killed.log_text().split() if word.startswith("http://")).rstrip(";,")
-        async with mortal_fleet(store, 1) as (fleet, _):
-            await fleet.report("w1", url)
-            await fleet.holds("w1", list(render(MESSAGES).encode()))
-            async with running_proxy(valkey_url, continue_answers="all") as client:
-                found = await ask(client, path, body)
-                assert (await status(client))["proxy"]["continued"]["resumed"] == 1
-                await until(lambda: not killed.is_running, what="the engine is gone")
-                assert found == await ask(client, path, body)
-    finally:
-        killed.close()
+    """The only other worker dies as soon as it is asked. The stalled one gets another chance, and takes it."""
+    shorten_bounds(monkeypatch)
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, **_USAGE}
+    async with mortal_fleet(store, 2) as (fleet, fate), running_proxy(valkey_url, continue_answers="all") as client:
+        undisturbed = await ask(client, path, body)
+        fate.death, fate.after, fate.asked = Death.STALLED, [4], []
+        await fleet.report("w1", await refusing_address())
+        await fleet.holds("w0", prompt_of(Api.CHAT, body))
+        async with anyio.create_task_group() as tasks:
+
+            async def revive() -> None:
+                async def refused() -> bool:
+                    return bool((await status(client))["proxy"]["unreachable"])
+
+                await until(refused, what="the other worker was tried")
+                fate.revive()
+
+            tasks.start_soon(revive)
+            assert await ask(client, path, body, cache_salt=None) == undisturbed
+        proxy = (await status(client))["proxy"]
+        assert (proxy["broken"], proxy["continued"]["resumed"]) == (0, 0)
+
+
+async def test_what_is_counted_is_the_clients_request(store: Store, valkey_url: str, no_budget: None) -> None:
+    """The end of an answer after a reset counts too, and what a second engine reads of the first one's part does not."""
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 9}
+    prompt_tokens = len(prompt_of(Api.CHAT, body))
+    async with mortal_fleet(store) as (fleet, fate):
+        for client in fleet.clients.values():
+            undisturbed = await ask(client, path, body, cache_salt=None)  # now each has the prompt and the answer
+        async with running_proxy(valkey_url, continue_answers="all") as client:
+            fate.death = Death.RESET
+            for after in (4, 7, events(undisturbed) - 1):  # then only the end is missing
+                fate.after = [after]
+                assert await ask(client, path, body, cache_salt=None) == undisturbed
+            proxy = (await status(client))["proxy"]
+            assert (proxy["answered"], proxy["gone"], proxy["continued"]["resumed"]) == (3, 0, 2)
+        (use,) = (await read_answer_use(store, SCOPE.pool_id)).values()
+        assert (use.answers, use.prompt_tokens) == (3, 3 * prompt_tokens)
+        assert use.cached_tokens <= 3 * prompt_tokens
+
+
+async def refusing_address() -> str:
+    """An address on which no server listens."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    server.close()
+    await server.wait_closed()
+    return f"http://{host}:{port}"
 
 
 async def test_two_engines_that_die_at_the_same_token_are_enough(
@@ -218,14 +330,23 @@ async def test_two_engines_that_die_at_the_same_token_are_enough(
     """The request may be what kills them."""
     path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8}
     async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
-        fate.after = [4, 1, 1]
+        fate.after = [4, 0, 0]
         found = await ask(client, path, body)
         assert found.count(b'"content"') == 4 and b'data: {"error": ' in found and len(fate.asked) == 2
         assert await not_continued(client) == {"same_token": 1}
 
 
 @pytest.mark.parametrize(
-    ("fields", "why"), [({"temperature": 0.7}, "sampled"), ({"n": 2}, "choices"), ({"ignored": 1}, "no_worker")]
+    ("fields", "why"),
+    [
+        ({"temperature": 0.7}, "sampled"),
+        ({"n": 2}, "choices"),
+        ({"ignored": 1}, "no_worker"),
+        (
+            {"tools": [TOOL], "chat_template_kwargs": {"thinking": True}},
+            "template",
+        ),  # which begins the reasoning itself
+    ],
 )
 async def test_what_can_not_go_on_ends_with_an_error(
     store: Store, valkey_url: str, fields: dict[str, Any], why: str

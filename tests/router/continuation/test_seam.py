@@ -1,6 +1,7 @@
 """Whatever happens to an answer's engines, its client gets what one engine would have sent."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas.fleet.records import EngineKind
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import DONE, Seam
 from kvatlas_router.tokens.text_request import Api, TextRequest
+from tests.router.continuation.exact_engine import PROMPT, ExactEngine
 
 PROMPT_TOKENS = 7
 _NUMBERS = count()
@@ -87,22 +90,24 @@ def body_of(api: Api, most: int, *, wants_usage: bool) -> dict[str, Any]:
     return {"model": "m", "stream": True, "temperature": 0, "max_tokens": most, **asked, **options}
 
 
-def run(text: TextRequest, engines: Sequence[Engine], deaths: Sequence[int]) -> bytes:
-    """What a client gets of these engines, of which each but the last dies after so many events."""
+def run(text: TextRequest, engines: Sequence[Engine | ExactEngine], deaths: Sequence[int], silent: int = 0) -> bytes:
+    """What a client gets of these engines, of which each but the last dies after so many events, and after `silent` more of the
+    first one."""
     seam, got, body = Seam(text), b"", dict(text.body)
+    kind = EngineKind.VLLM if isinstance(engines[0], ExactEngine) else EngineKind.SGLANG
     for engine, death in zip(engines, [*deaths, -1], strict=True):
-        events = engine.stream({**body, **counting_fields(text)})
+        events = engine.stream({**body, **counting_fields(text, kind, PROMPT_TOKENS)})
         if not text.wants_usage:
             events = [event for event in events if b'"choices":[]' not in event]
-        least = 0 if seam.events else 2 if text.api is Api.CHAT else 1  # before: tried again
+        least = 0 if seam.events else silent + (2 if text.api is Api.CHAT else 1)  # before: tried again
         kept = events if death < 0 else events[: least + death % (len(events) - least)]
         for event in kept:
             got += seam.feed(event)
         if seam.ended:
             break
+        if (end := seam.missing_end) is not None:
+            return got + end
         rest = seam.rest()
-        if rest.end is not None:
-            return got + rest.end
         body = seam.body(rest, rest.tokens)
         seam.resume(rest, rest.tokens)
     assert seam.ended
@@ -148,11 +153,73 @@ def test_a_stream_whose_events_differ_says_the_same(
     assert said(found)[:3] == said(undisturbed)[:3] and len(said(found)[3]) == 1
 
 
+EXACT = st.sampled_from(
+    [
+        (Api.CHAT, {"messages": [{"role": "user", "content": "Say"}], "max_tokens": 9}),
+        (Api.CHAT, {"messages": [{"role": "user", "content": "Say"}], "max_tokens": 9, "return_token_ids": True}),
+        (Api.COMPLETIONS, {"prompt": list(PROMPT), "max_tokens": 9}),
+        (Api.TOKENS, {"token_ids": list(PROMPT), "sampling_params": {"max_tokens": 9}}),
+        (Api.GENERATE, {"input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 9}}),
+    ]
+)
+
+
+@given(EXACT, HALVES, st.integers(0, 3), st.booleans(), st.lists(st.integers(1, 40), max_size=4))
+def test_a_stream_of_token_ids_has_the_same_bytes(
+    asked: tuple[Api, dict[str, Any]], tokens: list[str], reasons: int, whole: bool, deaths: list[int]
+) -> None:
+    """Whatever the text is: white space, halves of letters, reasoning before it."""
+    api, body = asked
+    if api is not Api.CHAT or reasons >= len(tokens) or not tokens[reasons]:
+        reasons = 0
+    text = TextRequest.of(api, {"stream": True, "temperature": 0, **body})
+    engine = ExactEngine(["w", *tokens], reasons and reasons + 1, whole)
+    undisturbed = run(text, [engine], [], engine.reasons)
+    found = run(text, [engine] * (len(deaths) + 1), deaths, engine.reasons)
+    assert _same_identity(found) == _same_identity(undisturbed)
+
+
+@given(HALVES, st.lists(st.integers(1, 40), max_size=3), st.lists(st.integers(1, 3), min_size=4, max_size=4))
+def test_events_of_several_token_ids_go_on(tokens: list[str], deaths: list[int], parts: list[int]) -> None:
+    """Engines put several into one event if their router reads slowly, or if they guess tokens ahead."""
+    text = TextRequest.of(
+        Api.GENERATE, {"stream": True, "input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 99}}
+    )
+    undisturbed = run(text, [ExactEngine(tokens)], [])
+    engines = [ExactEngine(tokens, parts=parts[at:] + parts[:at]) for at in range(len(deaths) + 1)]
+    found = [event for event in run(text, engines, deaths).split(b"\n\n") if event]
+    assert _same_identity(found[-2]) == _same_identity(undisturbed.split(b"\n\n")[-3])
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_reasoning_does_not_go_on(after: int) -> None:
+    """What ends it is known to the engine's parser alone."""
+    text = TextRequest.of(Api.CHAT, {**body_of(Api.CHAT, 9, wants_usage=True)})
+    seam, engine = Seam(text), ExactEngine(["a", "b", "c", "d"], reasons=2)
+    for event in engine.stream({**text.body, **counting_fields(text, EngineKind.VLLM, 3)})[:after]:
+        seam.feed(event)
+    with pytest.raises(CannotContinue, match="reasoning"):
+        seam.rest()
+
+
+def test_a_template_that_leaves_out_the_end_of_the_prompt_is_noticed() -> None:
+    """Such as one that opens `<think>` in the prompt, but not before a partial answer."""
+    text = TextRequest.of(Api.CHAT, body_of(Api.CHAT, 9, wants_usage=True))
+    seam, engine = Seam(text), Engine(Api.CHAT, ["a", "b", "c"])
+    for event in engine.stream(dict(text.body))[:2]:
+        seam.feed(event)
+    rest = seam.rest()
+    seam.resume(rest, rest.tokens)
+    body = seam.body(rest, rest.tokens)
+    fewer = [event.replace(b'"prompt_tokens":8', b'"prompt_tokens":7') for event in engine.stream(body)]
+    with pytest.raises(CannotContinue, match="template"):
+        seam.feed(fewer[0])
+
+
 def _same_identity(raw: bytes) -> bytes:
-    decoded = [json.loads(event[6:]) for event in raw.split(b"\n\n") if event.startswith(b"data: {")]
-    assert len({one["id"] for one in decoded}) == len({one["created"] for one in decoded}) == 1
-    first = decoded[0]
-    return raw.replace(f'"{first["id"]}"'.encode(), b'"id"').replace(f'"created":{first["created"]}'.encode(), b"")
+    names = set(re.findall(rb'"(?:request_)?id":"?([\w-]+)', raw))
+    assert len(names) == 1 and len(set(re.findall(rb'"created":(\d+)', raw))) <= 1
+    return re.sub(rb'("(?:request_)?id"|"created"):("[\w-]+"|\d+)', rb"\1:0", raw)
 
 
 def test_another_answer_is_no_continuation() -> None:
@@ -181,7 +248,7 @@ def test_an_engine_that_dies_after_its_last_event_leaves_nothing_to_say() -> Non
     seam = Seam(TextRequest.of(Api.COMPLETIONS, body_of(Api.COMPLETIONS, 9, wants_usage=True)))
     end = b'data: {"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
     assert seam.feed(end) == end
-    assert seam.rest().end == b""
+    assert seam.missing_end == b""
 
 
 def test_positions_of_tokens_in_the_text_go_on() -> None:

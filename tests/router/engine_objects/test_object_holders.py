@@ -23,7 +23,8 @@ pytestmark = pytest.mark.anyio
 
 
 def keeper(name: str) -> Answer:
-    """An engine that keeps responses and files of its own; it answers with its name."""
+    """An engine that keeps responses and files of its own, by the name that the client gives, if any, as vLLM and SGLang do.
+    It answers with its own name."""
     made: list[str] = []
 
     async def answer(request: Request) -> Response:
@@ -33,7 +34,7 @@ def keeper(name: str) -> Answer:
             previous = asked.get("previous_response_id") or asked.get("input_file_id")
             if previous is not None and previous not in made:
                 return JSONResponse({"error": {"message": f"{previous} not found", "code": 404}}, 404)
-            made.append(f"{path.rpartition('/')[2]}-{name}-{len(made)}")
+            made.append(asked.get("request_id") or f"{path.rpartition('/')[2]}-{name}-{len(made)}")
             return JSONResponse({"id": made[-1], "object": "response", "engine": name})
         if request.method == "POST":
             made.append("r1")

@@ -65,7 +65,7 @@ async def test_a_pool_is_each_target_port_of_its_ready_pods(tmp_path: Path, capl
             await pool.read()
         assert pool.endpoints == expected[2:]
         (line,) = caplog.messages
-        assert "pool kvatlas not read" in line and "keeping the last value" in line
+        assert "pool kvatlas could not be read" in line and "keeping the last value" in line
 
 
 @pytest.mark.parametrize(

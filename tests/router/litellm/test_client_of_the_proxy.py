@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from kvatlas.store.connection import Store
 from tests.eventually import until
 from tests.lazy_module import LazyModule
+from tests.router.continuation.mortal_engine import mortal_fleet
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.test_openai_client import CHAT, IMAGE, TOOLS, endless, one_engine
 
@@ -52,6 +53,30 @@ async def test_chats_streams_and_completions(store: Store, valkey_url: str) -> N
         assert parts[-1].usage.completion_tokens == 4
         completion = await litellm.atext_completion(**at(proxy), prompt="Who holds it?", max_tokens=2)
         assert completion.usage.completion_tokens == 2
+        await async_client_cleanup.close_litellm_async_clients()
+
+
+@pytest.mark.parametrize(("provider", "path"), [("hosted_vllm", "/v1"), ("anthropic", "/v1/messages")])
+async def test_a_stream_whose_engine_dies_is_one_answer(
+    store: Store, valkey_url: str, provider: str, path: str
+) -> None:
+    async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as proxy:
+        asked = {**at(proxy), "model": f"{provider}/{MODEL}", "api_base": f"{proxy.base_url}{path}"}
+
+        async def ask() -> tuple[str, list[str], int]:
+            stream = await litellm.acompletion(
+                **asked, messages=CHAT, max_tokens=9, stream=True, stream_options={"include_usage": True}
+            )
+            parts = [part async for part in stream]
+            choices = [choice for part in parts for choice in part.choices]
+            reasons = [choice.finish_reason for choice in choices if choice.finish_reason]
+            text = "".join(choice.delta.content or "" for choice in choices)
+            return text, reasons, int(parts[-1].usage.completion_tokens)
+
+        undisturbed = await ask()
+        fate.after = [6]
+        assert await ask() == undisturbed and undisturbed[1:] == (["length"], 9)
+        assert len(fate.asked) == 3
         await async_client_cleanup.close_litellm_async_clients()
 
 

@@ -67,7 +67,7 @@ async def test_the_last_of_two_models_counts_as_for_a_json_decoder() -> None:
     "body", [b"", b"[]", b"1", b'{"model":"m"', b'{"model":"m', b'{"model":"m"} x', b'{"a":"b\\"}']
 )
 async def test_what_is_no_object_is_refused(body: bytes) -> None:
-    with pytest.raises(InvalidValue, match="the body is no JSON object"):
+    with pytest.raises(InvalidValue, match="the body is not a JSON object"):
         await find_model(body)
 
 

@@ -73,8 +73,8 @@ async def test_a_fronts_header_counts_from_its_address_alone(tmp_path: Path) -> 
         (f"[clients.a]\nkeys = ['{HASH}']\ntenants = ['*']\n", "has * in its tenants"),
         (f"[clients.a]\nkeys = ['{HASH}']\ntenants = ['a/b']\n", "clients.a.tenants.0 is 'a/b'"),
         (f"[clients.a]\nkeys = ['{HASH}']\ntenants = ['a']\nrpm = 1\n", "clients.a.rpm is 1; there is no such field"),
-        ("[clients.a]\naddresses = ['10.0.0.0/8']\ntenants = ['a']\n", "an address alone proves no tenant"),
-        ("[issuers.a]\nissuer = 'x'\naudience = 'y'\n", "keys_file and keys_url; expected one"),
+        ("[clients.a]\naddresses = ['10.0.0.0/8']\ntenants = ['a']\n", "has addresses, which prove no tenant"),
+        ("[issuers.a]\nissuer = 'x'\naudience = 'y'\n", "exactly one of keys_file and keys_url"),
         (
             "[issuers.a]\nissuer = 'x'\naudience = 'y'\nkeys_url = 'http://10.0.0.1/'\n",
             "http is allowed only for loopback",
@@ -83,7 +83,7 @@ async def test_a_fronts_header_counts_from_its_address_alone(tmp_path: Path) -> 
             f"[clients.a]\nkeys = ['{HASH}']\ntenants = ['a']\n[clients.b]\nkeys = ['{HASH}']\ntenants = ['b']\n",
             "clients.b and clients.a have a key or certificate in common",
         ),
-        ("[clients]\na = 1\n", "clients is no table of tables"),
+        ("[clients]\na = 1\n", "clients is not a table of tables"),
         ("clients = [", "clients.toml': "),
     ],
 )

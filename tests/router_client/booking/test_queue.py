@@ -8,8 +8,11 @@ import pytest
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.reservations import MustWait, QueueIsFull, QueueLimits, RedisReservations, WaitingRequest, WorkerReport
+from kvatlas.store.circuit_breaker import FAILURES
 from kvatlas.store.connection import Store, connected_store
 from router_client import Prompt, RouterClient, RouterSettings, StaticFleet
+from router_client.prompt import Strategy
+from router_client.settings import BookingSettings
 from tests.chaos.proxy import LOOPBACK, TcpProxy
 from tests.router_client.pools import SCOPE, pool, worker
 
@@ -56,10 +59,75 @@ async def test_a_request_waits_in_the_pools_queue_and_alone_while_the_store_is_a
             await client.reserve(waiting(3, requests=2))
 
         line.cut()
-        with pytest.raises(MustWait) as alone:
-            await client.reserve(waiting(4))
+        for _ in range(FAILURES + 1):  # a store that fails once may still keep the order
+            with pytest.raises(MustWait) as alone:
+                await client.reserve(waiting(4))
         assert (alone.value.alone, alone.value.place.requests) == (True, 1)
         rows = [row for number in (1, 4) if (row := waiting(number).waiting) is not None]
         turns, shared = await client.turns(SCOPE.pool_id, [], rows)
         assert (turns.own, turns.requests, len(turns.turns), shared) == (2, 2, 1, False)
         assert (await client.reserve(PROMPT)).worker_id in workers  # those that may not wait go to full engines
+
+
+def cache(blocks: int, running: int = 0) -> dict[str, object]:
+    metrics = {"active_request_slots": running, "total_request_slots": 1, "total_kv_blocks": blocks}
+    return {"running_decodes": running, "forward_pass": metrics}
+
+
+@pytest.mark.parametrize("size", [2, 40])
+@pytest.mark.parametrize("booked", [True, False])
+async def test_a_prompt_that_no_cache_can_hold_does_not_wait_and_others_wait_for_the_caches_that_can(
+    store: Store, size: int, booked: bool
+) -> None:
+    workers = pool(*(worker(f"w{number}", load=cache(60)) for number in range(size)))  # 960 tokens each
+    await report(store, workers)
+    settings = RouterSettings(deadline_ms=60_000, most_deadline_ms=60_000, booking=BookingSettings(reservations=booked))
+    client = RouterClient(MemoryIndex(), StaticFleet(workers), settings, reservations=RedisReservations(store))
+    assert (await client.reserve(waiting(1))).over
+    assert (await client.turns(SCOPE.pool_id, [], []))[0].requests == 0
+
+    workers |= pool(worker("large", load=cache(100, running=1)))
+    await report(store, workers)
+    client = RouterClient(MemoryIndex(), StaticFleet(workers), settings, reservations=RedisReservations(store))
+    with pytest.raises(MustWait) as error:
+        await client.reserve(waiting(2))
+    assert error.value.request is not None and error.value.request.workers == frozenset({"large"})
+    assert (error.value.place.requests, error.value.alone) == (1, not booked)
+
+
+async def test_a_prompt_that_follows_a_policy_waits_for_its_worker_only(store: Store) -> None:
+    workers = pool(worker("w0", load=FULL), worker("w1", load=FULL))
+    await report(store, workers)
+    settings = RouterSettings(deadline_ms=60_000, most_deadline_ms=60_000)
+    client = RouterClient(MemoryIndex(), StaticFleet(workers), settings, reservations=RedisReservations(store))
+    chosen: set[str] = set()
+    for number in range(2):
+        with pytest.raises(MustWait) as error:
+            await client.reserve(replace(waiting(number), strategy=Strategy.ROUND_ROBIN))
+        assert error.value.request is not None and error.value.request.workers is not None
+        chosen |= error.value.request.workers
+    assert chosen == {"w0", "w1"}
+    turns, _ = await client.turns(SCOPE.pool_id, [], [])
+    assert len(turns.turns) == 2
+
+
+async def test_a_late_answer_of_the_store_lets_no_request_overtake_those_that_wait(
+    store: Store, valkey_url: str
+) -> None:
+    workers = pool(worker("w0", load=cache(100, running=1)))
+    await report(store, workers)
+    async with (
+        TcpProxy(urlsplit(valkey_url).port or 0, "store") as line,
+        connected_store(f"redis://{LOOPBACK}:{line.port}", wait=False) as behind_line,
+    ):
+        settings = RouterSettings(deadline_ms=200, most_deadline_ms=200)
+        fleet = StaticFleet(workers)
+        client = RouterClient(MemoryIndex(), fleet, settings, reservations=RedisReservations(behind_line))
+        with pytest.raises(MustWait):
+            await client.reserve(waiting(1))
+        fleet.records = pool(worker("w0", load=cache(100)))  # has room by now
+        line.stall()
+        with pytest.raises(MustWait) as late:
+            await client.reserve(waiting(2))
+        assert (late.value.filed, late.value.alone, late.value.place.requests) == (False, False, 1)
+        line.heal()

@@ -21,6 +21,7 @@ from kvatlas.reservations.lookup import MOST_LOOKED_UP_CHAINS
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
 from router_client import Basis, NoWorkers, Prompt, RouterClient, RouterSettings, Selector, StaticFleet
+from router_client.pricing.look_alikes import LEAST_CANDIDATES
 from router_client.pricing.lookups import quote_lookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.surcharges import session_worker
@@ -116,6 +117,28 @@ async def test_more_shapes_of_blocks_than_one_call_looks_up_are_looked_up_apart(
     assert in_one_call is (shapes <= MOST_LOOKED_UP_CHAINS)
     choice = await client.reserve(asked)
     assert (choice.worker_id, choice.basis, choice.why) == ("w041", Basis.COST, "")
+
+
+@pytest.mark.parametrize("count", [LEAST_CANDIDATES - 1, COUNT])
+async def test_a_pool_of_very_many_shapes_is_chosen_from_by_the_common_ones(
+    store: Store, index: RedisIndex, fleet: FleetStore, count: int
+) -> None:
+    """Nothing counts as held in the others, which is said, and an odd worker makes no other pool's choices worse."""
+    shapes = 40 if count == COUNT else count
+    records = pool(
+        *(worker(f"w{n:03}", block_size=4 * (n % shapes + 1), events=n % 5 != 0) for n in range(count)),
+        *(worker(f"common{n}", block_size=256) for n in range(3)),
+    )
+    await fleet.write(records)
+    await hold(index, records["common1"], TOKENS)
+    await hold(index, records[f"w{shapes - 1:03}"], TOKENS)
+    client, asked = router(index, store), Prompt.of_tokens(SCOPE, TOKENS)
+    for _ in range(3):
+        choice = await client.reserve(asked, dry_run=True)
+        assert (choice.worker_id, choice.basis, choice.why) == ("common1", Basis.COST, "")
+    (remark,) = choice.ranking.remarks
+    assert remark.startswith(f"the workers' blocks have {shapes + 1} shapes") and remark in choice.explain()
+    assert remark in (await client.overlap(asked)).explain()
 
 
 async def test_what_was_not_read_is_said_and_every_candidate_is_told_if_asked_for(

@@ -206,8 +206,8 @@ local function digest_of(packed)
     return { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
   end
   local good, digest = pcall(cmsgpack.unpack, packed)
-  good = good and type(digest) == 'table' and #digest >= 15
-  for i = 1, good and #digest or 0 do
+  good = good and type(digest) == 'table' and #digest == 15
+  for i = 1, good and 15 or 0 do
     good = good and type(digest[i]) == 'number'
   end
   return good and digest or { 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }

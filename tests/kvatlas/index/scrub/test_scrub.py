@@ -1,13 +1,12 @@
 """The scrub finds damage that no message did, in each implementation; a snapshot and a sweep repair it."""
 
-import msgpack
 import pytest
 
 from kvatlas.blocks.digest import WORDS, Digest
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import partition_of
-from kvatlas.events import Checkpoint, ScopeUse
+from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope, shard_of
 from kvatlas.index.protocol import ResidencyIndex, ScrubResult
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
@@ -109,23 +108,6 @@ async def test_pinned_blocks_are_no_damage_and_not_in_the_digest(index: Residenc
     assert digest is not None and len(digest) == WORDS and await index.length() == 20
     await Damage(index, "w").change_flags(SCOPE, block(3), Tier.HBM.flag | NO_TIER)
     assert (await whole_round(index)).damaged == ["w"]
-
-
-async def test_a_digest_that_an_older_version_stored_with_flags_goes_on(index: ResidencyIndex) -> None:
-    if not isinstance(index, RedisIndex):
-        return
-    source = MessageSource("w")
-    await apply_messages(index, source.begin(1), source.store(SCOPE, CHAIN[:160]))
-    damage = Damage(index, "w")
-    number, words = await damage.number(), await index.digest("w")
-    assert words is not None
-    await index._store.client.hset(damage.keys.digests, number, msgpack.packb([*words, *(20, 1, 2, 0, 0, 0, 0, 0, 0)]))
-    assert await index.digest("w") == words
-    store = source.store(SCOPE, CHAIN[160:320])
-    checkpoint = source.message(Checkpoint(source.digest_words()))
-    result = await apply_messages(index, store, checkpoint)
-    assert (result.applied, result.failed_checks) == (2, 0)
-    assert (await whole_round(index)).damaged == []
 
 
 async def test_malformed_holders_values_are_found(index: ResidencyIndex, sources: dict[str, MessageSource]) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvatlas.errors import WireError
 from kvatlas.identity import MAX_NAME_BYTES, Scope
+from kvatlas.validation import MAX_BLOCK_BYTES
 from kvatlas_publishers.ledger.connectors.shared_store_notice import (
     MAX_NOTICE_BYTES,
     AdapterGone,
@@ -29,10 +30,11 @@ changes = st.one_of(
 )
 
 
-@given(st.integers(1, 4_096), st.booleans(), st.lists(changes))
-def test_what_is_packed_is_read(size: int, keys: bool, told: list[StoredInStore]) -> None:
-    notices = [decode(payload) for payload in encode(size, keys, told)]
-    assert {(notice.block_size, notice.uses_keys) for notice in notices} == {(size, keys)}
+@given(st.integers(1, 4_096), st.booleans(), st.lists(changes), st.integers(0, MAX_BLOCK_BYTES))
+def test_what_is_packed_is_read(size: int, keys: bool, told: list[StoredInStore], block_bytes: int) -> None:
+    notices = [decode(payload) for payload in encode(size, keys, told, block_bytes=block_bytes)]
+    read = {(notice.block_size, notice.uses_keys, notice.block_bytes) for notice in notices}
+    assert read == {(size, keys, block_bytes)}
     assert [change for notice in notices for change in notice.changes] == told
 
 
@@ -58,6 +60,10 @@ def test_large_changes_are_cut_into_notices_that_the_bus_takes() -> None:
         [1, 16, False],
         [1, 0, False, []],
         [1, 16, 1, []],
+        [1, 16, False, [], -1],
+        [1, 16, False, [], 1 << 32],
+        [1, 16, False, [], True],
+        [1, 16, False, [], 1, 1],
         [1, 16, False, {}],
         [1, 16, False, [[1, ["m", "t", None, "x"], b"1234567", None]]],
         [1, 16, False, [[1, ["m", "t", None, "x"], b"", None]]],
