@@ -30,8 +30,21 @@ Invariants
 - Memory for unsent messages is bounded: after an outbox overflow a new incarnation starts with a snapshot.
 """
 
-from kvatlas_publishers.feed.open_batches import OpenBatches
-from kvatlas_publishers.publisher import Publisher
-from kvatlas_publishers.settings import PublisherSettings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvatlas_publishers.feed.open_batches import OpenBatches
+    from kvatlas_publishers.publisher import Publisher
+    from kvatlas_publishers.settings import PublisherSettings
 
 __all__ = ["OpenBatches", "Publisher", "PublisherSettings"]
+
+_MODULES = {"OpenBatches": "feed.open_batches", "Publisher": "publisher", "PublisherSettings": "settings"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use: programs that need one part (a simulated engine's sockets) start without nats-py."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -8,12 +8,14 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from compose_spec import PyCompose
 
 from kvatlas.settings import PublishSettings
 from tests.deployment.manifests import COMPOSE, Deployed, compose, deployed_in
 from tests.deployment.test_manifests import listens_at, settings_of
 from tests.deployment.tools import ROOT
+from tests.lazy_module import LazyModule
+
+compose_spec = LazyModule("compose_spec")
 
 SERVICES = compose()["services"]
 COMPOSED = {one.where.removeprefix("compose "): one for one in deployed_in(COMPOSE)}
@@ -43,14 +45,14 @@ def mounted() -> Iterator[Path]:
 
 
 def test_it_is_valid() -> None:
-    PyCompose.from_yaml(yaml.safe_dump(expanded(compose()))).validate()
+    compose_spec.PyCompose.from_yaml(yaml.safe_dump(expanded(compose()))).validate()
 
 
 def test_a_key_that_compose_does_not_have_is_found() -> None:
     wrong = yaml.safe_load(yaml.safe_dump(expanded(compose())))
     wrong["services"]["nats"]["mem_limits"] = "1g"
     with pytest.raises(ValueError, match="mem_limits"):
-        PyCompose.from_yaml(yaml.safe_dump(wrong))
+        compose_spec.PyCompose.from_yaml(yaml.safe_dump(wrong))
 
 
 def test_its_variables_are_those_of_the_env_file() -> None:

@@ -1,6 +1,8 @@
 """What Kustomize renders is Kubernetes', strictly, fits together, and is safe."""
 
+import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,13 @@ CHARTS: dict[str, list[str]] = {
 
 def validate(document: Object) -> None:
     """Raises for a field that the resource does not have, or that has another type."""
+    _validate(json.dumps(document, sort_keys=True))
+
+
+@cache
+def _validate(text: str) -> None:
+    """Of a document in JSON, once: most charts and examples have most documents in common."""
+    document: Object = json.loads(text)
     if model := model_of(document["kind"]):
         read = model.model_validate(document).model_dump(mode="json", by_alias=True, exclude_unset=True)
         assert read == document, "fields that the resource does not have"

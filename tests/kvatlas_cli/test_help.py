@@ -140,3 +140,24 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
         "assert not {'redis', 'pydantic', 'nats', 'asyncio', 'opentelemetry'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, timeout=60, check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "loaded"),
+    [
+        (["doctor"], False),
+        (["doctor", "--nats-url", "WSS://127.0.0.1:1"], True),
+        (["doctor", "--nats-url-file", "url"], True),
+    ],
+)
+def test_aiohttp_is_imported_only_where_an_address_may_be_of_websockets(words: list[str], loaded: bool) -> None:
+    """A third of the start-up time of a command with NATS."""
+    code = (
+        "import sys; from kvatlas_cli.main import run\n"
+        f"run([*{words!r}, '--help'])\n"
+        "import kvatlas.bus.connection; print(bool(sys.modules.get('aiohttp')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split()[-1] == str(loaded)

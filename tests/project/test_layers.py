@@ -145,6 +145,10 @@ def test_no_file_is_a_catch_all(package: str) -> None:
             "kvatlas_router.proxy_service, kvatlas_cli.commands.router",
             "aiohttp kvatlas_indexer kvatlas_publishers nats",
         ),
+        (
+            "kvatlas_simulator.service, kvatlas_cli.commands.simulate_engine",
+            "aiohttp kvatlas_indexer kvatlas_publishers.publisher nats redis",
+        ),
     ],
 )
 def test_a_process_imports_nothing_that_only_others_use(modules: str, unused: str) -> None:

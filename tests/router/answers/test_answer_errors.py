@@ -2,23 +2,28 @@
 
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
 import httpx
-import openai
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvatlas.store.connection import Store
 from tests.eventually import until
+from tests.lazy_module import LazyModule
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import Answer, faulty_engine
 from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, read_cut
 from tests.router.proxy.test_openai_client import openai_client
 from tests.router.proxy.test_proxy import MESSAGES, PROMPT, decision, status
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 pytestmark = pytest.mark.anyio
 
@@ -282,7 +287,7 @@ CREATED = (
     b'event: response.created\ndata: {"type": "response.created", "response": {"id": "r1"}, "sequence_number": 0}\n\n'
 )
 TEXT = b'event: response.output_text.delta\ndata: {"type": "response.output_text.delta", "delta": "a"}\n\n'
-Ask = Callable[[openai.AsyncOpenAI], Any]
+Ask = Callable[["openai.AsyncOpenAI"], Any]
 CHAT: Any = MESSAGES
 ASKS: dict[str, tuple[Ask, bytes]] = {
     "chat": (lambda client: client.chat.completions.create(model=MODEL, messages=CHAT, stream=True), chunk(PART)),

@@ -2,21 +2,27 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
-import litellm
 import pytest
-from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvatlas.store.connection import Store
 from tests.eventually import until
+from tests.lazy_module import LazyModule
 from tests.router.continuation.mortal_engine import mortal_fleet
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.test_openai_client import CHAT, IMAGE, TOOLS, endless, one_engine
+
+if TYPE_CHECKING:
+    import litellm
+    from litellm.llms.custom_httpx import async_client_cleanup
+else:
+    litellm = LazyModule("litellm")
+    async_client_cleanup = LazyModule("litellm.llms.custom_httpx.async_client_cleanup")
 
 # the warnings are LiteLLM's own
 pytestmark = [
@@ -47,7 +53,7 @@ async def test_chats_streams_and_completions(store: Store, valkey_url: str) -> N
         assert parts[-1].usage.completion_tokens == 4
         completion = await litellm.atext_completion(**at(proxy), prompt="Who holds it?", max_tokens=2)
         assert completion.usage.completion_tokens == 2
-        await close_litellm_async_clients()
+        await async_client_cleanup.close_litellm_async_clients()
 
 
 @pytest.mark.parametrize(("provider", "path"), [("hosted_vllm", "/v1"), ("anthropic", "/v1/messages")])
@@ -71,7 +77,7 @@ async def test_a_stream_whose_engine_dies_is_one_answer(
         fate.after = [6]
         assert await ask() == undisturbed and undisturbed[1:] == (["length"], 9)
         assert len(fate.asked) == 3
-        await close_litellm_async_clients()
+        await async_client_cleanup.close_litellm_async_clients()
 
 
 async def test_tools_images_embeddings_and_errors(store: Store, valkey_url: str) -> None:
@@ -91,7 +97,7 @@ async def test_tools_images_embeddings_and_errors(store: Store, valkey_url: str)
         engine.answer = busy
         with pytest.raises(litellm.RateLimitError):
             await litellm.acompletion(**at(proxy), messages=CHAT)
-        await close_litellm_async_clients()
+        await async_client_cleanup.close_litellm_async_clients()
 
 
 async def test_a_cancelled_stream_ends_at_the_engine(store: Store, valkey_url: str) -> None:
@@ -102,4 +108,4 @@ async def test_a_cancelled_stream_ends_at_the_engine(store: Store, valkey_url: s
         await anext(aiter(stream))
         await stream.aclose()
         await until(ended.is_set, what="the engine noticed")
-        await close_litellm_async_clients()
+        await async_client_cleanup.close_litellm_async_clients()

@@ -4,25 +4,34 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import litellm
 import pytest
-from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
 
-from examples.litellm_router import main as example
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store
-from kvatlas_router.litellm import KvatlasRouting
 from kvatlas_router.tokens import BudgetedTokenizer, ThreadedTokenizer, TokenizerBudget
 from kvatlas_router.tokens.local_tokenizer import LocalTokenizer
 from kvatlas_simulator.http.chat_template import render
 from router_client import Prompt, RouterSettings, SyncRouterClient
 from tests.eventually import until, until_sync
+from tests.lazy_module import LazyModule
 from tests.router.proxy.engines import MODEL, SCOPE, Fleet, running_fleet
 from tests.router.proxy.raw_engine import raw_engine
 from tests.router.tokens.small_model import save_simulators
 from tests.router_client.pools import pool, worker
+
+if TYPE_CHECKING:
+    import litellm
+    from litellm.llms.custom_httpx import async_client_cleanup
+
+    import kvatlas_router.litellm as ours
+    from examples import litellm_router
+else:
+    litellm = LazyModule("litellm")
+    async_client_cleanup = LazyModule("litellm.llms.custom_httpx.async_client_cleanup")
+    ours = LazyModule("kvatlas_router.litellm")
+    litellm_router = LazyModule("examples.litellm_router")
 
 # the warnings are LiteLLM's own
 pytestmark = [
@@ -44,7 +53,7 @@ COOLING: dict[str, Any] = {"disable_cooldowns": False, "allowed_fails": 0, "cool
 def _forgetful() -> Iterator[None]:
     """LiteLLM keeps callbacks for the whole process."""
     yield
-    assert not litellm.logging_callback_manager.get_custom_loggers_for_type(KvatlasRouting)
+    assert not litellm.logging_callback_manager.get_custom_loggers_for_type(ours.KvatlasRouting)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +75,11 @@ class LiteRouter:
     """LiteLLM's Router over some engines, with kvatlas."""
 
     def __init__(
-        self, router: litellm.Router, routing: KvatlasRouting, client: SyncRouterClient, urls: Mapping[str, str]
+        self,
+        router: "litellm.Router",
+        routing: "ours.KvatlasRouting",
+        client: SyncRouterClient,
+        urls: Mapping[str, str],
     ) -> None:
         self.router, self.routing, self.client = router, routing, client
         self.workers = {f"{url}/v1": worker_id for worker_id, url in urls.items()}
@@ -119,10 +132,10 @@ async def lite_router(
     settings = RouterSettings(deadline_ms=None)
     with (
         SyncRouterClient.open(redis_url, settings) as client,
-        KvatlasRouting(router, client, tokenizer, held_s=held_s) as r,
+        ours.KvatlasRouting(router, client, tokenizer, held_s=held_s) as r,
     ):
         yield LiteRouter(router, r, client, known)
-        await close_litellm_async_clients()  # engines wait for connections that are kept
+        await async_client_cleanup.close_litellm_async_clients()  # engines wait for connections that are kept
         litellm.in_memory_llm_clients_cache.flush_cache()
 
 
@@ -261,7 +274,7 @@ async def test_litellm_chooses_as_before_after_leaving(store: Store, valkey_url:
         before = set(vars(litellm.Router(model_list=[])))
         assert set(vars(lite.router)) <= before
         assert lite.by(await lite.router.acompletion(**CHAT)) in fleet.urls
-        await close_litellm_async_clients()
+        await async_client_cleanup.close_litellm_async_clients()
 
 
 # ---------------------------------------------------------------- how bookings end
@@ -321,7 +334,7 @@ async def test_the_example_runs(
     monkeypatch.setenv("KVATLAS_REDIS_URL", valkey_url)
     save_simulators(tmp_path)
     async with running_fleet(store, TWO) as fleet:
-        await asyncio.to_thread(example, MODEL, str(tmp_path), *fleet.urls.values())
+        await asyncio.to_thread(litellm_router.main, MODEL, str(tmp_path), *fleet.urls.values())
     *answers, counters = capsys.readouterr().out.splitlines()
     assert len(answers) == 2 and all("tokens were cached" in line for line in answers)
     assert "held=2" in counters and "left=0" in counters

@@ -3,11 +3,10 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
-import openai
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
@@ -15,10 +14,16 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from kvatlas.store.connection import Store
 from tests.eventually import until
 from tests.http_client import http_client
+from tests.lazy_module import LazyModule
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import Answer, FaultyEngine, faulty_engine
 from tests.router.proxy.test_proxy import MESSAGES, decision
 from tests.router.proxy.test_proxy import status as proxy_status
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +34,7 @@ TOOLS: Any = [{"type": "function", "function": {"name": "look_up", "parameters":
 
 
 @asynccontextmanager
-async def openai_client(proxy: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
+async def openai_client(proxy: httpx.AsyncClient) -> AsyncIterator["openai.AsyncOpenAI"]:
     async with http_client() as http:
         yield openai.AsyncOpenAI(base_url=f"{proxy.base_url}/v1", api_key="key", http_client=http, max_retries=0)
 

@@ -70,7 +70,7 @@ class Fleet:
         return predicted, sequence.cached_tokens or 0
 
 
-def predictions(settings: FleetSettings, *, marks: bool, requests: int = 160) -> list[tuple[int, int]]:
+def predictions(settings: FleetSettings, *, marks: bool, requests: int = 100) -> list[tuple[int, int]]:
     """Of agents' requests, one at a time, by engines that evict."""
     fleet = Fleet(settings, marks=marks)
     found = [fleet.serve(request) for request in generate("agents", 2, requests).requests]
@@ -90,7 +90,7 @@ def test_with_marks_the_cached_tokens_of_every_request_are_predicted_exactly(
 
 @pytest.mark.parametrize("groups", MODELS, ids=",".join)
 def test_without_marks_they_are_not(groups: tuple[str, ...]) -> None:
-    found = predictions(fleet_of(groups), marks=False, requests=320)
+    found = predictions(fleet_of(groups), marks=False, requests=160)
     assert sum(predicted > cached for predicted, cached in found) >= 5
     assert all(predicted >= cached for predicted, cached in found)
 
@@ -105,7 +105,7 @@ def hit_rate(policy: str, settings: FleetSettings, workload: Workload) -> float:
 
 
 def test_a_hybrid_reuses_less_than_full_attention_in_as_many_blocks() -> None:
-    workload = generate("agents", 2, 200)
+    workload = generate("agents", 2, 150)
     rates = [hit_rate("oracle", fleet_of(groups), workload) for groups in (["full"], ["full", "mamba"])]
     assert 0 < rates[1] < rates[0]
 
