@@ -1,5 +1,6 @@
 """The router client: looks up which workers hold a prompt, prices every worker of the pool, and books the cheapest."""
 
+import asyncio
 import json
 import logging
 import time
@@ -17,9 +18,10 @@ from kvatlas.blocks.residency import BlockKey, Residency
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.errors import NotSupported
 from kvatlas.fleet.records import FleetRecord
-from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.answering_index import open_answering_index
+from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.predictions.store import write_answer_report
 from kvatlas.predictions.usage_counts import add_answer_use
 from kvatlas.request import RequestHints, RequestShape
@@ -31,6 +33,7 @@ from kvatlas.reservations import (
     Turns,
     WaitingRequest,
 )
+from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.store.deadline import LateCalls
@@ -184,6 +187,7 @@ class RouterClient:
                 ) as client,
             ):
                 with export_metrics("router", client.counters), export_metrics("answers", client.answers.counts):
+                    await _prepare(store)
                     yield client
 
     async def __aenter__(self) -> Self:
@@ -392,3 +396,9 @@ def _describe(span: Span, choice: Choice) -> None:
         span.set_attribute("kvatlas.basis", choice.basis.value)
         if choice.would_be is not None:
             span.set_attribute("kvatlas.would_be", choice.would_be)
+
+
+async def _prepare(store: Store) -> None:
+    """Do what would otherwise make the first choice later than its deadline: the store's functions, and the schema of records."""
+    FleetRecord.model_rebuild()
+    await asyncio.gather(*(library.prepare(store) for library in (FLEET_LIBRARY, INDEX_LIBRARY, POOL_LIBRARY)))

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from kvatlas.errors import Unreachable
 from kvatlas.store.connection import Store
@@ -148,6 +148,14 @@ class FunctionLibrary:
     async def load(self, store: Store) -> None:
         """See `Store.load_functions`."""
         await store.load_functions(self.code)
+
+    async def prepare(self, store: Store) -> None:
+        """Do before the first call what would make it late: read the code, load it if the server has none, and mark it as used.
+        If the store fails, the first call does it and reports that."""
+        try:
+            await self._mark(store)
+        except (Unreachable, RedisError):
+            del self._marked_s[store]
 
     async def call(self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         with _Observed("FCALL", function, store):

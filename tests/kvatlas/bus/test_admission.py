@@ -60,7 +60,7 @@ def test_a_message_of_another_fleet_is_poison_and_one_without_a_fleet_is_not() -
     admission = Admission(PARTITION, PARTITIONS, fleet_id="00000000000a")
     for headers in (None, {}, {"traceparent": "x"}, {FLEET: "00000000000a"}):
         assert admission.admit(SUBJECT, GOOD, headers) is not None
-    line = "fleet 00000000000b, this is fleet 00000000000a; give each fleet a NATS"
+    line = "fleet 00000000000b, this is fleet 00000000000a; give each fleet its own NATS"
     with pytest.raises(PoisonMessage, match=line) as poison:
         admission.admit(SUBJECT, GOOD, {FLEET: "00000000000b"})
     assert poison.value.reason is PoisonReason.FLEET

@@ -97,7 +97,7 @@ async def test_mooncakes_dynamos_and_our_own_questions(store: Store, valkey_url:
         ("/query", {"model_name": MODEL, "token_ids": [-1] * 8}, 400, "token id -1"),
         ("/query", {"model_name": "other", "token_ids": [1]}, 404, "no worker serves model 'other'"),
         ("/query", {"model": MODEL, "token_ids": [1], "tenant_id": "acme"}, 403, "a body proves none"),
-        ("/query", {"model": MODEL, "token_ids": [1], "lora_id": 1}, 400, "expected lora_name"),
+        ("/query", {"model": MODEL, "token_ids": [1], "lora_id": 1}, 400, "send lora_name"),
         ("/query", {"model": MODEL, "token_ids": [1], "block_size": 0}, 400, "block_size is 0"),
         ("/query_by_hash", {"model_name": MODEL, "block_hashes": [1.5]}, 400, "block_hashes has 1.5"),
         ("/query_by_hash", {"model_name": MODEL, "block_hashes": [1], "cache_salt": "x"}, 400, "cache_salt is given"),
