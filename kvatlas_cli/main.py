@@ -126,7 +126,8 @@ def _fail_missing(command: str, error: ModuleNotFoundError) -> int:
         raise error
     extra = EXTRA_OF_COMMAND.get(command, _EXTRA_OF_MODULE[module])
     needs = f"{command} needs" if command else "needs"
-    return _fail(f"kvatlas {needs} the extra '{extra}': pip install 'kvatlas[{extra}]'", FAILED, prefix="")
+    cure = f"pip install 'kvatlas[{extra}]' (in a checkout '.[{extra}]')"
+    return _fail(f"kvatlas {needs} the extra '{extra}': {cure}", FAILED, prefix="")
 
 
 def _describe(error: BaseException) -> str:

@@ -1,18 +1,29 @@
 """The store and the index that a command reads."""
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.settings import Settings
-from kvatlas.store.connection import Store, connected_store
+from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.output import print_notice
 
 
-def connect_store(settings: Settings) -> AbstractAsyncContextManager[Store]:
+@asynccontextmanager
+async def connect_store(settings: Settings) -> AsyncIterator[Store]:
     """The settings' store, closed at the end; a notice says why the command waits. Raises Unreachable."""
-    return connected_store(settings.redis, wait=settings.wait, on_wait=print_notice)
+    try:
+        store = await open_store(settings.redis, wait=settings.wait, on_wait=print_notice)
+    except AccessDenied:
+        raise
+    except Unreachable as error:
+        raise Unreachable(f"{error}; is it running there? --redis-url names another") from error
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 async def open_index(store: Store, settings: Settings) -> RedisIndex:

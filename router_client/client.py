@@ -169,10 +169,12 @@ class RouterClient:
         """`async with RouterClient.open(url) as router`: a client for the store that the indexer writes.
 
         `redis`: the store's URL, or a `RedisAccess` with certificates. `wait`: try again, with back-off, if the store is
-        unreachable or no indexer has created a layout yet; `on_wait` gets a line each time. Raises Unreachable (without
+        unreachable or no indexer has created a layout yet; `on_wait` gets a line each time (default: a warning in the log).
+        Raises Unreachable (without
         `wait`), InvalidValue for the URL, LayoutMismatch if the store's layout has another version, or (without `wait`) if
         it has none yet.
         """
+        on_wait = on_wait or _log.warning
         async with connected_store(redis, wait=wait, on_wait=on_wait) as store:
             replica = settings.replica if settings is not None else None
             stored = await open_answering_index(store, wait=wait, on_wait=on_wait)
@@ -399,6 +401,7 @@ def _describe(span: Span, choice: Choice) -> None:
 
 
 async def _prepare(store: Store) -> None:
-    """Do what would otherwise make the first choice later than its deadline: the store's functions, and the schema of records."""
+    """Load the store's functions and build the schema of records. In the first choice, that would take longer than its
+    deadline."""
     FleetRecord.model_rebuild()
     await asyncio.gather(*(library.prepare(store) for library in (FLEET_LIBRARY, INDEX_LIBRARY, POOL_LIBRARY)))

@@ -6,6 +6,7 @@ bytes big-endian)]`; the reply is `["", topic, seq, payload]`..., `["", "", ff *
 """
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -163,12 +164,12 @@ async def open_feed(encoding: EventEncoding, settings: FeedSettings) -> AsyncIte
     router = None
     try:
         pub.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        _attach(pub, settings.endpoint, bind=settings.bind or _binds_in_vllm(settings.endpoint))
+        _attach(pub, settings.endpoint, "--endpoint", bind=settings.bind or _binds_in_vllm(settings.endpoint))
         if settings.replay_endpoint is not None:
             router = open_socket(context, zmq.ROUTER)
             # As in vLLM from 0.33 on, a slow reader loses nothing; the buffer bounds how much can queue.
             router.setsockopt(zmq.SNDHWM, 0)
-            _attach(router, settings.replay_endpoint, bind=True)
+            _attach(router, settings.replay_endpoint, "--replay-endpoint", bind=True)
         yield ZmqEventFeed(encoding, settings, pub, router)
     finally:
         pub.close()
@@ -181,7 +182,7 @@ def _binds_in_vllm(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
-def _attach(socket: zmq.asyncio.Socket, endpoint: str, *, bind: bool) -> None:
+def _attach(socket: zmq.asyncio.Socket, endpoint: str, flag: str, *, bind: bool) -> None:
     scheme, _, rest = endpoint.partition("://")
     host, _, port = rest.rpartition(":")
     wanted = f"{scheme}://{host}:*" if scheme == "tcp" and port == "0" else endpoint
@@ -193,7 +194,8 @@ def _attach(socket: zmq.asyncio.Socket, endpoint: str, *, bind: bool) -> None:
             socket.connect(wanted)
     except zmq.ZMQError as error:
         action = "listen on" if bind else "connect to"
-        raise SettingsError(f"KV events can't {action} {endpoint}: {error.strerror}") from error
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise SettingsError(f"KV events can't {action} {endpoint} ({flag}): {reason}") from error
 
 
 def _bound_to(socket: zmq.asyncio.Socket, endpoint: str) -> str:

@@ -4,10 +4,10 @@ from typing import Any
 
 from kvatlas.settings import PromptSettings
 from kvatlas_cli.flags import JsonFlag, with_settings
-from kvatlas_cli.output import count_text, print_json, print_notice, print_table
+from kvatlas_cli.output import count_text, print_json, print_table
 from kvatlas_cli.prompt_query import HintsFlag, TokensFlag, open_router, read_prompt
 from kvatlas_cli.runner import run_query
-from router_client import Prompt, PromptOverlap, WorkerOverlap
+from router_client import NoWorkers, Prompt, PromptOverlap, WorkerOverlap
 
 
 @with_settings(PromptSettings)
@@ -21,10 +21,14 @@ def overlap(
 async def _overlap(settings: PromptSettings, prompt: Prompt, as_json: bool) -> None:
     async with open_router(settings) as router:
         found = await router.overlap(prompt)
-    if not found.workers:
-        print_notice(f"no worker serves model {prompt.scope.model_id!r} with tokenizer {prompt.scope.tokenizer_id!r}")
     if as_json:
         print_json(_jsonable(found))
+    if not found.workers:
+        scope = prompt.scope
+        raise NoWorkers(
+            f"no worker serves model {scope.model_id!r} with tokenizer {scope.tokenizer_id!r}; see kvatlas workers"
+        )
+    if as_json:
         return
     headers = ["worker", "kind", "resident blocks", "of", "resident tokens", "usable tokens", "tiers", "routable"]
     rows = [_row(worker) for worker in found]

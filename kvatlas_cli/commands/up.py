@@ -275,6 +275,8 @@ def _print_addresses(
         engine_url = redact_url(sidecar.engine_url or "")
         events = f"events from {sidecar.endpoint or 'there'}" if sidecar.events else "no events"
         print_notice(f"worker {_worker_id(sidecar)}: {engine_url}, model {sidecar.model_id}, {events}")
+    if not sidecars:
+        print_notice("no engine is named (--engine URL): start a publisher for each with `kvatlas publish`")
     print(
         f"export KVATLAS_NATS_URL={redact_url(nats_url)}\nexport KVATLAS_REDIS_URL={redact_url(redis_url)}", flush=True
     )

@@ -122,7 +122,9 @@ def test_a_missing_extra_is_reported_in_one_line_with_the_pip_command(
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
     )
-    line = f"kvatlas {words[0]} needs the extra '{extra}': pip install 'kvatlas[{extra}]'\n"
+    line = (
+        f"kvatlas {words[0]} needs the extra '{extra}': pip install 'kvatlas[{extra}]' (in a checkout '.[{extra}]')\n"
+    )
     assert (done.returncode, done.stderr) == (1, line)
 
 

@@ -339,8 +339,8 @@ def test_a_model_without_workers_is_reported(cli: Cli, fleet_store_url: str) -> 
     done = cli(
         "overlap", "--model-id", "nobody", "--tokens", "-", "--json", "--redis-url", fleet_store_url, stdin="1 2 3"
     )
-    assert done.code == 0 and json.loads(done.out)["workers"] == []
-    assert done.err == "kvatlas: no worker serves model 'nobody' with tokenizer 'nobody'\n"
+    assert done.code == 1 and json.loads(done.out)["workers"] == []
+    assert done.err == "kvatlas: no worker serves model 'nobody' with tokenizer 'nobody'; see kvatlas workers\n"
 
 
 @pytest.mark.parametrize("command", ["audit", "export"])

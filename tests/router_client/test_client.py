@@ -11,12 +11,15 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import QuillcacheProfile
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.fleet.records import EngineState, Liveness, Role
-from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.index.redis.index_functions import INDEX_LIBRARY
+from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.store.connection import Store, connected_store
+from kvatlas.store.function_library import mark_key
 from router_client import (
     Fallbacks,
     InvalidValue,
@@ -212,6 +215,16 @@ async def test_a_client_reads_the_store_that_an_indexer_writes(store: Store, val
     async with RouterClient.open(valkey_url, RouterSettings(deadline_ms=None), wait=False) as router:
         choice = await router.reserve(PROMPT, dry_run=True)
         assert (choice.worker_id, choice.url, choice.predicted_cached_tokens) == ("w2", "http://w2:1", 992)
+
+
+async def test_an_open_client_has_loaded_all_functions_so_that_its_first_choice_is_not_late(
+    store: Store, valkey_url: str
+) -> None:
+    await open_redis_index(store, writer=True)
+    async with RouterClient.open(valkey_url, wait=False):
+        for library in (FLEET_LIBRARY, INDEX_LIBRARY, POOL_LIBRARY):
+            assert await store.client.exists(mark_key(library.name))
+            assert library.name in await store.list_libraries()
 
 
 async def test_a_store_without_an_index_is_one_clear_line(store: Store, valkey_url: str) -> None:
