@@ -192,6 +192,7 @@ async def test_the_event_socket_connects_and_binds_as_in_vllm() -> None:
 
 async def test_an_endpoint_in_use_is_one_clear_line() -> None:
     async with open_feed(EventEncoding(4), FeedSettings("tcp://127.0.0.1:0")) as feed:
-        with pytest.raises(SettingsError, match=f"KV events can't listen on {feed.endpoint}: Address already in use"):
+        line = rf"KV events can't listen on {feed.endpoint} \(--endpoint\): Address already in use$"
+        with pytest.raises(SettingsError, match=line):
             async with open_feed(EventEncoding(4), FeedSettings(feed.endpoint)):
                 pass
