@@ -154,14 +154,23 @@ end
 
 -- Forgets the counters of accounts that do not wait.
 local function forget_counters(keys)
-  local gone = {}
-  for _, field in ipairs(redis.call('HKEYS', keys[QUEUE_COUNTERS])) do
-    if string.sub(field, 1, 1) ~= 'c' or redis.call('HEXISTS', keys[QUEUE_NUMBERS], 'a' .. string.sub(field, 2)) == 0 then
-      gone[#gone + 1] = field
-    end
+  local fields, known = {}, redis.call('HGETALL', keys[QUEUE_COUNTERS])
+  for at = 1, #known, 2 do
+    fields[#fields + 1] = known[at]
   end
-  for at = 1, #gone, CHUNK do
-    redis.call('HDEL', keys[QUEUE_COUNTERS], unpack(gone, at, math.min(#gone, at + CHUNK - 1)))
+  for first = 1, #fields, CHUNK do
+    local some, waiting, gone = { unpack(fields, first, math.min(#fields, first + CHUNK - 1)) }, {}, {}
+    for i, field in ipairs(some) do
+      waiting[i] = 'a' .. string.sub(field, 2)
+    end
+    for i, number in ipairs(redis.call('HMGET', keys[QUEUE_NUMBERS], unpack(waiting))) do
+      if not number or string.sub(some[i], 1, 1) ~= 'c' then
+        gone[#gone + 1] = some[i]
+      end
+    end
+    if gone[1] then
+      redis.call('HDEL', keys[QUEUE_COUNTERS], unpack(gone))
+    end
   end
 end
 
@@ -214,7 +223,7 @@ local function leave_queue(keys, gone, now)
   if not gone[1] then
     return
   end
-  local ids, ends, members, sums, tenants = {}, {}, {}, {}, {}
+  local ids, ends, members, sums, tenants, ended = {}, {}, {}, {}, {}, 0
   local function add(field, number)
     sums[field] = (sums[field] or 0) + number
   end
@@ -249,7 +258,7 @@ local function leave_queue(keys, gone, now)
       local lane, account = string.sub(name, 1, LANE_END), string.sub(name, ACCOUNT_AT)
       members[#members + 1] = turn_member(lane, account, counter_of(keys, account))
       members[#members + 1] = own_member(lane, account)
-      add_to_queue(keys, 'lines', -1)
+      ended = ended + 1
     elseif kind == 'a' then
       members[#members + 1] = account_member(name, counter_of(keys, name))
     elseif kind == 'c' then
@@ -262,6 +271,7 @@ local function leave_queue(keys, gone, now)
     end
   end
   redis.call('ZREM', keys[QUEUE_LINES], unpack(members))
+  add_to_queue(keys, 'lines', -ended)
   for tenant, of in pairs(tenants) do
     count_tenant(keys, tenant, of[1], of[2])
   end
@@ -271,49 +281,56 @@ local function leave_one(keys, id, entry, now)
   leave_queue(keys, { { id = id, entry = entry } }, now)
 end
 
--- Drops what waits at a router that no longer asks, as far as `most` goes. Returns what of it was used; `most` if there may be
--- more.
-local function drop_waiting_of(keys, router, most, now)
-  local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[r' .. router .. '\0', '(r' .. router .. '\1', 'LIMIT', 0, most)
-  local gone, lines, used = {}, {}, 0
-  for _, member in ipairs(members) do
-    local id = string.sub(member, -ID_BYTES)
-    local entry = get_entry(keys, id)
-    if used >= most then
-      break
-    elseif entry then
-      gone[#gone + 1] = { id = id, entry = entry }
-      used = used + (lines[entry[E_LINE]] and 1 or 1 + LINE_COSTS)
-      lines[entry[E_LINE]] = true
-    else
-      redis.call('ZREM', keys[QUEUE_LINES], member)
-      used = used + 1
-    end
+-- Adds a request to those that leave, { { id, entry }..., id -> true, line -> true }. Returns what of MOST_DROPPED it costs.
+local function add_to_gone(gone, id, entry)
+  local line = entry[E_LINE]
+  local cost = gone[line] and 1 or 1 + LINE_COSTS
+  if not gone[id] then
+    gone[#gone + 1] = { id = id, entry = entry }
   end
-  leave_queue(keys, gone, now)
-  return math.min(used, most)
+  gone[id], gone[line] = true, true
+  return cost
 end
 
--- Drops up to MOST_DROPPED requests that waited too long, or whose router no longer asks, and programs that no longer run.
+-- Adds what waits at a router that no longer asks to those that leave, as far as `most` goes. Returns what of it was used; `most`
+-- or above if there may be more.
+local function add_waiting_of(keys, router, gone, most)
+  local used, start = 0, 'r' .. router
+  local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. start .. '\0', '(' .. start .. '\1', 'LIMIT', 0, most)
+  for _, member in ipairs(members) do
+    if used >= most then
+      break
+    end
+    local id = string.sub(member, -ID_BYTES)
+    local entry = get_entry(keys, id)
+    if not entry then
+      redis.call('ZREM', keys[QUEUE_LINES], member)
+    end
+    used = used + (entry and add_to_gone(gone, id, entry) or 1)
+  end
+  return used
+end
+
+-- Drops requests that waited too long, or whose router no longer asks, and programs that no longer run, up to MOST_DROPPED.
 local function purge_queue(keys, now)
   local left, gone, over = MOST_DROPPED, {}, {}
   local last = string.format('%d', now)
   local due = redis.call('ZRANGEBYSCORE', keys[QUEUE_DEADLINES], '-inf', last, 'LIMIT', 0, MOST_DROPPED)
   for _, member in ipairs(due) do
-    local kind, name = string.sub(member, 1, 1), string.sub(member, 2)
     if left <= 0 then
       break
     end
-    local dropped = kind == 'q' and drop_waiting_of(keys, name, left, now) or 0
-    if dropped < left then
+    local kind, name, used = string.sub(member, 1, 1), string.sub(member, 2), 0
+    if kind == 'q' then
+      used = add_waiting_of(keys, name, gone, left)
+    elseif kind == 'e' then
+      local entry = get_entry(keys, name)
+      used = entry and add_to_gone(gone, name, entry) or 0
+    end
+    if kind ~= 'q' or used < left then
       over[#over + 1] = member
     end
-    left = left - math.max(1, dropped)
-  end
-  for _, member in ipairs(over) do
-    local id = string.sub(member, 2)
-    local entry = string.sub(member, 1, 1) == 'e' and get_entry(keys, id)
-    gone[#gone + 1] = entry and { id = id, entry = entry } or nil
+    left = left - math.max(1, used)
   end
   if over[1] then
     redis.call('ZREM', keys[QUEUE_DEADLINES], unpack(over))
@@ -342,9 +359,12 @@ end
 -- Returns a tenant's account in a lane with the next lower priority, else the next higher one; nil if it has none there.
 local function nearest_account(keys, lane, rank, tenant)
   local start = 'm' .. tenant .. lane
-  local at = start .. string.format('%08x', rank)
-  local member = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. at, '(' .. start .. 'g', 'LIMIT', 0, 1)[1]
-    or redis.call('ZREVRANGEBYLEX', keys[QUEUE_LINES], '(' .. at, '[' .. start, 'LIMIT', 0, 1)[1]
+  local at, last = start .. string.format('%08x', rank), '(' .. start .. 'g'
+  local member = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. at, last, 'LIMIT', 0, 1)[1]
+  if not member then
+    local lines = redis.call('ZLEXCOUNT', keys[QUEUE_LINES], '[' .. start, last)
+    member = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. start, last, 'LIMIT', math.max(0, lines - 1), 1)[1]
+  end
   return member and string.sub(member, -8) .. tenant
 end
 

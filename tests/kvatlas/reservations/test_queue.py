@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvatlas.cost import Load
@@ -77,14 +77,14 @@ class Line:
         return self.number, await self.retry(self.number)
 
     async def retry(self, number: int) -> str | Place:
+        """The worker that a request is booked at, its place, or that it was called off before."""
         router, waiting, asked = self.requests[number]
         booking = Booking(id_of(number), router, waiting.input_tokens, asked, LEASE_US, LONGEST_US, waiting=waiting)
         try:
             found = await self.reservations.book(POOL, booking)
         except MustWait as error:
             return error.place
-        assert found is not None
-        return found.worker_id
+        return "called off" if found is None else found.worker_id
 
     async def release(self, number: int, output_tokens: int | None = None, outcome: Outcome = Outcome.FINISHED) -> None:
         await self.reservations.release(POOL, id_of(number), outcome, output_tokens)
@@ -550,9 +550,15 @@ steps = st.lists(
     | st.tuples(st.just("pass"), st.sampled_from([1, 90_000, 600_000, 70 * SECOND_US])),
     max_size=40,
 )
+called_off_before = [
+    ("off", 1),
+    ("ask", {"router": "r1", "tokens": 1, "left_us": 400_000}),
+    ("ask", {"router": "r1", "tokens": 1, "left_us": 400_000}),
+]
 
 
 @given(steps=steps)
+@example(steps=called_off_before)
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
