@@ -153,7 +153,7 @@ class Applier:
         try:
             return [await self._call(batches)]
         except DATA_ERRORS as error:
-            log.warning("shard %d: the index refused a message (%r), applying one by one", self.shard, error)
+            log.warning("shard %d: the index refused a message (%r); applying each alone", self.shard, error)
             return [applied for batch in batches for applied in await self._apply_one_by_one(batch)]
 
     async def _apply_one_by_one(self, batch: PartitionBatch) -> list[ApplyResult]:

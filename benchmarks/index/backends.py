@@ -84,8 +84,8 @@ class Workload:
 
 @dataclass(slots=True)
 class Figures:
-    """Measurements of one backend. `children_us` None: it has no side index. `recovery_s`: from reopening it to the first
-    answer."""
+    """Measurements of one backend. `children_us=None`: it has no side index. `recovery_s`: from reopening it to the
+    first answer."""
 
     name: str
     blocks_s: float

@@ -182,5 +182,5 @@ async def start_position(index: ResidencyIndex, partition: int, stream: StreamIn
         return stored, False
     now = await index.set_position(partition, stored, wanted)
     if now is None or now.creation_us != stream.creation_us:
-        raise KvatlasError("the stored position was moved meanwhile")
+        raise KvatlasError("the stored position was moved in the meantime")
     return now, new

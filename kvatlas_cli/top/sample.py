@@ -23,8 +23,9 @@ READS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """One worker. `blocks` None: it has no active holder in the index. `behind`: messages in the stream that the index has
-    not applied; None: unknown, or of another incarnation. `owner`: the indexer that follows it; empty without one."""
+    """One worker. `blocks=None`: it has no active holder in the index. `behind`: messages in the stream that the index
+    has not applied; None: unknown, or of another incarnation. `owner`: the indexer that follows it; empty without
+    one."""
 
     record: FleetRecord
     blocks: Mapping[Tier, int] | None

@@ -89,7 +89,7 @@ class IssuerKeys:
 
     async def _fetch(self) -> bytes:
         assert self._url is not None
-        system = ssl.create_default_context()  # httpx would take authorities of its own
+        system = ssl.create_default_context()  # httpx would use its own CA certificates
         async with (
             asyncio.timeout(READ_S),
             httpx.AsyncClient(verify=system, timeout=READ_S, trust_env=False) as client,

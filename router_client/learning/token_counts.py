@@ -10,7 +10,7 @@ MOST_TOKENS = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """OpenAI's `usage`. `cached_tokens` None: the engine does not report them.
+    """OpenAI's `usage`. `cached_tokens=None`: the engine does not report them.
 
     vLLM reports them with `--enable-prompt-tokens-details`, SGLang with `--enable-cache-report`.
     """

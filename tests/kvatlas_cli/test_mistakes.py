@@ -152,7 +152,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             (*PUBLISH, "--read-us-per-mib", "5"),
             2,
-            "kvatlas publish: --read-us-per-mib is 5; remove it: it is a flag of --engine store",
+            "kvatlas publish: --read-us-per-mib is 5; remove it: it is only for --engine store",
         ),
         (
             (*PUBLISH, "--engine", "tensorrt_llm", "--engine-url", "http://127.0.0.1:1"),
