@@ -2,7 +2,7 @@
 at once.
 
 There is no linger time: an idle shard applies a message at once. More messages gather while a call is under way, so calls grow
-automatically under load, up to a limit that keeps each call short (other clients wait for the store meanwhile).
+automatically under load, up to a limit that keeps each call short (other clients wait for the store in the meantime).
 
 Partitions with long queues, typically snapshots, have their own lane: the store applies a snapshot message in a
 hundred parts or more, and other partitions' messages would otherwise wait for all of them.

@@ -55,7 +55,7 @@ class EngineAccess:
         return self.keys.get(worker_id) or self.keys.get(instance) or self.key
 
     def headers_of(self, worker_id: str) -> dict[str, str]:
-        """The header that carries the key; empty without a key."""
+        """The header that carries the key; empty if there is no key."""
         key = self.key_of(worker_id)
         return {} if key is None else {"authorization": f"Bearer {key}"}
 

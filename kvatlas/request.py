@@ -241,7 +241,7 @@ class SelectionResult:
 
     @property
     def source_kind(self) -> str | None:
-        """The kind of `source`: `worker` or `store`; None without a source."""
+        """The kind of `source`: `worker` or `store`; None if there is no source."""
         return None if self.source is None else "store" if self.reads_store else "worker"
 
     @property

@@ -185,7 +185,7 @@ class PublisherSettings(BaseModel):
 
 
 def _token_bytes(settings: PublishSettings) -> int:
-    """KV bytes per token from the model's configuration; 0 without one. Raises SettingsError."""
+    """KV bytes per token from the model's configuration; 0 if there is no such file. Raises SettingsError."""
     if settings.model_config_path is None:
         return 0
     return read_token_bytes(settings.model_config_path, settings.kv_cache_dtype)

@@ -171,7 +171,7 @@ async def start_position(index: ResidencyIndex, partition: int, stream: StreamIn
     """The position to read after, which is stored then; True if it is the beginning of a new stream.
 
     A store without a position knows no worker: reading starts at the stream's end, and heartbeats put the workers in doubt.
-    Raises KvatlasError if another owner moved the position meanwhile.
+    Raises KvatlasError if another owner moved the position in the meantime.
     """
     stored = await index.position(partition)
     if stored is None:

@@ -44,6 +44,6 @@ class EngineAccessSettings(ProcessSettings):
             try:
                 access.tls_context()
             except OSError as error:  # ssl.SSLError is one
-                file = f"--engine-ca-file is {str(self.engine_ca_file)!r}"
-                raise SettingsError(f"{file}, which has no certificate: {error.strerror or error}") from None
+                file = f"--engine-ca-file: {str(self.engine_ca_file)!r}"
+                raise SettingsError(f"{file} has no certificate: {error.strerror or error}") from None
         return access

@@ -72,8 +72,8 @@ class RedisAccess:
         return options
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """The TLS context of every connection to the store; None without files, because then the URL has all options.
-        Raises like `options`."""
+        """The TLS context of every connection to the store; None if there are no files, because then the URL has all
+        options. Raises like `options`."""
         if self.ca_file is None and self.cert_file is None:
             return None
         return tls_context("Redis", self.ca_file, self.cert_file, self.key_file)

@@ -65,7 +65,7 @@ class FleetSample:
 
 
 class FleetSampler:
-    """Call `read` now and then. `heard`: the last heartbeats, updated meanwhile; empty without NATS."""
+    """Call `read` now and then. `heard`: the last heartbeats, updated in the meantime; empty without NATS."""
 
     def __init__(self, store: Store, index: RedisIndex, heard: Mapping[str, Heartbeat]) -> None:
         self._store = store

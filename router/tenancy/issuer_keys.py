@@ -60,7 +60,7 @@ class IssuerKeys:
         return found
 
     def refresh(self) -> None:
-        """Start rereading the keys if they are old. The known keys stay in use meanwhile."""
+        """Start rereading the keys if they are old. The known keys stay in use in the meantime."""
         if self._source and self._read_at is not None and self._clock() - self._read_at >= self._age_s:
             self._start()
 
