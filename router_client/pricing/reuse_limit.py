@@ -29,8 +29,8 @@ def why_usable_ends(
         return "the prompt's last token is always computed"
     if held.reach_tokens is not None:
         if held.reach_tokens:
-            return "after that, no group besides full attention holds what it needs to resume"
-        return "the groups besides full attention nowhere hold what they need to resume"
+            return "after that, no group other than full attention holds what it needs to resume"
+        return "the groups other than full attention nowhere hold what they need to resume"
     if rule.dropped_blocks:
         return f"EAGLE drops {rule.dropped_blocks} block{'s' if rule.dropped_blocks > 1 else ''}"
     return f"reuse is cut to multiples of {unit} tokens"
