@@ -2,7 +2,7 @@
 at once.
 
 There is no linger time: an idle shard applies a message at once. More messages gather while a call is under way, so calls grow
-automatically under load, up to a limit that keeps each call short (other clients wait for the store meanwhile).
+automatically under load, up to a limit that keeps each call short (other clients wait for the store in the meantime).
 
 Partitions with long queues, typically snapshots, have their own lane: the store applies a snapshot message in a
 hundred parts or more, and other partitions' messages would otherwise wait for all of them.
@@ -153,7 +153,7 @@ class Applier:
         try:
             return [await self._call(batches)]
         except DATA_ERRORS as error:
-            log.warning("shard %d: the index refused a message (%r), applying one by one", self.shard, error)
+            log.warning("shard %d: the index refused a message (%r); applying each alone", self.shard, error)
             return [applied for batch in batches for applied in await self._apply_one_by_one(batch)]
 
     async def _apply_one_by_one(self, batch: PartitionBatch) -> list[ApplyResult]:

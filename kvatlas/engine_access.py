@@ -12,7 +12,7 @@ from kvatlas.identity import check_worker_id
 from kvatlas.store.access import tls_context
 
 KEY_CURE = "give the engine's API key with --engine-key-file"
-"""Cure for a 401 or a 403."""
+"""What to do about a 401 or a 403."""
 REFUSED = (401, 403)
 _RANK = re.compile(r"-dp\d+$")
 _KEY = re.compile(r"[!-~]{1,4096}")
@@ -20,8 +20,8 @@ _KEY = re.compile(r"[!-~]{1,4096}")
 
 @dataclass(frozen=True, slots=True)
 class EngineAccess:
-    """`keys`: API keys by worker; `key`: for all other engines. `ca_file` is trusted instead of the system's authorities
-    (SSL_CERT_FILE and SSL_CERT_DIR may name those)."""
+    """`keys`: API keys by worker; `key`: for all other engines. `ca_file` is trusted instead of the system's CA
+    certificates (SSL_CERT_FILE and SSL_CERT_DIR may name those)."""
 
     key: str | None = field(default=None, repr=False)
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -55,7 +55,7 @@ class EngineAccess:
         return self.keys.get(worker_id) or self.keys.get(instance) or self.key
 
     def headers_of(self, worker_id: str) -> dict[str, str]:
-        """The header that carries the key; empty without a key."""
+        """The header that carries the key; empty if there is no key."""
         key = self.key_of(worker_id)
         return {} if key is None else {"authorization": f"Bearer {key}"}
 

@@ -69,9 +69,9 @@ class Unmarked:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Positions of marked blocks after each head (a block whose index is a multiple of 64): bit i is set if some block of the
-    head's subtree at offset i (0 to 63) from it is marked. `hashes` are packed, `bits` are 8 big-endian bytes each, offset
-    0 lowest; 0: nothing is marked."""
+    """Where blocks are marked after each head (a block whose index is a multiple of 64): bit i is set if some block at
+    offset i (0 to 63) in the head's subtree is marked. `hashes` are packed. `bits` has 8 big-endian bytes for each
+    head, with offset 0 in the lowest bit; if they are 0, nothing is marked."""
 
     scope_id: bytes
     hashes: bytes
@@ -82,8 +82,8 @@ class Heads:
 class SnapshotBegin:
     """A new incarnation begins: the events up to the snapshot's end are everything the worker holds.
 
-    `dropped` None: a prompt can resume after every held block. Otherwise only at marks, and a mark on block i means that
-    the first i + 1 - dropped blocks can be reused.
+    `dropped=None`: a prompt can resume after every held block. Otherwise only at marks, and a mark on block i means
+    that the first i + 1 - dropped blocks can be reused.
     """
 
     dropped: int | None = None

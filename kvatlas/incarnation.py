@@ -3,13 +3,14 @@
     63                                             20 19                 0
     milliseconds since 1970, or one above the others | random
 
-A new incarnation is above the publisher's last, saved and requested ones, so that the index takes it. It comes from the
+A new incarnation is above the publisher's last, saved and requested ones, so the index accepts it. It comes from the
 clock, so a publisher that lost its state directory is still above its former self. Because the low bits are random, two
 publishers that both go above the same number never use the same incarnation.
 
-Without a limit, a single message or heartbeat with the highest number would silence its worker forever: no publisher could
-go above it. Within the limit a higher number always exists: the next one is a millisecond above, and clocks move on. The
-limit is wide, so that publishers with wrong clocks are heard; it only needs to stay far below 64 bits.
+Incarnations too far ahead of the clock are ignored. Otherwise a single message or heartbeat with the highest number
+would silence its worker forever: no publisher could go above it. Within the limit a higher number always exists: the
+next one is a millisecond above, and clocks move on. The limit is wide, so that publishers with wrong clocks are heard;
+it only needs to stay far below 64 bits.
 """
 
 import random

@@ -218,9 +218,9 @@ class SelectionResult:
     them (a lower bound if the worker publishes only every g-th block). `usable_tokens`: number of these that its engine will
     reuse. `source`: the worker whose copy it would read, for `transferred_tokens` more; with `reads_store` it is a shared
     store, which its engine reads unasked. `predicted_tokens`: additional tokens that it is predicted to hold, because they are
-    being computed there, or were computed by an engine without events; no event has confirmed them. `load_known` False: the
-    load is the pool's mean. `over`: what the worker has no room for, and which part of the request's SLO it would miss.
-    `plan`: the plan that was priced. `why`: why the worker can't hold any of the prompt's blocks, if it can't.
+    being computed there, or were computed by an engine without events; no event has confirmed them. `load_known=False`:
+    the load is the pool's mean. `over`: what the worker has no room for, and which part of the request's SLO it would
+    miss. `plan`: the plan that was priced. `why`: why the worker can't hold any of the prompt's blocks, if it can't.
     """
 
     worker_id: str
@@ -241,7 +241,7 @@ class SelectionResult:
 
     @property
     def source_kind(self) -> str | None:
-        """The kind of `source`: `worker` or `store`; None without a source."""
+        """The kind of `source`: `worker` or `store`; None if there is no source."""
         return None if self.source is None else "store" if self.reads_store else "worker"
 
     @property

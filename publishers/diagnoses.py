@@ -1,4 +1,4 @@
-"""Settings that contradict what a publisher sees: logged once with the cure, and reported in heartbeats and status."""
+"""Settings that contradict what a publisher sees: logged once with the fix, and reported in heartbeats and status."""
 
 import logging
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A publisher's view of its engine besides its blocks: state, load, and the data-parallel rank of its events."""
+"""A publisher's view of its engine, other than its blocks: state, load, and the data-parallel rank of its events."""
 
 from collections.abc import Callable
 from time import monotonic

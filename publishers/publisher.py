@@ -84,8 +84,8 @@ class Publisher(BlockRecorder):
     ) -> None:
         """`nats`: a connection, or an address to connect to (retried with back-off, forever). `ledger`: a saved one.
 
-        `begin` False: nothing is published before `begin_publishing`. `feed_alive`: True if the engine's feed is connected;
-        used without an engine URL. `has_replay`: True if lost events can be replayed. `on_engine_change` and
+        `begin=False`: nothing is published before `begin_publishing`. `feed_alive`: True if the engine's feed is
+        connected; used without an engine URL. `has_replay`: True if lost events can be replayed. `on_engine_change` and
         `on_engine_restart` need an engine URL: the engine's state changed, or its process was replaced. `on_start_over`: all
         known blocks were dropped. Raises InvalidValue for impossible settings.
         """

@@ -53,7 +53,7 @@ class StateFile:
             with TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            line = f"--state-dir (or KVATLAS_STATE_DIR) is {folder}, which can't be written: {error.strerror}"
+            line = f"--state-dir (or KVATLAS_STATE_DIR): can't write to {folder}: {error.strerror}"
             raise SettingsError(f"{line}; expected a folder for the saved ledger") from error
 
     def save(self, state: SavedState) -> None:

@@ -36,10 +36,10 @@ FETCHED_TIERS = (Tier.CPU_DRAM,)
 
 class PublisherSettings(BaseModel):
     """`block_bytes`: bytes of KV cache per block; 0: `token_bytes` for each token, and if that is 0 too, unknown. `engine_url`:
-    source of health and metrics; without it the engine counts as up. `partitions`: number in the whole fleet. `events` False:
-    the engine publishes no events. `engine_id` and `hash_chain`: for the open event forms. `shared_store`: the store that the
-    engine reads and writes. `read_setup_us` and `read_us_per_mib`: for the publisher of a store. `fleet_id`: other fleets'
-    indexers ignore the worker."""
+    source of health and metrics; without it the engine counts as up. `partitions`: number in the whole fleet.
+    `events=False`: the engine publishes no events. `engine_id` and `hash_chain`: for the open event forms.
+    `shared_store`: the store that the engine reads and writes. `read_setup_us` and `read_us_per_mib`: for the publisher
+    of a store. `fleet_id`: other fleets' indexers ignore the worker."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 
@@ -185,7 +185,7 @@ class PublisherSettings(BaseModel):
 
 
 def _token_bytes(settings: PublishSettings) -> int:
-    """KV bytes per token from the model's configuration; 0 without one. Raises SettingsError."""
+    """KV bytes per token from the model's configuration; 0 if there is no such file. Raises SettingsError."""
     if settings.model_config_path is None:
         return 0
     return read_token_bytes(settings.model_config_path, settings.kv_cache_dtype)

@@ -29,7 +29,7 @@ class ChoiceStatistics:
     """Counts choices, compares predictions with answers, and publishes both to `feed`; `history` has the last minutes'
     choices.
 
-    `output_lengths` None: answers' lengths are not learned.
+    `output_lengths=None`: answers' lengths are not learned.
     """
 
     def __init__(self, bounds: BoundShares, fetches: Fetches, output_lengths: OutputLengths | None) -> None:
@@ -97,8 +97,8 @@ class ChoiceStatistics:
         timings: Timings | None,
         whole: Usage | None = None,
     ) -> None:
-        """Record the answer to a request. `basis` None: its usage can't be compared with the prediction. `chosen_us`: Unix
-        time in microseconds. `whole`: see `Choice.done`."""
+        """Record the answer to a request. `basis=None`: its usage can't be compared with the prediction. `chosen_us`:
+        Unix time in microseconds. `whole`: see `Choice.done`."""
         if self.feed.followed:
             self.feed.publish(describe_request(prompt, result, usage, timings, chosen_us))
         if self._output_lengths is not None:

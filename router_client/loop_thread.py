@@ -83,8 +83,8 @@ class LoopThread:
     def run(self, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the function; return or raise what it does. Interrupting the caller cancels it.
 
-        Raises ClientClosed, also if the loop is closed meanwhile. Raises RuntimeError in the loop itself, which would
-        otherwise wait for itself.
+        Raises ClientClosed, also if the loop is closed in the meantime. Raises RuntimeError in the loop itself, which
+        would otherwise wait for itself.
         """
         if self._thread.ident == get_ident():
             raise RuntimeError("a sync router client is called from its own event loop; use the async one there")

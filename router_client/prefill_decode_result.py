@@ -15,7 +15,7 @@ from router_client.results import Choice, ChoiceData, describe_difference
 
 @dataclass(frozen=True, slots=True)
 class PairChoiceData:
-    """Common fields of `PairChoice` and `SyncPairChoice`. `prefill` None: `decode` computes both prompt and answer.
+    """Common fields of `PairChoice` and `SyncPairChoice`. `prefill=None`: `decode` computes both prompt and answer.
 
     Both are booked together and released together. Moving the KV from one to the other is up to the caller and the engines:
     send to `prefill.url` and `decode.url`, each with its `headers`. Costs and times are for both together.

@@ -64,9 +64,10 @@ class Prompt:
 
     `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
     like, within these limits. `fetch_by`: connectors of engines to which its sender passes `Choice.fetch` on; a worker with one
-    of them may be priced as one that fetches KV from another. `strategy` None: as the router's settings say. `notes`: parts of
-    the request that were ignored, one line each. `program`: the program that sent it, for its tenant's bill. `waiting`:
-    how it waits while no worker has room; None: it is booked anyway. `wait_s`: how long it may wait, if it says so.
+    of them may be priced as one that fetches KV from another. `strategy=None`: as the router's settings say. `notes`:
+    parts of the request that were ignored, one line each. `program`: the program that sent it, for its tenant's bill.
+    `waiting`: how it waits while no worker has room; None: it is booked anyway. `wait_s`: how long it may wait, if it
+    says so.
     """
 
     scope: Scope

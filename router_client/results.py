@@ -275,7 +275,7 @@ class ChoiceData:
 
 @dataclass(frozen=True, slots=True)
 class Choice(ChoiceData):
-    """A choice of `RouterClient`. `reservation` None: nothing is booked."""
+    """A choice of `RouterClient`. `reservation=None`: nothing is booked."""
 
     reservation: Reservation | None = field(default=None, compare=False)
     feedback: Feedback | None = field(default=None, compare=False)

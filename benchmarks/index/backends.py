@@ -2,8 +2,8 @@
 
 Workers store chains one after another, and remove some; a call carries several messages, like an indexer's. The store keeps an
 append-only file, so that it restarts with its data; the memory index is refilled by its publishers. Write amplification is
-what goes to disk (SQLite: everything that the process writes meanwhile; Valkey: its append-only file), divided by the bytes of
-the changed block entries (hash and holders value).
+what goes to disk (SQLite: everything that the process writes in the meantime; Valkey: its append-only file), divided by
+the bytes of the changed block entries (hash and holders value).
 """
 
 import sys
@@ -84,8 +84,8 @@ class Workload:
 
 @dataclass(slots=True)
 class Figures:
-    """Measurements of one backend. `children_us` None: it has no side index. `recovery_s`: from reopening it to the first
-    answer."""
+    """Measurements of one backend. `children_us=None`: it has no side index. `recovery_s`: from reopening it to the
+    first answer."""
 
     name: str
     blocks_s: float

@@ -59,7 +59,7 @@ class Target:
         """CPU time of its threads so far."""
         total = 0
         for thread in Path(f"/proc/{self.pid}/task").iterdir():
-            with suppress(OSError):  # it may end meanwhile
+            with suppress(OSError):  # it may end in the meantime
                 total += int((thread / "schedstat").read_text().split()[0])
         return total / 1_000
 

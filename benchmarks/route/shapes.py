@@ -39,8 +39,8 @@ SLOW = EngineRates(prefill_us_per_token=80.0, tpot_base_us=14_000.0)
 
 @dataclass(frozen=True, slots=True)
 class ShapeFigures:
-    """One row: milliseconds of a choice, and microseconds of CPU time of a choice with its first token and its end, in
-    the batch that took the least."""
+    """A row of the table. `p50_ms`: median time of a choice. `router_us`, `store_us`: CPU time of a choice and the
+    reports of its first token and its end, in the batch that took the least."""
 
     workers: int
     shape: str

@@ -77,7 +77,7 @@ class Scrubber:
         counters.scrub_strays += found.strays
         counters.scrub_given_up += found.given_up
         for worker_id in found.damaged:
-            log.warning("worker %s: its blocks in the index are damaged, requesting a snapshot", worker_id)
+            log.warning("worker %s: its blocks in the index are damaged; requesting a snapshot", worker_id)
         if found.strays:
             log.warning("shard %d: removed %d entries of unknown holders", shard, found.strays)
         if found.ended:

@@ -177,7 +177,7 @@ class Heartbeats:
         for worker_id, pool_id, record in entries:
             pool_now = self._detector.pool_of(worker_id)
             if not self._owned.owns(worker_id) or pool_now == pool_id:
-                continue  # meanwhile its partition was released, or it was heard from
+                continue  # in the meantime, its partition was released, or it was heard from
             if pool_now is None and record is not None and self._refusal(record.endpoint) is None:
                 self._detector.adopt({worker_id: record}, now_s)
             else:
@@ -188,7 +188,7 @@ class Heartbeats:
         worker_id = retirement.worker_id
         record = await self._index.record(worker_id)
         if record is not None and _unretired(record) and not await self._index.retire(worker_id, record.incarnation):
-            return  # meanwhile it began another incarnation
+            return  # in the meantime, it began another incarnation
         if retirement.pool_id is not None:
             if (last := self._detector.lost_records().get(worker_id)) is not None:
                 await self._fleet.record_departure(last)

@@ -171,7 +171,7 @@ async def start_position(index: ResidencyIndex, partition: int, stream: StreamIn
     """The position to read after, which is stored then; True if it is the beginning of a new stream.
 
     A store without a position knows no worker: reading starts at the stream's end, and heartbeats put the workers in doubt.
-    Raises KvatlasError if another owner moved the position meanwhile.
+    Raises KvatlasError if another owner moved the position in the meantime.
     """
     stored = await index.position(partition)
     if stored is None:
@@ -182,5 +182,5 @@ async def start_position(index: ResidencyIndex, partition: int, stream: StreamIn
         return stored, False
     now = await index.set_position(partition, stored, wanted)
     if now is None or now.creation_us != stream.creation_us:
-        raise KvatlasError("the stored position was moved meanwhile")
+        raise KvatlasError("the stored position was moved in the meantime")
     return now, new

@@ -92,7 +92,7 @@ def _partition_row(partition: int, owner: str | None, status: PartitionStatus | 
 
 
 def _progress_cells(partitions: Sequence[PartitionStatus]) -> list[Cell]:
-    """The reading progress of these partitions, together."""
+    """The combined reading progress of these partitions."""
     ages = [one.lag_us for one in partitions if one.lag_us is not None]
     behind = [one for one in partitions if not one.at_end]
     lags = [one.lag_us for one in behind if one.lag_us is not None]

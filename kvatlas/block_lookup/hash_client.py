@@ -43,7 +43,8 @@ class EngineHashes:
         return False
 
     async def ask(self, worker_id: str, scope: Scope, sequence_hashes: list[int]) -> list[int]:
-        """The hashes of the first blocks of a chain, as far as the worker's engine holds them; empty without an answer."""
+        """The hashes of the first blocks of a chain, as far as the worker's engine holds them; empty if there is no
+        answer."""
         if self._client is None:
             return []
         from nats.errors import Error as NatsError

@@ -78,8 +78,8 @@ class PartitionQueue:
         return not self._entries and not self.in_flight and not self.pending
 
     def add(self, message: RawMessage | None, size_bytes: int, reply: str, headers: Headers | None = None) -> None:
-        """Append a delivered message. `message` None: it must not be applied, only its position counts. `headers`: given
-        only if they carry a trace context."""
+        """Append a delivered message. `message=None`: it must not be applied, only its position counts. `headers`:
+        given only if they carry a trace context."""
         self._entries.append((message, size_bytes, reply, headers))
         self.queued_bytes += size_bytes
 

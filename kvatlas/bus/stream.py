@@ -86,8 +86,8 @@ async def ensure_stream(client: Client, settings: StreamSettings) -> None:
 
 
 async def stream_fleet(client: Client) -> str | None:
-    """The fleet in the stream's metadata. None without a stream or without metadata (NATS before 2.10, or a stream created
-    by an earlier version). Raises Unreachable."""
+    """The fleet in the stream's metadata. None if there is no stream or no metadata (NATS before 2.10, or a stream
+    created by an earlier version). Raises Unreachable."""
     try:
         found = await client.jetstream().stream_info(STREAM)
     except NotFoundError:

@@ -240,7 +240,7 @@ def _check_event(event: Any, scopes: dict[Any, Any], version: int) -> None:
         digest = event[-1]
         words = (WORDS,) if version == VERSION else (WORDS, WORDS + MARK_WORDS)
         if len(event) != (3 if code == END else 2) or type(digest) is not list or len(digest) not in words:
-            raise WireError(f"event {code} has no digest of {' or '.join(map(str, words))} integers")
+            raise WireError(f"event {code} needs a digest of {' or '.join(map(str, words))} integers")
         if any(type(word) is not int or not 0 <= word <= MAX_SEQ for word in digest):
             raise WireError(f"event {code} has digest {digest!r:.80}; expected integers of 53 bits")
         if code == END and (type(event[CHUNKS]) is not int or not 0 <= event[CHUNKS] <= MAX_SEQ):

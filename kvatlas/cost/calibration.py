@@ -85,7 +85,7 @@ class Fit:
 
     @classmethod
     def of(cls, rows: Sequence[Row], estimate: Estimate) -> Self | None:
-        """The fit over these rows; None without rows."""
+        """The fit over these rows; None if there are no rows."""
         if not rows:
             return None
         told = [sum(map(mul, estimate.factors, row.terms)) for row in rows]

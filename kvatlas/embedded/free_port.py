@@ -21,7 +21,7 @@ PORTS = range(12_000, 22_000)
 _random = random.SystemRandom()
 
 # A port that was handed out stays free until its server listens, seconds later. A lock keeps other processes of this user
-# from taking it meanwhile. Each lock is one byte of one file; the kernel drops a process's locks with it.
+# from taking it in the meantime. Each lock is one byte of one file; the kernel drops a process's locks with it.
 LEASES = 256
 _leased: collections.deque[int] = collections.deque()
 

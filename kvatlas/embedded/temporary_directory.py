@@ -36,7 +36,7 @@ def _remove_ownerless() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # it is another user's, or was removed meanwhile
+        except OSError:  # it is another user's, or was removed in the meantime
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -153,7 +153,7 @@ def load_identities(file: Path, flag: str) -> Identities:
     try:
         return parse_identities(json.loads(file.read_text()))
     except OSError as error:
-        raise SettingsError(f"{flag} is {str(file)!r}, which can't be read: {error.strerror}") from error
+        raise SettingsError(f"{flag}: can't read {str(file)!r}: {error.strerror}") from error
     except ValueError as error:
         raise SettingsError(f"{flag} is {str(file)!r}: {error}") from error
 

@@ -124,12 +124,12 @@ class EngineEndpoint(WireRecord):
     `lookahead_tokens`: number of tokens after a block that its hash covers (`kvatlas.blocks.hashing`). `marks`: marks, not
     residency, show where a prompt can be resumed. `upper_bound`: why published residency is only an upper bound of what the
     engine reuses; empty if it is exact. `block_bytes`: bytes of KV cache per block, 0 if unknown; `tier_block_bytes`: the same
-    for tiers (labels) where it is another number. `events` False: the engine publishes no KV events, so what it holds can only
-    be predicted from the requests it gets. `chain`: the chain of its blocks' keys (`kvatlas.identity.Scope.chain`).
-    `salt_is_tenant`: its blocks belong to the tenants named by requests' cache salts, besides `tenant_id`; None: not reported
-    by older publishers. `kv_connector`: how its engine fetches KV from others (None: it can't, or that is unknown). Others
-    with this connector fetch from it at `kv_port` of its host (None: they can't), from its `kv_tiers` (labels of tiers;
-    unknown ones are ignored).
+    for tiers (labels) where it is another number. `events=False`: the engine publishes no KV events, so what it holds
+    can only be predicted from the requests it gets. `chain`: the chain of its blocks' keys
+    (`kvatlas.identity.Scope.chain`). `salt_is_tenant`: its blocks belong to the tenants named by requests' cache salts,
+    besides `tenant_id`; None: not reported by older publishers. `kv_connector`: how its engine fetches KV from others
+    (None: it can't, or that is unknown). Others with this connector fetch from it at `kv_port` of its host (None: they
+    can't), from its `kv_tiers` (labels of tiers; unknown ones are ignored).
     """
 
     id: WorkerId

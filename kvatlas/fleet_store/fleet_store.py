@@ -119,7 +119,7 @@ class FleetStore:
         await call_pool(self._store, "forget", pool_id, [worker_id])
         if not await self._count_workers(pool_id):
             await self._call("kvatlas_fleet_no_pool", [POOLS], [pool_id])
-            if await self._count_workers(pool_id):  # another owner wrote one of its workers meanwhile
+            if await self._count_workers(pool_id):  # another owner wrote one of its workers in the meantime
                 await self._call("kvatlas_fleet_pools", [POOLS], [pool_id])
 
     async def record_departure(self, record: FleetRecord) -> None:
@@ -144,7 +144,7 @@ class FleetStore:
             if known is None or known[0] != packed:
                 unpacked += 1
                 if unpacked % RECORDS_A_SLICE == 0:
-                    await asyncio.sleep(0)  # let choices continue meanwhile
+                    await asyncio.sleep(0)  # let choices continue in the meantime
                 try:
                     known = packed, _read_record(worker_id, packed)
                 except InvalidValue as error:

@@ -49,7 +49,7 @@ def find_entry(value: bytes, number: bytes) -> tuple[int, bool]:
 
 
 def flags_in(value: bytes, number: bytes) -> int:
-    """The holder's flags byte; 0 without an entry."""
+    """The holder's flags byte; 0 if there is no entry."""
     at, found = find_entry(value, number)
     return value[at + NUMBER_BYTES] if found else 0
 

@@ -87,7 +87,7 @@ def walk_positions(
 
 
 def bits_in(value: bytes | None, number: bytes) -> int:
-    """The holder's bits in a head's value; 0 without an entry."""
+    """The holder's bits in a head's value; 0 if there is no entry."""
     at, found = find_sized(value or b"", number, HEAD_ENTRY_BYTES)
     return int.from_bytes(value[at + NUMBER_BYTES : at + HEAD_ENTRY_BYTES], "big") if found and value else 0
 

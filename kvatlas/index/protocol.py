@@ -111,7 +111,7 @@ class RecountResult:
 
     As of (incarnation, seq). `moved`: the worker changed during the count, so the count is void. `sound`: every entry has
     at least one tier and no other flags, and its holder is registered as the worker's. `marks`: the digest words of its
-    marks; empty without any.
+    marks; empty if there are none.
     """
 
     worker_id: str
@@ -248,11 +248,12 @@ class ResidencyIndex(Protocol):
         all the partition's workers become `bad`, because it is a different stream now."""
 
     def snapshot(self, worker_id: str | None = None) -> AsyncIterator[Residency]:
-        """Every residency of active holders, of one worker or of all. Not atomic: changes may happen meanwhile."""
+        """Every residency of active holders, of one worker or of all. Not atomic: changes may happen in the
+        meantime."""
 
     async def digest(self, worker_id: str) -> Sequence[int] | None:
-        """`Digest.words` of the worker's active holder, followed by `MarkDigest.words` if it has marks; None without a
-        holder."""
+        """`Digest.words` of the worker's active holder, followed by `MarkDigest.words` if it has marks; None if there
+        is no holder."""
 
     async def claimed(self, worker_ids: Sequence[str]) -> Mapping[str, int]:
         """How many blocks each of these workers stored, over all tiers: in its active holder or in the one that a snapshot

@@ -14,7 +14,8 @@ from kvatlas.identity import Scope
 
 @dataclass(frozen=True, slots=True)
 class ResidentUse:
-    """Usage of one scope in one tier by all workers, since the index began. `scope` None: all scopes with forgotten names."""
+    """Usage of one scope in one tier by all workers, since the index began. `scope=None`: all scopes with forgotten
+    names."""
 
     scope: Scope | None
     tier: Tier

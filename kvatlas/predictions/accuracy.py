@@ -21,8 +21,8 @@ MAX_STALLED = 64
 class Prediction:
     """A router's expectation of one answer.
 
-    `prompt_tokens` None: unknown. `unconfirmed_tokens`: those of `cached_tokens` that no event has confirmed; they were
-    being computed, or the worker sends no events. `by_index` False: the index was not used, or did not answer in time.
+    `prompt_tokens=None`: unknown. `unconfirmed_tokens`: those of `cached_tokens` that no event has confirmed; they were
+    being computed, or the worker sends no events. `by_index=False`: the index was not used, or did not answer in time.
     `bounded`: the prediction is an upper bound of what the engine reuses, or that bound times the share seen in earlier
     answers.
     """
@@ -114,7 +114,7 @@ class AnswerCounts:
         }
 
     def add(self, predicted: Prediction, prompt_tokens: int, cached_tokens: int | None) -> None:
-        """Count one answer; `cached_tokens` None: the engine does not report them."""
+        """Count one answer; `cached_tokens=None`: the engine does not report them."""
         if predicted.prompt_tokens is None:  # nothing was predicted
             return
         if predicted.prompt_tokens == prompt_tokens:

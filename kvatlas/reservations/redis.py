@@ -312,7 +312,7 @@ def _pack_ask(ask: Ask, lookup: bytes) -> bytes:
     for likeness, (_, kind, held_steps, cached_tokens, base_us, work_us, _), _ in ask.look_alikes:
         look_alikes += (likeness, number_of(kind), held_steps, cached_tokens, base_us, work_us)
     layout, skipped = ask.pair_layout, list(ask.skipped)
-    if skipped and ask.offers:  # workers with their own offer count as well
+    if skipped and ask.offers:  # a worker with its own offer must not count twice
         skipped = list(set(skipped).difference(offer.worker_id for offer in ask.offers))
     before = _pack_fields(
         ask.again_factor,

@@ -279,7 +279,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _end_body(self) -> None:
         self._deadline = None
-        if self._body_since is None or self._body_left_s() > 0:  # more of it arrived meanwhile
+        if self._body_since is None or self._body_left_s() > 0:  # more of it arrived in the meantime
             self._set_deadline()
         elif self._stops_at is not None and self.loop.time() >= self._stops_at:
             self._refuse(503, "the server stops, and the body is not complete; send the request again")

@@ -115,7 +115,7 @@ def certificates_in_use() -> list[dict[str, Any]]:
 
 
 def describe_verification(error: ssl.SSLCertVerificationError) -> str:
-    """Why a server's certificate is not trusted, and the cure, in one line."""
+    """Why a server's certificate is not trusted, and how to fix it, in one line."""
     if error.verify_code == CERTIFICATE_EXPIRED:
         return "its certificate has expired: renew it on the server"
     return (

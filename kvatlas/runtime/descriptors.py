@@ -6,7 +6,7 @@ import resource
 from dataclasses import dataclass
 
 FEW = 1024
-"""Below this the limit is low: a router needs two for each request, and one for each connection that it keeps."""
+"""A limit below this is low: a router needs two for each request, and one for each connection that it keeps open."""
 RESERVED = 256
 """Reserved for everything except requests: the store, NATS, probes, operators, files."""
 

@@ -42,8 +42,8 @@ class HttpAccess:
         return max(1, self.connections * 3 // 4) if self.address_connections is None else self.address_connections
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """The TLS context, which picks up renewed files; None without a certificate. Raises SettingsError for files that
-        are not a certificate and its key."""
+        """The TLS context, which picks up renewed files; None if there is no certificate. Raises SettingsError for
+        files that are not a certificate and its key."""
         if self.cert_file is None:
             return None
         files = [file for file in (self.cert_file, self.key_file, self.client_ca_file) if file is not None]

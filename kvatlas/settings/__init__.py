@@ -5,7 +5,7 @@
     process.py      settings of every process; reads flags and variables; a mistake is one line (`SettingsError`)
     field_types.py  types of fields: URLs, ports, names, lists
     commands.py     up, collect, doctor, top, and queries about one block or prompt
-    engine.py       API keys of engines, and the authorities of their certificates
+    engine.py       API keys of engines, and CA certificates to verify them
     http.py         limits, certificate and tokens of an HTTP server
     clients.py      clients of several tenants, and the port for operators
     lookup.py       how prompts are read and looked up

@@ -157,7 +157,7 @@ class ScopeSettings(QuerySettings):
 
 
 class DoctorSettings(ScopeSettings, EngineAccessSettings):
-    """Settings of one examination; the scope is that of --request, if it names none itself."""
+    """Settings of `kvatlas doctor`. Without a scope of its own, it examines the one in --request."""
 
     identities: Path | None = Field(
         default=None, description="The indexers' file of identities: shows which workers they refuse."

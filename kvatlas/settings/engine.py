@@ -11,7 +11,7 @@ from kvatlas.settings.process import HelpGroups, ProcessSettings, read_secret
 
 
 class EngineAccessSettings(ProcessSettings):
-    """API keys of engines, and the authorities that sign their certificates."""
+    """API keys of engines, and the CA certificates to verify them."""
 
     help_groups: ClassVar[HelpGroups] = {"Engines": "engine_key_file engine_ca_file"}
 
@@ -22,7 +22,7 @@ class EngineAccessSettings(ProcessSettings):
     )
     engine_ca_file: Path | None = Field(
         default=None,
-        description="File with the authorities of engines' certificates; default: the system's, or SSL_CERT_FILE.",
+        description="File with the CA certificates to verify engines; default: the system's, or SSL_CERT_FILE.",
     )
 
     @classmethod
@@ -34,7 +34,7 @@ class EngineAccessSettings(ProcessSettings):
 
     @property
     def engine_access(self) -> EngineAccess:
-        """API keys and authorities. Raises SettingsError for an unusable file."""
+        """API keys and CA certificates. Raises SettingsError for an unusable file."""
         text = read_secret(self.engine_key_file, "--engine-key-file") if self.engine_key_file is not None else ""
         try:
             access = EngineAccess.parse(text, self.engine_ca_file)
@@ -44,6 +44,6 @@ class EngineAccessSettings(ProcessSettings):
             try:
                 access.tls_context()
             except OSError as error:  # ssl.SSLError is one
-                file = f"--engine-ca-file is {str(self.engine_ca_file)!r}"
-                raise SettingsError(f"{file}, which has no certificate: {error.strerror or error}") from None
+                file = f"--engine-ca-file: {str(self.engine_ca_file)!r}"
+                raise SettingsError(f"{file} has no certificate: {error.strerror or error}") from None
         return access

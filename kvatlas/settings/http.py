@@ -46,7 +46,7 @@ class HttpSettings(ProcessSettings):
     http_key_file: Path | None = Field(default=None, description="Key of that certificate.")
     http_client_ca_file: Path | None = Field(
         default=None,
-        description="File with the authorities of clients' certificates, which clients may but need not show. "
+        description="File with the CA certificates to verify clients, which may but need not show a certificate. "
         "Default: clients are not asked for one.",
     )
     http_token_file: Path | None = Field(

@@ -101,7 +101,7 @@ class NatsSettings(ProcessSettings):
     nats_url_file: Path | None = Field(default=None, description="File that holds the URL of NATS.")
     nats_creds_file: Path | None = Field(default=None, description="Credentials for NATS: a JWT and its seed.")
     nats_nkey_file: Path | None = Field(default=None, description="Credentials for NATS: the seed of an NKey.")
-    nats_ca_file: Path | None = Field(default=None, description="File with the authorities of NATS' certificate.")
+    nats_ca_file: Path | None = Field(default=None, description="File with the CA certificates to verify NATS.")
     nats_cert_file: Path | None = Field(default=None, description="Client certificate for NATS.")
     nats_key_file: Path | None = Field(default=None, description="Key of the client certificate for NATS.")
     nats_inbox: Inbox | None = Field(
@@ -153,7 +153,7 @@ class ServerSettings(NatsSettings):
 
     redis_url: RedisUrl | None = Field(default=None, description="Redis or Valkey.")
     redis_url_file: Path | None = Field(default=None, description="File that holds the URL of Redis.")
-    redis_ca_file: Path | None = Field(default=None, description="File with the authorities of Redis' certificate.")
+    redis_ca_file: Path | None = Field(default=None, description="File with the CA certificates to verify Redis.")
     redis_cert_file: Path | None = Field(default=None, description="Client certificate for Redis.")
     redis_key_file: Path | None = Field(default=None, description="Key of the client certificate for Redis.")
 
@@ -181,9 +181,9 @@ def read_secret(file: Path, flag: str) -> str:
         text = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
-        raise SettingsError(f"{flag} is {str(file)!r}, which can't be read: {cause}") from None
+        raise SettingsError(f"{flag}: can't read {str(file)!r}: {cause}") from None
     if not text:
-        raise SettingsError(f"{flag} is {str(file)!r}, which is empty")
+        raise SettingsError(f"{flag}: {str(file)!r} is empty")
     return text
 
 

@@ -267,7 +267,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
             ("--mooncake-endpoint", settings.mooncake_endpoint),
         ):
             if given is not None:
-                raise SettingsError(f"{flag} is {given}; remove it: it is a flag of --engine store")
+                raise SettingsError(f"{flag} is {given}; remove it: it is only for --engine store")
         drained = settings.events and settings.engine is EngineKind.TENSORRT_LLM
         if drained:
             settings._check_drained()

@@ -18,7 +18,7 @@ CLUSTER_PREFIXES = tuple(f"{scheme}://" for scheme in CLUSTER_SCHEMES)
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
     """`url`: with user and password if the store requires them; for a cluster, any of its servers, separated by commas; for
-    Sentinel, as `SentinelUrl` describes. `ca_file` is trusted instead of the system's authorities; `cert_file` and
+    Sentinel, as `SentinelUrl` describes. `ca_file` is trusted instead of the system's CA certificates; `cert_file` and
     `key_file` are this client's, for a store that requires certificates. Files need a scheme that begins with `rediss`.
     `read_replicas`: overlaps are read from a cluster's replicas, at most a few seconds old."""
 
@@ -72,8 +72,8 @@ class RedisAccess:
         return options
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """The TLS context of every connection to the store; None without files, because then the URL has all options.
-        Raises like `options`."""
+        """The TLS context of every connection to the store; None if there are no files, because then the URL has all
+        options. Raises like `options`."""
         if self.ca_file is None and self.cert_file is None:
             return None
         return tls_context("Redis", self.ca_file, self.cert_file, self.key_file)

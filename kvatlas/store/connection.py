@@ -327,7 +327,7 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
 
 
 def _tls_connections(access: RedisAccess) -> type[SSLConnection] | None:
-    """Connections with the configured certificates; None without any."""
+    """Connections with the configured certificates; None if there are none."""
     context = access.tls_context()
     return None if context is None else with_context(SSLConnection, context)
 

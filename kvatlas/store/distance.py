@@ -19,7 +19,7 @@ class StoreDistance:
     computing."""
 
     def __init__(self, store: Store | None = None, every_s: float = EVERY_S) -> None:
-        """`store` None: there is no store, so nothing is far."""
+        """`store=None`: there is no store, so nothing is far."""
         self._store = store
         self._every_s = every_s
         self._recent: deque[float] = deque(maxlen=RECENT)

@@ -54,7 +54,7 @@ class ReadReplicas:
         checked_s, current = self._checked.get(name, (0.0, False))
         if monotonic() < checked_s + CHECK_EVERY_S:
             return current
-        self._checked[name] = monotonic(), current  # for calls that arrive meanwhile
+        self._checked[name] = monotonic(), current  # for calls that arrive in the meantime
         (text,) = await connections.call([("INFO", "replication")], retry=True)
         info = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
         heard = info.get("master_link_status") == "up" and int(info["master_last_io_seconds_ago"]) <= HEARD_S

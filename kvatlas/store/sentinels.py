@@ -15,7 +15,7 @@ from kvatlas.store.sentinel_url import SentinelUrl
 def watched_primary(url: SentinelUrl, context: ssl.SSLContext | None, tls: dict[str, Any], **options: Any) -> Redis:
     """A client of whichever server is the primary: each new connection asks the Sentinels.
 
-    `context`: for all connections, instead of the system's authorities; `tls`: its files, as redis-py takes them;
+    `context`: for all connections, instead of the system's CA certificates; `tls`: its files, as redis-py takes them;
     `options`: options of every connection.
     """
     own = {"username": url.sentinel_username, "password": url.sentinel_password, "ssl": url.tls, **tls, **options}

@@ -144,7 +144,7 @@ def _read_publishers(file: Path) -> Identities:
     try:
         return parse_identities(tomllib.loads(file.read_text()))
     except OSError as error:
-        raise SettingsError(f"--publishers is {str(file)!r}, which can't be read: {error.strerror}") from error
+        raise SettingsError(f"--publishers: can't read {str(file)!r}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, InvalidValue) as error:
         raise SettingsError(f"--publishers is {str(file)!r}: {error}") from error
 

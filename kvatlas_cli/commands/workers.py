@@ -59,7 +59,7 @@ class _Held(NamedTuple):
 
 
 async def _count_held(index: RedisIndex, worker_id: str) -> _Held | None:
-    """The content of a worker's active holder; None without one."""
+    """The content of a worker's active holder; None if there is none."""
     words = await index.digest(worker_id)
     if words is None:
         return None

@@ -17,7 +17,7 @@ def judge_clocks(
     indexers_us: Mapping[str, int],
     routers_us: Mapping[str, int] | None = None,
 ) -> Iterator[Finding]:
-    """How far each clock is ahead of ours. `store_us` None: unknown."""
+    """How far each clock is ahead of ours. `store_us=None`: unknown."""
     ahead = {f"worker {worker_id}": us for worker_id, us in workers_us.items()}
     ahead |= {f"router {router_id}": us for router_id, us in (routers_us or {}).items()}
     if store_us is not None:

@@ -66,7 +66,7 @@ class _Order(NamedTuple):
 
 
 class _Bus(NamedTuple):
-    """NATS during the examination. `stream` None: there is no event stream. `answers`: JetStream answers."""
+    """NATS during the examination. `stream=None`: there is no event stream. `answers`: JetStream answers."""
 
     client: Client
     name: str
@@ -78,7 +78,7 @@ class _Bus(NamedTuple):
 
 
 class _Fleet(NamedTuple):
-    """The store's view of the fleet at one time. `index_records` None: the index can't be read."""
+    """The store's view of the fleet at one time. `index_records=None`: the index can't be read."""
 
     members: list[str]
     leases: dict[int, str]

@@ -60,8 +60,8 @@ class HeartbeatListener:
         return any(one.state is EngineState.UP for one in self.heard.values())
 
     def drop_other_fleets(self, fleet_id: str | None) -> dict[str, list[str]]:
-        """Forget workers of fleets other than this one, and return their ids by fleet. `fleet_id` None: unknown, so forget
-        none."""
+        """Forget workers of fleets other than this one, and return their ids by fleet. `fleet_id=None`: unknown, so
+        forget none."""
         found: dict[str, list[str]] = {}
         for id, one in sorted(self.heard.items()):
             theirs = one.fleet_id

@@ -17,7 +17,7 @@ ANSWER_S = 2.0
 
 class PublishedWorker(NamedTuple):
     """A worker on its publisher's page. `nats`: the server that the publisher is connected to. `diagnoses`: problems that it
-    sees, each with its cure."""
+    sees, each with its fix."""
 
     worker_id: str
     nats: str

@@ -22,7 +22,7 @@ POLICY, LISTPACK = "maxmemory-policy", "hash-max-listpack-entries"
 class ServerFacts:
     """One server. `info`: the sections of INFO as one map. `libraries`: the code of each function library, by name.
 
-    `config` or `libraries` None: our user may not read them. `primary` False: the server is a replica.
+    `config` or `libraries` is None if our user may not read it. `primary=False`: the server is a replica.
     """
 
     name: str

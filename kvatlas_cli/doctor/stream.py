@@ -52,7 +52,7 @@ async def examine_stream(client: Client) -> list[Finding]:
 
 
 async def read_identity(client: Client) -> StreamInfo | None:
-    """The event stream; None without one. Raises nats errors if the server does not answer in time."""
+    """The event stream; None if there is none. Raises nats errors if the server does not answer in time."""
     try:
         return await stream_info(client)
     except (APIError, NoRespondersError):

@@ -23,8 +23,9 @@ READS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """One worker. `blocks` None: it has no active holder in the index. `behind`: messages in the stream that the index has
-    not applied; None: unknown, or of another incarnation. `owner`: the indexer that follows it; empty without one."""
+    """One worker. `blocks=None`: it has no active holder in the index. `behind`: messages in the stream that the index
+    has not applied; None: unknown, or of another incarnation. `owner`: the indexer that follows it; empty without
+    one."""
 
     record: FleetRecord
     blocks: Mapping[Tier, int] | None
@@ -64,7 +65,7 @@ class FleetSample:
 
 
 class FleetSampler:
-    """Call `read` now and then. `heard`: the last heartbeats, updated meanwhile; empty without NATS."""
+    """Call `read` now and then. `heard`: the last heartbeats, updated in the meantime; empty without NATS."""
 
     def __init__(self, store: Store, index: RedisIndex, heard: Mapping[str, Heartbeat]) -> None:
         self._store = store

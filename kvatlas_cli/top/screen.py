@@ -124,8 +124,8 @@ def sort_workers(sample: FleetSample, view: View) -> list[str]:
 def render(
     sample: FleetSample, before: FleetSample | None, view: View, width: int, height: int | None, trouble: str = ""
 ) -> list[str]:
-    """Render a screen. `before`: the previous sample, for rates. `height` None: unlimited. `trouble`: why there is no newer
-    sample."""
+    """Render a screen. `before`: the previous sample, for rates. `height=None`: unlimited. `trouble`: why there is no
+    newer sample."""
     width = max(width, MIN_WIDTH)
     head = [*_summary(sample, before), trouble] if trouble else list(_summary(sample, before))
     if view.opened in sample.workers:

@@ -39,7 +39,7 @@ _EAGLE = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """The event feed of one rank; `rank` None: the engine has only one. The endpoints are ready to connect to."""
+    """The event feed of one rank; `rank=None`: the engine has only one. The endpoints are ready to connect to."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -49,7 +49,7 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class EngineOffer:
-    """What one engine offers. `block_size` None: unknown. `notes`: what the user should know, one line each.
+    """What one engine offers. `block_size=None`: unknown. `notes`: what the user should know, one line each.
 
     `sources` empty: it publishes no events. `ranks`: its data-parallel ranks, (None,) if there is only one.
     `assumed`: it does not list its sources, so these are the usual ones. `connector`: how it fetches KV from others, if known.
@@ -77,7 +77,7 @@ async def discover(
     access: EngineAccess = NO_KEY,
     worker_id: str = "",
 ) -> EngineOffer:
-    """Ask an engine what it offers. `model_id`, `kind`: if already known; `events` False: don't look for its events;
+    """Ask an engine what it offers. `model_id`, `kind`: if already known; `events=False`: don't look for its events;
     `worker_id`: the engine's name in `access`.
 
     Raises Unreachable with one line if the engine does not answer or lists no model.

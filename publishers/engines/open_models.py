@@ -73,8 +73,8 @@ class AllBlocksCleared(_Form):
 
 
 class BatchFields(_Form):
-    """The fields of a batch besides its events. `model_id` and `tokenizer_id`, if given, must be the publisher's. `adapter_id`:
-    for events without `lora_name`. `load`: request_active_slots and so on, as in docs/events.md."""
+    """The fields of a batch other than its events. `model_id` and `tokenizer_id`, if given, must be the publisher's.
+    `adapter_id`: for events without `lora_name`. `load`: request_active_slots and so on, as in docs/events.md."""
 
     engine_id: Name
     ts_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -125,7 +125,7 @@ class RouterEvent(_Form):
 
 
 class RouterFields(_Form):
-    """The fields of a router protocol batch besides its events. `shutdown`: the engine is about to stop."""
+    """The fields of a router protocol batch other than its events. `shutdown`: the engine is about to stop."""
 
     shutdown: bool = False
     load: dict[str, Any] | None = None

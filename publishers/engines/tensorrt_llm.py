@@ -148,7 +148,7 @@ class EventDecoder:
         blocks, parent = data.get("blocks"), data.get("parent_hash")
         if not isinstance(blocks, list) or (parent is not None and type(parent) is not int):
             raise EngineEventError(
-                f"stored blocks are {blocks!r:.40} after {parent!r:.40}; expected an array and a hash"
+                f"event has blocks {blocks!r:.40} and parent_hash {parent!r:.40}; expected an array and an integer"
             )
         plain = _plain_run(blocks)
         if blocks and not plain:

@@ -8,7 +8,7 @@ ZMQ reconnects automatically, so the engine counts as down only after its connec
 The feed's next task is the first of these that applies:
 
     RESTART     the engine's process was replaced
-    RECONNECT   the connection was lost and is back: request a replay of the batches missed meanwhile
+    RECONNECT   the connection was lost and is back: request a replay of the batches missed in the meantime
     TAKE        a message arrived
     PROBE       first connection, or silence: check by replay whether a last batch was lost. The pause doubles each time
 """

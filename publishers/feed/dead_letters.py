@@ -17,7 +17,7 @@ class DeadLetters:
     """Appends to `path`. At half of `max_bytes` the file is renamed to `<path>.1`, replacing an earlier one."""
 
     def __init__(self, path: Path | None, worker_id: str, max_bytes: int = MAX_FILE_BYTES) -> None:
-        """`path` None: keep nothing."""
+        """`path=None`: keep nothing."""
         self.path = path
         self._worker_id = worker_id
         self._half_bytes = max_bytes // 2

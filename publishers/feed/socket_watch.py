@@ -82,7 +82,7 @@ class SocketWatch:
         self._foreign, self._late_batches = None, 0
 
     def suspicion(self, connection: Connection, *, engine_up: bool | None, now_s: float) -> Suspicion | None:
-        """What seems wrong with the event socket now. `engine_up` None: unknown."""
+        """What seems wrong with the event socket now. `engine_up=None`: unknown."""
         if self._foreign is not None and now_s - self._foreign[1] >= FOREIGN_S:
             theirs = self._foreign[0]
             seen = f"the engine publishes under topic {theirs!r:.120}, but --topic is {self._topic!r:.120}"

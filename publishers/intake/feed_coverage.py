@@ -62,7 +62,8 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`reason` None: nothing is wrong. `left_out`: blocks left out for any reason; `of_reason`: those left out for this one."""
+    """`reason=None`: nothing is wrong. `left_out`: blocks left out for any reason; `of_reason`: those left out for this
+    one."""
 
     reason: Reason | None = None
     told: int = 0

@@ -278,8 +278,8 @@ class Ledger:
             residency.store(event)
 
     def expire(self) -> list[EngineRemoved]:
-        """Removals of blocks whose removal is never reported, and that were not stored again during the last four calls. Fold
-        them."""
+        """Return removals for blocks whose removal is never reported and that were not stored again during the last
+        four calls. The caller must fold them."""
         return self._connector.expire()
 
     def forget_adapter(self, adapter: str) -> list[IndexEvent]:

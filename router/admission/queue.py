@@ -102,7 +102,7 @@ class _Ticket:
     """Until then it is in no queue, because this router sees only workers that asked for a pause; others may see more."""
 
     def row(self, now_s: float) -> WaitingRequest:
-        """The request as it waits now."""
+        """The request with its current age and the time that it has left."""
         age_us, left_us = round((now_s - self.arrived_s) * 1e6), round((self.until_s - now_s) * 1e6)
         return replace(self.request, age_us=max(0, age_us), left_us=max(0, left_us))
 

@@ -18,9 +18,9 @@ _FIELDS = (b"data", b"event", b"id", b"retry", b":")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`type`: its `event` field; '' without one. `data`: its joined data lines; None without any, so that clients ignore it.
-    `cut`: the data is longer than MOST_DATA_BYTES, and only its beginning is here. `end`: where the event ends in the piece
-    that completed it."""
+    """`type`: its `event` field; '' if there is none. `data`: its joined data lines; None if there are none, so that
+    clients ignore it. `cut`: the data is longer than MOST_DATA_BYTES, and only its beginning is here. `end`: where the
+    event ends in the piece that completed it."""
 
     type: str
     data: bytes | None

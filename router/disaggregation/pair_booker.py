@@ -29,7 +29,7 @@ class PairBooker:
     def __init__(
         self, client: RouterClient, records: Callable[[], Awaitable[Mapping[str, FleetRecord]]], *, apart: bool = True
     ) -> None:
-        """`records`: the fleet's records, the same object until read again. `apart` False: never book a pair."""
+        """`records`: the fleet's records, the same object until read again. `apart=False`: never book a pair."""
         self._client = client
         self._records = records
         self._apart = apart
@@ -45,8 +45,9 @@ class PairBooker:
         apart: bool = True,
         dry_run: bool = False,
     ) -> Booked:
-        """`apart` False: book a pair only if no single worker is left. `text` None: the request's prompt is not read.
-        `dry_run`: book nothing. Raises NoWorkers, and what booking raises."""
+        """Book a single worker or a pair. `apart=False`: a pair only if no single worker is left. `text=None`: the
+        request's prompt is not read. `dry_run`: book nothing. Raises NoWorkers, and whatever `RouterClient.reserve`
+        raises."""
         prefillers = await self._prefillers_of(prompt.scope.pool_id)
         if prefillers is None:
             return await self._client.reserve(prompt, avoid=avoid, dry_run=dry_run)

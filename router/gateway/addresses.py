@@ -13,8 +13,8 @@ from kvatlas_router.upstream.engine_addresses import AddressPolicy
 def endpoint_of(url: str, policy: AddressPolicy) -> str:
     """The ip:port of an engine's URL, an IPv6 address in brackets.
 
-    Raises InvalidValue for a URL with a name or with https, since gateways accept neither, and for an address that the policy
-    does not allow.
+    Raises InvalidValue for a URL with a hostname or with https, since gateways accept neither, and for an address that
+    the policy does not allow.
     """
     try:
         host, port = host_and_port(url)
@@ -84,7 +84,7 @@ class WorkerAddresses:
         """The workers at the pool's endpoints, and its endpoints without a worker, both limited to `subset` if given. An ip
         without a port names all of its ports.
 
-        `pool` None: the pool is unknown. Then all workers; with a subset, its workers and its other endpoints.
+        `pool=None`: the pool is unknown. Then all workers; with a subset, its workers and its other endpoints.
         """
         members = pool if subset is None else subset if pool is None else _shared(pool, subset)
         if members is None:

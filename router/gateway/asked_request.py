@@ -64,8 +64,8 @@ class AskedRequest:
         fairness_header: str = "",
         salts: bool = False,
     ) -> Self:
-        """`body` None: it was not waited for. `trust`: the headers and metadata that the gateway sets itself. `salts`: each
-        tenant's requests get their own cache salt.
+        """`body=None`: it was not waited for. `trust`: the headers and metadata that the gateway sets itself. `salts`:
+        each tenant's requests get their own cache salt.
 
         Raises AdministrationPath, SenderUnknown, and InvalidValue for a body that engines must not get.
         """

@@ -115,7 +115,7 @@ class ExtensionObjects(PeriodicRead):
     """A pool's objects, read periodically. While the API does not answer, the last-read ones stay."""
 
     def __init__(self, api: KubernetesApi | None, group: str, pool: str) -> None:
-        """`api` None: there are no objects."""
+        """`api=None`: there are no objects."""
         super().__init__("extension's objects")
         self.current = PoolObjects()
         self._api = api

@@ -168,6 +168,6 @@ class EndpointPicker(Protocol):
         ...
 
     async def pick(self, head: RequestHead, body: bytes | None, *, may_hide_usage: bool) -> PickedRequest | Refusal:
-        """Decide where a request goes. `body` None: it was not waited for. `may_hide_usage`: the answer passes through the
-        picker, which can drop parts of it."""
+        """Decide where a request goes. `body=None`: it was not waited for. `may_hide_usage`: the answer passes through
+        the picker, which can drop parts of it."""
         ...

@@ -25,8 +25,8 @@ _Server = grpc.aio.Server
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The addresses on which the servers listen. `credentials` None: plain text, as the health port always is. `shared`: other
-    processes may listen on the same ports."""
+    """The addresses on which the servers listen. `credentials=None`: plain text, as the health port always is.
+    `shared`: other processes may listen on the same ports."""
 
     host: str
     port: int

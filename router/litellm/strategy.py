@@ -53,7 +53,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 STARTED = "kvatlas_started"
-"""Key besides the reservation, set once the first token was reported."""
+"""Key next to the reservation's, set once the first token has been reported."""
 
 _api: ContextVar[Api] = ContextVar("kvatlas_litellm_api", default=Api.CHAT)
 _providers = frozenset(provider.value for provider in litellm.LlmProviders)

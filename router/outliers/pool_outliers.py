@@ -46,8 +46,8 @@ class _Counts:
 @dataclass(slots=True)
 class _Worker:
     """`own`: this router's answers, not shared yet; `shared`: those of all routers, as last read. `refusals`: this router's
-    answers, of which the bad ones are refusals. `ejected_until` None: not ejected; in the past: half open. `may_probe`: until
-    then, only this router may try it again. `began_at`: when the answer to that try began."""
+    answers, of which the bad ones are refusals. `ejected_until=None`: not ejected; in the past: half open. `may_probe`:
+    until then, only this router may try it again. `began_at`: when the answer to that try began."""
 
     own: _Counts
     shared: _Counts

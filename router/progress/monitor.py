@@ -109,8 +109,8 @@ class ProgressMonitor:
             watched.end()
 
     def send(self, sent: SentTry, task: "asyncio.Task[object] | None" = None) -> WatchedTry:
-        """Watch a request to an engine until `end` or `leave` is called. `task`: waits for the answer; it is cancelled to move
-        the request elsewhere."""
+        """Watch a request to an engine until `end` or `leave` is called. `task`: the one that waits for the answer; it
+        is cancelled to move the request elsewhere."""
         watched = WatchedTry(self, sent, task)
         if sent.computes:
             now = self._clock()

@@ -176,7 +176,8 @@ class Catalogue:
         return self._kinds.get(scope.pool_id, EngineKind.VLLM)
 
     async def workers_for(self, name: str | None) -> Collection[str] | None:
-        """Workers that serve a name, including those that get no requests now; None without a name, or for an unknown one."""
+        """Workers that serve a name, including those that get no requests now; None if there is no name, or for an
+        unknown one."""
         scope = await self.scope_of(name) if name is not None else None
         if scope is None:
             return None

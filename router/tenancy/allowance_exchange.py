@@ -28,7 +28,7 @@ class AllowanceExchange:
     """Call `take` for each request. Allowances are shared between `start` and `stop`."""
 
     def __init__(self, shared: SharedAllowances | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`shared` None: this process counts alone."""
+        """`shared=None`: this process counts alone."""
         self.clock = clock
         self.is_shared = False
         """True if the store took part in the last exchange."""

@@ -20,11 +20,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One sender of requests. `name`: its name in logs and the key of its limits. `tenant_id` None: nothing was proven, because
-    this router has one tenant, which the settings name. `models`: patterns of names, `*` for any text; empty: all. `priority`:
-    in the queue; None: the client has none. `is_front`: a gateway that authenticates its own clients, so its headers about them
-    are trusted. `sees_decisions`: its answers have the decision header; None: as the settings say. `weight`: its share of the
-    queue, relative to other tenants.
+    """One sender of requests. `name`: its name in logs and the key of its limits. `tenant_id=None`: nothing was proven,
+    because this router has one tenant, which the settings name. `models`: patterns of names, `*` for any text; empty:
+    all. `priority`: in the queue; None: the client has none. `is_front`: a gateway that authenticates its own clients,
+    so its headers about them are trusted. `sees_decisions`: its answers have the decision header; None: as the settings
+    say. `weight`: its share of the queue, relative to other tenants.
     """
 
     name: str = ""

@@ -60,7 +60,7 @@ class IssuerKeys:
         return found
 
     def refresh(self) -> None:
-        """Start rereading the keys if they are old. The known keys stay in use meanwhile."""
+        """Start rereading the keys if they are old. The known keys stay in use in the meantime."""
         if self._source and self._read_at is not None and self._clock() - self._read_at >= self._age_s:
             self._start()
 
@@ -89,7 +89,7 @@ class IssuerKeys:
 
     async def _fetch(self) -> bytes:
         assert self._url is not None
-        system = ssl.create_default_context()  # httpx would take authorities of its own
+        system = ssl.create_default_context()  # httpx would use its own CA certificates
         async with (
             asyncio.timeout(READ_S),
             httpx.AsyncClient(verify=system, timeout=READ_S, trust_env=False) as client,

@@ -32,7 +32,7 @@ class OverLimit(KvatlasError):
 
 @dataclass(slots=True)
 class _Use:
-    """One client's requests and tokens in flight here, and its allowances; None: not limited."""
+    """One client's requests and tokens in flight here, and its allowances. An allowance of None is no limit."""
 
     requests: int = 0
     tokens: int = 0

@@ -2,7 +2,8 @@
 
 `rid` and `request_id` name a request within its engine: SGLang 0.5.23 and vLLM 0.33 keep a response under the name that its
 body gives, so a client could replace another's, or read it. `priority` puts a request before all others in the engine's own
-queue. `lora_path` and `lora_id` are SGLang's names of an adapter besides the model, which a client's key is checked for.
+queue. `lora_path` and `lora_id` choose an adapter in SGLang apart from the model, and a client's key is checked only
+for the model.
 """
 
 from collections.abc import Mapping

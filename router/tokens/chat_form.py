@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = (None, "auto", {"type": "text"})
 
 
 def rendered_by_model(chat: TextRequest) -> str | None:
-    """A chat's field that only vLLM's renderer knows; None without one."""
+    """A chat's field that only vLLM's renderer knows; None if there is none."""
     named = f"{chat.model_id} {chat.model}".lower()
     for field, models in _RENDERED_BY_MODEL.items():
         if chat.body.get(field) not in _WITHOUT_EFFECT and any(model in named for model in models):

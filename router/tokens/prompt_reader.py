@@ -30,8 +30,8 @@ class PromptSettings:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompt:
-    """A request's prompt. `prompt_tokens` None: unknown, for the reason in `untokenized`. The length is then a guess, and the
-    prompt matches nothing, or for `media`, only what precedes its first image."""
+    """A request's prompt. `prompt_tokens=None`: unknown, for the reason in `untokenized`. The length is then a guess,
+    and the prompt matches nothing, or for `media`, only what precedes its first image."""
 
     prompt: Prompt
     prompt_tokens: int | None

@@ -208,7 +208,8 @@ class TextRequest:
 
     @property
     def adds_to_prompt(self) -> str | None:
-        """A field that makes the engine compute other or more tokens than those in the prompt's field; None without one."""
+        """A field that makes the engine compute other or more tokens than those in the prompt's field; None if there is
+        none."""
         return next((name for name in _ADDITIONS.get(self.api, ()) if self.body.get(name)), None)
 
     @property

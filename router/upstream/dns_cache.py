@@ -25,7 +25,7 @@ class NameLookups:
             lookup.add_done_callback(_take_failure)
         await asyncio.wait((lookup,))
         if lookup.cancelled():
-            raise OSError(None, "the lookup of its name did not finish")
+            raise OSError(None, "the DNS lookup did not finish")
         return lookup.result()
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ Card = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _List:
-    """One engine's list; `cards` None: it never gave one."""
+    """One engine's list; `cards=None`: it never gave one."""
 
     asked_at: float
     cards: Mapping[str, Card] | None = None

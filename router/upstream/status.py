@@ -36,7 +36,8 @@ def judge(status: int) -> Verdict:
 
 
 def retry_after_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
-    """Seconds to wait by the Retry-After header (RFC 9110, 10.2.3: seconds or a date); None without a valid one."""
+    """Seconds to wait by the Retry-After header (RFC 9110, 10.2.3: seconds or a date); None if there is no valid
+    one."""
     value = next((value.decode("latin-1").strip() for name, value in headers if name.lower() == b"retry-after"), None)
     if value is None:
         return None

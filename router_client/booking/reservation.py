@@ -19,7 +19,8 @@ class Reservation:
         late_calls: LateCalls,
         mirror: "Reservation | None" = None,
     ) -> None:
-        """`leases` None: booked in this process only. `mirror`: the same reservation in this process, which ends with it."""
+        """`leases=None`: booked in this process only. `mirror`: the same reservation in this process, which ends with
+        it."""
         self.pool_id = pool_id
         self.id = id
         self._store = store

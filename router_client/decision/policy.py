@@ -134,7 +134,8 @@ class RoutingPolicy:
         return Criteria(prompt.slo, booking.again_factor, booking.interference_factor, pool.arrivals, factor, filters)
 
     def choose_followed(self, prompt: Prompt, pool: Pool) -> str | None:
-        """The worker that the followed policy chooses; None without such a policy, or if its choice is not a candidate."""
+        """The worker that the followed policy chooses; None if there is no policy, or if its choice is not a
+        candidate."""
         if (follow := self._followed(prompt)) is None:
             return None
         endpoints = [candidate.endpoint for candidate in pool.candidates]
@@ -147,7 +148,7 @@ class RoutingPolicy:
         return self._round_robin if prompt.strategy is Strategy.ROUND_ROBIN else None
 
     def _session_worker(self, prompt: Prompt, pool: Pool) -> str | None:
-        """The worker of the prompt's session; None without one."""
+        """The worker of the prompt's session; None if there is none."""
         if not (self._settings.session_us and prompt.session_id and pool.candidate_of):
             return None
         return session_worker(prompt.session_id, sorted(pool.candidate_of))

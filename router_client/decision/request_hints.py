@@ -20,7 +20,7 @@ _STRATEGY, _PRIORITY, _SESSION, _ALLOW, _DENY, _WAIT_MS = HINT_HEADERS
 
 @dataclass(frozen=True, slots=True)
 class RequestHintHeaders:
-    """`strategy` None: the router's own. `priority`: lower is earlier; None: without a hint. `allow` None: all workers.
+    """`strategy=None`: the router's own. `priority`: lower is earlier; None: without a hint. `allow=None`: all workers.
     `wait_s`: the longest wait for a worker with room; None: as the router's settings say."""
 
     strategy: Strategy | None = None

@@ -25,7 +25,7 @@ class LoopLateness:
     def __init__(self) -> None:
         self._watchers: WeakSet[object] = WeakSet()
         self._due_ns: int | None = None
-        """When the next tick should be; None without watchers."""
+        """When the next tick should be; None if there are no watchers."""
         self._late: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
         """When late ticks should have been, and when they were, ascending."""
 

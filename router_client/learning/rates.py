@@ -94,7 +94,7 @@ class PoolRates:
         self._starvation = Starvation()
 
     def add(self, request: FinishedRequest) -> bool:
-        """Learn from a request; False if it has no evidence."""
+        """Learn from a request. Returns False if it provides no evidence."""
         worker_id = request.plan.worker_id
         rows = rows_of(request)
         if not rows:

@@ -10,7 +10,7 @@ MOST_TOKENS = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """OpenAI's `usage`. `cached_tokens` None: the engine does not report them.
+    """OpenAI's `usage`. `cached_tokens=None`: the engine does not report them.
 
     vLLM reports them with `--enable-prompt-tokens-details`, SGLang with `--enable-cache-report`.
     """
@@ -21,7 +21,7 @@ class Usage:
 
     @classmethod
     def of(cls, answer: Any) -> Self | None:
-        """Usage in an answer, or in one event of a stream; None without valid usage.
+        """Usage in an answer, or in one event of a stream; None if there is no valid usage.
 
         The Responses API and Anthropic's messages have `input_tokens`, the latter without the cached ones; their streams
         have it inside a `response` or a `message`. SGLang's `/generate` has `meta_info`.

@@ -70,7 +70,7 @@ class AnswerUsage:
                 self._number += 1
                 self._waiting.append((self._number, pool_id, dict(uses[first : first + USERS_A_REPORT])))
         if (dropped := len(self._waiting) - MOST_REPORTS) > 0:
-            _log.warning("usage: %d reports dropped: the store has not answered for long", dropped)
+            _log.warning("usage: %d reports dropped: the store has not answered for a long time", dropped)
             for _ in range(dropped):
                 self._waiting.popleft()
 

@@ -210,9 +210,10 @@ def rendezvous_weight(fingerprint: bytes, worker_id: str) -> int:
 
 
 def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tier]]:
-    """The part of runs from token `start` up to token `end`, which they reach: tokens, and their nearest tier.
+    """Cut runs to the tokens from `start` up to `end`, which they must reach. Returns token counts and their nearest
+    tiers.
 
-    Neighbours with the same nearest tier become one, even if only some of them are also in farther tiers."""
+    Adjacent runs with the same nearest tier are merged, even if only some of them are also in farther tiers."""
     if len(runs) == 1:  # the usual case
         return [(end - start, runs[0].tiers[0])] if start < end else []
     found: list[tuple[int, Tier]] = []

@@ -29,8 +29,8 @@ def why_usable_ends(
         return "the prompt's last token is always computed"
     if held.reach_tokens is not None:
         if held.reach_tokens:
-            return "after that, no group besides full attention holds what it needs to resume"
-        return "the groups besides full attention nowhere hold what they need to resume"
+            return "after that, no group other than full attention holds what it needs to resume"
+        return "the groups other than full attention nowhere hold what they need to resume"
     if rule.dropped_blocks:
         return f"EAGLE drops {rule.dropped_blocks} block{'s' if rule.dropped_blocks > 1 else ''}"
     return f"reuse is cut to multiples of {unit} tokens"
@@ -50,7 +50,7 @@ def why_not_found(prompt: Prompt, endpoint: EngineEndpoint) -> str:
 def describe_pool_mismatch(prompt: Prompt, pool: Pool) -> str:
     """Why no worker of the pool can hold a block that the prompt names, in one line; empty if one can."""
     if not pool.chains:
-        return ""  # none has announced blocks
+        return ""  # no worker has announced blocks
     if prompt.scope.chain not in pool.chains:
         chains = " and ".join(sorted(pool.chains))
         return f"no worker's blocks are keyed by chain {prompt.scope.chain}, as the request's are; they use {chains}"
@@ -62,7 +62,7 @@ def describe_pool_mismatch(prompt: Prompt, pool: Pool) -> str:
 
 
 def describe_rare_shapes(pool: Pool) -> str:
-    """Which of the pool's workers no prompt is looked up for, in one line; empty if it is for all."""
+    """Which of the pool's workers are left out of every lookup, in one line; empty if none is."""
     looked_up = pool.looked_up_shapes
     rare = sorted(set(pool.block_shapes) - set(looked_up))
     if not rare:

@@ -66,8 +66,8 @@ class NotForClients(InvalidValue):
 
 
 class TransferProtocol(Enum):
-    """`KV_TRANSFER_PARAMS`: vLLM's (NixlConnector and others): the prompt is computed first, and its answer says where the
-    KV is. `BOOTSTRAP`: SGLang's: both requests at once; the engines meet in a room of the prefill server's bootstrap
+    """`KV_TRANSFER_PARAMS`: vLLM (NixlConnector and others) computes the prompt first, and its answer says where the KV
+    is. `BOOTSTRAP`: SGLang gets both requests at once; the engines meet in a room of the prefill server's bootstrap
     server."""
 
     KV_TRANSFER_PARAMS = "kv_transfer_params"

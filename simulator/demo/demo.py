@@ -88,7 +88,7 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
     """Print progress on stderr, a table (or JSON) on stdout, and save a picture if requested. Leaves no process behind,
     even if cancelled.
 
-    Raises KvatlasError for a part that does not start, or a fleet that does not settle.
+    Raises KvatlasError if a part does not start, or if the fleet does not settle.
     """
     console = Console(stderr=True)
     workload = generate_workload(settings.workload)

@@ -162,7 +162,7 @@ class KvTransfers:
 
 
 async def _fetch(host: object, port: object, asked: dict[str, object]) -> int:
-    """The prompt tokens whose KV was received. Raises TransferFailed."""
+    """Fetch a prompt's KV. Returns the number of prompt tokens that it covers. Raises TransferFailed."""
     url = f"http://{host}:{port}/kv_transfer"
     try:
         async with httpx.AsyncClient(timeout=WAIT_S, trust_env=False) as client:

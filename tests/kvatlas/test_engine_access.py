@@ -39,11 +39,11 @@ def test_a_line_that_is_no_key_is_named_by_its_number(text: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "text", "line"),
     [
-        ("engine_key_file", "", "--engine-key-file is .* which is empty"),
+        ("engine_key_file", "", "--engine-key-file: .* is empty"),
         ("engine_key_file", "a b c", "--engine-key-file is .*: line 1: expected a key"),
-        ("engine_key_file", None, "--engine-key-file is .* which can't be read: No such file"),
-        ("engine_ca_file", "no certificate", "--engine-ca-file is .* which has no certificate"),
-        ("engine_ca_file", None, "--engine-ca-file is .* which has no certificate: No such file"),
+        ("engine_key_file", None, "--engine-key-file: can't read .*: No such file"),
+        ("engine_ca_file", "no certificate", "--engine-ca-file: .* has no certificate"),
+        ("engine_ca_file", None, "--engine-ca-file: .* has no certificate: No such file"),
     ],
 )
 def test_a_file_that_can_not_be_used_is_one_line(tmp_path: Path, flag: str, text: str | None, line: str) -> None:

@@ -106,7 +106,7 @@ def test_urls_come_from_files_so_that_no_process_list_has_them(tmp_path: Path, m
 
 def test_a_file_that_cannot_be_used_is_told_in_one_line_without_what_it_holds(tmp_path: Path) -> None:
     file = tmp_path / "url"
-    for text, line in ((None, "can't be read: No such file"), ("", "which is empty"), ("s3cr3t", "expected a URL")):
+    for text, line in ((None, "can't read .*: No such file"), ("", "is empty"), ("s3cr3t", "expected a URL")):
         if text is not None:
             file.write_text(text)
         with pytest.raises(SettingsError, match=line) as raised:

@@ -152,7 +152,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             (*PUBLISH, "--read-us-per-mib", "5"),
             2,
-            "kvatlas publish: --read-us-per-mib is 5; remove it: it is a flag of --engine store",
+            "kvatlas publish: --read-us-per-mib is 5; remove it: it is only for --engine store",
         ),
         (
             (*PUBLISH, "--engine", "tensorrt_llm", "--engine-url", "http://127.0.0.1:1"),
@@ -319,7 +319,7 @@ def test_with_a_router_up_puts_its_servers_where_other_commands_look(monkeypatch
 def test_a_folder_that_a_publisher_can_not_write_is_refused_at_the_start(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = cli(*PUBLISH, "--no-wait", "--nats-url", f"nats://{UNUSED_ADDRESS}", "--state-dir", str(tmp_path / "file"))
-    line = f"--state-dir (or KVATLAS_STATE_DIR) is {tmp_path}/file, which can't be written: File exists"
+    line = f"--state-dir (or KVATLAS_STATE_DIR): can't write to {tmp_path}/file: File exists"
     assert (done.code, done.err) == (2, f"kvatlas publish: {line}; expected a folder for the saved ledger\n")
 
 

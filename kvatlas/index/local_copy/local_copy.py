@@ -132,7 +132,7 @@ class IndexReplica:
 
     @property
     def staleness_s(self) -> float:
-        """Upper bound of the copy's lag behind the stream; 0 without a copy."""
+        """Upper bound of the copy's lag behind the stream; 0 if there is no copy."""
         return monotonic() - self._feed.current_s if self._copy is not None and self._feed is not None else 0.0
 
     @property

@@ -50,7 +50,8 @@ async def start_position(client: Client, readers: Sequence[ShardReader], layout:
 
 
 async def _last_seq(client: Client, filter_subject: str) -> int:
-    """The stream seq of the last message that matches the filter; 0 without one. Raises KvatlasError, and nats errors."""
+    """The stream seq of the last message that matches the filter; 0 if there is none. Raises KvatlasError, and nats
+    errors."""
     asked = json.dumps({"last_by_subj": filter_subject}).encode()
     answer = json.loads((await client.request(f"$JS.API.STREAM.MSG.GET.{STREAM}", asked, timeout=5)).data)
     error = answer.get("error")
@@ -93,7 +94,7 @@ async def _read_records(
     reader: ShardReader,
 ) -> tuple[dict[str, StoredRecord], dict[bytes, dict[bytes, BlockSizes]], dict[bytes, int]]:
     """The workers' records, and the scopes and dropped groups of their holders. Reads again until no worker has changed its
-    holders meanwhile, because a replaced holder's data may be swept before it is read. Raises Unreachable."""
+    holders in the meantime, because a replaced holder's data may be swept before it is read. Raises Unreachable."""
     records = await reader.records()
     while True:
         touched, dropped = await reader.all_touched(), await reader.dropped()

@@ -225,7 +225,7 @@ class MemoryIndex(DirectWrites):
     async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
         shard = self._shard_of(worker_id)
         holder = shard.workers[worker_id].active
-        if holder >= 0:  # otherwise the holder was closed meanwhile, and nothing is pinned
+        if holder >= 0:  # otherwise the holder was closed in the meantime, and nothing is pinned
             shard.table.pins.put(holder, scope_id, tier, split(hashes), pinned=pinned)
 
     def _count_resident(self) -> ResidentCount:

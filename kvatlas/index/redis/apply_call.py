@@ -180,7 +180,7 @@ def _sample(packed_hashes: bytes) -> bytes:
 
 
 class ApplyAnswer(NamedTuple):
-    """`weights`: the cost of a block in each scope, relative to a block with a short value. `records` None: nothing was
+    """`weights`: the cost of a block in each scope, relative to a block with a short value. `records=None`: nothing was
     applied, because by these weights the call is too large and must be cut smaller."""
 
     weights: Sequence[float]

@@ -60,7 +60,7 @@ RECORDS_A_CALL = 250
 WEIGHTS_REMEMBERED = 10_000
 
 _SIZE_TRIES = 3
-"""After this many cuts a call is made whatever it costs, because values grow meanwhile."""
+"""After this many cuts a call is made whatever it costs, because values grow in the meantime."""
 
 
 async def open_redis_index(

@@ -95,7 +95,7 @@ async def delete_layout(store: Store, number: int) -> None:
 
 
 async def layout_id(store: Store, number: int) -> bytes | None:
-    """A random id that changes when a lost layout is created again; None without a layout."""
+    """A random id that changes when a lost layout is recreated; None if there is no layout."""
     found: bytes | None = await store.client.hget(layout_key(number), _ID)
     return found
 

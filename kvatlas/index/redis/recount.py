@@ -47,8 +47,8 @@ _Touched = dict[tuple[bytes, bool], set[bytes]]
 
 @dataclass(slots=True)
 class WorkerCount:
-    """One worker's count, as of `state` (None: no active holder). `went_on`: the worker changed meanwhile, but may be
-    followed; `moved`: it changed in a way that can't be followed, so the count is void."""
+    """One worker's count, as of `state` (None: no active holder). `went_on`: the worker changed in the meantime, but
+    may be followed; `moved`: it changed in a way that can't be followed, so the count is void."""
 
     worker_id: str
     state: HolderState | None = None
@@ -119,8 +119,8 @@ class WorkerCount:
             self.moved = True
 
     async def catch_up(self, keys: ShardKeys, functions: IndexFunctions, server: bytes) -> None:
-        """Follow a worker that changed meanwhile: reread what its messages touched, until no message arrives. Every
-        message in between must have been noted, and the store must still be this server."""
+        """Follow a worker that changed in the meantime: reread what its messages touched, until no message arrives.
+        Every message in between must have been noted, and the store must still be this server."""
         assert self.state is not None
         incarnation, read_seq = unpack_incarnation(self.state.incarnation), self.state.seq
         for _ in range(LOOK_ROUNDS):
@@ -230,8 +230,9 @@ def _in_parts(touched: _Touched) -> list[tuple[bytes, bool, list[bytes]]]:
 class Recount:
     """One pass for at most WORKERS_A_PASS workers of one shard: `part` until `ended`, then `finish`; or `complete`.
 
-    A scan returns every entry that exists throughout, some of them twice, and perhaps entries that come or go meanwhile. So
-    entries that a worker's messages touched are read again at the end, provided that all of these messages were noted.
+    A scan returns every entry that exists throughout, some of them twice, and perhaps entries that come or go in the
+    meantime. So entries that a worker's messages touched are read again at the end, provided that all of these messages
+    were noted.
     """
 
     def __init__(self, keys: ShardKeys, worker_ids: Sequence[str], scope_ids: Sequence[bytes]) -> None:
@@ -312,7 +313,7 @@ class Recount:
             counts[at].found_marks.setdefault(scope_id, {})[name] = bits
 
     async def finish(self, functions: IndexFunctions) -> list[WorkerCount]:
-        """Follow the workers that changed meanwhile, and return every worker's count."""
+        """Follow the workers that changed in the meantime, and return every worker's count."""
         for one in self._counts.values():
             if one.went_on and not one.moved:
                 await one.catch_up(self._keys, functions, self.server)

@@ -99,8 +99,8 @@ class Scrub:
         return sum([int(await functions.call(function, keys, part)) for part in parts])
 
     async def _doubt(self, functions: IndexFunctions, one: WorkerCount, server: bytes) -> bool:
-        """Mark the worker `bad`. False if it began another incarnation or was cleared meanwhile, or if this is not the
-        server on which we counted."""
+        """Mark the worker `bad`. False if it began another incarnation or was cleared in the meantime, or if this is
+        not the server on which we counted."""
         assert one.state is not None
         args = [one.worker_id, one.state.incarnation, one.state.holder, server, *one.scopes]
         return bool(await functions.call("kvatlas_doubt", [self._keys.workers, self._keys.touched], args))

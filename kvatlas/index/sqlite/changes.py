@@ -101,7 +101,7 @@ class RowIds:
         return ids[key]
 
     def of_gone(self, scope_id: bytes, key: bytes) -> int | None:
-        """The number of a row that is about to be deleted; None without a row. It is kept until `forget_gone`."""
+        """The number of a row that is about to be deleted; None if there is no row. It is kept until `forget_gone`."""
         id = self._ids.get(scope_id, {}).get(key)
         if id is not None:
             self.gone.append((scope_id, key))
@@ -116,7 +116,8 @@ class RowIds:
 
 @contextmanager
 def keep_on_error(changed: Sequence[dict[Any, None]]) -> Iterator[None]:
-    """Restore these records of changes if the block raises: to what they had before it, plus what was added meanwhile."""
+    """Restore these records of changes if the block raises: to what they had before it, plus what was added in the
+    meantime."""
     before = [dict(one) for one in changed]
     try:
         yield

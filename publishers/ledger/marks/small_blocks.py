@@ -14,9 +14,9 @@ _NONE: Mapping[int, EngineHash] = {}
 
 
 class SmallBlocks:
-    """`parts`: number of small blocks in a published one. The last has number `parts - 1` and the anchor's hash.
+    """`parts`: how many small blocks make up a published one. The last is number `parts - 1` and has the anchor's hash.
 
-    `tied`: the anchors of each known part, except anchors themselves. A part has several if prompts fork after it.
+    `tied`: the anchors of each known part that is not an anchor itself. A part has several if prompts fork after it.
     """
 
     def __init__(self, parts: int) -> None:

@@ -61,7 +61,7 @@ class SparseHoldings:
             self.small.stored(event.hashes)
 
     def remove(self, names: Sequence[EngineHash], holding: Holding) -> int:
-        """Remove one copy of each hash. Returns the number of hashes without a copy."""
+        """Remove one copy of each hash. Returns the number of hashes that had no copy."""
         counts, unknown = holding.counts, 0
         for name in names:
             count = counts.get(name)

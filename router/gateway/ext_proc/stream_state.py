@@ -60,7 +60,8 @@ class OutOfOrder(InvalidValue):
 class AskDestination:
     """The request needs a destination; call `forward` next, or end the stream with a refusal.
 
-    `body` None: it was not waited for. `too_long`: refuse the request, because an engine must not read a body unread here.
+    `body=None`: it was not waited for. `too_long`: refuse the request, because an engine must not read a body unread
+    here.
     """
 
     head: RequestHead

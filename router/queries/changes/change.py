@@ -42,7 +42,7 @@ _OF_MARKS = {wire.MARKED: "marked", wire.UNMARKED: "unmarked"}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change. `position` None: it is part of a snapshot, which can't be resumed."""
+    """A change. `position=None`: it is part of a snapshot, which can't be resumed."""
 
     kind: str
     data: Mapping[str, Any]
@@ -65,8 +65,9 @@ class View:
 
 @dataclass(slots=True)
 class _Worker:
-    """`seq` None: not known yet. `shown`: the caller knows of it. `aside`: a snapshot of it is under way. `doubted`: it is
-    gone for the caller, until a higher incarnation begins. `dropped`: as a field of changes; empty: the caller knows it."""
+    """`seq=None`: not known yet. `shown`: the caller knows of it. `aside`: a snapshot of it is under way. `doubted`: it
+    is gone for the caller, until a higher incarnation begins. `dropped`: as a field of changes; empty: the caller knows
+    it."""
 
     incarnation: int
     seq: int | None = None

@@ -67,8 +67,8 @@ class ChangeStreams:
     _records_at_s: float = float("-inf")
 
     async def follow(self, view: View, after: Position | None) -> AsyncGenerator[Change | None, None]:
-        """Yield changes until the stream's consumer is lost, and None about each LOOK_S without one. `after` None: start with a
-        snapshot.
+        """Yield changes until the stream's consumer is lost, and None about each LOOK_S without one. `after=None`:
+        start with a snapshot.
 
         Raises PositionLost, TooManyFollowers, Unreachable and KvatlasError before the first change.
         """

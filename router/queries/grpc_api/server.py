@@ -55,7 +55,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class GrpcAddress:
-    """The address on which the server listens. `credentials` None: plain text."""
+    """The address on which the server listens. `credentials=None`: plain text."""
 
     host: str
     port: int

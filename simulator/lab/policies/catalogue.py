@@ -145,7 +145,7 @@ LIVE_POLICIES = tuple(
     and one.shared
     and not (one.true_loads or one.true_rates or one.fetches)
 )
-"""Policies that can be replayed over real servers."""
+"""Policies that can be replayed against real servers."""
 
 DEFAULT_POLICIES = (
     "round-robin", "least-loaded", "session", "prefix-hash", "sglang-router", "inference-extension", "llm-d",
