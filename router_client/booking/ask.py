@@ -101,7 +101,7 @@ def _offer_kind(
         believed_us=round((settings.predicted_s if eventless else settings.confirm_s) * 1e6),
         capacity_steps=_capacity_steps(for_kind.example, settings) if eventless else 0,
         interference=for_kind.interference(settings.interference_factor),
-        arrivals=arrivals if for_kind.interference(settings.interference_factor) else 0.0,
+        arrivals=arrivals,
     )
 
 

@@ -92,7 +92,12 @@ class RoutingPolicy:
         """Build the booking's ask: which of these is the cheapest under load? Raises InvalidValue for a bad token id."""
         pool = case.pool
         return build_ask(
-            case.prompt, quotes, case.lookup.chains, self._settings, pool.usual_block_size, arrivals=pool.arrivals
+            case.prompt,
+            quotes,
+            case.lookup.chains,
+            self._settings,
+            pool.usual_block_size,
+            arrivals=self._arrivals(pool),
         )
 
     def ask_look_alikes(self, case: Case, quotes: LookAlikeQuotes) -> Ask:
@@ -122,7 +127,7 @@ class RoutingPolicy:
             least_members=least_members(pool),
             ring=quotes.ring,
             lookup=lookup,
-            arrivals=pool.arrivals,
+            arrivals=self._arrivals(pool),
         )
 
     def criteria(self, prompt: Prompt, pool: Pool) -> Criteria:
@@ -131,7 +136,12 @@ class RoutingPolicy:
         factor = limits.slo_factor if limits.slo is SloMode.PENALTY else 0.0
         booking = self._settings.booking
         filters = limits.slo is SloMode.FILTER
-        return Criteria(prompt.slo, booking.again_factor, booking.interference_factor, pool.arrivals, factor, filters)
+        arrivals = self._arrivals(pool)
+        return Criteria(prompt.slo, booking.again_factor, booking.interference_factor, arrivals, factor, filters)
+
+    def _arrivals(self, pool: Pool) -> float:
+        """How many requests come to a worker in a microsecond; 0 if their delay costs nothing."""
+        return pool.arrivals if self._settings.booking.interference_factor else 0.0
 
     def choose_followed(self, prompt: Prompt, pool: Pool) -> str | None:
         """The worker that the followed policy chooses; None if there is no policy, or if its choice is not a

@@ -124,7 +124,7 @@ def _price_with_load(quote: Quote, evaluated: OfferEvaluation, criteria: Criteri
     work_us = left_us(for_kind.prices, quote.work_us, cached, cached + predicted)
     running, backlog = evaluated.load.running_decodes, backlog_us(for_kind.prices, evaluated.load)
     factor = for_kind.interference(criteria.interference_factor)
-    delay_us = interference_us(factor, criteria.arrivals if factor else 0.0, work_us, running, backlog)
+    delay_us = interference_us(factor, criteria.arrivals, work_us, running, backlog)
     if delay_us:
         cost = cost.plus(INTERFERENCE, delay_us, running)
     over = evaluated.over & NO_ROOM

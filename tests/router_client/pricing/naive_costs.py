@@ -93,10 +93,11 @@ def scores(
                 ways.append((parts, round(DISPLACED * max(0, computing))))
         best, displaced = min(ways, key=lambda way: cost(way[0], input_tokens, output_tokens, busy) + way[1])
         found[id] = cost(best, input_tokens, output_tokens, busy) + displaced
-        if profile == "engine" and me.role is not Role.PREFILL and interference:
+        if profile == "engine" and interference:
             # every running request waits for this prompt, and so do those that come until it is computed
+            running = 0 if me.role is Role.PREFILL else busy.running
             left, backlog = cost(best, input_tokens, 0, Busy()), 40 * (busy.queued + 1_024 * busy.waiting)
-            found[id] += round(left * (interference * busy.running + arrivals * (backlog + left / 2)))
+            found[id] += round(left * (interference * running + arrivals * (backlog + left / 2)))
     return found
 
 
