@@ -292,8 +292,8 @@ local function add_to_gone(gone, id, entry)
   return cost
 end
 
--- Adds what waits at a router that no longer asks to those that leave, as far as `most` goes. Returns what of it was used; `most`
--- or above if there may be more.
+-- Adds what waits at a router that no longer asks to those that leave, as far as `most` goes. Returns what of it was used;
+-- `most` or above if there may be more.
 local function add_waiting_of(keys, router, gone, most)
   local used, start = 0, 'r' .. router
   local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. start .. '\0', '(' .. start .. '\1', 'LIMIT', 0, most)
