@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvatlas.reservations.waiting_request import ALL_WORKERS
 
-MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 64, 512, 64
+MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 32, 512, 64
 """Requests of all lanes that may be tried at once, lanes, lines after which new tenants share one, and lines that are counted
 for a place."""
 STRAYS = "f" * 16

@@ -23,11 +23,11 @@
 --   is only charged }
 
 local LEASE_US, PROGRAM_US, FORGET_US = 1000000, 300000000, 60000000
-local MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 64, 512, 64
+local MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 32, 512, 64
 local MOST_COUNTERS, MOST_CHARGES, MOST_COUNTER = 2048, 65536, 9000000000000000
 local UNCACHED_UNITS, CACHED_UNITS, OUTPUT_UNITS = 10, 1, 20
 local MOST_LANE_WORKERS, MOST_RANK, MOST_COUNTED = 64, 4294967294, 2 ^ 40
-local MOST_DROPPED, MOST_REMOVED, LINE_COSTS = 256, 16, 3 -- that one call drops first, and finds in the order later; a line
+local MOST_DROPPED, MOST_REMOVED, LINE_COSTS = 64, 16, 3 -- that one call drops first, and finds in the order later; a line
 -- that ends costs as much as some requests
 local ALL_WORKERS, STRAYS, SHARED = '0000000000000000', 'ffffffffffffffff', '0000000000000000'
 local E_ROUTER, E_LINE, E_PLACE, E_TOKENS, E_UNITS, E_WEIGHT, E_TENANT = 1, 2, 3, 4, 5, 6, 7
@@ -292,8 +292,8 @@ local function add_to_gone(gone, id, entry)
   return cost
 end
 
--- Adds what waits at a router that no longer asks to those that leave, as far as `most` goes. Returns what of it was used; `most`
--- or above if there may be more.
+-- Adds what waits at a router that no longer asks to those that leave, as far as `most` goes. Returns what of it was used;
+-- `most` or above if there may be more.
 local function add_waiting_of(keys, router, gone, most)
   local used, start = 0, 'r' .. router
   local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. start .. '\0', '(' .. start .. '\1', 'LIMIT', 0, most)

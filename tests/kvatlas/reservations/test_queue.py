@@ -381,7 +381,7 @@ async def test_many_lanes_are_kept_apart_and_a_tenants_odd_ones_hold_up_no_other
     await line.idle()
     for worker in line.workers:
         await line.ask(workers=(worker,))
-    waiting = [(await line.ask(workers=(worker,)))[0] for worker in line.workers]
+    waiting = [(await line.ask("tu"[n % 2], workers=(worker,)))[0] for n, worker in enumerate(line.workers)]
     for number in range(20, 0, -1):
         await line.release(number)
         assert await line.retry(waiting[number - 1]) == f"w{number - 1}"
@@ -471,15 +471,18 @@ async def test_counters_stay_whole_numbers_of_16_digits(line: Line) -> None:
     assert (await line.serve(first))[3:] == [last]
 
 
-async def test_a_dead_routers_long_backlog_gives_way_in_one_call(line: Line, clock: Clock) -> None:
+@pytest.mark.parametrize("left_us", [30 * SECOND_US, QUEUE_LEASE_US])
+async def test_a_dead_routers_long_backlog_gives_way_in_a_few_calls(line: Line, clock: Clock, left_us: int) -> None:
     first, _ = await line.ask()
-    dead = [WaitingRequest(id_of(9_000_000 + n), "t", QueueLimits(500, 10**9), 10) for n in range(250)]
+    limits = QueueLimits(500, 10**9)
+    dead = [WaitingRequest(id_of(9_000_000 + n), f"t{n % 3}", limits, 10, left_us=left_us) for n in range(250)]
     await line.reservations.turns(POOL, "dead", [], dead)
     await clock.pass_us(QUEUE_LEASE_US // 2)
     alive, _ = await line.ask(router="alive", limits=QueueLimits(500, 10**9))
     await clock.pass_us(QUEUE_LEASE_US // 2)
-    found = await line.reservations.turns(POOL, "alive", [], [])
-    assert (found.requests, len(found.turns), found.near) == (1, 1, True)
+    for _ in range(5):
+        found = await line.reservations.turns(POOL, "alive", [], [])
+    assert (found.requests, found.tokens, len(found.turns), found.near) == (1, 1_000, 1, True)
     await line.release(first)
     assert await line.retry(alive) == "a"
 
