@@ -14,7 +14,7 @@ from router_client.learning.bound_shares import BoundShares
 from router_client.pricing.pool import FetchKnowledge, Pool
 
 MAX_AGE_MS = 200.0
-EMPTY_GRACE_S = 10.0
+EMPTY_GRACE_S = 60.0
 BEHIND_S = 3.0
 """Maximum age of the pool if the store is far away: it is then read in the background."""
 
@@ -38,19 +38,23 @@ class StaticFleet:
 
 
 class LastKnownRecords:
-    """The last-read fleet records. For EMPTY_GRACE_S an empty read does not replace them: a store that came back without its
-    data is empty until the indexers have written again, a second or two later."""
+    """The last-read fleet records. A pool that is no longer read keeps its records for EMPTY_GRACE_S from the first read
+    without it: a store that came back without its data lacks them until the indexers have written again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.records: Mapping[str, FleetRecord] = {}
         self._clock = clock
-        self._read_at = float("-inf")
+        self._missing_since: dict[str, float] = {}
 
     def update(self, read: Mapping[str, FleetRecord]) -> Mapping[str, FleetRecord]:
         """The records to use now, after this read."""
         now = self._clock()
-        if read or now - self._read_at > EMPTY_GRACE_S:
-            self.records, self._read_at = read, now
+        pools = {record.endpoint.pool_id for record in read.values()}
+        missing = {record.endpoint.pool_id for record in self.records.values()} - pools
+        self._missing_since = {id: self._missing_since.get(id, now) for id in missing}
+        kept = {id for id, since in self._missing_since.items() if now - since <= EMPTY_GRACE_S}
+        known = {id: record for id, record in self.records.items() if record.endpoint.pool_id in kept}
+        self.records = {**known, **read} if known else read
         return self.records
 
 

@@ -40,7 +40,7 @@ ROUTER = "kvatlas router"
 PICKERS = {
     "epp, whole answer": ("whole", True),
     "epp, headers only": ("whole", False),
-    "epp, leaves": ("none", True),
+    "epp, leaves": ("none", False),
 }
 """(`--response-mode`, True if Envoy sends the picker the answer's body) by name."""
 

@@ -82,7 +82,7 @@ class GatewaySettings(RoutingSettings):
     response_mode: Literal["whole", "headers", "none"] = Field(
         default="whole",
         description="Part of an answer that passes through the picker: `whole`, to read usage and times, only its "
-        "`headers`, or `none`.",
+        "`headers`, or `none`; all of it if the gateway sends answers in full duplex.",
     )
     pick_deadline_ms: float = Field(
         default=1_000.0, gt=0, description="Milliseconds for a decision; after that, the request gets a 503."

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvatlas.runtime.json_text import decode
 from kvatlas_router.continuation.chunk import Chunk, text_of_ids
-from kvatlas_router.continuation.reasons import Why
+from kvatlas_router.continuation.reasons import CannotContinue, Why
 
 _OF_TOKENS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 """Metadata that has an item for each token."""
@@ -16,19 +16,22 @@ _OF_TOKENS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_
 
 class GenerateEvents:
     """Reads events, and writes those of later engines as the first one's. `whole`: each event has the whole answer; None: not
-    known after a single event."""
+    known after a single event. Then the next engine's events wait until it is, if they say more than the client has."""
 
     def __init__(self) -> None:
         self.whole: bool | None = None
         self._id: object = None
         self._data: dict[str, Any] = {}
         self._seen, self._seen_text = 0, 0
+        self._client_ids: int | None = None
+        """The ids that the client has, if another engine repeats them before `whole` is known."""
+        self._held = False
         self._ids, self._text = array("q"), ""
         """Those of the answer that the current engine has in its prompt."""
         self._of_tokens: dict[str, list[Any]] = {}
 
     def read(self, data: bytes) -> Chunk:
-        """Read the next event of an engine."""
+        """Read the next event of an engine. Raises CannotContinue if what the client lacks of it is not known."""
         try:
             decoded = decode(data)
         except (ValueError, RecursionError):
@@ -40,8 +43,16 @@ class GenerateEvents:
             return Chunk(other=Why.UNREADABLE)
         if meta.get("completion_tokens") != len(ids):
             self.whole = False
-        elif self._seen:
+        elif self._seen or self._held:
             self.whole = True
+        reason = meta.get("finish_reason")
+        if self._held and self.whole is False:
+            raise CannotContinue(Why.DIVERGED)
+        if self.whole is None and self._client_ids is not None and (reason or len(ids) > self._client_ids):
+            if reason:
+                raise CannotContinue(Why.DIVERGED)
+            self._held = True
+            return Chunk(opens=True)
         self._data = decoded
         self._id = self._id or meta.get("id")
         if self.whole:
@@ -50,7 +61,6 @@ class GenerateEvents:
         else:
             new_ids, new_text = ids, text
             self._seen, self._seen_text = self._seen + len(ids), self._seen_text + len(text)
-        reason = meta.get("finish_reason")
         finish = reason.get("type") if isinstance(reason, dict) else None
         matched = reason.get("matched") if isinstance(reason, dict) else None
         cached = meta.get("cached_tokens")
@@ -70,6 +80,9 @@ class GenerateEvents:
             if isinstance(listed := meta.get(name), list) and self.whole:
                 self._of_tokens[name] = [*self._of_tokens.get(name, ())[:written], *listed][: len(ids)]
         self._ids, self._text = ids[:], text
+        if self.whole is None:
+            self._client_ids = max(self._client_ids or 0, self._seen)
+        self._held = False
         self._seen = self._seen_text = 0
 
     def write(self, raw: bytes, usage: Mapping[str, Any], *, repeats: bool) -> bytes:

@@ -137,7 +137,9 @@ class _Stream:
 
     @property
     def _leaves(self) -> bool:
-        return self._settings.response_mode is ResponseMode.NONE and self._state.request_over
+        """True if the rest is the gateway's. In full duplex it keeps nothing that it sent: a quick answer would be lost."""
+        leaves = self._settings.response_mode is ResponseMode.NONE and not self._state.can_change_answer
+        return leaves and self._state.request_over
 
     async def _decide(self, ask: AskDestination) -> bool:
         head = self._restrict(ask.head)

@@ -46,12 +46,21 @@ async def test_what_is_worked_out_of_records_is_kept_until_more_than_loads_chang
     assert [candidate.id for candidate in fourth.candidates] == ["w1"]
 
 
-def test_an_empty_read_does_not_replace_the_records_at_once() -> None:
-    records, now_s = pool(worker("w1")), [0.0]
+def test_a_pool_that_is_no_longer_read_keeps_its_records_for_a_while() -> None:
+    records, other, now_s = pool(worker("w1")), {"w2": worker("w2", model_id="other")}, [0.0]
     last = LastKnownRecords(lambda: now_s[0])
     assert last.update({}) == {}
-    assert last.update(records) == records
-    now_s[0] += EMPTY_GRACE_S
-    assert last.update({}) == records
+    assert last.update({**records, **other}) == {**records, **other}
+    now_s[0] += (
+        10 * EMPTY_GRACE_S
+    )  # the store was away, and nothing was read: the time counts from the first read without it
+    assert last.update({}) == {**records, **other}
+    now_s[0] += EMPTY_GRACE_S / 2
+    assert last.update(other) == {**records, **other}
+    now_s[0] += EMPTY_GRACE_S / 2
+    assert last.update(other) == {**records, **other}
     now_s[0] += 0.1
+    assert last.update(other) == other
+    assert last.update({}) == other
+    now_s[0] += EMPTY_GRACE_S + 0.1
     assert last.update({}) == {}

@@ -182,13 +182,28 @@ def test_a_stream_of_token_ids_has_the_same_bytes(
 @given(HALVES, st.lists(st.integers(1, 40), max_size=3), st.lists(st.integers(1, 3), min_size=4, max_size=4))
 def test_events_of_several_token_ids_go_on(tokens: list[str], deaths: list[int], parts: list[int]) -> None:
     """Engines put several into one event if their router reads slowly, or if they guess tokens ahead."""
-    text = TextRequest.of(
-        Api.GENERATE, {"stream": True, "input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 99}}
-    )
+    text, tokens = generate_request(), [*tokens, *"end"]  # no first event is the last
     undisturbed = run(text, [ExactEngine(tokens)], [])
     engines = [ExactEngine(tokens, parts=parts[at:] + parts[:at]) for at in range(len(deaths) + 1)]
     found = [event for event in run(text, engines, deaths).split(b"\n\n") if event]
     assert _same_identity(found[-2]) == _same_identity(undisturbed.split(b"\n\n")[-3])
+
+
+@pytest.mark.parametrize(("whole", "parts"), [(True, [3]), (False, [3]), (True, [2, 1]), (False, [2, 1])])
+def test_a_part_is_not_guessed(whole: bool, parts: list[int]) -> None:
+    """One event does not say if those of an engine have the whole answer. What may follow it has to say so."""
+    engines = [ExactEngine("aaa", whole=whole), ExactEngine("aaa", whole=whole, parts=parts)]
+    if whole and len(parts) > 1:
+        last = [event for event in run(generate_request(), engines, [3]).split(b"\n\n") if event][-2]
+        assert b'"text":"aaa"' in last and b'"output_ids":[1000,1001,1002]' in last
+    else:
+        with pytest.raises(CannotContinue, match="diverged"):
+            run(generate_request(), engines, [3])
+
+
+def generate_request() -> TextRequest:
+    body = {"stream": True, "input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 99}}
+    return TextRequest.of(Api.GENERATE, body)
 
 
 @pytest.mark.parametrize("after", [2, 3])

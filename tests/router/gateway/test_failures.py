@@ -49,7 +49,8 @@ SHARED_TRACE = "0af7651916cd43dd8448eb211c80319c"
         ("headers and trailers", "whole", 1, 1, 0),
         ("buffered", "whole", 2, 0, 2),
         ("buffered, override", "headers", 2, 0, 0),
-        ("whole", "none", 0, 2, 0),
+        ("whole", "none", 2, 0, 2),  # Envoy would lose an answer that comes before the picker has left
+        ("headers", "none", 0, 2, 0),
         ("tls", "whole", 2, 0, 2),
     ],
 )

@@ -66,6 +66,22 @@ async def test_a_model_is_not_called_unknown_before_the_fleet_was_read() -> None
         assert await catalogue.scope_of(MODEL) == SCOPE
 
 
+async def test_a_model_is_known_for_a_while_after_the_store_came_back_without_its_data() -> None:
+    """However long it was away, and even if other models are written first."""
+    fleet = Fleet()
+    fleet.open.set()
+    one = record("o", "http://o:1")
+    other = one.model_copy(update={"endpoint": one.endpoint.model_copy(update={"model_id": "other"})})
+    async with engine_client() as client:
+        catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
+        assert await catalogue.scope_of(MODEL) == SCOPE
+        without: list[Mapping[str, FleetRecord]] = [{}, {"o": other}]
+        for records in without:
+            fleet.records, fleet.now_s = records, fleet.now_s + 20
+            assert await catalogue.scope_of("unknown") is None  # reads the fleet again
+            assert await catalogue.scope_of(MODEL) == SCOPE
+
+
 async def test_a_pool_is_sglangs_only_if_all_of_its_engines_are() -> None:
     fleet = Fleet()
     fleet.open.set()
