@@ -161,7 +161,7 @@ async def test_a_file_of_identities_that_cannot_be_used_is_told_at_once(tmp_path
     for text in (None, "{", '{"publishers": {}}', '{"publishers": {"a": {"workers": 1}}}'):
         if text is not None:
             file.write_text(text)
-        with pytest.raises(SettingsError, match="--identities is"):
+        with pytest.raises(SettingsError, match=rf"--identities(: can't read| is) '{file}'"):
             load_identities(file, "--identities")
 
 

@@ -144,7 +144,7 @@ def test_a_created_cache_is_an_empty_one() -> None:
     [
         (None, "data None"),
         ({"type": "moved"}, "unknown event 'moved'"),
-        ({"type": "stored", "parent_hash": "a", "blocks": []}, "after 'a'"),
+        ({"type": "stored", "parent_hash": "a", "blocks": []}, "parent_hash 'a'"),
         ({"type": "stored", "parent_hash": None, "blocks": [5]}, "AttributeError"),
         ({"type": "stored", "parent_hash": None, "blocks": [{"block_hash": 1, "cache_level": 0}]}, "KeyError 'tokens'"),
         ({"type": "stored", "parent_hash": None, "blocks": [{"block_hash": 1, "tokens": []}]}, "stored block"),
