@@ -15,8 +15,18 @@ POOL_LIBRARY = FunctionLibrary(
     "kvatlas_pool",
     Path(__file__).parent / "functions",
     (
-        *("_clock", "_layout", "_orders", "_queue", "_pool", "_register", "_pair_choice", "_evaluation"),
-        *("_look_alikes", "_held_blocks", "_lookup_rows", "_lookup", "_choice"),
+        *(
+            "_clock",
+            "_layout",
+            "_orders",
+            "_queue",
+            "_queue_turns",
+            "_queue_charges",
+            "_pool",
+            "_register",
+            "_pair_choice",
+        ),
+        *("_evaluation", "_look_alikes", "_held_blocks", "_lookup_rows", "_lookup", "_choice"),
     ),
 )
 

@@ -25,7 +25,9 @@ def test_sizes_and_times_are_the_same() -> None:
 
 
 def test_the_queue_has_the_same_bounds_and_units() -> None:
-    found = constants(POOL_LIBRARY.source("_queue"))
+    found = {}
+    for part in ("_queue", "_queue_turns", "_queue_charges"):
+        found |= constants(POOL_LIBRARY.source(part))
     for module, names in (
         (pool_queue, ("LEASE_US", "PROGRAM_US", "FORGET_US", "MOST_COUNTERS", "MOST_CHARGES", "MOST_COUNTER")),
         (queue_lines, ("MOST_WINDOW", "MOST_LANES", "MOST_LINES", "MOST_AHEAD")),

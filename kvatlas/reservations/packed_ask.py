@@ -1,0 +1,154 @@
+"""An ask, and a request that may wait, in the form that a pool's functions in the store read."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import msgpack
+
+from kvatlas.index.redis.keys import ShardKeys
+from kvatlas.reservations.lookup import Lookup
+from kvatlas.reservations.protocol import Ask, LookAlikes, OfferKind
+from kvatlas.reservations.room_and_slo import Limits
+from kvatlas.reservations.waiting_request import WaitingRequest, digest
+
+_packer = msgpack.Packer(use_bin_type=False)
+"""In msgpack's older form, where text and bytes are one type: the store's Lua reads byte strings only in that."""
+
+
+def pack(value: Any) -> bytes:
+    """A value as the store's Lua reads it."""
+    packed: bytes = _packer.pack(value)
+    return packed
+
+
+def _pack_fields(*values: Any) -> bytes:
+    """The fields of a list of up to 15, without its head: several of these, joined behind one head, are one list."""
+    return pack(values)[1:]
+
+
+def _head(fields: int) -> bytes:
+    """The head of a list of up to 15 fields (msgpack's fixarray)."""
+    return bytes([0x90 | fields])
+
+
+def pack_ask(ask: Ask, lookup: bytes) -> bytes:
+    """An ask in the form of `functions/_evaluation.lua`. `lookup`: packed, in the form of `functions/_lookup.lua`."""
+    chains = [(cut.step_tokens, cut.hashes) for cut in ask.chains]
+    numbers: dict[int, int] = {}
+    kinds: list[Any] = []
+    offers: list[Any] = []
+    look_alikes: list[Any] = []
+
+    def number_of(kind: OfferKind) -> int:
+        if (number := numbers.get(id(kind))) is None:
+            number = numbers[id(kind)] = len(numbers)
+            kinds.extend(_kind_fields(kind))
+        return number
+
+    for worker_id, kind, held_steps, cached_tokens, base_us, work_us, _ in ask.offers:
+        offers += (worker_id, number_of(kind), held_steps, cached_tokens, base_us, work_us)
+    for likeness, (_, kind, held_steps, cached_tokens, base_us, work_us, _), _ in ask.look_alikes:
+        look_alikes += (likeness, number_of(kind), held_steps, cached_tokens, base_us, work_us)
+    layout, skipped = ask.pair_layout, list(ask.skipped)
+    if skipped and ask.offers:  # a worker with its own offer must not count twice
+        skipped = list(set(skipped).difference(offer.worker_id for offer in ask.offers))
+    before = _pack_fields(
+        ask.again_factor,
+        chains,
+        kinds,
+        offers,
+        0 if ask.limits is None else _limit_fields(ask.limits, ask.look_alikes),
+        0 if layout is None else (layout.prefills, layout.decodes, layout.groups, layout.transfers_us),
+        look_alikes,
+        skipped,
+        ask.least_members,
+        ask.ring,
+    )
+    return b"".join((_head(13), before, lookup, _pack_fields(*_fetch_fields(ask))))
+
+
+def pack_lookup(lookup: Lookup, keys: ShardKeys, odd: bytes) -> bytes:
+    """A lookup in the form of `functions/_lookup.lua`; `odd`: its odd workers, packed."""
+    chains = lookup.distinct_chains
+    numbers = {id(one): number for number, one in enumerate(chains, 1)}
+    reuse: list[float] = []
+    for one, (most, lost, loses_first, share, unit) in zip(lookup.chains, lookup.reuse, strict=True):
+        reuse += (numbers.get(id(one), 0), most, lost, int(loses_first), share, unit)
+    scope_id = lookup.scope.scope_id
+    before = _pack_fields(
+        *(keys.blocks(scope_id), keys.active, keys.workers, keys.held, scope_id),
+        [(one.tokens, one.hashes) for one in chains],
+        reuse,
+    )
+    return b"".join((_head(10), before, odd, _pack_fields(lookup.home or "", lookup.home_us)))
+
+
+def pack_odd(odd: Mapping[str, int]) -> bytes:
+    """The odd workers of a lookup, each with the number of its row."""
+    return pack(list(chain.from_iterable((worker_id, row + 1) for worker_id, row in odd.items())))
+
+
+def waiting_row(request: WaitingRequest) -> tuple[Any, ...]:
+    """A request in the form of `functions/_queue.lua`."""
+    return (
+        request.id,
+        digest(request.tenant),
+        request.weight_milli,
+        request.rank,
+        digest(request.program) if request.program else "",
+        request.input_tokens,
+        request.output_tokens,
+        max(0, request.age_us),
+        max(0, request.left_us),
+        request.lane,
+        0 if request.workers is None else sorted(request.workers),
+        *request.limits,
+        int(request.may_wait),
+    )
+
+
+def _fetch_fields(ask: Ask) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """All sources, each once, and what offers, then look-alikes, would fetch: number of the row (from 1), us, numbers of its
+    sources."""
+    numbers: dict[str, int] = {}
+    fetching = chain((one.fetching for one in ask.offers), (one.offer.fetching for one in ask.look_alikes))
+    rows = [
+        (row, one.us, *(numbers.setdefault(source, len(numbers) + 1) for source in one.sources))
+        for row, one in enumerate(fetching, start=1)
+        if one is not None
+    ]
+    return list(numbers), rows
+
+
+def _kind_fields(kind: OfferKind) -> tuple[float, ...]:
+    prices = kind.prices
+    return (
+        0 if kind.chain is None else kind.chain + 1,
+        kind.limit_tokens,
+        kind.lost_tokens,
+        prices.queued_us,
+        prices.running_us,
+        prices.kv_us,
+        prices.waiting_tokens,
+        prices.token_us,
+        prices.token_squared_us,
+        prices.hit_us,
+        kind.believed_us,
+        kind.capacity_steps,
+        kind.interference,
+        kind.arrivals,
+    )
+
+
+def _limit_fields(limits: Limits, look_alikes: Sequence[LookAlikes]) -> tuple[Any, ...]:
+    return (
+        limits.ttft_us,
+        limits.decode_us,
+        limits.slo_factor,
+        int(limits.slo_filters),
+        limits.input_tokens,
+        list(chain.from_iterable(limits.of_offers)),
+        int(limits.look_alikes_have_room),
+        [each.decode_us for each in look_alikes],
+    )
