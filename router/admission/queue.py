@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from kvatlas.errors import KvatlasError
 from kvatlas.reservations import MustWait, QueueIsFull, Turns, WaitingRequest
 from kvatlas.reservations.waiting_request import Place
+from kvatlas.runtime.background_task import end_tasks
 from router_client.errors import NoWorkers
 
 T = TypeVar("T")
@@ -182,9 +183,7 @@ class AdmissionQueue:
     async def close(self) -> None:
         """Stop asking. What still waits in the store gives way when its time is over."""
         tasks = [line.asking for line in self._lines.values() if line.asking is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
     # ------------------------------------------------------------ one request
 

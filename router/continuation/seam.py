@@ -81,12 +81,12 @@ class Seam:
         self._identity: dict[str, bytes] = {}
         self._sent = SentAnswer()
         self._prompt_ids = array("q")
-        """Of a chat; empty unless the answer can go on by ids."""
+        """The prompt's token ids; empty unless this is a chat whose answer can continue by ids."""
         self._reasoned_ids = 0
         """The ids up to the last part with reasoning."""
         self._resumed = self._speaks = self._by_ids = False
         self._least_prompt_tokens = 0
-        """Of the next engine: fewer mean that its template left something out."""
+        """Prompt tokens that the next engine should count; if it counts fewer, its template left something out."""
         self._base_letters = 0
         self._finished = self._has_usage = False
 

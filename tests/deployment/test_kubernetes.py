@@ -50,7 +50,7 @@ def validate(document: Object) -> None:
 
 @cache
 def _validate(text: str) -> None:
-    """Of a document in JSON, once: most charts and examples have most documents in common."""
+    """`validate` of a document in JSON. Cached, because charts and examples share most documents."""
     document: Object = json.loads(text)
     if model := model_of(document["kind"]):
         read = model.model_validate(document).model_dump(mode="json", by_alias=True, exclude_unset=True)

@@ -25,7 +25,7 @@ def test_sizes_and_times_are_the_same() -> None:
 
 
 def test_the_queue_has_the_same_bounds_and_units() -> None:
-    found = {}
+    found: dict[str, int] = {}
     for part in ("_queue", "_queue_turns", "_queue_charges"):
         found |= constants(POOL_LIBRARY.source(part))
     for module, names in (
