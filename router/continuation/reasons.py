@@ -38,11 +38,13 @@ class Why(StrEnum):
 
 
 class CannotContinue(KvatlasError):
-    """The answer can't go on elsewhere."""
+    """The answer can't continue at another worker."""
 
     def __init__(self, why: Why | None) -> None:
         """`why` None: that is switched off."""
-        super().__init__(f"the answer can't go on elsewhere: {why.value if why is not None else 'switched off'}")
+        super().__init__(
+            f"it can't continue at another worker (reason: {why.value if why is not None else 'switched off'})"
+        )
         self.why = why
 
 

@@ -139,7 +139,8 @@ class ContinuedAnswer:
         """Let the engine that has begun to answer go on. Does nothing for the first one."""
         if self._next is None or self.seam is None:
             return
-        _log.info("a stream goes on elsewhere after %d tokens: %s", self._next.tokens, self.lost)
+        id, tokens = self.request.id or "without an id", self._next.tokens
+        _log.info("request %s: its answer continues at another worker after %d tokens: %s", id, tokens, self.lost)
         self.seam.resume(self._next.rest, self._next.tokens)
         self._next, self.goes_on, self._reached = None, True, self.seam.reached
         self.counters.resumed += 1
@@ -156,7 +157,8 @@ class ContinuedAnswer:
         """End the client's answer as its engine did."""
         if why is not None:
             self.counters.count(why)
-            _log.info("a stream ends with its engine: %s", CannotContinue(why))
+            id = self.request.id or "without an id"
+            _log.info("request %s: its answer ends with an error, because %s", id, CannotContinue(why))
         withheld = (b"" if self.seam is None else self.seam.withheld) or self._withheld
         if withheld:
             await self.request.send({"type": "http.response.body", "body": withheld})

@@ -222,7 +222,7 @@ class WorkerTries:
             why = attempts.line or "no other worker is left to try"
         except CannotContinue as error:
             why = str(error)
-        _log.info("worker %s is stalled, and its stream waits for it: %s", stalled.choice.worker_id, why)
+        _log.info("worker %s: it is stalled, but keeps its request: %s", stalled.choice.worker_id, why)
         attempts.answer.stay()
         attempts.stalled, attempts.read, attempts.request.decision = None, read, decision
         if attempts.tried == tried:
