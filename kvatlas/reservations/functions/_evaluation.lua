@@ -8,7 +8,8 @@
 -- Kinds, offers and look-alikes are rows of flat lists: hundreds of tables would take longer than all the rest.
 -- kind: number of its chain (0: none), most tokens that can be used, tokens of a hit that are lost, us for each queued token,
 --   running request, KV token, tokens that a waiting request stands for, us for each prompt token, squared prompt token, hit,
---   us for which predictions are believed, their capacity in steps, what a us costs by which an open request is delayed.
+--   us for which predictions are believed, their capacity in steps, price of each us by which a running request is
+-- delayed.
 -- offer: worker, number of its kind (from 0), steps it holds, cached tokens, cost without load, the part of that cost before
 --   the first token. Ties go to the first offer.
 -- look-alikes: the same, with a likeness instead of a worker.
@@ -27,7 +28,7 @@ local MOST_CHAINS, MOST_STEPS = 16, 2048 -- chains of an ask, and steps in all o
 local MOST_LOOKED_UP_CHAINS = 4 -- as in kvatlas/reservations/lookup.py
 local MOST_LIKENESSES = 32 -- of an ask
 local MOST_SOURCES = 16 -- of an offer
-local MOST_MATCHED, LONG = 64, 4096 -- predictions that one ask looks at; one counts once more for each LONG bytes of hashes
+local MOST_MATCHED, LONG = 64, 4096 -- predictions that one ask reads; each counts once more for every LONG bytes of its hashes
 local LEVEL_NO_ROOM = 2
 local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
@@ -104,8 +105,9 @@ local function shared(chain, offset, hashes)
   return low
 end
 
--- Returns the predictions that share a prefix with a chain: a list of { id, prediction, steps = leading steps of the chain that
--- it covers, whole = is all of the prediction shared? }; and how many it may still look at of `left`.
+-- Returns the predictions that share a prefix with a chain, as a list of { id, prediction, steps = leading steps of the
+-- chain that
+-- it covers, whole = is all of the prediction shared? }; and how many of `left` it may still read.
 local function matches_of(keys, chain, now, left)
   local matches, chain_steps = {}, #chain / HASH_BYTES
   for first = 0, chain_steps - 1, CHUNK do

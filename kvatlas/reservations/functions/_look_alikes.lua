@@ -11,7 +11,7 @@ local FIRST_READ, MOST_READ = 4, 512
 local ROUNDING_US = 1 -- equal sums may differ in cost by this much
 local MOST_RETURNED, MOST_LOOKED_UP = 32, 4 -- the latter if the choice looked up what they hold
 local MOST_WEIGHED, MOST_OVERDUE = 160, 64 -- of one ask
-local MOST_EQUALS = 10000 -- more with the lowest score are read in their order, from whatever place the ask has on the ring
+local MOST_EQUALS = 10000 -- if more have the lowest score, they are read in order, not from the place of the ask on the ring
 
 -- Finds the groups of the ask's look-alikes, and which of these are weighed one by one. Returns false if there are too few.
 local function find_look_alikes(state)
