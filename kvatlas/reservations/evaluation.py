@@ -98,7 +98,7 @@ class Candidates(NamedTuple):
 
 
 def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer:
-    """The offer to a worker that holds so much of the prompt, from its row of look-alikes in an ask with a lookup."""
+    """The offer to a worker that holds this much of the prompt, from its row of look-alikes in an ask with a lookup."""
     assert ask.lookup is not None
     row_offer = ask.look_alikes[row].offer
     kind, base_us, work_us = row_offer.kind, row_offer.base_us, row_offer.work_us
@@ -111,7 +111,7 @@ def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer
 
 
 def next_source(fetching: Fetching | None, busy_until_us: Mapping[str, int], now_us: int) -> str | None:
-    """The first of the sources that are free, else the one that is free first; None without any."""
+    """The first of the sources that are free, otherwise the one that becomes free first; None without any."""
     if fetching is None:
         return None
     return min(fetching.sources, key=lambda source: max(now_us, busy_until_us.get(source, 0)))
