@@ -115,7 +115,7 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
             await wait_until_routable(probe.store, len(fleet.engines), SETTLE_S)
             console.print(
                 f"{workload.requests} requests of {len(workload.sessions)} conversations, "
-                f"{settings.workload.system_prompts} system prompts; engines at {settings.speed_up:g} x speed"
+                f"{settings.workload.system_prompts} system prompts; simulated engines run at {settings.speed_up:g} x speed"
             )
             phases = await run_phases(console, settings, workload, fleet.routers, probe)
     if as_json:
@@ -140,7 +140,7 @@ async def run_phases(
         TextColumn("{task.description:12}"),
         BarColumn(bar_width=10),
         MofNCompleteColumn(),
-        TextColumn("hit rate {task.fields[hits]:>6}  mean TTFT {task.fields[ttft]:>8}"),
+        TextColumn("{task.fields[hits]:>6} cached, first token after {task.fields[ttft]:>6}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:

@@ -72,14 +72,14 @@ class Phase:
 
 
 def build_table(phases: Sequence[Phase]) -> Table:
-    table = Table("", *(phase.name for phase in phases), title="one workload, equal cold caches")
+    table = Table("", *(phase.name for phase in phases), title="the same conversations, from empty caches")
     rows = {
         "requests": [f"{len(p.outcomes):,} in {p.seconds:.0f} s" for p in phases],
-        "hit rate of prompt tokens": [f"{p.hit_rate:.1%}" for p in phases],
-        "TTFT, mean": [f"{p.mean_ttft_ms:,.0f} ms" for p in phases],
-        "TTFT, p99": [f"{p.p99_ttft_ms:,.0f} ms" for p in phases],
-        "cached tokens, predicted": [f"{sum(o.predicted_tokens for o in p.outcomes):,}" for p in phases],
-        "cached tokens, real": [f"{sum(o.cached_tokens for o in p.outcomes):,}" for p in phases],
+        "prompt tokens found cached": [f"{p.hit_rate:.1%}" for p in phases],
+        "time to first token, mean": [f"{p.mean_ttft_ms:,.0f} ms" for p in phases],
+        "time to first token, p99": [f"{p.p99_ttft_ms:,.0f} ms" for p in phases],
+        "cached tokens, as the router predicted": [f"{sum(o.predicted_tokens for o in p.outcomes):,}" for p in phases],
+        "cached tokens, as the engines counted": [f"{sum(o.cached_tokens for o in p.outcomes):,}" for p in phases],
         "requests predicted exactly": [f"{p.exact_rate:.1%}" for p in phases],
         **{
             f"  {MEANING[why]}": [f"{p.deviations[why]:,}" for p in phases]
@@ -87,7 +87,7 @@ def build_table(phases: Sequence[Phase]) -> Table:
             if any(p.deviations[why] for p in phases)
         },
         "blocks in the index at the end": [f"{p.blocks_indexed:,}" for p in phases],
-        "event lag, p50 / p99": [f"{_at_most(p.lag_p50_ms)} / {_at_most(p.lag_p99_ms)}" for p in phases],
+        "event to index, p50 / p99": [f"{_at_most(p.lag_p50_ms)} / {_at_most(p.lag_p99_ms)}" for p in phases],
         "engines refused (503)": [f"{sum(o.refused for o in p.outcomes):,}" for p in phases],
     }
     for name, cells in rows.items():
