@@ -20,9 +20,9 @@ Written by `make lab` and `make lab STUDY=...`; don't edit. Each chapter ends wi
 Conclusions: [replay](replay.md).
 
 Requests are replayed against simulated engines in virtual time, with kvatlas' real ledger, index, cost model and reservations
-([how](replay.md)). Step costs in the chapters on workloads and terms are those of a 70-billion-parameter model on four accelerators
-(`benchmarks/lab/grid.py` derives them); in the chapter on events, roughly those of an 8-billion-parameter model on one. None is
-measured on a card. `kvatlas replay --help` explains the policies.
+([how](replay.md)). Step costs in the chapters on workloads and terms are those of a 70-billion-parameter model on four
+accelerators (`benchmarks/lab/grid.py` derives them); in the chapter on events, roughly those of an 8-billion-parameter model on
+one. None is measured on a card. `kvatlas replay --help` explains the policies.
 """
 _MARK = re.compile(r"^<!-- chapter: (\w+) -->\n", re.MULTILINE)
 
