@@ -26,8 +26,9 @@ class Why(StrEnum):
     AUDIO = "audio"
     PENALTIES = "penalties"  # engines count only what they generated themselves
     TEMPLATE = "template"  # the client's own template or form
+    TOKENS = "tokens"  # they were not known in time
     OBJECT = "object"  # only the engine has what the request names
-    REASONING = "reasoning"  # no engine takes a partial one, and only token ids go on behind it
+    REASONING = "reasoning"  # only token ids go on in it and behind it, and they or its markers are not known
     TOOL_CALL = "tool_call"  # the text behind a begun call is not in the stream
     LONG = "long"  # longer than what is kept
     UNREADABLE = "unreadable"  # an event in another form

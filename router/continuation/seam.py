@@ -23,6 +23,8 @@ from kvatlas_router.continuation.rest_request import (
     stops_of,
 )
 from kvatlas_router.continuation.sent_answer import SentAnswer
+from kvatlas_router.continuation.thoughts import END as END_OF_REASONING
+from kvatlas_router.continuation.thoughts import Markers, Thoughts
 from kvatlas_router.continuation.usage import WholeUsage, count
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
@@ -41,12 +43,16 @@ _BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
 class Rest:
     """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
     the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed.
-    `by_ids`: a conversation goes on as a completion of token ids."""
+    `by_ids`: a conversation goes on as a completion of token ids. `reasoned`: it has reasoning, so how that is marked must be
+    known; then the next engine generates `markers`, and begins `inside` the reasoning or not."""
 
     parts: int = 0
     tokens: int = 0
     lag: int | None = 0
     by_ids: bool = False
+    reasoned: bool = False
+    markers: Markers | None = None
+    inside: bool = False
 
 
 class Seam:
@@ -82,8 +88,9 @@ class Seam:
         self._sent = SentAnswer()
         self._prompt_ids = array("q")
         """The prompt's token ids; empty unless this is a chat whose answer can continue by ids."""
-        self._reasoned_ids = 0
-        """The ids up to the last part with reasoning."""
+        self._thoughts = Thoughts()
+        self._is_read = bool(text.body.get("tools") or text.body.get("logprobs") or text.media_items)
+        """The engine reads more than text from the tokens of this conversation."""
         self._resumed = self._speaks = self._by_ids = False
         self._least_prompt_tokens = 0
         """Prompt tokens that the next engine should count; if it counts fewer, its template left something out."""
@@ -154,14 +161,23 @@ class Seam:
         if self._chat_events is not None:
             self._chat_events.learn(raw, chunk)
             self._prompt_ids.extend(chunk.prompt_ids or ())
-        if chunk.other is Why.REASONING and self._prompt_ids and chunk.ids is not None:
-            self._reasoned_ids = len(self._sent.ids) + len(chunk.ids)
-        elif chunk.other is not None:
+        if chunk.other is not None:
             self._give_up(chunk.other)
+        if chunk.reasoning or self._thoughts.thinks:
+            chunk = self._join(chunk)
+            if chunk.reasoning and chunk.usage is not None:
+                self.usage.think()
         self._record(chunk)
         if not chunk.says and chunk.is_plain and chunk.ids is not None and self._hides_ids:
             return b""  # engines send it for its ids alone
         return self._shown(raw, chunk) if self._message is None else raw
+
+    def _join(self, chunk: Chunk) -> Chunk:
+        try:
+            return replace(chunk, text=self._thoughts.join(chunk.reasoning, chunk.text))
+        except CannotContinue as cannot:
+            self._give_up(cannot.why or Why.REASONING)
+            return chunk
 
     def _follow(self, raw: bytes, chunk: Chunk) -> bytes:
         """An event of another engine's answer. Empty if the client has it."""
@@ -181,8 +197,12 @@ class Seam:
                 return self._message.usage(self.usage.sum(chunk.usage or {})["completion_tokens"])
             return self._shown(edits.with_identity(raw, self._identity), chunk)
         sent = self._sent
+        if self._thoughts.markers is not None:
+            chunk = self._parse(chunk)
+        if chunk.reasoning:
+            raise CannotContinue(Why.DIVERGED)
         if chunk.other is not None:
-            if sent.ahead or self._finished or chunk.other is Why.REASONING:
+            if sent.ahead or self._finished:
                 raise CannotContinue(Why.DIVERGED)
             self._give_up(chunk.other)
         has_it, rest = self._finished, chunk.text
@@ -197,7 +217,7 @@ class Seam:
             if not rest and (has_it or chunk.finish is None):
                 self._record(chunk)
                 return b""
-            raw = edits.with_text(raw, rest)
+            raw = edits.with_text(raw, rest.replace(END_OF_REASONING, ""))
             if not rest and not self._hides_ids:
                 raw = edits.with_ids(raw, ())
         self._record(chunk)
@@ -212,10 +232,22 @@ class Seam:
         if self._generate is not None:
             return self._generate.write(raw, self.usage.sum(chunk.usage or {}), repeats=rest != chunk.text)
         if self._by_ids and self._chat_events is not None:
-            return self._shown(self._chat_events.part(raw, chunk, rest), chunk)
+            if self._thoughts.markers is not None and not rest and chunk.finish is None and self._hides_ids:
+                return b""
+            return self._shown(self._chat_events.part(raw, chunk, *self._thoughts.write(rest)), chunk)
         raw = edits.without_role(edits.with_identity(raw, self._identity))
         raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
         return self._shown(raw, chunk)
+
+    def _parse(self, chunk: Chunk) -> Chunk:
+        """A part of a completion as one of the conversation, and its reasoning's tokens."""
+        inside, markers = self._thoughts.inside, self._thoughts.markers
+        assert markers is not None
+        text = self._thoughts.read(chunk.text, last=chunk.finish is not None)
+        if inside and chunk.usage is not None:
+            ids, end = chunk.ids or (), markers.ids[1]
+            self.usage.think_on(len(ids) - ids.index(end) if end in ids else 0)  # vLLM does not count it
+        return replace(chunk, text=text)
 
     def _repeat(self, chunk: Chunk) -> str:
         """The part's text behind what the client has."""
@@ -287,8 +319,12 @@ class Seam:
         if self.why is not None:
             raise CannotContinue(self.why)
         sent, text = self._sent, self._sent.text
-        by_ids = self._chat_events is not None and self._chat_events.can_write and bool(self._prompt_ids)
-        if not by_ids and self._chat and (self._reasoned_ids or text.lstrip().startswith(THINKING)):
+        can_write = self._chat_events is not None and self._chat_events.can_write
+        by_ids = can_write and bool(self._prompt_ids) and not self._is_read
+        reasoned = self._thoughts.reasoned
+        if not by_ids and self._chat and text.lstrip().startswith(THINKING):
+            raise CannotContinue(Why.REASONING)
+        if reasoned and self._is_read:
             raise CannotContinue(Why.REASONING)
         letters = len(text) - begun_stop(text, self._stops)
         at, kept = sent.letters, len(sent.parts)
@@ -297,12 +333,12 @@ class Seam:
             at -= len(sent.parts[kept].text)
         end = sent.end_of(kept)
         tokens = end.tokens
-        if end.ids <= self._reasoned_ids > 0:
-            raise CannotContinue(Why.REASONING)
+        reasoned = reasoned and not (by_ids and END_OF_REASONING in text[:at])
         if by_ids:
-            return Rest(kept, tokens, by_ids=True)
+            return Rest(kept, tokens, by_ids=True, reasoned=reasoned)
         longest = max(map(len, self._stops), default=1)
-        return Rest(kept, tokens, None if self._message is not None else min(longest - 1, tokens))
+        lag = None if self._message is not None else min(longest - 1, tokens)
+        return Rest(kept, tokens, lag, reasoned=reasoned)
 
     def _may_end(self, text: str, kept: int, at: int, letters: int, *, by_ids: bool) -> bool:
         """May another engine get the answer up to this part? It must be able to generate a token, see whole stop strings, and
@@ -318,6 +354,10 @@ class Seam:
             return False
         if (self._with_ids or by_ids) and (self._stops or not self._gives_ids(kept)):
             return False
+        if self._thoughts.reasoned and not self._thoughts.keeps and END_OF_REASONING not in text[:at]:
+            behind = text[at : at + 1]
+            if not behind or behind.isspace() or behind == END_OF_REASONING:
+                return False  # white space behind it may be missing
         return at <= letters and (by_ids or not (self._chat and at and text[at - 1].isspace()))
 
     def _gives_ids(self, kept: int) -> bool:
@@ -336,25 +376,56 @@ class Seam:
         """Set what the engines are: it decides how they read a conversation."""
         self._text = self._text.of_engines(kind, model_id, self._text.tenant_id)
 
+    @property
+    def model_id(self) -> str | None:
+        """The engines' model, once it is known."""
+        return self._text.model_id
+
     def by_ids(self, rest: Rest) -> Rest:
         """The rest of a conversation whose template does not fit, if the ids of its prompt and its text are known. Raises
         CannotContinue."""
-        reads_more = self._text.body.get("tools") or self._text.body.get("logprobs") or self._text.media_items
-        if reads_more or (self._chat_events is not None and not self._chat_events.can_write):
+        if self._is_read or (self._chat_events is not None and not self._chat_events.can_write):
             raise CannotContinue(Why.TEMPLATE)
         return replace(rest, by_ids=True)
 
-    def body_of_ids(self, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int) -> dict[str, Any]:
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The prompt's token ids, if the first engine gave them."""
+        return self._prompt_ids
+
+    def with_markers(self, rest: Rest, markers: Markers, prompt_ids: Sequence[int], ids: Sequence[int]) -> Rest | None:
+        """The rest by these ids, if they agree with what the client has: so the model does mark its reasoning like that."""
+        inside = markers.is_open([*prompt_ids, *ids])
+        if rest.parts and inside != self._is_inside(rest):
+            return None
+        return replace(rest, by_ids=True, markers=markers, inside=inside)
+
+    def _is_inside(self, rest: Rest) -> bool:
+        return self._thoughts.reasoned and END_OF_REASONING not in self.text_of(rest)
+
+    def body_of_ids(self, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int, rest: Rest) -> dict[str, Any]:
         """The body for the rest by ids, if the engine gave none. `tokens`: as its engines counted `ids`, which are of the
         answer so far."""
-        return body_of_ids(self._text, prompt_ids, ids, tokens)
+        shown = {} if rest.markers is None else {"skip_special_tokens": False}
+        return body_of_ids(self._text, prompt_ids, ids, tokens) | shown
 
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
         """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
         ids = self._sent.ids_of(rest.parts) if self._with_ids or rest.by_ids else []
         if rest.by_ids:
-            return body_of_ids(self._text, self._prompt_ids, ids, tokens)
+            return self.body_of_ids(self._prompt_ids, ids, tokens, rest)
         return body_of_rest(self._text, self.text_of(rest), ids, tokens)
+
+    def ids_of(self, rest: Rest) -> Sequence[int]:
+        """The token ids of the answer that the next engine gets, as far as the engines gave them."""
+        return self._sent.ids_of(rest.parts)
+
+    def trusts(self, rest: Rest, tokens: int) -> bool:
+        """May this be the number of the tokens that were read from the answer's text? Parsers remove white space behind
+        reasoning."""
+        if rest.lag is None:
+            return self._is_inside(rest) or self._thoughts.keeps
+        return rest.tokens - rest.lag <= tokens <= rest.tokens
 
     def text_of(self, rest: Rest) -> str:
         """The answer that the next engine gets."""
@@ -367,6 +438,7 @@ class Seam:
         self._base_letters = sent.letters
         self.usage.before = tokens
         self._by_ids = rest.by_ids
+        self._thoughts.resume(rest.markers, inside=rest.inside, fresh=rest.parts == 0)
         exact = self._chat and not rest.by_ids and rest.lag == 0 and self.usage.prompt_tokens is not None
         self._least_prompt_tokens = (self.usage.prompt_tokens or 0) + tokens if exact else 0
         if self._generate is not None:

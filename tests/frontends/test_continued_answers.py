@@ -26,7 +26,8 @@ pytestmark = pytest.mark.anyio
 SAY = '[[say The worker  that holds it answers:\n\nümlaut, "quotes" and more.]] Who holds it?'
 SAY_PLAINLY = "[[say The worker that holds it answers, and quotes more.]]"
 """Without letters of two tokens: half of one may come in an event with others, and its logprob can't be taken back."""
-REASON = "[[slow 0.02]][[say <think>A worker may hold it.</think>The worker that holds it answers.]]"
+REASON = "[[slow 0.02]][[say <think>\nA worker may hold it, ümlaut.\n</think>\n\nThe worker that holds it answers.]]"
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 USAGE = {"stream_options": {"include_usage": True}}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, **USAGE}),
@@ -44,13 +45,21 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stop": ("/v1/completions", {"prompt": SAY, "max_tokens": 99, "stop": ["quotes"], **USAGE}),
     "reasoning": (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": REASON}], "max_tokens": 99, **USAGE},
+        {"messages": [{"role": "user", "content": REASON}], "max_tokens": 99, **USAGE, **THINKS},
+    ),
+    "reasoning to its limit": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": REASON}], "max_tokens": 12, **USAGE, **THINKS},
+    ),
+    "reasoning with a stop": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": REASON}], "max_tokens": 99, "stop": ["answers"], **USAGE, **THINKS},
     ),
     "ids to ids": ("/inference/v1/generate", {"sampling_params": {"max_tokens": 99, "temperature": 0}, **USAGE}),
     "generate": ("/generate", {"text": SAY, "sampling_params": {"max_new_tokens": 99, "temperature": 0}}),
     "generate from ids": ("/generate", {"sampling_params": {"max_new_tokens": 99, "temperature": 0}}),
 }
-VLLM, SGLANG = frozenset({"reasoning", "ids to ids"}), frozenset({"generate", "generate from ids"})
+VLLM, SGLANG = frozenset({"ids to ids"}), frozenset({"generate", "generate from ids"})
 """What only one of them has."""
 
 
@@ -81,8 +90,7 @@ async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> N
             if name.endswith("ids"):
                 body["input_ids" if path == "/generate" else "token_ids"] = ids
             undisturbed = said(await read_stream(client, path, body))
-            first = int(undisturbed["events"] * 0.7) if name == "reasoning" else 3
-            for after in range(first, undisturbed["events"], 3):
+            for after in range(3, undisturbed["events"], 3):
                 fate.after, fate.asked = [after], []
                 found = said(await read_stream(client, path, body))
                 differ = {key: (undisturbed[key], found[key]) for key in found if found[key] != undisturbed[key]}
@@ -137,7 +145,7 @@ def said(raw: bytes) -> dict[str, Any]:
     )
     return {
         "text": "".join(texts),
-        "reasoning": "".join(one.get("delta", {}).get("reasoning") or "" for one in choices),
+        "reasoning": "".join(one.get("delta", {}).get("reasoning") or one.get("delta", {}).get("reasoning_content") or "" for one in choices),
         "ids": [id for one in choices for id in one.get("token_ids") or ()],
         "roles": [role for one in choices if (role := one.get("delta", {}).get("role"))],
         "finish": [(one["finish_reason"], one.get("stop_reason")) for one in choices if one["finish_reason"]],
