@@ -145,7 +145,10 @@ def said(raw: bytes) -> dict[str, Any]:
     )
     return {
         "text": "".join(texts),
-        "reasoning": "".join(one.get("delta", {}).get("reasoning") or one.get("delta", {}).get("reasoning_content") or "" for one in choices),
+        "reasoning": "".join(
+            one.get("delta", {}).get("reasoning") or one.get("delta", {}).get("reasoning_content") or ""
+            for one in choices
+        ),
         "ids": [id for one in choices for id in one.get("token_ids") or ()],
         "roles": [role for one in choices if (role := one.get("delta", {}).get("role"))],
         "finish": [(one["finish_reason"], one.get("stop_reason")) for one in choices if one["finish_reason"]],

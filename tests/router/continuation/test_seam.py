@@ -228,7 +228,8 @@ def thoughts(raw: bytes) -> tuple[str, str, Any]:
     decoded = [json.loads(event[6:]) for event in raw.split(b"\n\n") if event.startswith(b"data: {")]
     deltas = [choice["delta"] for one in decoded for choice in one["choices"]]
     reasoning, content = ("".join(delta.get(name, "") for delta in deltas) for name in ("reasoning", "content"))
-    return reasoning.rstrip(), content, decoded[-1]["usage"]
+    usage = {name: value for name, value in decoded[-1]["usage"].items() if name != "completion_tokens_details"}
+    return reasoning.rstrip(), content, usage
 
 
 @given(HALVES, st.lists(st.integers(1, 40), max_size=3), st.lists(st.integers(1, 3), min_size=4, max_size=4))
