@@ -54,6 +54,10 @@ class Rest:
     markers: Markers | None = None
     inside: bool = False
 
+    def counted(self, tokens: int) -> int:
+        """The tokens of the answer that the next engine gets, of whose text these were read."""
+        return tokens if self.lag is None else min(self.tokens, max(self.tokens - self.lag, tokens))
+
 
 class Seam:
     """Reads the events that a client gets; `feed` returns them as the client gets them. They leave out what only the router
@@ -246,7 +250,8 @@ class Seam:
         text = self._thoughts.read(chunk.text, last=chunk.finish is not None)
         if inside and chunk.usage is not None:
             ids, end = chunk.ids or (), markers.ids[1]
-            self.usage.think_on(len(ids) - ids.index(end) if end in ids else 0)  # vLLM does not count it
+            behind = len(ids) - ids.index(end) if end in ids else 0
+            self.usage.think_on(max(0, behind - (self._text.kind is EngineKind.SGLANG)))  # SGLang counts the end, too
         return replace(chunk, text=text)
 
     def _repeat(self, chunk: Chunk) -> str:
@@ -425,7 +430,7 @@ class Seam:
         reasoning."""
         if rest.lag is None:
             return self._is_inside(rest) or self._thoughts.keeps
-        return rest.tokens - rest.lag <= tokens <= rest.tokens
+        return abs(rest.tokens - tokens) <= rest.lag
 
     def text_of(self, rest: Rest) -> str:
         """The answer that the next engine gets."""

@@ -167,7 +167,7 @@ class ContinuedAnswer:
                     continue
             if (marked := seam.with_markers(rest, markers, prompt_ids, ids)) is None:
                 continue
-            tokens = rest.tokens if rest.lag == 0 else len(ids)
+            tokens = rest.counted(len(ids))
             body = seam.body_of_ids(prompt_ids, ids, tokens, marked)
             found = await self._read(TextRequest.of(Api.COMPLETIONS, body))
             return _Next(marked, tokens, Api.COMPLETIONS, body), found
@@ -209,9 +209,7 @@ class ContinuedAnswer:
         if rest.lag == 0 or not rest.parts:
             return rest.tokens
         counted = (await self._read_text(seam.text_of(rest))).prompt_tokens
-        if counted is None:
-            return rest.tokens
-        return counted if rest.lag is None else min(rest.tokens, max(rest.tokens - rest.lag, counted))
+        return rest.tokens if counted is None else rest.counted(counted)
 
     async def _first_prompt(self) -> RequestPrompt:
         """The prompt of the client's request, with its tokens if they can be known."""

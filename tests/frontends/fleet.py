@@ -88,7 +88,7 @@ def sglang_words(model: Path, name: str, port: int, events: int) -> list[str]:
         ),
         *("--page-size", str(BLOCK_SIZE), "--max-total-tokens", "300000"),
         *("--enable-metrics", "--enable-cache-report", "--kv-events-config", json.dumps(config)),
-        *("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"),
+        *("--tool-call-parser", "hermes"),
     ]
 
 

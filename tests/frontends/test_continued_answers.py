@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 SAY = '[[say The worker  that holds it answers:\n\nümlaut, "quotes" and more.]] Who holds it?'
 SAY_PLAINLY = "[[say The worker that holds it answers, and quotes more.]]"
 """Without letters of two tokens: half of one may come in an event with others, and its logprob can't be taken back."""
-REASON = "[[slow 0.02]][[say <think>\nA worker may hold it, ümlaut.\n</think>\n\nThe worker that holds it answers.]]"
+REASON = "[[slow 0.02]][[say <think>\nA worker may hold it.\n</think>\n\nThe worker that holds it answers.]]"
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 USAGE = {"stream_options": {"include_usage": True}}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,13 +53,14 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "reasoning with a stop": (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": REASON}], "max_tokens": 99, "stop": ["answers"], **USAGE, **THINKS},
+        {"messages": [{"role": "user", "content": REASON.replace("may", "mäy")}], "max_tokens": 99, "stop": ["answers"], **THINKS},
     ),
     "ids to ids": ("/inference/v1/generate", {"sampling_params": {"max_tokens": 99, "temperature": 0}, **USAGE}),
     "generate": ("/generate", {"text": SAY, "sampling_params": {"max_new_tokens": 99, "temperature": 0}}),
     "generate from ids": ("/generate", {"sampling_params": {"max_new_tokens": 99, "temperature": 0}}),
 }
-VLLM, SGLANG = frozenset({"ids to ids"}), frozenset({"generate", "generate from ids"})
+VLLM = frozenset({"ids to ids", "reasoning", "reasoning to its limit", "reasoning with a stop"})
+SGLANG = frozenset({"generate", "generate from ids"})
 """What only one of them has."""
 
 
