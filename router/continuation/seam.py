@@ -11,9 +11,11 @@ from kvatlas_router.answers.event_parser import MOST_DATA_BYTES, Event, EventPar
 from kvatlas_router.continuation import edits
 from kvatlas_router.continuation.chat_events import ChatEvents
 from kvatlas_router.continuation.chunk import Chunk, read_chunk
+from kvatlas_router.continuation.events import EventForm
 from kvatlas_router.continuation.generate_events import GenerateEvents
-from kvatlas_router.continuation.messages import END, MessageEvents, is_end, read_message_event
+from kvatlas_router.continuation.messages import MessageEvents
 from kvatlas_router.continuation.reasons import CannotContinue, Why
+from kvatlas_router.continuation.responses import ResponseEvents
 from kvatlas_router.continuation.rest_request import (
     begun_stop,
     body_of_ids,
@@ -76,7 +78,7 @@ class Seam:
         self.why: Why | None = None
         self._text = text
         self.usage = WholeUsage()
-        self._message = MessageEvents() if text.api is Api.MESSAGES else None
+        self._form = _form_of(text.api)
         self._chat_events = ChatEvents() if text.api is Api.CHAT else None
         self._generate = GenerateEvents() if text.api is Api.GENERATE else None
         self._chat = text.api.is_conversation
@@ -139,18 +141,17 @@ class Seam:
             return b""
         if event.data.strip() == b"[DONE]":
             self.ended = True
-            raw = raw if self._message is None else END
+            raw = raw if self._form is None else self._form.end
         elif event.cut:
             self._give_up(Why.LONG)
         elif self._resumed:
             raw = self._follow(raw, self._read(event.data))
-        elif self._message is None:
+        elif self._form is None:
             raw = self._begin(raw, self._read(event.data))
-        elif (chunk := read_message_event(event)) is None:
-            self.ended = self.ended or is_end(event)
         else:
-            self._message.learn(event, raw, chunk)
-            raw = self._begin(raw, chunk)
+            if (chunk := self._form.read(event, raw)) is not None:
+                raw = self._begin(raw, chunk)
+            self.ended = self.ended or self._form.is_end(event)
         self.events += bool(raw)
         return raw
 
@@ -174,7 +175,7 @@ class Seam:
         self._record(chunk)
         if not chunk.says and chunk.is_plain and chunk.ids is not None and self._hides_ids:
             return b""  # engines send it for its ids alone
-        return self._shown(raw, chunk) if self._message is None else raw
+        return self._shown(raw, chunk) if self._form is None else raw
 
     def _join(self, chunk: Chunk) -> Chunk:
         try:
@@ -191,14 +192,14 @@ class Seam:
                 raise CannotContinue(Why.TEMPLATE)
         if chunk.opens:
             return b""
-        if self._message is not None:
-            self._message.finish(chunk)
+        if self._form is not None:
+            self._form.finish(chunk)
         if not chunk.has_choice:
             if self._has_usage:
                 return b""
             self._record(chunk)
-            if self._message is not None:
-                return self._message.usage(self.usage.sum(chunk.usage or {})["completion_tokens"])
+            if self._form is not None:
+                return self._form.usage(self.usage.sum(chunk.usage or {}))
             return self._shown(edits.with_identity(raw, self._identity), chunk)
         sent = self._sent
         if self._thoughts.markers is not None:
@@ -229,10 +230,10 @@ class Seam:
             self._speaks, sent.silent = True, 0
         elif self._stops and not self._speaks and chunk.finish is None and self._may_change(chunk):
             return b""  # it holds back letters, as the first engine did
-        if self._message is not None:
+        if self._form is not None:
             if chunk.other is not None:
-                raise CannotContinue(Why.DIVERGED)
-            return self._message.part(rest, last=chunk.finish is not None)
+                raise CannotContinue(chunk.other)
+            return self._form.part(*self._thoughts.write(rest), last=chunk.finish is not None)
         if self._generate is not None:
             return self._generate.write(raw, self.usage.sum(chunk.usage or {}), repeats=rest != chunk.text)
         if self._by_ids and self._chat_events is not None:
@@ -281,6 +282,7 @@ class Seam:
     def _record(self, chunk: Chunk) -> None:
         if not chunk.has_choice:
             self._has_usage = self._has_usage or chunk.usage is not None
+            self._finished = self._finished or self._form is not None
             return
         self._finished = self._finished or chunk.finish is not None
         if self.why is not None or chunk.opens:
@@ -316,7 +318,7 @@ class Seam:
         counts = self._has_usage or not self._text.wants_usage or self._generate is not None
         complete = self._finished and counts
         if complete and self.why in (None, Why.REASONING, Why.TOOL_CALL):
-            return DONE if self._message is None else END
+            return DONE if self._form is None else self._form.end
         return None
 
     def rest(self) -> Rest:
@@ -342,7 +344,7 @@ class Seam:
         if by_ids:
             return Rest(kept, tokens, by_ids=True, reasoned=reasoned)
         longest = max(map(len, self._stops), default=1)
-        lag = None if self._message is not None else min(longest - 1, tokens)
+        lag = None if self._form is not None else min(longest - 1, tokens)
         return Rest(kept, tokens, lag, reasoned=reasoned)
 
     def _may_end(self, text: str, kept: int, at: int, letters: int, *, by_ids: bool) -> bool:
@@ -375,7 +377,7 @@ class Seam:
         """The API of the request for the rest."""
         if rest.by_ids:
             return Api.COMPLETIONS
-        return self._text.api if self._message is None else Api.CHAT
+        return self._text.api if self._form is None else Api.CHAT
 
     def of_engines(self, kind: EngineKind, model_id: str) -> None:
         """Set what the engines are: it decides how they read a conversation."""
@@ -455,6 +457,15 @@ class Seam:
     def _give_up(self, why: Why) -> None:
         self.why = self.why or why
         self._sent.clear()
+
+
+def _form_of(api: Api) -> EventForm | None:
+    match api:
+        case Api.MESSAGES:
+            return MessageEvents()
+        case Api.RESPONSES:
+            return ResponseEvents()
+    return None
 
 
 def _is_plain(passed: bytes) -> bool:

@@ -84,8 +84,8 @@ class ContinuedAnswer:
 
     def fields(self, text: TextRequest, kind: EngineKind) -> Mapping[str, Any]:
         """Fields that a request for it, or for the rest, needs at this kind of engine."""
-        of_message = self.request.text is not None and self.request.text.api is Api.MESSAGES
-        if self.seam is None or of_message:
+        named = self.request.text is not None and self.request.text.api in (Api.MESSAGES, Api.RESPONSES)
+        if self.seam is None or named:
             return {}
         return counting_fields(text, kind, self.request.prompt_tokens)
 

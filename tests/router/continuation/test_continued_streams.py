@@ -17,6 +17,7 @@ from kvatlas.identity import Scope
 from kvatlas.predictions.usage_counts import read_answer_use
 from kvatlas.store.connection import Store
 from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.tokens.chat_form import as_chat
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_simulator.http.chat_template import render
 from tests.eventually import until
@@ -45,6 +46,7 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "/v1/messages",
         {"system": "Be brief.", "messages": [{"role": "user", "content": "Who holds it?"}], "max_tokens": 8},
     ),
+    "response": ("/v1/responses", {"input": "Who holds it?", "instructions": "Be brief.", "max_output_tokens": 7}),
     "chat whose prompt opens the reasoning": (
         CHAT,
         {"messages": MESSAGES, "max_tokens": 7, "chat_template_kwargs": {"thinking": True}, **_USAGE},
@@ -77,7 +79,7 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-FIRST = {CHAT: 2, "/v1/messages": 3}
+FIRST = {CHAT: 2, "/v1/messages": 3, "/v1/responses": 5}
 """Events up to the first content. Before that, the router tries again anyway."""
 _SALTS = itertools.count()
 
@@ -93,13 +95,13 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], **f
     salt = f"salt {next(_SALTS)}"
     whole = {"model": MODEL, "temperature": 0, "stream": True, "cache_salt": salt, **body, **fields}
     raw = await read_stream(client, path, whole)
-    return re.sub(rb'"(id|request_id|created)":("[\w-]+"|\d+)', _once(raw), raw)
+    return re.sub(rb'"(id|item_id|request_id|created|created_at)":("[\w-]+"|\d+)', _once(raw), raw)
 
 
 def _once(raw: bytes) -> Any:
     """All events of a stream have the same id and time."""
-    ids = set(re.findall(rb'"(?:request_)?id":"([\w-]+)"', raw))
-    assert len(ids) <= 1 and len(set(re.findall(rb'"created":(\d+)', raw))) <= 1
+    ids = set(re.findall(rb'"(?:request_|item_)?id":"(?:msg-|resp-)?([\w-]+)"', raw))
+    assert len(ids) <= 1 and len(set(re.findall(rb'"created(?:_at)?":(\d+)', raw))) <= 1
     return rb'"\1":0'
 
 
@@ -118,7 +120,7 @@ async def test_a_stream_goes_on_after_each_of_its_events(store: Store, valkey_ur
         died = 0
         for name, (path, body) in REQUESTS.items():
             undisturbed = await ask(client, path, body)
-            assert undisturbed.endswith((b"data: [DONE]\n\n", b'"message_stop"}\n\n'))
+            assert undisturbed.endswith((b"data: [DONE]\n\n", b'"message_stop"}\n\n', b'"response.incomplete"}\n\n'))
             assert undisturbed == await ask(fleet.clients["w0"], path, body), "as the engine itself answers"
             for after in range(FIRST.get(path, 1), events(undisturbed)):
                 fate.death = (Death.KILLED, Death.RESET, Death.ENDED)[after % 3]
@@ -189,6 +191,7 @@ EVERY_EVENT: Mapping[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 4, **_USAGE}),
     "text": (COMPLETIONS, {"prompt": "Who holds the prefix?", "max_tokens": 3}),
     "message": ("/v1/messages", {"messages": [{"role": "user", "content": "Who holds it?"}], "max_tokens": 3}),
+    "response": ("/v1/responses", {"input": "Who holds it?", "max_output_tokens": 3}),
     "generate": ("/generate", {"text": "Who holds it?", "sampling_params": {"temperature": 0, "max_new_tokens": 3}}),
 }
 
@@ -228,6 +231,7 @@ async def test_a_stream_goes_on_after_a_kill_or_a_stall_at_each_of_its_events(
         async def compare(name: str) -> None:
             path, body, undisturbed = asked[name]
             found = await ask(client, path, body, model=name, cache_salt=None)
+            found, undisturbed = (re.sub(rb'"cached_tokens":\d+', b"", one) for one in (found, undisturbed))
             assert found == undisturbed, (name, path, kills.get(name), await not_continued(client))
 
         async with anyio.create_task_group() as tasks:
@@ -251,7 +255,8 @@ async def report_in_pool(fleet: Fleet, name: str, which: str, url: str) -> None:
 
 def prompt_of(api: Api, body: Mapping[str, Any]) -> list[int]:
     """The prompt's tokens in the simulator."""
-    return list((render(body["messages"]) if api.is_conversation else str(TextRequest.of(api, body).prompt)).encode())
+    messages = as_chat(TextRequest.of(api, body)).body.get("messages", ())
+    return list((render(messages) if api.is_conversation else str(TextRequest.of(api, body).prompt)).encode())
 
 
 async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url: str, no_budget: None) -> None:
