@@ -53,12 +53,14 @@ class ResponseEvents:
             return self._open(data.get("item"))
         if kind == "response.output_item.done" and isinstance(item := data.get("item"), dict):
             self._items.append(item)
-            return Chunk(finish="stop") if item.get("type") == "message" else None
+            return None
         if kind in _DELTAS and isinstance(text := data.get("delta"), str) and not data.get("logprobs"):
             self._delta = data
             self._parts.append(text)
             return Chunk(text=text) if _DELTAS[kind] == "message" else Chunk(reasoning=text)
         self._done += kind in _DONE
+        if kind == "response.output_text.done":
+            return Chunk(finish="stop")
         return None if kind in _SILENT or kind in _DONE else Chunk(other=Why.UNREADABLE)
 
     def _open(self, item: Any) -> Chunk | None:

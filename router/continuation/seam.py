@@ -46,7 +46,8 @@ class Rest:
     """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
     the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed.
     `by_ids`: a conversation goes on as a completion of token ids. `reasoned`: it has reasoning, so how that is marked must be
-    known; then the next engine generates `markers`, and begins `inside` the reasoning or not."""
+    known; then the next engine generates `markers`, and begins `inside` the reasoning or not, of which the client has
+    `thought` tokens; `apart`: tokens before its end that engines don't count as reasoning."""
 
     parts: int = 0
     tokens: int = 0
@@ -55,6 +56,8 @@ class Rest:
     reasoned: bool = False
     markers: Markers | None = None
     inside: bool = False
+    apart: int = 0
+    thought: int = 0
 
     def counted(self, tokens: int) -> int:
         """The tokens of the answer that the next engine gets, of whose text these were read."""
@@ -199,6 +202,7 @@ class Seam:
                 return b""
             self._record(chunk)
             if self._form is not None:
+                self.usage.cap(self._most)
                 return self._form.usage(self.usage.sum(chunk.usage or {}))
             return self._shown(edits.with_identity(raw, self._identity), chunk)
         sent = self._sent
@@ -213,15 +217,13 @@ class Seam:
         has_it, rest = self._finished, chunk.text
         if sent.silent and not sent.ahead and not chunk.text and (chunk.finish is None or has_it):
             sent.silent -= 1
-            self._record(chunk)
-            return b""
+            return self._drop(chunk)
         if sent.silent and not self._may_change(chunk) and not sent.ahead:
             raise CannotContinue(Why.DIVERGED)
         if sent.ahead or self._finished:
             rest = self._repeat(chunk)
             if not rest and (has_it or chunk.finish is None):
-                self._record(chunk)
-                return b""
+                return self._drop(chunk)
             raw = edits.with_text(raw, rest.replace(END_OF_REASONING, ""))
             if not rest and not self._hides_ids:
                 raw = edits.with_ids(raw, ())
@@ -244,6 +246,11 @@ class Seam:
         raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
         return self._shown(raw, chunk)
 
+    def _drop(self, chunk: Chunk) -> bytes:
+        """Of a part that the client has, only what ends it."""
+        self._record(chunk)
+        return b"" if self._form is None or chunk.finish is None else self._form.part("", "", last=True)
+
     def _parse(self, chunk: Chunk) -> Chunk:
         """A part of a completion as one of the conversation, and its reasoning's tokens."""
         inside, markers = self._thoughts.inside, self._thoughts.markers
@@ -251,7 +258,7 @@ class Seam:
         text = self._thoughts.read(chunk.text, last=chunk.finish is not None)
         if inside and chunk.usage is not None:
             ids, end = chunk.ids or (), markers.ids[1]
-            behind = len(ids) - ids.index(end) if end in ids else 0
+            behind = len(ids) - ids.index(end) if end in ids else int(not self._thoughts.inside)
             self.usage.think_on(max(0, behind - (self._text.kind is EngineKind.SGLANG)))  # SGLang counts the end, too
         return replace(chunk, text=text)
 
@@ -266,7 +273,9 @@ class Seam:
         else:
             raise CannotContinue(Why.DIVERGED)
         if rest and self._finished:
-            raise CannotContinue(Why.DIVERGED)
+            if self._form is None:
+                raise CannotContinue(Why.DIVERGED)
+            rest = ""  # its tokens were guessed, so it got no end at the limit
         if chunk.finish is not None and sent.ahead:
             if not (self._stops and chunk.finish == "stop"):
                 raise CannotContinue(Why.DIVERGED)
@@ -405,7 +414,11 @@ class Seam:
         inside = markers.is_open([*prompt_ids, *ids])
         if rest.parts and inside != self._is_inside(rest):
             return None
-        return replace(rest, by_ids=True, markers=markers, inside=inside)
+        end = ids.index(markers.ids[1]) if markers.ids[1] in ids else len(ids)
+        sglang = self._text.kind is EngineKind.SGLANG  # counts the markers, too
+        apart = 0 if sglang or markers.is_open(prompt_ids) else 1
+        thought = min(len(ids), end + 1) if sglang else max(0, end - apart)
+        return replace(rest, by_ids=True, markers=markers, inside=inside, apart=apart, thought=thought)
 
     def _is_inside(self, rest: Rest) -> bool:
         return self._thoughts.reasoned and END_OF_REASONING not in self.text_of(rest)
@@ -446,6 +459,8 @@ class Seam:
         self.usage.before = tokens
         self._by_ids = rest.by_ids
         self._thoughts.resume(rest.markers, inside=rest.inside, fresh=rest.parts == 0)
+        if self._form is not None and rest.markers is not None:  # its engines count at the end
+            self.usage.apart, self.usage.details = rest.apart, {"reasoning_tokens": rest.thought}
         exact = self._chat and not rest.by_ids and rest.lag == 0 and self.usage.prompt_tokens is not None
         self._least_prompt_tokens = (self.usage.prompt_tokens or 0) + tokens if exact else 0
         if self._generate is not None:

@@ -79,13 +79,16 @@ class Thoughts:
         self._between, self._fresh = False, fresh and not inside
 
     def read(self, text: str, *, last: bool) -> str:
-        """A part of it as joined text. It is empty as long as it may belong to a marker or to what parsers remove."""
+        """A part of it as joined text. It is empty as long as it may belong to a marker or to what parsers remove. Raises
+        CannotContinue if it has no markers."""
         if self.markers is None:
             return text
         text, self._held, thought = self._held + text, "", ""
         if self._fresh and text:
             self._fresh = False
             self.inside = text.startswith(self.markers.start)
+            if not self.inside:
+                raise CannotContinue(Why.REASONING)  # its parser does not need what begins it
             text = text.removeprefix(self.markers.start)
         if self.inside:
             thought, found, text = text.partition(self.markers.end)

@@ -49,6 +49,11 @@ class WholeUsage:
             counted = (self.completion_tokens or 0) - behind - self.apart
             self.details = {**(self.details or {}), "reasoning_tokens": counted}
 
+    def cap(self, most: int | None) -> None:
+        """No answer has more tokens than this; a guess of those that an engine got may exceed it."""
+        if most is not None and self.completion_tokens is not None:
+            self.completion_tokens = min(self.completion_tokens, most)
+
     @property
     def whole(self) -> Usage | None:
         """The usage of the client's request; None if no engine has counted."""
