@@ -330,8 +330,12 @@ class Seam:
             return DONE if self._form is None else self._form.end
         return None
 
-    def rest(self) -> Rest:
-        """What the client lacks, once its engine is gone. Raises CannotContinue."""
+    def is_at_limit(self, tokens: int) -> bool:
+        """True if no token may follow these."""
+        return self._most is not None and tokens >= self._most
+
+    def rest(self, most_parts: int | None = None) -> Rest:
+        """What the client lacks, once its engine is gone. `most_parts`: the next engine gets no more. Raises CannotContinue."""
         if self.why is not None:
             raise CannotContinue(self.why)
         sent, text = self._sent, self._sent.text
@@ -344,6 +348,9 @@ class Seam:
             raise CannotContinue(Why.REASONING)
         letters = len(text) - begun_stop(text, self._stops)
         at, kept = sent.letters, len(sent.parts)
+        while most_parts is not None and kept > most_parts:
+            kept -= 1
+            at -= len(sent.parts[kept].text)
         while kept and not self._may_end(text, kept, at, letters, by_ids=by_ids):
             kept -= 1
             at -= len(sent.parts[kept].text)
@@ -360,7 +367,7 @@ class Seam:
         """May another engine get the answer up to this part? It must be able to generate a token, see whole stop strings, and
         read the text as it is: templates may strip white space."""
         last = self._sent.end_of(kept)
-        if self._most is not None and last.tokens >= self._most:
+        if self.is_at_limit(last.tokens):
             return False
         if self._finished and kept >= self._sent.finished_at:
             return False

@@ -84,8 +84,7 @@ class ContinuedAnswer:
 
     def fields(self, text: TextRequest, kind: EngineKind) -> Mapping[str, Any]:
         """Fields that a request for it, or for the rest, needs at this kind of engine."""
-        named = self.request.text is not None and self.request.text.api in (Api.MESSAGES, Api.RESPONSES)
-        if self.seam is None or named:
+        if self.seam is None:
             return {}
         return counting_fields(text, kind, self.request.prompt_tokens)
 
@@ -132,7 +131,12 @@ class ContinuedAnswer:
             seam.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
             self._prompt = read if self._prompt is None else self._prompt
             self._patient_until = time.monotonic() + min(TOKENS_WAIT_S, read.prompt.wait_s or TOKENS_WAIT_S)
-            self._next, found = await (self._thinking_on(seam, rest) if rest.reasoned else self._ask_for(seam, rest))
+            self._next, found = await self._ask_for(seam, rest)
+            while (
+                rest.parts and rest.lag is None and seam.is_at_limit(self._next.tokens)
+            ):  # until then, they were guessed
+                rest = seam.rest(rest.parts - 1)
+                self._next, found = await self._ask_for(seam, rest)
         except CannotTokenize as cannot:
             raise CannotContinue(Why.TEMPLATE) from cannot
         except (InvalidValue, UnknownModel, Unreachable) as away:
@@ -141,6 +145,8 @@ class ContinuedAnswer:
 
     async def _ask_for(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
         """The request for the rest, and its prompt."""
+        if rest.reasoned:
+            return await self._think_on(seam, rest)
         tokens, api = await self._count(seam, rest), seam.asks(rest)
         body = seam.body(rest, tokens)
         found = await self._read(TextRequest.of(api, body))
@@ -151,7 +157,7 @@ class ContinuedAnswer:
             found = await self._read(TextRequest.of(api, body))
         return _Next(rest, tokens, api, body), found
 
-    async def _thinking_on(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
+    async def _think_on(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
         """The same for an answer with reasoning, whose markers must be known."""
         prompt_ids = seam.prompt_ids or _ids_of(await self._first_prompt())
         for markers in markers_of(seam.model_id):
