@@ -14,7 +14,8 @@ from kvatlas_router.continuation.reasons import Why
 
 _DELTAS = {"response.output_text.delta": "message", "response.reasoning_text.delta": "reasoning"}
 _NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
-_SILENT = ("response.content_part.added", "response.in_progress", "response.queued")
+_SILENT = ("response.in_progress", "response.queued")
+_PART = "response.content_part.added"
 _DONE = ("response.output_text.done", "response.reasoning_text.done", "response.content_part.done")
 """What ends an item before its own event: one for its text, one for its part."""
 _ENDS = ("response.completed", "response.incomplete")
@@ -32,8 +33,8 @@ class ResponseEvents:
         self._item: dict[str, Any] = {}
         self._parts: list[str] = []
         self._delta: dict[str, Any] = {}
-        self._done = 0
-        """Events of the item's end that the client has."""
+        self._has_part, self._done = False, 0
+        """What the client has of the item's other events: the one that begins its part, and those of its end."""
         self._is_cut = False
 
     def read(self, event: Event, raw: bytes) -> Chunk | None:
@@ -58,16 +59,17 @@ class ResponseEvents:
             self._delta = data
             self._parts.append(text)
             return Chunk(text=text) if _DELTAS[kind] == "message" else Chunk(reasoning=text)
+        self._has_part = self._has_part or kind == _PART
         self._done += kind in _DONE
         if kind == "response.output_text.done":
             return Chunk(finish="stop")
-        return None if kind in _SILENT or kind in _DONE else Chunk(other=Why.UNREADABLE)
+        return None if kind in (*_SILENT, *_DONE, _PART) else Chunk(other=Why.UNREADABLE)
 
     def _open(self, item: Any) -> Chunk | None:
         if not isinstance(item, dict) or item.get("type") not in _NAMES:
             is_call = isinstance(item, dict) and str(item.get("type")).endswith("_call")
             return Chunk(opens=True, other=Why.TOOL_CALL if is_call else Why.UNREADABLE)
-        self._item, self._parts, self._delta, self._done = item, [], {}, 0
+        self._begin(item)
         return Chunk(
             opens=True, other=Why.UNREADABLE if any(one.get("type") == "message" for one in self._items) else None
         )
@@ -88,7 +90,10 @@ class ResponseEvents:
     def _say(self, kind: str, text: str) -> bytes:
         opening = b""
         if self._is_closed or self._item["type"] != kind:
-            opening = self._close("completed") + self._begin(kind)
+            opening = self._close("completed") + self._add(kind)
+        if not self._has_part:
+            self._has_part = True
+            opening += self._event({**self._place, "part": self._part(""), "type": _PART})
         self._parts.append(text)
         logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         said = {**self._place, "delta": text, "type": f"response.{_NAMES[kind]}.delta", **logprobs}
@@ -96,14 +101,15 @@ class ResponseEvents:
             {**said, **{name: value for name, value in self._delta.items() if name not in said}}
         )
 
-    def _begin(self, kind: str) -> bytes:
+    def _add(self, kind: str) -> bytes:
+        """The event that begins an item."""
         id = str(self._created["response"]["id"]).replace("resp_", "msg_" if kind == "message" else "rs_", 1)
         content: dict[str, Any] = {"content": [], "role": "assistant"} if kind == "message" else {"summary": []}
-        self._item, self._parts, self._delta = {"id": id, **content, "status": "in_progress", "type": kind}, [], {}
-        self._done = 0
-        added = {"item": self._item, "output_index": len(self._items), "type": "response.output_item.added"}
-        part = {**self._place, "part": self._part(""), "type": "response.content_part.added"}
-        return self._event(added) + self._event(part)
+        self._begin({"id": id, **content, "status": "in_progress", "type": kind})
+        return self._event({"item": self._item, "output_index": len(self._items), "type": "response.output_item.added"})
+
+    def _begin(self, item: dict[str, Any]) -> None:
+        self._item, self._parts, self._delta, self._has_part, self._done = item, [], {}, False, 0
 
     def _close(self, status: str) -> bytes:
         """The events that end the item, if it has not ended."""

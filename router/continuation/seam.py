@@ -47,7 +47,8 @@ class Rest:
     the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed.
     `by_ids`: a conversation goes on as a completion of token ids. `reasoned`: it has reasoning, so how that is marked must be
     known; then the next engine generates `markers`, and begins `inside` the reasoning or not, of which the client has
-    `thought` tokens; `apart`: tokens before its end that engines don't count as reasoning."""
+    `thought` tokens; `apart`: tokens before its end that engines don't count as reasoning. `is_known`: its tokens begin with
+    the prompt's; else that is not known."""
 
     parts: int = 0
     tokens: int = 0
@@ -58,6 +59,7 @@ class Rest:
     inside: bool = False
     apart: int = 0
     thought: int = 0
+    is_known: bool = True
 
     def counted(self, tokens: int) -> int:
         """The tokens of the answer that the next engine gets, of whose text these were read."""
@@ -101,6 +103,7 @@ class Seam:
         self._is_read = bool(text.body.get("tools") or text.body.get("logprobs") or text.media_items)
         """The engine reads more than text from the tokens of this conversation."""
         self._resumed = self._speaks = self._by_ids = False
+        self._misfit = Why.TEMPLATE
         self._least_prompt_tokens = 0
         """Prompt tokens that the next engine should count; if it counts fewer, its template left something out."""
         self._base_letters = 0
@@ -192,7 +195,7 @@ class Seam:
         if chunk.usage is not None:
             self.usage.learn(chunk.usage, first=False)
             if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
-                raise CannotContinue(Why.TEMPLATE)
+                raise CannotContinue(self._misfit)
         if chunk.opens:
             return b""
         if self._form is not None:
@@ -468,6 +471,7 @@ class Seam:
         self._thoughts.resume(rest.markers, inside=rest.inside, fresh=rest.parts == 0)
         if self._form is not None and rest.markers is not None:  # its engines count at the end
             self.usage.apart, self.usage.details = rest.apart, {"reasoning_tokens": rest.thought}
+        self._misfit = Why.TEMPLATE if rest.is_known else Why.TOKENS
         exact = self._chat and not rest.by_ids and rest.lag == 0 and self.usage.prompt_tokens is not None
         self._least_prompt_tokens = (self.usage.prompt_tokens or 0) + tokens if exact else 0
         if self._generate is not None:

@@ -150,11 +150,15 @@ class ContinuedAnswer:
         tokens, api = await self._count(seam, rest), seam.asks(rest)
         body = seam.body(rest, tokens)
         found = await self._read(TextRequest.of(api, body))
-        if api.is_conversation and not _begins_with(found, await self._first_prompt()):
+        if not api.is_conversation:
+            return _Next(rest, tokens, api, body), found
+        fits = _begins_with(found, await self._first_prompt())
+        if fits is False:
             rest, api = seam.by_ids(rest), Api.COMPLETIONS
             ids = await self._ids_of_text(seam.text_of(rest))
             body = seam.body_of_ids(_ids_of(await self._first_prompt()), ids, tokens, rest)
             found = await self._read(TextRequest.of(api, body))
+        rest = replace(rest, is_known=fits is not None)
         return _Next(rest, tokens, api, body), found
 
     async def _think_on(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
@@ -241,13 +245,13 @@ class ContinuedAnswer:
         return read
 
 
-def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool:
-    """True if the prompt with a part of the answer begins with the prompt, as far as their tokens are known. Templates may add
-    something behind a prompt that they leave out before a partial answer, such as `<think>`."""
+def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool | None:
+    """True if the prompt with a part of the answer begins with the prompt; None if their tokens are not known. Templates may
+    add something behind a prompt that they leave out before a partial answer, such as `<think>`."""
     if longer.prompt_tokens is None or prompt.prompt_tokens is None:
-        return True
+        return None
     first, whole = prompt.prompt.tokens, longer.prompt.tokens
-    return first is None or whole is None or list(whole[: len(first)]) == list(first)
+    return None if first is None or whole is None else list(whole[: len(first)]) == list(first)
 
 
 def _ids_of(prompt: RequestPrompt) -> Sequence[int]:
