@@ -28,7 +28,7 @@ _log = logging.getLogger("kvatlas_router.proxy")
 TOKENS_WAIT_S = 10.0
 """Longest wait for late tokens that an answer needs to continue; shorter if its request may wait less for a worker."""
 AGAIN_S = 0.05
-_LATE = (WhyNoTokens.LATE, WhyNoTokens.BUSY)
+_LATE = frozenset({WhyNoTokens.LATE.value, WhyNoTokens.BUSY.value})
 
 KindOf = Callable[[Scope], Awaitable[EngineKind]]
 ReadPrompt = Callable[[TextRequest], Awaitable[RequestPrompt]]
@@ -132,9 +132,7 @@ class ContinuedAnswer:
             self._prompt = read if self._prompt is None else self._prompt
             self._patient_until = time.monotonic() + min(TOKENS_WAIT_S, read.prompt.wait_s or TOKENS_WAIT_S)
             self._next, found = await self._ask_for(seam, rest)
-            while (
-                rest.parts and rest.lag is None and seam.is_at_limit(self._next.tokens)
-            ):  # until then, they were guessed
+            while rest.parts and rest.lag is None and seam.is_at_limit(self._next.tokens):  # which it could only guess
                 rest = seam.rest(rest.parts - 1)
                 self._next, found = await self._ask_for(seam, rest)
         except CannotTokenize as cannot:
@@ -152,11 +150,14 @@ class ContinuedAnswer:
         found = await self._read(TextRequest.of(api, body))
         if not api.is_conversation:
             return _Next(rest, tokens, api, body), found
-        fits = _begins_with(found, await self._first_prompt())
+        first = await self._first_prompt()
+        fits = _begins_with(found, first)
+        if fits is None and rest.lag != 0 and {found.untokenized, first.untokenized} & _LATE:
+            raise CannotContinue(Why.TOKENS)  # the next engine's count of the prompt would not show it, either
         if fits is False:
             rest, api = seam.by_ids(rest), Api.COMPLETIONS
             ids = await self._ids_of_text(seam.text_of(rest))
-            body = seam.body_of_ids(_ids_of(await self._first_prompt()), ids, tokens, rest)
+            body = seam.body_of_ids(_ids_of(first), ids, tokens, rest)
             found = await self._read(TextRequest.of(api, body))
         rest = replace(rest, is_known=fits is not None)
         return _Next(rest, tokens, api, body), found

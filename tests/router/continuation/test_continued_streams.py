@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import anyio
@@ -425,7 +426,7 @@ async def test_a_client_leaves_during_the_rest(store: Store, valkey_url: str, no
 
         await until(is_free, what="its bookings are gone")
         for engine in fleet.clients.values():
-            await until(lambda engine=engine: requests_are(engine, "running", 0), what="no engine computes for it")
+            await until(partial(requests_are, engine, "running", 0), what="no engine computes for it")
         proxy = (await status(client))["proxy"]
         assert (proxy["answered"], proxy["gone"], proxy["broken"], proxy["continued"]["resumed"]) == (1, 1, 0, 1)
 
