@@ -12,5 +12,6 @@ generate_events.py  SGLang's `/generate`
 rest_request.py     the request for the rest of an answer
 usage.py            the usage of the whole answer
 sent_answer.py      what the client has of an answer
+cuts.py             where it is cut
 seam.py             the events that follow it without a seam
 """

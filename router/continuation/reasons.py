@@ -86,6 +86,8 @@ def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
         return Why.BEAMS
     if body.get("echo"):
         return Why.ECHO
+    if body.get("include_reasoning") is False:
+        return Why.REASONING
     if _is_guided(text):
         return Why.GUIDED
     modalities = body.get("modalities")

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kvatlas.fleet.records import EngineKind
@@ -11,17 +11,16 @@ from kvatlas_router.answers.event_parser import MOST_DATA_BYTES, Event, EventPar
 from kvatlas_router.continuation import edits
 from kvatlas_router.continuation.chat_events import ChatEvents
 from kvatlas_router.continuation.chunk import Chunk, read_chunk
+from kvatlas_router.continuation.cuts import Cuts, Rest
 from kvatlas_router.continuation.events import EventForm
 from kvatlas_router.continuation.generate_events import GenerateEvents
 from kvatlas_router.continuation.messages import MessageEvents
 from kvatlas_router.continuation.reasons import CannotContinue, Why
 from kvatlas_router.continuation.responses import ResponseEvents
 from kvatlas_router.continuation.rest_request import (
-    begun_stop,
     body_of_ids,
     body_of_rest,
     has_ids,
-    most_tokens,
     stops_of,
 )
 from kvatlas_router.continuation.sent_answer import SentAnswer
@@ -39,31 +38,6 @@ DONE = b"data: [DONE]\n\n"
 _ERROR_MARKS = (b'"error"', b'"abort"', b'"response.failed"')
 """An event without a type has one of these if it is an error."""
 _BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
-    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed.
-    `by_ids`: a conversation goes on as a completion of token ids. `reasoned`: it has reasoning, so how that is marked must be
-    known; then the next engine generates `markers`, and begins `inside` the reasoning or not, of which the client has
-    `thought` tokens; `apart`: tokens before its end that engines don't count as reasoning. `is_known`: its tokens begin with
-    the prompt's; else that is not known."""
-
-    parts: int = 0
-    tokens: int = 0
-    lag: int | None = 0
-    by_ids: bool = False
-    reasoned: bool = False
-    markers: Markers | None = None
-    inside: bool = False
-    apart: int = 0
-    thought: int = 0
-    is_known: bool = True
-
-    def counted(self, tokens: int) -> int:
-        """The tokens of the answer that the next engine gets, of whose text these were read."""
-        return tokens if self.lag is None else min(self.tokens, max(self.tokens - self.lag, tokens))
 
 
 class Seam:
@@ -90,9 +64,7 @@ class Seam:
         options = text.body.get("stream_options")
         self._shows_usage = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
         self._with_ids = has_ids(text)
-        self._letters_are_ids = text.api is Api.TOKENS and text.body.get("output_mode") in (None, "tokens")
         self._hides_ids = text.api not in (Api.TOKENS, Api.GENERATE) and text.body.get("return_token_ids") is not True
-        self._most = most_tokens(text)
         self._stops = stops_of(text)
         self._parser = EventParser()
         self._identity: dict[str, bytes] = {}
@@ -100,6 +72,7 @@ class Seam:
         self._prompt_ids = array("q")
         """The prompt's token ids; empty unless this is a chat whose answer can continue by ids."""
         self._thoughts = Thoughts()
+        self._cuts = Cuts(text, self._sent, self._thoughts)
         self._is_read = bool(text.body.get("tools") or text.body.get("logprobs") or text.media_items)
         """The engine reads more than text from the tokens of this conversation."""
         self._resumed = self._speaks = self._by_ids = False
@@ -205,7 +178,7 @@ class Seam:
                 return b""
             self._record(chunk)
             if self._form is not None:
-                self.usage.cap(self._most)
+                self.usage.cap(self._cuts.most)
                 return self._form.usage(self.usage.sum(chunk.usage or {}))
             return self._shown(edits.with_identity(raw, self._identity), chunk)
         sent = self._sent
@@ -335,7 +308,7 @@ class Seam:
 
     def is_at_limit(self, tokens: int) -> bool:
         """True if no token may follow these."""
-        return self._most is not None and tokens >= self._most
+        return self._cuts.is_at_limit(tokens)
 
     def rest(self, most_parts: int | None = None) -> Rest:
         """What the client lacks, once its engine is gone. `most_parts`: the next engine gets no more. Raises CannotContinue."""
@@ -349,14 +322,9 @@ class Seam:
             raise CannotContinue(Why.REASONING)
         if reasoned and self._is_read:
             raise CannotContinue(Why.REASONING)
-        letters = len(text) - begun_stop(text, self._stops)
-        at, kept = sent.letters, len(sent.parts)
-        while most_parts is not None and kept > most_parts:
-            kept -= 1
-            at -= len(sent.parts[kept].text)
-        while kept and not self._may_end(text, kept, at, letters, by_ids=by_ids):
-            kept -= 1
-            at -= len(sent.parts[kept].text)
+        if self._generate is not None and self._generate.whole is None:
+            most_parts = 0
+        kept, at = self._cuts.find(text, by_ids=by_ids, finished=self._finished, most_parts=most_parts)
         end = sent.end_of(kept)
         tokens = end.tokens
         reasoned = reasoned and not (by_ids and END_OF_REASONING in text[:at])
@@ -365,32 +333,6 @@ class Seam:
         longest = max(map(len, self._stops), default=1)
         lag = None if self._form is not None else min(longest - 1, tokens)
         return Rest(kept, tokens, lag, reasoned=reasoned)
-
-    def _may_end(self, text: str, kept: int, at: int, letters: int, *, by_ids: bool) -> bool:
-        """May another engine get the answer up to this part? It must be able to generate a token, see whole stop strings, and
-        read the text as it is: templates may strip white space."""
-        last = self._sent.end_of(kept)
-        if self.is_at_limit(last.tokens):
-            return False
-        if self._finished and kept >= self._sent.finished_at:
-            return False
-        if self._generate is not None and self._generate.whole is None:
-            return False
-        if not last.text:  # a token of a letter that is not complete, or one held back
-            return False
-        if (self._with_ids or by_ids) and (self._stops or not self._gives_ids(kept)):
-            return False
-        if self._thoughts.reasoned and not self._thoughts.keeps and END_OF_REASONING not in text[:at]:
-            behind = text[at : at + 1]
-            if not behind or behind.isspace() or behind == END_OF_REASONING:
-                return False  # white space behind it may be missing
-        return at <= letters and (by_ids or not (self._chat and at and text[at - 1].isspace()))
-
-    def _gives_ids(self, kept: int) -> bool:
-        """True if the part's ids end with its text: an event of several may end within a letter."""
-        if self._letters_are_ids:
-            return True
-        return self._sent.end_of(kept).ids - self._sent.end_of(kept - 1).ids == 1
 
     def asks(self, rest: Rest) -> Api:
         """The API of the request for the rest."""

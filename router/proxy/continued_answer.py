@@ -10,9 +10,10 @@ from typing import Any
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
+from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
-from kvatlas_router.continuation.seam import Rest, Seam
+from kvatlas_router.continuation.seam import Seam
 from kvatlas_router.continuation.thoughts import markers_of
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.events import named_event
-from kvatlas_router.continuation.seam import Rest, Seam
+from kvatlas_router.continuation.seam import Seam
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from tests.router.continuation.exact_engine import END, MARKERS, PROMPT, START, ExactEngine
 

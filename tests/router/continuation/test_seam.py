@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.fleet.records import EngineKind
+from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
-from kvatlas_router.continuation.seam import DONE, Rest, Seam
+from kvatlas_router.continuation.seam import DONE, Seam
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from tests.router.continuation.exact_engine import END, MARKERS, PROMPT, START, ExactEngine
 
@@ -332,6 +333,7 @@ def test_positions_of_tokens_in_the_text_go_on() -> None:
         ({"n": 2}, Why.CHOICES),
         ({"use_beam_search": True}, Why.BEAMS),
         ({"echo": True}, Why.ECHO),
+        ({"include_reasoning": False}, Why.REASONING),
         ({"response_format": {"type": "json_object"}}, Why.GUIDED),
         ({"structured_outputs": {"regex": "a+"}}, Why.GUIDED),
         ({"tools": [{}], "tool_choice": "required"}, Why.GUIDED),
