@@ -1,0 +1,85 @@
+"""Engines that parse reasoning die in the middle of it: another one's tokens go on, and the router parses them."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kvatlas.store.connection import Store
+from kvatlas_router.outliers.retry_budget import RetryBudget
+from tests.router.continuation.exact_engine import END, MARKERS, OPENED, PROMPT, START, ExactEngine
+from tests.router.continuation.mortal_engine import read_stream
+from tests.router.continuation.test_seam import thoughts
+from tests.router.proxy.engines import MODEL, PATIENT_MS, running_fleet, running_proxy
+from tests.router.proxy.faulty_engine import faulty_engine
+from tests.router.proxy.test_proxy import status
+
+pytestmark = pytest.mark.anyio
+
+THOUGHT, WORDS = ["\n", "A", " w", "ü", ".", "\n"], ["\n\n", "The", " worker", "."]
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Say"}], "max_tokens": 99, "stream": True}
+USAGE = {"stream_options": {"include_usage": True}, "temperature": 0}
+
+
+class ThinkingEngine:
+    """Its next streams end after so many events: `after` has a number for each. It tokenizes its answer and the markers;
+    other texts are a token each letter."""
+
+    def __init__(self, engine: ExactEngine) -> None:
+        self.engine = engine
+        self.after: list[int] = []
+        self.asked: list[str] = []
+
+    async def answer(self, request: Request) -> Response:
+        path, body = request.url.path, json.loads(await request.body() or b"{}")
+        if path == "/tokenize":
+            return JSONResponse({"tokens": self._tokens(body)})
+        if not body.get("stream"):
+            return JSONResponse({"error": "not here"}, 404)
+        self.asked.append(path)
+        return StreamingResponse(self._stream(self.engine.stream(body)), media_type="text/event-stream")
+
+    def _tokens(self, body: dict[str, Any]) -> list[int]:
+        if "messages" in body:
+            return list(OPENED if self.engine.opened else PROMPT)
+        text, tokens = body["prompt"], self.engine.tokens
+        if text == START + END:
+            return list(MARKERS.ids)
+        known = (at for at in range(len(tokens) + 1) if "".join(tokens[:at]) == text)
+        return self.engine.ids[:at] if (at := next(known, None)) is not None else list(text.encode())
+
+    async def _stream(self, events: list[bytes]) -> AsyncIterator[bytes]:
+        after = self.after.pop(0) if self.after else len(events)
+        for event in events[:after]:
+            yield event
+        if after < len(events):
+            raise ConnectionResetError
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("gives_ids", [True, False])
+async def test_reasoning_goes_on_after_each_event(
+    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, opened: bool, gives_ids: bool
+) -> None:
+    """By the ids that engines give, or by those of its text if they give none, as with stop strings."""
+    monkeypatch.setattr(RetryBudget, "take", lambda _: True)
+    script = ThinkingEngine(ExactEngine([*([] if opened else [START]), *THOUGHT, END, *WORDS], opened=opened))
+    body = {**BODY, **USAGE, **({} if gives_ids else {"stop": "zzz"})}
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(running_fleet(store, {}))
+        for worker_id in ("w0", "w1", "w2"):
+            engine = await stack.enter_async_context(faulty_engine(script.answer))
+            await fleet.report(worker_id, engine.url)
+        settings = {"continue_answers": "all", "tokenizer_deadline_ms": PATIENT_MS}
+        client = await stack.enter_async_context(running_proxy(valkey_url, **settings))
+        undisturbed = await read_stream(client, "/v1/chat/completions", body)
+        for after in range(3, undisturbed.count(b"\n\n")):
+            script.after, script.asked = [after], []
+            found = await read_stream(client, "/v1/chat/completions", body)
+            counted = (await status(client))["proxy"]["continued"]
+            assert thoughts(found) == thoughts(undisturbed), (after, script.asked, counted)
+        assert counted["resumed"] >= 10
