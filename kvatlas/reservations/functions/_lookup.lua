@@ -40,14 +40,14 @@ end
 -- Returns a family with its cursors by load, whose weights are those of its cheapest rows; nil if it is empty.
 local function open_family(state, rows, number)
   local ask, queued_us, running_us, kv_us, waiting_us = state.ask, math.huge, math.huge, math.huge, math.huge
-  local kinds, tokens_us, requests_us = ask.kinds, {}, {}
+  local kinds, delays_us = ask.kinds, {}
   for i, row in ipairs(rows) do
     local k = row.k
-    local token_us, request_us = load_prices(kinds, k, least_work(row))
-    tokens_us[i], requests_us[i] = token_us, request_us
-    queued_us, kv_us = math.min(queued_us, token_us), math.min(kv_us, kinds[k + KV_US])
-    running_us = math.min(running_us, request_us)
-    waiting_us = math.min(waiting_us, token_us * kinds[k + WAITING_TOKENS] / TOKENS_PER_WAITING)
+    local delay_us, waiting = interference(kinds, k, least_work(row), 1), kinds[k + QUEUED_US] * kinds[k + WAITING_TOKENS]
+    delays_us[i] = delay_us
+    queued_us, kv_us = math.min(queued_us, kinds[k + QUEUED_US]), math.min(kv_us, kinds[k + KV_US])
+    running_us = math.min(running_us, kinds[k + RUNNING_US] + delay_us)
+    waiting_us = math.min(waiting_us, waiting / TOKENS_PER_WAITING)
   end
   local family = {
     rows = rows, number = number, most = FIRST_READ, mean_us = 0,
@@ -65,8 +65,8 @@ local function open_family(state, rows, number)
     local queued, running, waits, kv = unpack(state.mean)
     for i, row in ipairs(rows) do
       local k = row.k
-      local mean_us = tokens_us[i] * (queued + kinds[k + WAITING_TOKENS] * waits) + kinds[k + KV_US] * kv
-        + requests_us[i] * running
+      local mean_us = kinds[k + QUEUED_US] * (queued + kinds[k + WAITING_TOKENS] * waits) + kinds[k + KV_US] * kv
+        + (kinds[k + RUNNING_US] + delays_us[i]) * running
       family.mean_us = math.min(family.mean_us, mean_us)
     end
   end

@@ -50,7 +50,7 @@ local function least_at(row, depth)
   local cached = cached_at(row, depth)
   local saved, again_us = worth(row.kinds, row.k, cached), row.again_us
   saved = saved > 0 and saved or 0 -- a small hit may cost more than it saves
-  least_us = row.base_us - saved + interference(row.kinds, row.k, row.work_us - saved, 0, 0)
+  least_us = row.base_us - saved
   if row.in_flight > cached and again_us > saved then
     least_us = least_us + row.again_factor * (again_us - saved)
   end

@@ -147,7 +147,7 @@ class Atlas(LoadBlind):
             with_source(quotes, evaluation.worker_id, evaluation.source),
             evaluation.by_offer,
             chosen=evaluation.chosen,
-            criteria=self._policy.criteria(prompt, self._pool),
+            criteria=self._policy.criteria(prompt),
         )
         self._last = results
         self._open[request.number] = _Open(router, now_us, results, IN_FLIGHT in results[0].cost.kinds)
