@@ -184,8 +184,10 @@ class Seam:
         sent = self._sent
         if self._thoughts.markers is not None:
             chunk = self._parse(chunk)
-        if chunk.reasoning:
-            raise CannotContinue(Why.DIVERGED)
+        elif chunk.reasoning or self._thoughts.inside:
+            if self._thoughts.inside and chunk.usage is not None:
+                self.usage.think_more(chunk.usage)
+            chunk = replace(chunk, text=self._thoughts.follow(chunk.reasoning, chunk.text))
         if chunk.other is not None:
             if sent.ahead or self._finished:
                 raise CannotContinue(Why.DIVERGED)
@@ -200,7 +202,7 @@ class Seam:
             rest = self._repeat(chunk)
             if not rest and (has_it or chunk.finish is None):
                 return self._drop(chunk)
-            raw = edits.with_text(raw, rest.replace(END_OF_REASONING, ""))
+            raw = self._cut(raw, chunk, rest)
             if not rest and not self._hides_ids:
                 raw = edits.with_ids(raw, ())
         self._record(chunk)
@@ -218,9 +220,20 @@ class Seam:
             if self._thoughts.markers is not None and not rest and chunk.finish is None and self._hides_ids:
                 return b""
             return self._shown(self._chat_events.part(raw, chunk, *self._thoughts.write(rest)), chunk)
+        self._thoughts.write(rest)
         raw = edits.without_role(edits.with_identity(raw, self._identity))
         raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
         return self._shown(raw, chunk)
+
+    def _cut(self, raw: bytes, chunk: Chunk, rest: str) -> bytes:
+        """The event with no more than this of its text."""
+        if not chunk.reasoning:
+            return edits.with_text(raw, rest.replace(END_OF_REASONING, ""))
+        thought, ended, content = rest.partition(END_OF_REASONING)
+        if not ended and END_OF_REASONING in chunk.text:
+            thought, content = "", rest
+        said = dict.fromkeys(chunk.thinks_in, thought) if thought else {}
+        return edits.with_delta(raw, said | ({"content": content} if content else {}))
 
     def _drop(self, chunk: Chunk) -> bytes:
         """Of a part that the client has, only what ends it."""
@@ -320,8 +333,6 @@ class Seam:
         reasoned = self._thoughts.reasoned
         if not by_ids and self._chat and text.lstrip().startswith(THINKING):
             raise CannotContinue(Why.REASONING)
-        if reasoned and self._is_read:
-            raise CannotContinue(Why.REASONING)
         if self._generate is not None and self._generate.whole is None:
             most_parts = 0
         kept, at = self._cuts.find(text, by_ids=by_ids, finished=self._finished, most_parts=most_parts)
@@ -357,6 +368,11 @@ class Seam:
         return replace(rest, by_ids=True)
 
     @property
+    def is_read(self) -> bool:
+        """True if only an engine can read the answer's tokens, since they may be tool calls, or must have logprobs."""
+        return self._is_read
+
+    @property
     def prompt_ids(self) -> Sequence[int]:
         """The prompt's token ids, if the first engine gave them."""
         return self._prompt_ids
@@ -380,6 +396,10 @@ class Seam:
         answer so far."""
         shown = {} if rest.markers is None else {"skip_special_tokens": False}
         return body_of_ids(self._text, prompt_ids, ids, tokens) | shown
+
+    def body_of_raw(self, raw: str, tokens: int) -> dict[str, Any]:
+        """The body of a chat for the rest of an answer with reasoning. `raw`: what the model has generated of it."""
+        return body_of_rest(self._text, raw, (), tokens)
 
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
         """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""

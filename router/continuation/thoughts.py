@@ -78,6 +78,15 @@ class Thoughts:
         self.markers, self.inside, self._held = markers, inside, ""
         self._between, self._fresh = False, fresh and not inside
 
+    def follow(self, reasoning: str, content: str) -> str:
+        """A part of another engine that parses the reasoning itself. Raises CannotContinue for reasoning behind its end."""
+        if reasoning and not self.inside:
+            raise CannotContinue(Why.DIVERGED)
+        if not (content and self.inside):
+            return reasoning + content
+        self.inside = False
+        return reasoning + END + content
+
     def read(self, text: str, *, last: bool) -> str:
         """A part of it as joined text. It is empty as long as it may belong to a marker or to what parsers remove. Raises
         CannotContinue if it has no markers."""

@@ -54,6 +54,14 @@ class WholeUsage:
         if most is not None and self.completion_tokens is not None:
             self.completion_tokens = min(self.completion_tokens, most)
 
+    def think_more(self, usage: Mapping[str, Any]) -> None:
+        """A later engine counts its own reasoning behind what it got."""
+        details = usage.get("completion_tokens_details")
+        own = count(details, "reasoning_tokens") if isinstance(details, dict) else None
+        if self.apart is not None and own is not None:
+            before = self.before - self.apart if self.before else 0
+            self.details = {**(self.details or {}), "reasoning_tokens": before + own}
+
     @property
     def whole(self) -> Usage | None:
         """The usage of the client's request; None if no engine has counted."""

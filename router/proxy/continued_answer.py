@@ -14,7 +14,7 @@ from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import Seam
-from kvatlas_router.continuation.thoughts import markers_of
+from kvatlas_router.continuation.thoughts import Markers, markers_of
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ContinuationCounters
@@ -180,10 +180,30 @@ class ContinuedAnswer:
             if (marked := seam.with_markers(rest, markers, prompt_ids, ids)) is None:
                 continue
             tokens = rest.counted(len(ids))
+            if seam.is_read:
+                if (found := await self._chat_on(seam, marked, markers, [*prompt_ids, *ids], tokens)) is not None:
+                    return found
+                continue
             body = seam.body_of_ids(prompt_ids, ids, tokens, marked)
-            found = await self._read(TextRequest.of(Api.COMPLETIONS, body))
-            return _Next(marked, tokens, Api.COMPLETIONS, body), found
+            return _Next(marked, tokens, Api.COMPLETIONS, body), await self._read(TextRequest.of(Api.COMPLETIONS, body))
         raise CannotContinue(Why.REASONING)
+
+    async def _chat_on(
+        self, seam: Seam, rest: Rest, markers: Markers, ids: Sequence[int], tokens: int
+    ) -> tuple[_Next, RequestPrompt] | None:
+        """The same as a chat, whose engine parses the rest; None if no partial message renders to these ids. Templates that
+        begin the reasoning in the prompt don't begin it in a message, and some put a line break behind."""
+        rest = replace(rest, by_ids=False, markers=None, inside=rest.inside or not rest.parts)
+        if not rest.parts:
+            body = seam.body_of_raw("", 0)
+            return _Next(rest, 0, Api.CHAT, body), await self._read(TextRequest.of(Api.CHAT, body))
+        raw = markers.raw(seam.text_of(rest), opened=True)
+        for begun in (markers.start, markers.start + "\n"):
+            body = seam.body_of_raw(begun + raw, tokens)
+            found = await self._read(TextRequest.of(Api.CHAT, body))
+            if found.prompt_tokens is not None and list(found.prompt.tokens or ()) == list(ids):
+                return _Next(rest, tokens, Api.CHAT, body), found
+        return None
 
     def join(self) -> None:
         """Let the engine that has begun to answer go on. Does nothing for the first one."""

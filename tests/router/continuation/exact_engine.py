@@ -45,7 +45,7 @@ class ExactEngine:
         sampling = body.get("sampling_params", body)
         most = sampling.get("max_tokens", sampling.get("max_new_tokens"))
         left = range(before, min(len(self.tokens), before + most))
-        name, events, done, parser = next(_NAMES), [], 0, _Parser(thinks=self.opened, strips=self.strips)
+        name, events, done, parser = next(_NAMES), [], 0, _Parser(thinks=MARKERS.is_open(prompt), strips=self.strips)
         if "messages" in body:
             role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             shown = list(asked) if body.get("return_token_ids") else None

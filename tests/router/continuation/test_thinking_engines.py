@@ -13,6 +13,7 @@ from kvatlas.store.connection import Store
 from kvatlas_router.outliers.retry_budget import RetryBudget
 from tests.router.continuation.exact_engine import END, MARKERS, OPENED, PROMPT, START, ExactEngine
 from tests.router.continuation.mortal_engine import read_stream
+from tests.router.continuation.test_continued_streams import TOOL
 from tests.router.continuation.test_seam import thoughts
 from tests.router.proxy.engines import MODEL, PATIENT_MS, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import faulty_engine
@@ -41,14 +42,22 @@ class ThinkingEngine:
         if not body.get("stream"):
             return JSONResponse({"error": "not here"}, 404)
         self.asked.append(path)
+        if "messages" in body:
+            body["prompt"] = self._tokens(body)
         return StreamingResponse(self._stream(self.engine.stream(body)), media_type="text/event-stream")
 
     def _tokens(self, body: dict[str, Any]) -> list[int]:
         if "messages" in body:
+            last = body["messages"][-1]
+            if last["role"] == "assistant":
+                text = last["content"]
+                begun = [MARKERS.ids[0]] if self.engine.opened else []
+                return [*PROMPT, *begun, *self._read(text.removeprefix(START) if self.engine.opened else text)]
             return list(OPENED if self.engine.opened else PROMPT)
-        text, tokens = body["prompt"], self.engine.tokens
-        if text == START + END:
-            return list(MARKERS.ids)
+        return list(MARKERS.ids) if body["prompt"] == START + END else self._read(body["prompt"])
+
+    def _read(self, text: str) -> list[int]:
+        tokens = self.engine.tokens
         known = (at for at in range(len(tokens) + 1) if "".join(tokens[:at]) == text)
         return self.engine.ids[:at] if (at := next(known, None)) is not None else list(text.encode())
 
@@ -61,14 +70,18 @@ class ThinkingEngine:
 
 
 @pytest.mark.parametrize("opened", [True, False])
-@pytest.mark.parametrize("gives_ids", [True, False])
+@pytest.mark.parametrize(
+    ("more", "path"),
+    [({}, "/v1/completions"), ({"stop": "zzz"}, "/v1/completions"), ({"tools": [TOOL]}, "/v1/chat/completions")],
+)
 async def test_reasoning_goes_on_after_each_event(
-    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, opened: bool, gives_ids: bool
+    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, opened: bool, more: dict[str, Any], path: str
 ) -> None:
-    """By the ids that engines give, or by those of its text if they give none, as with stop strings."""
+    """By the ids that engines give; by those of its text if they give none, as with stop strings; as a partial message that
+    renders to these ids, which the engine parses itself, if it may call a tool."""
     monkeypatch.setattr(RetryBudget, "take", lambda _: True)
     script = ThinkingEngine(ExactEngine([*([] if opened else [START]), *THOUGHT, END, *WORDS], opened=opened))
-    body = {**BODY, **USAGE, **({} if gives_ids else {"stop": "zzz"})}
+    body = {**BODY, **USAGE, **more}
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(store, {}))
         for worker_id in ("w0", "w1", "w2"):
@@ -82,4 +95,5 @@ async def test_reasoning_goes_on_after_each_event(
             found = await read_stream(client, "/v1/chat/completions", body)
             counted = (await status(client))["proxy"]["continued"]
             assert thoughts(found) == thoughts(undisturbed), (after, script.asked, counted)
+            assert script.asked[1:] in ([], [path])
         assert counted["resumed"] >= 10
