@@ -15,6 +15,7 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store, open_store
 from kvatlas_router.outliers.retry_budget import RetryBudget
 from tests.end_to_end.processes import ROOT
+from tests.frontends.bodies import CALL, TOOL
 from tests.frontends.clients import SAYS
 from tests.frontends.fleet import Fleet, environment_folder
 from tests.router.continuation.mortal_engine import Fate, mortal_engines, read_stream
@@ -27,6 +28,7 @@ SAY = '[[say The worker  that holds it answers:\n\nümlaut, "quotes" and more.]]
 SAY_PLAINLY = "[[say The worker that holds it answers, and quotes more.]]"
 """Without letters of two tokens: half of one may come in an event with others, and its logprob can't be taken back."""
 REASON = "[[slow 0.02]][[say <think>\nA worker may hold it.\n</think>\n\nThe worker that holds it answers.]]"
+CALLS = f"[[slow 0.02]][[say <think>\nIt rains.\n</think>\n\n{CALL}]]"
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 USAGE = {"stream_options": {"include_usage": True}}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,6 +43,27 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "message with a stop": (
         "/v1/messages",
         {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, "stop_sequences": ["quotes"]},
+    ),
+    "reasoning with tools": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": REASON}],
+            "max_tokens": 99,
+            "tools": [{"type": "function", "function": TOOL}],
+            "logprobs": True,
+            **USAGE,
+            **THINKS,
+        },
+    ),
+    "reasoning before a call": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": CALLS}],
+            "max_tokens": 99,
+            "tools": [{"type": "function", "function": TOOL}],
+            **USAGE,
+            **THINKS,
+        },
     ),
     "response": ("/v1/responses", {"input": SAY, "max_output_tokens": 99, "store": False}),
     "response with reasoning": ("/v1/responses", {"input": REASON, "max_output_tokens": 99, "store": False, **THINKS}),
@@ -103,12 +126,14 @@ async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> N
             if name.endswith("ids"):
                 body["input_ids" if path == "/generate" else "token_ids"] = ids
             undisturbed = said(await read_stream(client, path, body))
-            for after in range(3, undisturbed["events"], 3):
+            for after in range(3, undisturbed.get("call at") or undisturbed["events"], 3):
                 fate.after, fate.asked = [after], []
                 found = said(await read_stream(client, path, body))
                 differ = {key: (undisturbed[key], found[key]) for key in found if found[key] != undisturbed[key]}
-                free = {"events", "usages", "ends"} if "stop" in name else {"events"}  # tokens behind a stop may count
-                assert not differ.keys() - free, (name, after, print("DIFFER", name, after, differ) or 1)
+                free = (
+                    {"events", "usages", "ends"} if "stop" in name else {"events", "call at"}
+                )  # tokens behind a stop may count
+                assert not differ.keys() - free, (name, after, json.dumps(differ))
         for name in (
             "openai_chat_stream",
             "anthropic_messages_stream",
@@ -153,6 +178,7 @@ def said(raw: bytes) -> dict[str, Any]:
         assert len({one["meta_info"]["id"] for one in events}) == 1
         return {"text": events[-1]["text"], "ids": events[-1]["output_ids"], "meta": same, "events": len(events) + 1}
     choices = [choice for one in events for choice in one["choices"]]
+    calls = [(at, call) for at, one in enumerate(choices) for call in one.get("delta", {}).get("tool_calls") or ()]
     texts = [one.get("text", one.get("delta", {}).get("content")) or "" for one in choices]
     usages = [one["usage"] for one in events if one.get("usage")]
     assert (
@@ -165,6 +191,8 @@ def said(raw: bytes) -> dict[str, Any]:
             for one in choices
         ),
         "ids": [id for one in choices for id in one.get("token_ids") or ()],
+        "called": "".join(call["function"].get("name") or call["function"]["arguments"] for _, call in calls),
+        "call at": calls[0][0] if calls else None,
         "roles": [role for one in choices if (role := one.get("delta", {}).get("role"))],
         "finish": [(one["finish_reason"], one.get("stop_reason")) for one in choices if one["finish_reason"]],
         "usages": [re.sub(r'"\w*cache\w*": \d+(, )?', "", json.dumps(one)) for one in usages],
