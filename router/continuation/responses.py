@@ -35,21 +35,22 @@ class ResponseEvents:
         self._delta: dict[str, Any] = {}
         self._has_part, self._done = False, 0
         """What the client has of the item's other events: the one that begins its part, and those of its end."""
-        self._is_cut = False
+        self._is_cut = self._is_ended = False
 
     def read(self, event: Event, raw: bytes) -> Chunk | None:
         """See `EventForm`."""
         data = read_object(event)
         kind = str(data.get("type"))
         self._number += 1
-        if data.get("sequence_number") != self._number:
-            return Chunk(other=Why.UNREADABLE)
-        if kind in _ENDS:
-            usage = data["response"].get("usage") if isinstance(data.get("response"), dict) else None
-            return Chunk(usage=_counts(usage), has_choice=False)
-        if kind == "response.created" and isinstance(data.get("response"), dict):
+        self._is_ended = kind in _ENDS
+        if kind == "response.created" and _has_id(data.get("response")):
             self._created = data
             return Chunk(opens=True)
+        if data.get("sequence_number") != self._number or not self._created:
+            return Chunk(other=Why.UNREADABLE)
+        if self._is_ended:
+            usage = data["response"].get("usage") if isinstance(data.get("response"), dict) else None
+            return Chunk(usage=_counts(usage), has_choice=False)
         if kind == "response.output_item.added":
             return self._open(data.get("item"))
         if kind == "response.output_item.done" and isinstance(item := data.get("item"), dict):
@@ -66,7 +67,7 @@ class ResponseEvents:
         return None if kind in (*_SILENT, *_DONE, _PART) else Chunk(other=Why.UNREADABLE)
 
     def _open(self, item: Any) -> Chunk | None:
-        if not isinstance(item, dict) or item.get("type") not in _NAMES:
+        if not _has_id(item) or item.get("type") not in _NAMES:
             is_call = isinstance(item, dict) and str(item.get("type")).endswith("_call")
             return Chunk(opens=True, other=Why.TOOL_CALL if is_call else Why.UNREADABLE)
         self._begin(item)
@@ -76,7 +77,7 @@ class ResponseEvents:
 
     def is_end(self, event: Event) -> bool:
         """See `EventForm`."""
-        return event.type in _ENDS
+        return self._is_ended
 
     def finish(self, chunk: Chunk) -> None:
         """See `EventForm`."""
@@ -161,6 +162,10 @@ class ResponseEvents:
     def _event(self, data: Mapping[str, Any]) -> bytes:
         self._number += 1
         return named_event(dict(sorted({**data, "sequence_number": self._number}.items())))
+
+
+def _has_id(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("id"), str)
 
 
 def _counts(usage: Any) -> Mapping[str, Any] | None:

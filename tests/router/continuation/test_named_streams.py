@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.events import named_event
+from kvatlas_router.continuation.reasons import CannotContinue
 from kvatlas_router.continuation.seam import Seam
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from tests.router.continuation.exact_engine import END, MARKERS, PROMPT, START, ExactEngine
@@ -139,6 +140,21 @@ def response(parts: list[tuple[str, list[str]]], usage: dict[str, Any], thought:
         "total_tokens": sum(usage.values()),
     }
     yield event("completed", response={**whole, "status": "completed", "output": items, "usage": counted})
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "response.created", "response": {}, "sequence_number": 0},
+        {"type": "response.output_text.delta", "delta": "a", "sequence_number": 0},
+        {"type": "response.unknown", "sequence_number": 7},
+    ],
+)
+def test_responses_in_another_form_do_not_go_on(event: dict[str, Any]) -> None:
+    seam = Seam(TextRequest.of(Api.RESPONSES, {"stream": True, "temperature": 0, **BODIES[Api.RESPONSES]}))
+    assert seam.feed(named_event(event)) == named_event(event)
+    with pytest.raises(CannotContinue, match="unreadable"):
+        seam.rest()
 
 
 @pytest.mark.parametrize("api", BODIES)
