@@ -35,7 +35,9 @@ class BenchResult(BaseModel):
     def _check_lengths(self) -> Self:
         sizes = {len(self.input_lens), len(self.output_lens), len(self.start_times), len(self.ttfts), len(self.itls)}
         if len(sizes) > 1:
-            raise ValueError(f"its lists have {' and '.join(map(str, sorted(sizes)))} entries; expected one for each request")
+            raise ValueError(
+                f"its lists have {' and '.join(map(str, sorted(sizes)))} entries; expected one for each request"
+            )
         return self
 
     @classmethod
