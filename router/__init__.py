@@ -16,6 +16,5 @@ server needs:
     outliers/         avoids workers that fail too often, for a while
     disaggregation/   a prefill worker and a decode worker for one request
     held_bookings.py  bookings for requests that other programs send
-    litellm/          lets LiteLLM's Router choose deployments by kvatlas
     status_page/      the status page of `kvatlas router`
 """

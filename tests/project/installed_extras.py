@@ -16,7 +16,6 @@ NEEDS = {
     "replica": "import kvatlas.index.local_copy, kvatlas.bus.connection",
     "router": "import kvatlas_router.proxy_service, kvatlas_router.tenancy.issuer",
     "gateway": "import kvatlas_router.gateway.service",
-    "litellm": "from kvatlas_router.litellm import KvatlasRouting",
     "embedded": "from kvatlas.embedded.valkey import ValkeyProcess\nfrom kvatlas.embedded.nats import NatsProcess\n"
     "with ValkeyProcess(), NatsProcess(): pass",
     "simulator": "import kvatlas_simulator.service, matplotlib",

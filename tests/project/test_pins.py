@@ -117,7 +117,7 @@ def test_the_package_is_built_with_what_a_lock_has() -> None:
     [
         ("publishers", "publisher", set()),
         ("indexer", "indexer", set()),
-        ("router", "router", {"gateway", "grpc_api", "litellm"}),
+        ("router", "router", {"gateway", "grpc_api"}),
         ("router/gateway", "gateway", set()),
         ("router_client", "replica", set()),
     ],
@@ -142,9 +142,9 @@ def test_the_plain_install_is_light() -> None:
     assert not names(required_by(PROJECT["dependencies"])) & HEAVY
 
 
-def test_the_extra_all_includes_every_extra_but_dev_and_litellm() -> None:
+def test_the_extra_all_includes_every_extra_but_dev() -> None:
     everything = names(required_by(["kvatlas[all]"]))
-    for extra in EXTRAS.keys() - {"all", "dev", "litellm"}:
+    for extra in EXTRAS.keys() - {"all", "dev"}:
         assert names(required_by(EXTRAS[extra])) <= everything
 
 
