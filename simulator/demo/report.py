@@ -1,9 +1,8 @@
-"""The demo's result: a table, and a picture of the same figures."""
+"""The demo's result: a table, and the same figures as JSON."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -99,39 +98,3 @@ def _at_most(milliseconds: float | None) -> str:
     if milliseconds is None:
         return "-"
     return f"<= {milliseconds:,.0f} ms" if milliseconds >= 10 else f"<= {milliseconds:.2g} ms"
-
-
-def save_picture(phases: Sequence[Phase], path: Path) -> None:
-    """Plot the hit rate over the requests, the distribution of TTFT, and predicted against real cached tokens."""
-    import matplotlib as mpl  # not at the top: the import takes a second
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
-    colours = ["#8a8f98", "#1f77b4"] if len(phases) == 2 else ["#8a8f98", "#d08a2e", "#1f77b4"]
-    figure, (hits, waits, exact) = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
-    for phase, colour in zip(phases, colours, strict=False):
-        cached = prompt = 0
-        rates = []
-        for outcome in phase.outcomes:
-            cached, prompt = cached + outcome.cached_tokens, prompt + outcome.prompt_tokens
-            rates.append(100 * cached / prompt)
-        hits.plot(rates, color=colour, label=f"{phase.name}: {phase.hit_rate:.1%}")
-        ttfts = phase.ttfts
-        shares = [100 * (i + 1) / len(ttfts) for i in range(len(ttfts))]
-        waits.plot(ttfts, shares, color=colour, label=f"{phase.name}: mean {phase.mean_ttft_ms:,.0f} ms")
-    last = phases[-1]
-    exact.scatter(
-        [o.predicted_tokens for o in last.outcomes], [o.cached_tokens for o in last.outcomes], s=9, color=colours[-1]
-    )
-    most = max((max(o.predicted_tokens, o.cached_tokens) for o in last.outcomes), default=1)
-    exact.plot([0, most], [0, most], color="#c0c4cc", linewidth=1, zorder=0)
-    hits.set(title="prompt tokens found cached so far", xlabel="request", ylabel="%", ylim=(0, 100))
-    waits.set(title="time to first token", xlabel="ms", ylabel="% of requests", ylim=(0, 101), xscale="log")
-    exact.set(
-        title=f"{last.name}: {last.exact_rate:.1%} predicted exactly", xlabel="predicted tokens", ylabel="real tokens"
-    )
-    hits.legend(loc="lower right")
-    waits.legend(loc="lower right")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
