@@ -80,7 +80,7 @@ async def discover(
     """Ask an engine what it offers. `model_id`, `kind`: if already known; `events=False`: don't look for its events;
     `worker_id`: the engine's name in `access`.
 
-    Raises Unreachable with one line if the engine does not answer or lists no model.
+    Raises Unreachable with one line if the engine does not answer, lists no model, or is a server of kvatlas.
     """
     host = urlsplit(url).hostname or ""
     async with engine_http(url, worker_id, access, ANSWER_S) as client:
@@ -259,7 +259,9 @@ def shift_port(endpoint: str, by: int) -> str:
 
 async def _list_models(client: httpx.AsyncClient, url: str) -> Sequence[Mapping[str, Any]]:
     try:
-        answer = (await client.get("/v1/models")).raise_for_status().json()
+        listed = await client.get("/v1/models")
+        await _refuse_own_server(client, url)
+        answer = listed.raise_for_status().json()
         cards = [card for card in answer["data"] if card["id"]]
     except httpx.HTTPStatusError as error:
         status = error.response.status_code
@@ -276,6 +278,14 @@ async def _list_models(client: httpx.AsyncClient, url: str) -> Sequence[Mapping[
     if all(card.get("parent") for card in cards):
         raise Unreachable(f"engine at {url} does not list a model; give it with model=")
     return cards
+
+
+async def _refuse_own_server(client: httpx.AsyncClient, url: str) -> None:
+    """Raise Unreachable if a server of kvatlas answers there: the cache behind it is not one engine's."""
+    shown = await _get_json(client, "/version")
+    server = shown.get("server") if isinstance(shown, Mapping) else None
+    if isinstance(server, str) and server.startswith("kvatlas "):
+        raise Unreachable(f"{url} is a {server}, not an engine; give the addresses of the engines themselves")
 
 
 def _describe(error: httpx.HTTPError) -> str:

@@ -73,6 +73,17 @@ async def test_an_engine_that_does_not_answer_is_one_line() -> None:
         await discover("http://127.0.0.1:1")
 
 
+@pytest.mark.parametrize("models", ['{"data": [{"id": "m", "owned_by": "kvatlas"}]}', '{"data": []}'])
+async def test_a_router_is_no_engine(models: str) -> None:
+    with engine_http() as engine:
+        engine.pages = {
+            "/v1/models": (200, models),
+            "/version": (200, '{"version": "0.1.0", "server": "kvatlas router"}'),
+        }
+        with pytest.raises(Unreachable, match=r"is a kvatlas router, not an engine; give the addresses of the engines"):
+            await discover(engine.url, events=False)
+
+
 async def test_an_engine_behind_a_key_is_discovered_with_it() -> None:
     with engine_http() as engine:
         engine.key = "sk-one"
