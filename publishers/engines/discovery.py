@@ -272,9 +272,6 @@ async def _list_models(client: httpx.AsyncClient, url: str) -> Sequence[Mapping[
         raise Unreachable(line) from error
     except (ValueError, LookupError, TypeError) as error:
         raise Unreachable(f"engine at {url} does not list a model; give it with model=") from error
-    version = await _get_json(client, "/version")
-    if isinstance(version, Mapping) and str(version.get("server", "")).startswith("kvatlas"):
-        raise Unreachable(f"{url} is a {version['server']:.40}, not an engine; give the engines' own addresses")
     if all(card.get("parent") for card in cards):
         raise Unreachable(f"engine at {url} does not list a model; give it with model=")
     return cards
@@ -283,9 +280,9 @@ async def _list_models(client: httpx.AsyncClient, url: str) -> Sequence[Mapping[
 async def _refuse_own_server(client: httpx.AsyncClient, url: str) -> None:
     """Raise Unreachable if a server of kvatlas answers there: the cache behind it is not one engine's."""
     shown = await _get_json(client, "/version")
-    server = shown.get("server") if isinstance(shown, Mapping) else None
-    if isinstance(server, str) and server.startswith("kvatlas "):
-        raise Unreachable(f"{url} is a {server}, not an engine; give the addresses of the engines themselves")
+    server = str(shown.get("server")) if isinstance(shown, Mapping) else ""
+    if server.startswith("kvatlas "):
+        raise Unreachable(f"{url} is a {server:.40}, not an engine; give the engines' own addresses")
 
 
 def _describe(error: httpx.HTTPError) -> str:
