@@ -64,8 +64,8 @@ class Cuts:
         return kept, at
 
     def _may_end(self, text: str, kept: int, at: int, letters: int, *, by_ids: bool) -> bool:
-        """True if another engine can continue after this part: it may still generate a token, sees stop strings whole, and reads
-        the text unchanged (templates may strip white space)."""
+        """True if another engine can continue after this part: it may generate another token, sees stop strings whole, and
+        reads the text unchanged (templates may strip white space)."""
         last = self._sent.end_of(kept)
         if self.is_at_limit(last.tokens):
             return False
