@@ -56,13 +56,14 @@ class LimitSettings:
 
     `room`: workers that report no free request slots, or too little free KV for the prompt's new tokens. `slo`: workers
     that would miss the request's SLO, by mode; `slo_factor`: the penalty for each microsecond missed. `shed_factor`: the
-    advice is to shed if every worker takes more than this many times the SLO's time to first token.
+    advice is to shed if every worker takes more than this many times the SLO's time to first token; 1: what can't be
+    served in time leaves its room to others.
     """
 
     room: bool = True
     slo: SloMode = SloMode.TOLD
     slo_factor: float = 1.0
-    shed_factor: float = 4.0
+    shed_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Goes on with a streamed answer on another worker after its engine died. Pure: no I/O.
+"""Continues a streamed answer on another worker after its engine died. Pure: no I/O.
 
 reasons.py          which answers can go on, and why others can't
 chunk.py            one event of a stream, as far as a continuation needs it

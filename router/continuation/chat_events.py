@@ -1,4 +1,4 @@
-"""Streams of chats that go on as completions of token ids, so that no template is between an answer and its continuation."""
+"""Chats that continue as completions of token ids, which no chat template can change."""
 
 from kvatlas_router.continuation import edits
 from kvatlas_router.continuation.chunk import Chunk

@@ -1,4 +1,4 @@
-"""One event of a stream, as far as a continuation needs it: of OpenAI's chats and completions, and of vLLM's token ids."""
+"""What a continuation needs of one event in OpenAI's streams of chats and completions, or in vLLM's streams of token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,13 @@ _REASONING = ("reasoning", "reasoning_content")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`text`: its part of the answer. `reasoning`: its part of what precedes that, with the fields that have it (`thinks_in`).
-    `ids`: the part's token ids, if the engine gives them; `prompt_ids`: the prompt's.
-    `opens`: only a role. `says`: false if it has nothing but token ids. `finish`: the finish reason; `stop`: the stop string.
-    `has_choice`: false for a usage. `is_plain`: nothing in it belongs to single tokens. `other`: why an answer with this event
-    can't go on."""
+    """One event.
+
+    `text`, `reasoning`: its parts of the content and of the reasoning; `thinks_in`: the fields with the reasoning. `ids`: the
+    token ids of these parts, if the engine sends them; `prompt_ids`: the prompt's. `opens`: it has only a role. `says`: it has
+    more than token ids. `finish`: the finish reason; `stop`: the stop string. `has_choice`: False for an event with usage only.
+    `is_plain`: it has nothing for single tokens, such as logprobs. `other`: why an answer with this event can't continue.
+    """
 
     text: str = ""
     reasoning: str = ""

@@ -1,4 +1,4 @@
-"""Where an answer is cut: the next engine gets what is before, and repeats what the client has behind."""
+"""Where to cut an answer. The next engine gets the part before the cut, and generates the part after it again."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,15 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
-    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed.
-    `by_ids`: a conversation goes on as a completion of token ids. `reasoned`: it has reasoning, so how that is marked must be
-    known; then the next engine generates `markers`, and begins `inside` the reasoning or not, of which the client has
-    `thought` tokens; `apart`: tokens before its end that engines don't count as reasoning. `is_known`: its tokens begin with
-    the prompt's; else that is not known."""
+    """What the next engine has to generate.
+
+    `parts`, `tokens`: how much of the answer it gets. It repeats what the client has beyond that. `lag`: the text of up to this
+    many of these tokens has not arrived; None: the number of tokens is a guess. `by_ids`: a conversation continues as a
+    completion of token ids. `is_known`: those ids begin with the prompt's.
+
+    `reasoned`: the answer has reasoning, so its `markers` must be known. `inside`: the cut is within the reasoning. `thought`:
+    the reasoning tokens that the client has. `apart`: tokens before the end marker that engines don't count as reasoning.
+    """
 
     parts: int = 0
     tokens: int = 0
@@ -29,12 +32,12 @@ class Rest:
     is_known: bool = True
 
     def counted(self, tokens: int) -> int:
-        """The tokens of the answer that the next engine gets, of whose text these were read."""
+        """How many tokens of the answer the next engine gets, if the text of `tokens` was read."""
         return tokens if self.lag is None else min(self.tokens, max(self.tokens - self.lag, tokens))
 
 
 class Cuts:
-    """Finds the last place where an answer can be cut. `most`: its limit of tokens."""
+    """Finds the last possible cut. `most`: the answer's token limit."""
 
     def __init__(self, text: TextRequest, sent: SentAnswer, thoughts: Thoughts) -> None:
         self.most = most_tokens(text)
@@ -46,11 +49,11 @@ class Cuts:
         self._letters_are_ids = text.api is Api.TOKENS and text.body.get("output_mode") in (None, "tokens")
 
     def is_at_limit(self, tokens: int) -> bool:
-        """True if no token may follow these."""
+        """True if the limit allows no token after these."""
         return self.most is not None and tokens >= self.most
 
     def find(self, text: str, *, by_ids: bool, finished: bool, most_parts: int | None) -> tuple[int, int]:
-        """The number of parts before it, and of their letters. `text`: what the client has. `most_parts`: no more."""
+        """The number of parts before the cut, and of their letters. `text`: what the client has. `most_parts`: the limit."""
         letters = len(text) - begun_stop(text, self._stops)
         at, kept = self._sent.letters, len(self._sent.parts)
         last = kept if most_parts is None else most_parts
@@ -61,8 +64,8 @@ class Cuts:
         return kept, at
 
     def _may_end(self, text: str, kept: int, at: int, letters: int, *, by_ids: bool) -> bool:
-        """May another engine get the answer up to this part? It must be able to generate a token, see whole stop strings, and
-        read the text as it is: templates may strip white space."""
+        """True if another engine can continue after this part: it may generate another token, sees stop strings whole, and
+        reads the text unchanged (templates may strip white space)."""
         last = self._sent.end_of(kept)
         if self.is_at_limit(last.tokens):
             return False

@@ -1,4 +1,4 @@
-"""What a client has of a streamed answer, and the events of other engines' answers that follow it without a seam."""
+"""Joins the streamed answers of several engines into one: what the client has so far, and the events that follow it."""
 
 from array import array
 from collections.abc import Sequence
@@ -41,12 +41,12 @@ _BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
 
 
 class Seam:
-    """Reads the events that a client gets; `feed` returns them as the client gets them. They leave out what only the router
-    asked for. After `resume`, events belong to another engine's answer, and become events of the first one's.
+    """Reads an engine's events. `feed` returns them for the client, without what only the router asked for. After `resume`, the
+    events come from another engine, and `feed` rewrites them as the first engine's.
 
-    `why`: why the answer can't go on, if it can't. `error`: the engine's error, which ends its answer; `withheld`: its events,
-    which the client has not got. `events`: events with data that the client got. `ended`: so has the answer. `usage`: the
-    whole answer's. `missing_end`: what else the client needs.
+    `why`: the reason if the answer can't continue. `error`: the engine's error, which ends its answer; `withheld`: the events
+    with it, which the client did not get. `events`: the number of events with data that the client got. `ended`: the answer is
+    complete. `usage`: of the whole answer. `missing_end`: events that the client still needs.
     """
 
     def __init__(self, text: TextRequest) -> None:
@@ -84,13 +84,13 @@ class Seam:
 
     @property
     def reached(self) -> tuple[int, bool, bool]:
-        """How far the client's answer has come: no later one is equal unless it had no progress."""
+        """The client's progress; it stays equal only while nothing new arrives."""
         return self._sent.letters + len(self._sent.ahead), self._finished, self._has_usage
 
     # ------------------------------------------------------------ events
 
     def feed(self, passed: bytes) -> bytes:
-        """Whole events as the client gets them. Raises CannotContinue if they don't follow what it has."""
+        """The client's bytes for whole events. Raises CannotContinue if the events don't follow what the client has."""
         if not self._parser.in_event and not self._parser.ended_in_cr and _is_plain(passed):
             return self._pass(Event("", passed[6:-2], False, len(passed)), passed)
         out: list[bytes] = []
@@ -104,7 +104,7 @@ class Seam:
         return b"".join(out)
 
     def end(self, rest: bytes) -> bytes:
-        """The last bytes of an engine's stream, as `feed`. Its last event may lack its empty line."""
+        """Like `feed`, for the end of an engine's stream, whose last event may lack its empty line."""
         if rest and not rest.endswith(_BLANK):
             rest += b"\n" if rest.endswith((b"\n", b"\r")) else b"\n\n"
         return self.feed(rest)
@@ -164,7 +164,7 @@ class Seam:
             return chunk
 
     def _follow(self, raw: bytes, chunk: Chunk) -> bytes:
-        """An event of another engine's answer. Empty if the client has it."""
+        """The client's bytes for an event of another engine; empty if the client already has its content."""
         if chunk.usage is not None:
             self.usage.learn(chunk.usage, first=False)
             if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
@@ -226,7 +226,7 @@ class Seam:
         return self._shown(raw, chunk)
 
     def _cut(self, raw: bytes, chunk: Chunk, rest: str) -> bytes:
-        """The event with no more than this of its text."""
+        """The event with only this rest of its text."""
         if not chunk.reasoning:
             return edits.with_text(raw, rest.replace(END_OF_REASONING, ""))
         thought, ended, content = rest.partition(END_OF_REASONING)
@@ -236,12 +236,12 @@ class Seam:
         return edits.with_delta(raw, said | ({"content": content} if content else {}))
 
     def _drop(self, chunk: Chunk) -> bytes:
-        """Of a part that the client has, only what ends it."""
+        """The client's bytes for a part that the client already has: only its end."""
         self._record(chunk)
         return b"" if self._form is None or chunk.finish is None else self._form.part("", "", last=True)
 
     def _parse(self, chunk: Chunk) -> Chunk:
-        """A part of a completion as one of the conversation, and its reasoning's tokens."""
+        """A completion's part as a conversation's. Counts its reasoning tokens."""
         inside, markers = self._thoughts.inside, self._thoughts.markers
         assert markers is not None
         text = self._thoughts.read(chunk.text, last=chunk.finish is not None)
@@ -252,7 +252,7 @@ class Seam:
         return replace(chunk, text=text)
 
     def _repeat(self, chunk: Chunk) -> str:
-        """The part's text behind what the client has."""
+        """The rest of the part's text after what the client has."""
         sent = self._sent
         if sent.ahead.startswith(chunk.text):
             sent.ahead = sent.ahead[len(chunk.text) :]

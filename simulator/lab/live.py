@@ -169,6 +169,7 @@ class _LiveReplay:
                 on_progress(number)
         return Outcome(
             [one for one in self._served if one is not None],
+            (),
             (self._ended_us - self._arrivals[0][0]) * self._scale,
             [engine.prefilled_tokens for engine in self._engines],
             [engine.busy_us * self._scale for engine in self._engines],

@@ -18,6 +18,7 @@ from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.event_path import EventPath
 from kvatlas_simulator.lab.policies.catalogue import POLICIES, Fleet
 from kvatlas_simulator.lab.policies.engine_names import worker_name
+from kvatlas_simulator.lab.policies.protocol import REFUSED
 from kvatlas_simulator.lab.requests import LabRequest, Workload, written_tokens
 
 REPORT_US = 1e6
@@ -84,9 +85,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A policy's result on a workload. By engine: `prefilled_tokens`, `busy_us`."""
+    """A policy's result on a workload. `refused`: numbers of the requests that it refused. By engine: `prefilled_tokens`,
+    `busy_us`."""
 
     served: Sequence[Served]
+    refused: Sequence[int]
     span_us: float
     """From the first arrival to the last token."""
     prefilled_tokens: Sequence[int]
@@ -186,6 +189,7 @@ class _Replay:
         self._links_free_us = [0.0] * settings.workers
         self._served: list[Served | None] = [None] * len(workload.requests)
         self._arrived: dict[int, float] = {}
+        self._refused: list[int] = []
         self._left = len(workload.requests)
         self._ended_us = 0.0
 
@@ -215,6 +219,7 @@ class _Replay:
         served = [one for one in self._served if one is not None]
         return Outcome(
             served,
+            self._refused,
             self._ended_us - self._arrivals[0][0],
             [engine.prefilled_tokens for engine in self._engines],
             [float(engine.busy_us) for engine in self._engines],
@@ -251,6 +256,11 @@ class _Replay:
 
     def _send(self, request: LabRequest, now_us: float) -> None:
         number = self._policy.choose(request, now_us)
+        if number == REFUSED:
+            self._refused.append(request.number)
+            self._arrived.pop(request.number)
+            self._left -= 1
+            return
         engine = self._engines[number]
         fetch = self._policy.fetch_of(request)
         sequence = EngineRequest(request, priority=self._policy.priority_of(request, now_us))

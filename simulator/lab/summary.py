@@ -23,9 +23,9 @@ class Objective:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of one replay. `hit_rate`: share of the prompt tokens found cached. `goodput_per_s`: requests per second that
-    meet the objective; `good`: their share. `answer_mean_ms`: from a request to its last token. `worker_hours`: workers times
-    hours from the first arrival to the last answer. `imbalance`: prompt tokens computed by the fullest engine, as a multiple
-    of the mean. `busy`: share of the time that engines computed."""
+    meet the objective; `good`: their share of all that arrived. `answer_mean_ms`: from a request to its last token.
+    `worker_hours`: workers times hours from the first arrival to the last answer. `imbalance`: prompt tokens computed by the
+    fullest engine, as a multiple of the mean. `busy`: share of the time that engines computed."""
 
     hit_rate: float
     ttft_mean_ms: float
@@ -50,7 +50,8 @@ class Figures:
     @classmethod
     def of(cls, outcome: Outcome, objective: Objective, *, skipped: int = 0) -> "Figures":
         """`skipped`: first requests whose figures don't count, because they find empty caches."""
-        served = outcome.served[skipped:]
+        served = outcome.served[skipped - sum(number < skipped for number in outcome.refused) :]
+        arrived = len(outcome.served) + len(outcome.refused) - skipped
         ttfts = sorted(one.ttft_us / 1e3 for one in served)
         tpots = sorted(one.tpot_us / 1e3 for one in served if one.output_tokens > 1) or [0.0]
         good = sum(one.ttft_us <= objective.ttft_ms * 1e3 and one.tpot_us <= objective.tpot_ms * 1e3 for one in served)
@@ -67,7 +68,7 @@ class Figures:
             percentile(tpots, 0.99),
             fmean(one.ttft_us + one.tpot_us * (one.output_tokens - 1) for one in served) / 1e3,
             good / outcome.span_us * 1e6,
-            good / len(served),
+            good / arrived,
             engines * outcome.span_us / 3.6e9,
             max(outcome.prefilled_tokens) * engines / prefilled if prefilled else 1.0,
             prefilled,

@@ -18,6 +18,7 @@ from kvatlas.fleet.records import (
 )
 from kvatlas.identity import pool_id
 from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.request import Slo
 from kvatlas.reservations import Booking, LoadReport, MemoryReservations, Outcome, WorkerReport
 from kvatlas.reservations.protocol import ID_BYTES
 from kvatlas_simulator.engine.step_cost import StepCost
@@ -25,7 +26,7 @@ from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.engine_metrics import EngineMetrics, read_true_load
 from kvatlas_simulator.lab.event_path import finish
 from kvatlas_simulator.lab.policies.engine_names import worker_name
-from kvatlas_simulator.lab.policies.protocol import LabFetch, LoadBlind
+from kvatlas_simulator.lab.policies.protocol import REFUSED, LabFetch, LoadBlind
 from kvatlas_simulator.lab.requests import MODEL, LabRequest
 from router_client.booking.booker import evaluate_without_bookings
 from router_client.decision.case import Case
@@ -38,10 +39,13 @@ from router_client.pricing.overlap import ResidencyOnly, look_up_overlap
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import rendezvous_weight, with_source
 from router_client.pricing.ranking import IN_FLIGHT, RankedResults
+from router_client.pricing.slo import Advice, advise
 from router_client.prompt import Prompt
 from router_client.settings import BookingSettings, RouterSettings
 
 POOL = pool_id(MODEL, MODEL)
+_SLO = Slo(ttft_ms=2_000, tpot_ms=100)
+"""The objective of the lab's figures."""
 _FETCH_BY = frozenset({KvConnector.P2P})
 _PEER: Mapping[str, Any] = {
     "kv_connector": KvConnector.P2P,
@@ -54,10 +58,11 @@ _PEER: Mapping[str, Any] = {
 @dataclass(frozen=True, slots=True)
 class AtlasSettings:
     """Features that are switched on. `events` False: the engines publish none, and what they hold is only predicted. `marks`
-    False: everything that hybrids hold counts as reusable. `replicas` routers take requests in turn; unless their bookings are
-    `shared`, each knows only its own and the engines' reports. `true_loads`: each choice sees the current loads and queues;
-    `true_rates`: prices are the engines' step costs, and nothing is learned. `fetches`: engines fetch KV from each other;
-    `priorities`: their queues are ordered by `engine_priority`, not by arrival."""
+    False: everything that hybrids hold counts as reusable. `replicas` routers take requests in turn; unless their
+    bookings are `shared`, each knows only its own and the engines' reports. `true_loads`: each choice sees the current
+    loads and queues; `true_rates`: prices are the engines' step costs, and nothing is learned. `fetches`: engines fetch
+    KV from each other; `priorities`: their queues are ordered by `engine_priority`, not by arrival. `sheds`: requests
+    that are advised to be shed are refused."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
@@ -69,6 +74,7 @@ class AtlasSettings:
     true_rates: bool = False
     fetches: bool = False
     priorities: bool = False
+    sheds: bool = False
 
 
 class _Clock:
@@ -123,7 +129,8 @@ class Atlas(LoadBlind):
         router = self._turn % self._settings.replicas
         self._turn += 1
         chain = request.prompt_chain(self._block_tokens)
-        prompt = Prompt.of_hashes(request.identity.scope, chain, self._block_tokens, input_tokens=request.input_tokens)
+        scope, tokens = request.identity.scope, request.input_tokens
+        prompt = Prompt.of_hashes(scope, chain, self._block_tokens, input_tokens=tokens, slo=_SLO)
         if self._settings.fetches:
             prompt = replace(prompt, fetch_by=_FETCH_BY)
             self._fetches.record_prompt(POOL, chain, self._block_tokens)
@@ -152,6 +159,9 @@ class Atlas(LoadBlind):
             chosen=evaluation.chosen,
             criteria=self._policy.criteria(prompt),
         )
+        if self._settings.sheds and advise(results, _SLO, self._router_settings.limits.shed_factor) is Advice.SHED:
+            self._books[router].release_now(POOL, request.number.to_bytes(ID_BYTES, "big"), Outcome.CALLED_OFF)
+            return REFUSED
         self._last = results
         self._open[request.number] = _Open(router, now_us, results, IN_FLIGHT in results[0].cost.kinds)
         return int(quotes[evaluation.chosen].id[1:])

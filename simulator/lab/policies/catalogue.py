@@ -96,6 +96,7 @@ POLICIES: Mapping[str, PolicyKind] = {
     "kvatlas-engine-priority": _atlas(
         "engines' queues are ordered by arrival and work", AtlasSettings(priorities=True)
     ),
+    "kvatlas-shedding": _atlas("requests that no engine could begin within 2 s are refused", AtlasSettings(sheds=True)),
     "kvatlas-no-reservations": _atlas(
         "load only as reported", AtlasSettings(BookingSettings(reservations=False, prefixes_in_flight=False))
     ),

@@ -8,6 +8,9 @@ from kvatlas_simulator.cache.kv_events import KVEvent
 from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.requests import LabRequest
 
+REFUSED = -1
+"""The choice of a policy that refuses a request."""
+
 
 class LabFetch(NamedTuple):
     """KV of a prompt's first `tokens`, which the request's engine fetches from another one before it computes the rest."""
@@ -20,7 +23,8 @@ class Policy(Protocol):
     """Chooses for one replay. Times are virtual microseconds and never go back. Equal calls give equal choices."""
 
     def choose(self, request: LabRequest, now_us: float) -> int:
-        """The number of the engine that gets the request, one that is up. A request is chosen for again if it is lost."""
+        """The number of the engine that gets the request, one that is up, or `REFUSED`. A request is chosen for again if it is
+        lost."""
 
     def fetch_of(self, request: LabRequest) -> LabFetch | None:
         """The KV that the chosen engine should fetch for this request."""
