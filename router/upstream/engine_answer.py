@@ -158,7 +158,7 @@ async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: Wat
     ]
     if not 200 <= incoming.status < 300 or is_json(headers):
         parts = []
-        while part := await incoming.read():
+        async for part in incoming.parts():
             watched.progress(part)
             parts.append(part)
         clock.part()
