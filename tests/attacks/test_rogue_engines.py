@@ -10,7 +10,7 @@ from kvatlas.store.connection import Store
 from kvatlas_router.upstream import engine_client
 from tests.attacks.guarded_router import COMPLETIONS, completion
 from tests.router.proxy.engines import running_fleet, running_proxy
-from tests.router.proxy.faulty_engine import faulty_engine, well
+from tests.router.proxy.faulty_engine import faulty_engine, status, well
 
 pytestmark = pytest.mark.anyio
 
@@ -42,3 +42,36 @@ async def test_an_endless_answer_does_not_fill_the_router(
         answer = await client.post(COMPLETIONS, json=completion())
         assert rogue.asked
         assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == 40
+
+
+async def test_an_answer_that_can_not_be_read_passes_and_a_redirect_to_elsewhere_does_not(
+    store: Store, valkey_url: str
+) -> None:
+    """Deep nesting is no error of the router. A client that follows a redirect may send its key along."""
+    async with (
+        faulty_engine(well) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url, tokenizer="none") as client,
+    ):
+        deep = b'{"usage":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+        for body in (deep, b'{"usage":' + b"9" * 10_000 + b"}", b'{"usage":{"prompt_tokens":NaN}}'):
+
+            async def unreadable(_: Request, body: bytes = body) -> Response:
+                return Response(body, media_type="application/json")
+
+            engine.answer = unreadable
+            answer = await client.post(COMPLETIONS, json=completion())
+            assert (answer.status_code, answer.content) == (200, body)
+        for place, kept in (
+            ("http://169.254.169.254/latest", None),
+            ("https://elsewhere.test/", None),
+            ("//elsewhere.test/", None),
+            ("/\\elsewhere.test/", None),
+            (engine.url + ".elsewhere.test/", None),
+            (engine.url + "//elsewhere.test/", None),
+            (engine.url + "/other?a=b", "/other?a=b"),
+            ("/other", "/other"),
+        ):
+            engine.answer = status(307, location=place)
+            answer = await client.post(COMPLETIONS, json=completion())
+            assert (answer.status_code, answer.headers.get("location")) == (307, kept), place
