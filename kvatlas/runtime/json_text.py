@@ -12,9 +12,14 @@ _LONG = b"0" * 19
 
 
 def decode(text: bytes) -> Any:
-    """Like `json.loads`. Raises ValueError and RecursionError."""
+    """Like `json.loads`. Raises ValueError, also if the text is nested too deeply."""
     value = decode_strictly(text)
-    return json.loads(text) if value is None else value
+    if value is not None:
+        return value
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def decode_strictly(text: bytes) -> Any:

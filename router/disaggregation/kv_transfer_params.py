@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvatlas.runtime.json_text import decode
+
 ASK = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -34,7 +36,7 @@ def prefill_body(body: Mapping[str, Any], fetch: Mapping[str, Any]) -> bytes:
 def read_params(answer: bytes) -> Mapping[str, Any] | None:
     """The prefill engine's params that say where the KV is; None if it has no connector, or nothing to fetch."""
     try:
-        params = json.loads(answer).get("kv_transfer_params")
+        params = decode(answer).get("kv_transfer_params")
     except (ValueError, AttributeError):
         return None
     return params if isinstance(params, dict) and params.get("do_remote_prefill") else None

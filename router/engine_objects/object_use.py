@@ -130,6 +130,6 @@ def _decode(body: bytes) -> Mapping[str, Any]:
         return {}
     try:
         decoded = decode(body)
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return decoded if isinstance(decoded, dict) else {}

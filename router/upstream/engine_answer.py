@@ -1,6 +1,7 @@
 """One try on one engine: its answer from the first byte on, or why there is none."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_parser import can_be_read, is_json
 from kvatlas_router.progress.watched_try import WatchedTry
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost, EngineUnreachable, IncomingAnswer
+from kvatlas_router.upstream.engine_connection import RawHeaders
 from router_client.learning.timings import AnswerClock
 
 
@@ -103,6 +105,7 @@ class StreamedAnswer:
 
 Answer = WholeAnswer | StreamedAnswer
 
+_OWN_PATH = re.compile(rb"/(?![/\\])[\x21-\x7e]*$")
 _OF_BODY = {b"content-type", b"content-encoding", b"cache-control", b"x-accel-buffering"}
 
 
@@ -153,12 +156,10 @@ def _url(base_url: str, request: EngineRequest) -> str:
 
 async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: WatchedTry, base_url: str) -> Answer:
     watched.status = incoming.status
-    headers = [
-        (name, _relative(value, base_url) if name.lower() == b"location" else value) for name, value in incoming.headers
-    ]
+    headers = _without_other_places(incoming.headers, base_url)
     if not 200 <= incoming.status < 300 or is_json(headers):
         parts = []
-        while part := await incoming.read():
+        async for part in incoming.parts():
             watched.progress(part)
             parts.append(part)
         clock.part()
@@ -169,6 +170,14 @@ async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: Wat
     return WholeAnswer(incoming.status, headers, b"", clock)
 
 
-def _relative(location: bytes, base_url: str) -> bytes:
-    """A redirect of an engine to itself, without its address: clients only know the router's."""
-    return location.removeprefix(base_url.rstrip("/").encode())
+def _without_other_places(headers: RawHeaders, base_url: str) -> RawHeaders:
+    """A redirect of an engine to itself, without its address: clients only know the router's. One to anywhere else is left out:
+    clients would send their keys there."""
+    kept = []
+    for name, value in headers:
+        if name.lower() == b"location":
+            value = value.removeprefix(base_url.rstrip("/").encode())
+            if not _OWN_PATH.match(value):
+                continue
+        kept.append((name, value))
+    return kept
